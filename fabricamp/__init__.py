@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-import fabricamp.messages  # noqa: F401 - makes the logger ready that every part speaks through
+import fabricamp.messages  # noqa: F401 - sets up the logger for all messages
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -92,7 +92,7 @@ __all__ += ["__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that a tool that needs one part does not pay for all of them.
+    # Imported on first use, so that a program that needs one part does not wait for the import of all.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _PARTS:
@@ -107,7 +107,7 @@ def __dir__() -> list[str]:
 
 
 class _NotOffered:
-    """Stands last on ``sys.meta_path``: imports of Lightning's names that are not here say what to write instead."""
+    """The last finder on ``sys.meta_path``: imports of names that only Lightning has raise an error with what to write instead."""
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:

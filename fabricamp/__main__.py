@@ -1,4 +1,4 @@
-"""``python -m fabricamp``: the same as the command ``fabricamp``."""
+"""Runs the command ``fabricamp`` as ``python -m fabricamp``."""
 
 import sys
 

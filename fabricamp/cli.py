@@ -1,4 +1,4 @@
-"""The command ``fabricamp``: runs from a configuration file, pictures of runs, and a doctor for the machine."""
+"""The command ``fabricamp``: runs from a configuration file, plots of runs, and a check of the machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("fabricamp")
 
 RUNS = {
-    "fit": "train, from the start or on from ckpt_path",
+    "fit": "train, from the start or resumed from ckpt_path",
     "validate": "run the validation loop once",
     "test": "run the test loop once",
     "predict": "run predict_step over the data and save its outputs as predictions.pt beside the logs",
@@ -56,7 +56,7 @@ examples:
   fabricamp fit config.yaml
   fabricamp fit config.yaml trainer.precision=O1 trainer.devices=2 module.lr=3e-4
   fabricamp fit config.yaml trainer.callbacks.0.patience=5 'trainer.devices=[0, 1]'
-  fabricamp fit config.yaml ckpt_path=auto            (on from the last checkpoint, if there is one)
+  fabricamp fit config.yaml ckpt_path=auto            (resumes from the last checkpoint, if there is one)
   fabricamp test config.yaml ckpt_path=best           (or last, or the path of a checkpoint)
   fabricamp predict config.yaml ckpt_path=best --json (predictions as JSON, alone on stdout)
   fabricamp bench config.yaml trainer.precision=O1 --out step.png
@@ -72,7 +72,7 @@ exit codes: 0 done, 2 a mistake in the command or the configuration, 1 any other
 
 
 _CODES: dict[type[BaseException], int] = {ConfigError: 2, CheckpointError: 1}
-"""The errors that a command tells of in one line, and the exit code of each."""
+"""The errors that a command shows in one line without a traceback, and their exit codes."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,11 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         _check_command(arguments[0])
-        # Unknown options go to the overrides, whose error says how these are written.
+        # Unknown options are passed as overrides: the error of an override says how to write one.
         options, unknown = parser.parse_known_args(arguments)
         if options.command in RUNS:
             as_json = options.command == "predict" and options.json
-            # What the user's code prints would stand beside the JSON.
+            # stdout is for the JSON alone, so the user's prints go to stderr.
             with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
                 predictions = _run(options.command, options.config, [*options.overrides, *unknown], as_json=as_json)
             if as_json and predictions is not None:
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, CheckpointError) as error:
         return _explain(error)
     except KeyboardInterrupt:
-        # Of a run that it cut the Trainer has told; elsewhere, as within imports, there is nothing to tell.
+        # The Trainer has reported an interrupted run already; elsewhere, as during imports, there is nothing to report.
         return 128 + signal.SIGINT
 
 
@@ -179,13 +179,13 @@ def _add_doctor(commands: Any) -> None:
 
 
 class _RunHelp(argparse.Action):
-    """Shows the help of a run, and every argument that its file can hold."""
+    """An action that shows the help of a run command, and every argument that the YAML file can hold."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=options.get("help"))
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
-        """Prints it and ends."""
+        """Prints the help and exits."""
         from fabricamp.arguments.described import described
         from fabricamp.config import check_config, read_config, targets_of
         from fabricamp.trainer import Trainer
@@ -241,11 +241,11 @@ def _list_runs(options: argparse.Namespace) -> int:
 
 
 def _add_verify(commands: Any) -> None:
-    about = "run a script straight, then killed and resumed, and say whether the bits are equal or where they differ"
+    about = "run a script uninterrupted, then killed and resumed, and say if the bits are equal or where they differ"
     verify = _add_command(commands, "verify", about)
     verify.add_argument("--batches", type=int, default=20, help="of its first fit, which ends there; 20 by default")
     verify.add_argument("script", type=Path, help="the Python script that calls Trainer.fit")
-    # Else argparse says that they are required.
+    # Otherwise argparse reports the arguments as required.
     verify.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments").required = False
 
 
@@ -308,7 +308,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _examples_of(command: str) -> str:
-    """The examples of one command, and the exit codes."""
+    """Returns the examples of one command, and the exit codes."""
     lines = EXAMPLES.splitlines()
     own = [line for line in lines if line.startswith(f"  fabricamp {command} ")]
     own = own or [f"  fabricamp {command} config.yaml ckpt_path=best"]
@@ -316,7 +316,7 @@ def _examples_of(command: str) -> str:
 
 
 def _run(command: str, path: Path, overrides: list[str], *, as_json: bool) -> list[Any] | None:
-    """Runs the command; returns what ``predict`` predicted, for JSON, on the first rank."""
+    """Runs the command; for ``predict`` with JSON returns the predictions on rank 0, otherwise None."""
     from fabricamp.config import build_parts, check_config, read_config
     from fabricamp.launch import explained_without_traceback
 
@@ -340,7 +340,7 @@ def _run(command: str, path: Path, overrides: list[str], *, as_json: bool) -> li
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON holds it; raises :class:`ConfigError` for what it has no form for."""
+    """Returns ``value`` as data for JSON, nan and inf as None; raises :class:`ConfigError` for a class that JSON cannot hold."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -358,7 +358,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_there(ckpt_path: str) -> None:
-    """Raises :class:`ConfigError` for a file that is not there; a word or a URL is looked for later."""
+    """Raises :class:`ConfigError` for a file that does not exist; "last", "best", "auto" and URLs are resolved later."""
     from fabricamp.checkpoint.places import found_near
 
     if not (ckpt_path in ("last", "best", "auto") or "://" in ckpt_path or Path(ckpt_path).expanduser().exists()):
@@ -368,7 +368,7 @@ def _check_there(ckpt_path: str) -> None:
 
 
 def _started() -> bool:
-    """Whether another process of this command started this one, and speaks for it."""
+    """Returns whether another process of this command started this one, and prints the messages for both."""
     from fabricamp.launch.starter import STARTED_BY
 
     return STARTED_BY in os.environ
@@ -391,10 +391,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _explain(error: FabricampError) -> int:
-    """Says what is wrong, without a traceback, and returns the exit code."""
+    """Prints the error without a traceback, and returns the exit code."""
     from fabricamp.launch import explained_without_traceback, record_failure
 
-    # A process that started this one shows what is written down here.
+    # The process that started this one shows the error recorded here.
     with explained_without_traceback(_CODES):
         record_failure(error)
     if not _started():

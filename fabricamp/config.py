@@ -31,13 +31,13 @@ SECTIONS = {
     "variables": "values of your own, for ${variables.name}",
     "import_from": "the folders that _target_ is looked for in",
 }
-"""What stands at the top of a configuration file."""
+"""The top-level keys of a configuration file, and their meaning."""
 
 
 class Configuration(dict[str, Any]):
-    """A configuration with its interpolations resolved; ``written`` is how it is shown: with references to the environment.
+    """A configuration with its interpolations resolved; ``written`` is the form to save, with references to the environment.
 
-    ``private`` says that something of the environment is shown all the same, or what a name says is secret.
+    ``private``: ``written`` still holds a value from the environment, or a value whose name says that it is secret.
     """
 
     def __init__(self, content: Mapping[str, Any], written: Mapping[str, Any], *, private: bool = False) -> None:
@@ -47,7 +47,7 @@ class Configuration(dict[str, Any]):
 
 
 class Parts(NamedTuple):
-    """What a configuration describes, built."""
+    """The objects built from a configuration."""
 
     trainer: Trainer
     module: TrainingModule
@@ -56,10 +56,10 @@ class Parts(NamedTuple):
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Configuration:
-    """Returns the file's content with ``key=value`` overrides put in and interpolations resolved.
+    """Returns the file's content with ``key=value`` overrides applied and interpolations resolved.
 
-    Strings of ``${oc.env:...}`` know their reference.  Raises :class:`ConfigError` for what cannot be read;
-    :func:`check_config` looks at what it means.
+    Strings from ``${oc.env:...}`` keep their reference.  Raises :class:`ConfigError` if the file or an override cannot be read;
+    :func:`check_config` checks the content.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -73,7 +73,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Configuration:
     folders = values.get("import_from", [])
     if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
         raise ConfigError(f"import_from={folders!r} is not a list of folders; write import_from: [folder, ...]")
-    # Absolute, so that the copy beside the logs works from there.
+    # Absolute paths, so that the copy in the log folder works from there.
     given = [path.parent / folder for folder in folders]
     folders = list(dict.fromkeys(str(folder.resolve()) for folder in (*given, path.parent, Path.cwd())))
     private = any(isinstance(folder, FromEnvironment) for folder in values.get("import_from", []))
@@ -103,7 +103,7 @@ def check_config(content: Mapping[str, Any]) -> None:
 
 
 def targets_of(content: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yields every class or function that a checked configuration names, with the place where it does, the Trainer first."""
+    """Yields (key, class or function) for every ``_target_`` of a checked configuration, the Trainer first."""
 
     def within(node: Any, where: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         if isinstance(node, dict) and TARGET in node:
@@ -117,7 +117,7 @@ def targets_of(content: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., 
 
 
 def build_parts(content: Mapping[str, Any]) -> Parts:
-    """Returns what a checked configuration describes; seeds first."""
+    """Returns the objects that a checked configuration describes; sets the seed before it builds them."""
     if content.get("seed") is not None:
         from fabricamp.rng import seed_everything
 
@@ -137,31 +137,31 @@ def build_parts(content: Mapping[str, Any]) -> Parts:
 
 
 class SaveConfig(Callback):
-    """Writes the configuration of a run as ``config.yaml`` into the folder of its logs; values from the environment stay out."""
+    """A callback that writes a run's configuration to ``config.yaml`` in its log folder, without values from the environment."""
 
     def __init__(self, content: Mapping[str, Any], *, private: bool = False) -> None:
         self.content = dict(content)
         self._private = private
 
     def on_fit_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """Writes the file, now that nothing can be refused any more: what cannot begin leaves no folder."""
+        """Writes the file; not earlier, so that a run that fails a check leaves no folder."""
         self._write(trainer)
 
     def on_validation_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """The same; the file of a fit is there already."""
+        """Writes the file in ``validate``; in ``fit`` the file is there already."""
         if trainer.state.fn is TrainerFn.VALIDATING:
             self._write(trainer)
 
     def on_test_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """The same."""
+        """Writes the file."""
         self._write(trainer)
 
     def on_predict_start(self, trainer: Trainer, module: TrainingModule) -> None:
-        """The same."""
+        """Writes the file."""
         self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
-        """On rank 0; nothing where nothing is logged."""
+        """Writes the file on rank 0, unless nothing is logged."""
         folder = trainer.log_folder if trainer.loggers and not trainer.fast_dev_run else None
         if folder is None or not trainer.is_global_zero:
             return
@@ -199,7 +199,7 @@ def _load(path: Path) -> Any:
 
 
 def _put(content: Any, override: str) -> None:
-    """Puts one ``key=value`` into the container."""
+    """Applies one ``key=value`` override to the container; raises ConfigError."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -230,7 +230,7 @@ def _put(content: Any, override: str) -> None:
 
 
 def _check_way(content: Any, key: str, override: str) -> None:
-    """Raises :class:`ConfigError` where ``key`` leads past a list's end, or through a value, which would silently be replaced."""
+    """Raises :class:`ConfigError` if ``key`` leads past a list's end, or through a value that OmegaConf would silently replace."""
     from omegaconf import OmegaConf
 
     node = OmegaConf.to_container(content, resolve=False)
@@ -260,14 +260,14 @@ def _trainer_section(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section_meant(key: str) -> str:
-    """What to write instead of a section that there is not."""
+    """Returns a hint what to write instead of the unknown section ``key``."""
     if key in inspect.signature(Trainer).parameters:
         return f"; write trainer.{key}"
     return meant("configuration", key) or f"{nearest(key, SECTIONS)} (known: {', '.join(SECTIONS)})"
 
 
 def _check_node(node: Any, where: str, kind: type | None = None) -> None:
-    """Checks everything with a ``_target_`` in ``node``, the outermost first."""
+    """Checks the ``_target_`` and arguments of every mapping in ``node``, the outermost first; raises ConfigError."""
     if isinstance(node, dict) and TARGET in node:
         target = locate(node[TARGET], f"{where}.{TARGET}")
         if kind is not None and isinstance(target, type) and not issubclass(target, kind):
@@ -287,14 +287,14 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], where: str) -> None:
-    """Raises :class:`ConfigError` for arguments that ``target`` does not take, or lacks."""
+    """Raises :class:`ConfigError` for an argument that ``target`` does not take, or a required one that is missing."""
     try:
         parameters = inspect.signature(target).parameters.values()
     except ValueError:
-        # Written in C, without a signature: the call itself will tell.
+        # Written in C, without a signature: the call itself will raise.
         return
     named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    # The Trainer takes any keyword only to refuse it with a good message of its own.
+    # The Trainer takes any keyword only to refuse unknown ones with its own message.
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters) and target is not Trainer
     name = getattr(target, "__name__", str(target))
     for key, value in arguments.items():
@@ -306,7 +306,7 @@ def _check_arguments(target: Callable[..., Any], arguments: dict[str, Any], wher
 
 
 def locate(target: Any, where: str) -> Callable[..., Any]:
-    """Returns the class or function with this dotted name, which stands at ``where``; raises :class:`ConfigError`."""
+    """Returns the class or function with the dotted name ``target``, found at key ``where``; raises :class:`ConfigError`."""
     words = target.split(".") if isinstance(target, str) else []
     if len(words) < 2 or not all(word.isidentifier() for word in words):
         raise ConfigError(f"{where}={target!r} is no dotted name; write package.module.Class")
@@ -322,19 +322,19 @@ def locate(target: Any, where: str) -> Callable[..., Any]:
 
 
 def _nameable(holder: Any, *, last: bool) -> list[str]:
-    """What a ``_target_`` can name in ``holder``: as its ``last`` word no module."""
+    """Returns the names in ``holder`` that a ``_target_`` can use; modules only if it is not the ``last`` word."""
     names = [name for name in dir(holder) if name[0] != "_"]
     return [name for name in names if not (last and isinstance(vars(holder).get(name), ModuleType))]
 
 
 def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
-    """Imports the module that the name begins with; returns it and the words after it."""
+    """Imports the longest module path that ``words`` begin with; returns the module and the remaining words."""
     for end in range(len(words) - 1, 0, -1):
         name = ".".join(words[:end])
         try:
             return importlib.import_module(name), words[end:]
         except ModuleNotFoundError as error:
-            # Only where the name itself leads nowhere; what a found module fails to import is told by its traceback.
+            # Continue only if a module of the name itself is missing; a failed import inside a found module keeps its traceback.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     nearby = "beside the configuration or in a folder of import_from"
@@ -347,12 +347,12 @@ def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
 
 
 def _modules_nearby() -> list[str]:
-    """Names of the modules in the folders that ``import_from`` put first."""
+    """Returns names of modules in the folders that ``import_from`` put first on ``sys.path``."""
     return [file.stem for folder in sys.path[:3] if folder for file in Path(folder).glob("*.py")] + ["fabricamp"]
 
 
 def _build_part(content: Configuration, name: str) -> Any:
-    """Returns module or data; what the environment says of it may be among its hyper-parameters."""
+    """Returns the built module or data, marked private if its hyper-parameters may hold values from the environment."""
     part = _build(content.get(name), name)
     if part is not None and exposes(content[name], content.written[name]):
         part.hparams_private = True
@@ -360,7 +360,7 @@ def _build_part(content: Configuration, name: str) -> Any:
 
 
 def _build(node: Any, where: str) -> Any:
-    """Returns ``node`` with every mapping that has a ``_target_`` replaced by what it describes, the innermost first."""
+    """Returns ``node`` with every mapping that has a ``_target_`` replaced by the built object, the innermost first."""
     if isinstance(node, list):
         return [_build(one, f"{where}.{index}") for index, one in enumerate(node)]
     if not isinstance(node, dict):
@@ -377,7 +377,7 @@ def _build(node: Any, where: str) -> Any:
 
 
 def _explain_building(target: Callable[..., Any], built: Mapping[str, Any], where: str, error: Exception) -> None:
-    """Raises :class:`ConfigError` where text stands for what is annotated as a number; else notes what was being built."""
+    """Raises :class:`ConfigError` if a string was given for a number; otherwise adds a note with the call to ``error``."""
     if isinstance(error, ConfigError):
         return
     name = getattr(target, "__name__", str(target))
@@ -389,7 +389,7 @@ def _explain_building(target: Callable[..., Any], built: Mapping[str, Any], wher
 
 
 def _number_wanted(target: Callable[..., Any], key: str) -> str:
-    """Returns the annotation of an argument that takes numbers alone, or nothing."""
+    """Returns the annotation of an argument that takes only numbers, or "" for any other argument."""
     try:
         parameter = inspect.signature(target, eval_str=True).parameters.get(key)
     except (ValueError, NameError, TypeError):

@@ -1,4 +1,4 @@
-"""Values in mappings, lists, tuples, named tuples and data classes, nested as they come."""
+"""Functions over nested mappings, lists, tuples, named tuples and data classes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 CONTAINERS = (Mapping, list, tuple)
-"""What :func:`with_parts` looks into, beside data classes."""
+"""The types that :func:`with_parts` looks into, besides data classes."""
 
 
 def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns ``value`` with ``change`` of each of its parts, in a copy of its own type; ``value`` itself where none changes."""
+    """Returns a copy of ``value``, of the same type, with ``change`` applied to each item; ``value`` itself if none changes."""
     if isinstance(value, (list, tuple)):
         items = [change(item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
@@ -37,7 +37,7 @@ def _with_items(value: Mapping[Any, Any], change: Callable[[Any], Any]) -> Any:
     if not changed:
         return value
     if not isinstance(value, MutableMapping):
-        return type(value)(items)  # type: ignore[call-arg]  # an immutable mapping is built from one
+        return type(value)(items)  # type: ignore[call-arg]  # an immutable mapping is built from a dict
     result = copy.copy(value)
     for key, item in changed.items():
         result[key] = item
@@ -51,12 +51,12 @@ def _with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
         new = change(old)
         if new is not old:
             result = copy.copy(value) if result is value else result
-            object.__setattr__(result, field.name, new)  # frozen ones too, without running __init__ again
+            object.__setattr__(result, field.name, new)  # works for frozen classes, and does not run __init__ again
     return result
 
 
 def own_containers(value: Any) -> Any:
-    """Returns lists and mappings of OmegaConf, which hydra's ``instantiate`` passes, as Python's; anything else as it is."""
+    """Returns OmegaConf's lists and mappings as Python's, any other value as it is; hydra's ``instantiate`` passes OmegaConf's."""
     if not type(value).__module__.startswith("omegaconf."):
         return value
     if isinstance(value, Mapping):
@@ -65,7 +65,7 @@ def own_containers(value: Any) -> Any:
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in ``value``."""
+    """Yields the tensors in ``value``, at any depth."""
     if isinstance(value, Tensor):
         yield value
         return

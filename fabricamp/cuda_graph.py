@@ -17,15 +17,15 @@ _FEWEST_WARMUPS = 3
 
 @dataclass(init=False)
 class CudaGraph(NamesKeywords):
-    """How a training step is captured as a CUDA graph.
+    """Options for the capture of a training step as a CUDA graph.
 
     Args:
-        warmup: the batch of a shape at which it is captured; those before it run eagerly, as ordinary steps.
-        shapes: how many shapes of batches are captured at most; others run eagerly.
-        steps: how many steps one launch makes if nothing has to happen between them; other steps are launched one by one.
-        check_every: compares a replay with an eager step, bit by bit, every so many replays, at the same one on all ranks; 0:
-            only the first of a shape.
-        required: a step that cannot be captured: False runs it eagerly, and says why; True raises an error.
+        warmup: number of the batch of a shape at which the step is captured; earlier batches run eagerly, as ordinary steps.
+        shapes: the largest number of batch shapes to capture; batches of other shapes run eagerly.
+        steps: number of steps per launch if nothing has to happen between them; other steps are launched one by one.
+        check_every: compares every n-th replay with an eager step, bit by bit, at the same replay on all ranks; 0: only the first
+            replay of a shape.
+        required: for a step that cannot be captured, True raises an error; False logs the reason and runs it eagerly.
 
     Raises:
         ConfigError: for numbers out of range.
@@ -58,12 +58,12 @@ class CudaGraph(NamesKeywords):
         self.check_every, self.required = check_every, required
 
     def one_by_one(self) -> CudaGraph:
-        """Returns these options with a launch for each step: for runs whose hooks look at every one."""
+        """Returns these options with one launch per step, for runs with hooks that look at each step."""
         return CudaGraph(warmup=self.warmup, shapes=self.shapes, check_every=self.check_every, required=self.required)
 
 
 def as_cuda_graph(value: Any) -> CudaGraph | None:
-    """Returns the options that the Trainer's ``cuda_graph`` stands for; None where nothing is captured."""
+    """Returns the options for the Trainer's argument ``cuda_graph``; None if nothing is captured."""
     if value is None or value is False:
         return None
     if value is True:
@@ -76,7 +76,7 @@ def as_cuda_graph(value: Any) -> CudaGraph | None:
 
 
 def check_cuda_graph(settings: Settings, device_type: str, strategy: Strategy) -> None:
-    """Raises :class:`ConfigError` where the Trainer's other arguments leave no step to capture, and one is required."""
+    """Raises :class:`ConfigError` if a graph is required and the Trainer's other arguments rule out a capture."""
     if settings.cuda_graph is not None and settings.cuda_graph.required:
         reason = reason_against(device_type, strategy, settings)
         if reason:
@@ -84,7 +84,7 @@ def check_cuda_graph(settings: Settings, device_type: str, strategy: Strategy) -
 
 
 def reason_against(device_type: str, strategy: Strategy, settings: Settings) -> str:
-    """Returns why no step of a Trainer with these arguments can be captured, and what to give; else an empty string."""
+    """Returns why no step can be captured with these arguments, and what to change; an empty string if one can be."""
     if device_type != "cuda":
         return f"a CUDA graph needs a CUDA GPU, and this run is on {device_type!r}; give accelerator='gpu'"
     if refusal := strategy.refuses_graph():

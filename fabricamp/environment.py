@@ -1,4 +1,4 @@
-"""Values that a configuration takes from the environment: used as they are, written down as the reference, ``${oc.env:NAME}``."""
+"""Configuration values from environment variables: used as values, but written to files as the reference ``${oc.env:NAME}``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _REFERENCE = "${oc.env:"
 
 
 class FromEnvironment(str):
-    """A string that knows which ``reference`` it came from; what is written to a file is that, not the value."""
+    """A string with the ``reference`` that it came from; files get the reference, not the value."""
 
     __slots__ = ("reference",)
     reference: str
 
     def __new__(cls, value: str, reference: str) -> Self:
-        """``value``, of ``reference``."""
+        """Returns the string ``value`` with its ``reference``."""
         text = super().__new__(cls, value)
         text.reference = reference
         return text
@@ -29,9 +29,9 @@ class Resolved(NamedTuple):
     """A container's content as plain dicts and lists."""
 
     values: Any
-    """To be used; strings that the environment decides are :class:`FromEnvironment`."""
+    """The content to use; strings from the environment are :class:`FromEnvironment`."""
     written: Any
-    """To be written: with references where the environment decides."""
+    """The content to write to files, with references in place of values from the environment."""
 
 
 def resolved(container: Any, *, throw_on_missing: bool = False, enum_to_str: bool = False) -> Resolved:
@@ -44,14 +44,14 @@ def resolved(container: Any, *, throw_on_missing: bool = False, enum_to_str: boo
 
 
 def exposes(values: Any, written: Any) -> bool:
-    """Returns whether ``values`` of a :class:`Resolved` hold something of the environment that knows no reference.
+    """Returns whether ``values`` of a :class:`Resolved` hold something from the environment without a reference.
 
-    That is a number, a truth value, a key: anything but a string.
+    Only strings keep a reference; numbers, booleans and keys do not.
     """
     if values is None or values is written or isinstance(values, FromEnvironment):
         return False
     if isinstance(values, dict):
-        made = values and not isinstance(written, dict)  # keys and all
+        made = values and not isinstance(written, dict)  # the whole dict, its keys included
         return bool(made) or any(exposes(value, written[key]) for key, value in values.items())
     if isinstance(values, list):
         texts = written if isinstance(written, list) else [written] * len(values)
@@ -60,7 +60,7 @@ def exposes(values: Any, written: Any) -> bool:
 
 
 def first_reference(value: Any) -> str:
-    """Returns the first string in ``value`` that holds a reference; nothing where there is none."""
+    """Returns the first string in ``value`` that holds a reference, or "" if there is none."""
     if isinstance(value, str):
         return value if _REFERENCE in value else ""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -68,7 +68,7 @@ def first_reference(value: Any) -> str:
 
 
 def without_references(value: Any) -> Any:
-    """Returns ``value`` with ordinary strings, for code that is not to know where they came from."""
+    """Returns ``value`` with each :class:`FromEnvironment` replaced by a plain string."""
     if isinstance(value, dict):
         return {key: without_references(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -78,9 +78,9 @@ def without_references(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _references() -> Iterator[list[str]]:
-    """Within it ``oc.env`` gives its own text; the list tells whether it was asked.
+    """Returns a context in which ``oc.env`` resolves to its own reference; yields the list of references that were resolved.
 
-    OmegaConf's resolvers are the process's, and it has no public way to put one back as it was.
+    OmegaConf's resolvers are global, and it has no public way to restore one.
     """
     from omegaconf.basecontainer import BaseContainer
 
@@ -99,7 +99,7 @@ def _references() -> Iterator[list[str]]:
 
 
 def _each(node: Any, values: Any, asked: list[str]) -> Resolved:
-    """What of ``values``, the content of ``node``, is used and what is written."""
+    """Returns the :class:`Resolved` form of ``node``, whose content with all interpolations resolved is ``values``."""
     from omegaconf import OmegaConf
 
     raw = OmegaConf.to_container(node, resolve=False)
@@ -123,16 +123,19 @@ def _each(node: Any, values: Any, asked: list[str]) -> Resolved:
 
 
 def _interpolated(node: Any, key: Any, value: Any, raw: str, asked: list[str]) -> Resolved:
-    """The same for one interpolation, ``raw``; resolved as far as that gives a text with the references in it."""
+    """Returns the :class:`Resolved` form of the interpolation ``raw`` at ``key``.
+
+    The written form has other interpolations resolved if the result is text that holds all references; otherwise it is ``raw``.
+    """
     from omegaconf import OmegaConf
 
     asked.clear()
     try:
         text = node[key]
-    except Exception:  # noqa: BLE001 - a resolver of the user's, given a reference in place of what it can read
+    except Exception:  # noqa: BLE001 - a user's resolver got a reference in place of the value, and may raise anything
         text = None
     if OmegaConf.is_config(text) and not asked:
-        return _each(text, value, asked)  # it stands elsewhere in the configuration
+        return _each(text, value, asked)  # a reference to another section of the configuration
     if not asked:
         return Resolved(value, value)
     kept = isinstance(value, str) and isinstance(text, str) and all(one in text for one in asked)

@@ -1,4 +1,4 @@
-"""The one family of errors, and the wording that they share."""
+"""fabricamp's error classes, and the functions that build their hints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fabricamp.arguments.meanings import MEANINGS
 
 
 class FabricampError(Exception):
-    """Base class of fabricamp's errors."""
+    """The base class of fabricamp's errors."""
 
 
 class ConfigError(FabricampError, ValueError):
@@ -18,11 +18,11 @@ class ConfigError(FabricampError, ValueError):
 
 
 class UnknownArgumentError(ConfigError, TypeError):
-    """An unknown keyword of a class; it is a TypeError too."""
+    """An unknown keyword argument; this error is a TypeError too."""
 
 
 class DistributedError(FabricampError, RuntimeError):
-    """Ranks disagree, or a rank is gone."""
+    """Ranks disagree, or a rank has died."""
 
 
 class CheckpointError(FabricampError, RuntimeError):
@@ -30,7 +30,7 @@ class CheckpointError(FabricampError, RuntimeError):
 
 
 class MissingCheckpointError(CheckpointError, ValueError):
-    """No checkpoint is there to be taken as the best or the last; it is a ValueError too."""
+    """There is no best or last checkpoint; this error is a ValueError too."""
 
 
 class NonFiniteError(FabricampError, RuntimeError):
@@ -38,13 +38,13 @@ class NonFiniteError(FabricampError, RuntimeError):
 
 
 def nearest(given: object, known: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'name'?"`` for the known name nearest to ``given``, or nothing where none is near."""
+    """Returns ``"; did you mean 'name'?"`` for the known name nearest to ``given``, or "" if none is similar."""
     matches = difflib.get_close_matches(str(given), sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def meant(where: str, given: object, value: object = None) -> str:
-    """Returns ``"; write ..."`` for what is known by another name or form here, or nothing; ``where`` is a table of MEANINGS."""
+    """Returns ``"; write ..."`` for an argument that has another name or form here, or ""; ``where`` is a table of MEANINGS."""
     name = str(given).lower().removeprefix("torch.")
     for pattern, words in MEANINGS.get(where, {}).items():
         if fnmatch.fnmatchcase(name, pattern):
@@ -53,12 +53,12 @@ def meant(where: str, given: object, value: object = None) -> str:
 
 
 def advice(where: str, given: object, known: Iterable[str], value: object = None) -> str:
-    """Returns what to write instead of ``given``: by its meaning, else the nearest of ``known``, else all of these."""
+    """Returns a hint what to write instead of ``given``: from MEANINGS, else the nearest name of ``known``, else all of them."""
     known = list(known)
     return meant(where, given, value) or nearest(given, known) or f" (known: {', '.join(known) or 'none'})"
 
 
 def without_address(value: object) -> str:
-    """Returns ``value`` as its repr, or by its class where that is no more than an address."""
+    """Returns the repr of ``value``, or the name of its class if the repr contains an address."""
     shown = repr(value)
     return f"a {type(value).__name__}" if " object at 0x" in shown else shown

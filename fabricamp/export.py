@@ -1,4 +1,4 @@
-"""``fabricamp export``: the weights of a checkpoint, or the module with them, in files that others read."""
+"""``fabricamp export``: writes the weights of a checkpoint, or the module with them, in formats of other programs."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def export(
     inputs: Sequence[Tensor] = (),
     dtype: str | None = None,
 ) -> str:
-    """Writes what a checkpoint holds of the model, at any opt level, and says what it wrote.
+    """Writes the model in a checkpoint of any opt level to a file or folder; returns a line that describes what was written.
 
-    ``.pt`` (``torch.load``) and ``.safetensors`` get the weights by their names; ``.pt2`` (``torch.export.load``) and ``.onnx`` the
-    module's ``forward`` too, in evaluation mode, whose first dimension may vary where the module lets it.  ``.ckpt`` is the whole
-    checkpoint as one file, also where it is a folder of sharded tensors, and a name that ends in ``/`` such a folder.
+    ``.pt`` (``torch.load``) and ``.safetensors`` hold the weights by name.  ``.pt2`` (``torch.export.load``) and ``.onnx`` hold the
+    module's ``forward`` too, in evaluation mode; the first dimension of inputs may vary if the module allows it.  ``.ckpt`` is the
+    complete checkpoint as one file, also if it was a folder of sharded tensors; a name that ends in ``/`` is such a folder.
 
     Args:
         checkpoint: the file or folder, or a URL.
-        to: the file or folder to write; how it ends decides the format.
+        to: the file or folder to write; its ending decides the format.
         module: the class of the module, for ``.pt2`` and ``.onnx``: a checkpoint names no code.
-        inputs: what ``forward`` takes; empty is the module's ``example_input_array``.
-        dtype: "fp32", "fp16", "bf16" or "fp64" for all floating weights; None is what was trained: fp32 (at O2 and O5 the masters),
-            half at O3 and the half ``true`` precisions.
+        inputs: the arguments of ``forward``; empty means the module's ``example_input_array``.
+        dtype: "fp32", "fp16", "bf16" or "fp64" for all floating weights; None keeps the dtype of training: fp32 (at O2 and O5 the
+            masters), half at O3 and the half ``true`` precisions.
 
     Raises:
-        ConfigError: where there is no such checkpoint, the format is not known, a package is missing, or ``module`` or ``inputs``
+        ConfigError: if there is no such checkpoint, the format is not known, a package is missing, or ``module`` or ``inputs``
             are needed.
         CheckpointError: for a file that is no checkpoint, or cannot be written.
 
@@ -111,7 +111,7 @@ def _checked(path: Path, dtype: str | None, *, whole: bool) -> Path:
 
 
 def _trained(amp: Any) -> torch.dtype | None:
-    """The dtype of all floating weights where there was one; a file of O3 holds fp32 for those that no step has changed."""
+    """Returns the dtype of all floating weights at O3, else None; a file of O3 holds fp32 for weights that no step has changed."""
     if not isinstance(amp, dict) or amp.get("level") != "O3":
         return None
     found = getattr(torch, str(amp.get("cast_model_type")), None)
@@ -119,7 +119,7 @@ def _trained(amp: Any) -> torch.dtype | None:
 
 
 def _as(value: Any, dtype: torch.dtype | None) -> Any:
-    """The tensor with memory of its own, floating ones as ``dtype``."""
+    """Returns a contiguous copy on the CPU, of ``dtype`` if the tensor is floating; any other value as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
@@ -134,7 +134,7 @@ def _dtypes(weights: dict[str, Any]) -> str:
 
 
 def _module(kind: type[TrainingModule], checkpoint: str, weights: dict[str, Any]) -> TrainingModule:
-    """The module with these very tensors: loading alone would give them its own dtype."""
+    """Returns the module with ``weights`` assigned as they are: copying them in would cast them to the module's dtype."""
     module = kind.load_from_checkpoint(checkpoint).eval()
     module.load_state_dict(weights, strict=False, assign=True)
     return module
@@ -157,7 +157,7 @@ def _program(module: TrainingModule, inputs: Sequence[Tensor]) -> torch.export.E
 
 
 def _try(module: TrainingModule, given: tuple[Tensor, ...]) -> None:
-    """Calls ``forward``; raises :class:`ConfigError` where it does not take what was given."""
+    """Calls ``forward``; raises :class:`ConfigError` if it fails on the given inputs."""
     try:
         with torch.no_grad():
             module(*given)
@@ -173,7 +173,7 @@ def _try(module: TrainingModule, given: tuple[Tensor, ...]) -> None:
 
 
 def _shapes(given: Any) -> str:
-    """The sizes of tensors as --input has them, with their dtypes."""
+    """Returns the sizes of tensors as text in the form of --input, with their dtypes."""
     tensors = given if isinstance(given, tuple) else (given,)
     return " and ".join(
         f"{','.join(map(str, one.shape)) or 'no dimensions'} ({str(one.dtype).removeprefix('torch.')})"
@@ -203,13 +203,13 @@ def _write_program(file: Path, suffix: str, program: torch.export.ExportedProgra
 
 
 def _put(path: Path, write: Callable[[Path], None]) -> None:
-    """Puts the new file in its place once it is whole."""
+    """Writes a temporary file with ``write``, and renames it to ``path`` when it is complete; raises CheckpointError."""
     unfinished = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
         unfinished.touch()
         mode = unfinished.stat().st_mode
         write(unfinished)
-        unfinished.chmod(mode)  # safetensors makes files that nobody else can read
+        unfinished.chmod(mode)  # safetensors creates files that only their owner can read
         unfinished.replace(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; give another file") from error

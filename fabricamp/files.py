@@ -1,4 +1,4 @@
-"""Files on the disk for good, and new ones that only their owner may read from their first byte on."""
+"""Creates, replaces and syncs files; private files are readable by their owner only, from creation on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import IO
 
 
 def mode_of(*, private: bool) -> int:
-    """The permissions that a new file is made with; the process's umask takes from them."""
+    """Returns the permissions to create a file with, before the process's umask."""
     return 0o600 if private else 0o666
 
 
 def create(path: Path, *, private: bool = False) -> IO[bytes]:
-    """Returns the file at ``path``, made for writing; raises ``FileExistsError`` where there is one."""
+    """Creates the file ``path`` and returns it open for writing; raises ``FileExistsError`` if it exists."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode_of(private=private)), "wb")
 
 
 def replace_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Puts a file that holds ``text`` in the place of what stands at ``path``."""
+    """Replaces the file ``path`` by one that holds ``text``, atomically."""
     unfinished = path.with_name(f".{path.name}.partial")
     unfinished.unlink(missing_ok=True)
     with create(unfinished, private=private) as file:
@@ -28,12 +28,12 @@ def replace_text(path: Path, text: str, *, private: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until the disk has the file or the folder."""
+    """Waits until the file or folder is written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no fsync, and need none
             raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)

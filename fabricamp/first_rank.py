@@ -1,4 +1,4 @@
-"""Which rank this process was started as: what is known before a Trainer takes its place among the processes."""
+"""The rank that this process was started as, known before a Trainer sets up its environment."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 
 def started_rank() -> int:
-    """Returns the rank that torchrun, SLURM or a Trainer started this process as; 0 where none did."""
+    """Returns the rank that torchrun, SLURM or a Trainer started this process as; 0 if none of them did."""
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 
 if getattr(rank_zero_only, "rank", None) is None:
-    # lightning-utilities' own functions, which scripts import from there too, refuse to run until it is set.
+    # The functions of lightning-utilities refuse to run until the rank is set, and scripts import them from there too.
     rank_zero_only.rank = started_rank()  # type: ignore[attr-defined]

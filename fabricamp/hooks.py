@@ -4,45 +4,46 @@ The order of a fit; (c) is a hook of callbacks, (m) of the module, (c, m) of bot
 
     configure_callbacks (m)
     prepare_data (m)
-    setup (c, m)                                    after that of the data
+    setup (c, m)                                    after the DataModule's
     configure_model (m)
-    on_load_checkpoint (c, m)                       where the run goes on from a checkpoint
+    on_load_checkpoint (c, m)                       if the run resumes from a checkpoint
     configure_optimizers (m)
     on_fit_start (c, m)
-    on_sanity_check_start (c)                       where it begins anew
+    on_sanity_check_start (c)                       if the run does not resume
         val_dataloader (m)
         the validation
-    on_sanity_check_end (c)                         where it begins anew
-    val_dataloader (m)                              where the run goes on from a checkpoint
+    on_sanity_check_end (c)                         if the run does not resume
+    val_dataloader (m)                              if the run resumes from a checkpoint
     train_dataloader (m)
     on_train_start (c, m)
     for each epoch
         on_train_epoch_start (c, m)
         for each micro-batch
-            on_before_batch_transfer (m)            on a GPU a batch ahead, as the next one (``prefetch_batches``)
+            on_before_batch_transfer (m)            on a GPU one batch ahead, as the next hook (``prefetch_batches``)
             transfer_batch_to_device (m)
             on_after_batch_transfer (m)
             on_train_batch_start (c, m)
             training_step (m)
-            on_before_zero_grad (c, m)              for the first micro-batch of a step, as the next one
+            on_before_zero_grad (c, m)              for the first micro-batch of a step, as the next hook
             optimizer_zero_grad (m)
             on_before_backward (c, m)
             backward (m)
             on_after_backward (c, m)
-            on_before_optimizer_step (c, m)         for the last micro-batch of a step, as the next three
+            on_before_optimizer_step (c, m)         for the last micro-batch of a step, as the next three hooks
             configure_gradient_clipping (m)
             optimizer_step (m)
             lr_scheduler_step (m)
             on_train_batch_end (c, m)
-        on_validation_model_zero_grad (m)           where the epoch is validated, as the next line
+        on_validation_model_zero_grad (m)           if the epoch is validated, as the next line
         the validation
         on_train_epoch_end (c, m)                   the epoch's values are reduced; callbacks with ``monitors = True`` come last
-        on_save_checkpoint (c, m)                   where a ModelCheckpoint writes
+        on_save_checkpoint (c, m)                   if a ModelCheckpoint writes
     on_train_end (c, m)
     on_fit_end (c, m)
-    teardown (c, m)                                 likewise
+    teardown (c, m)                                 after the DataModule's
 
-The validation.  ``validate``, ``test`` and ``predict`` have the same by their names, between ``configure_model`` and ``teardown``::
+The validation.  ``validate``, ``test`` and ``predict`` call hooks of their own names in the same order, between ``configure_model``
+and ``teardown``::
 
     on_validation_model_eval (m)
     on_validation_start (c, m)
@@ -83,7 +84,7 @@ if TYPE_CHECKING:
 
 Calls = tuple["Callable[..., Any]", ...]
 
-# Lightning 1 called these; a module that still has one would wait for it in vain.
+# Hooks of Lightning 1: nothing would call them, so a module that has one is refused.
 REMOVED = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
@@ -92,16 +93,16 @@ REMOVED = {
 
 
 class ModuleHooks:
-    """What a module may override.  None of them does anything by itself except the four that move data or switch modes."""
+    """The hooks that a module may override.  Only those that move data, clear gradients or switch modes do anything by default."""
 
     def configure_model(self) -> None:
         """Builds large submodules late, after every process knows its device."""
 
     def prepare_data(self) -> None:
-        """Downloads and converts; on one process per node, before ``setup``.  Keep no state here: other processes do not see it."""
+        """Downloads and converts; runs in one process per node, before ``setup``.  Keep no state: other processes do not see it."""
 
     def setup(self, stage: str) -> None:
-        """Builds data sets and layers; on every process; ``stage`` is "fit", "validate", "test" or "predict"."""
+        """Builds data sets and layers; runs in every process; ``stage`` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
         """The last hook of a run."""
@@ -119,13 +120,14 @@ class ModuleHooks:
         """Returns the loader to predict, or a list of loaders."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Returns the batch, changed before it travels to the device."""
+        """Returns the batch, changed before the transfer to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Returns the batch on ``device``; override it for batches of a type of your own.
+        """Returns the batch on ``device``; override this hook for batches of your own type.
 
-        On a GPU it runs a batch ahead, as ``on_before_batch_transfer`` does: what the step changes is for the next hook.
+        On a GPU this hook runs one batch ahead, as ``on_before_batch_transfer`` does, and does not see changes that the step makes;
+        use ``on_after_batch_transfer`` for that.
         """
         return move_to_device(batch, device)
 
@@ -216,11 +218,11 @@ class ModuleHooks:
         self.zero_grad(set_to_none=True)  # type: ignore[attr-defined]  # nn.Module's
 
     def on_validation_model_eval(self) -> None:
-        """Switches to evaluation; before it the Trainer notes every submodule's mode."""
+        """Switches to evaluation; the Trainer records every submodule's mode before."""
         self.eval()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_validation_model_train(self) -> None:
-        """Switches to training, if overridden; else the Trainer restores every submodule's mode."""
+        """Switches to training, if overridden; otherwise the Trainer restores every submodule's mode."""
         self.train()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_test_model_eval(self) -> None:
@@ -228,7 +230,7 @@ class ModuleHooks:
         self.eval()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_test_model_train(self) -> None:
-        """Switches to training, if overridden; else the Trainer restores every submodule's mode."""
+        """Switches to training, if overridden; otherwise the Trainer restores every submodule's mode."""
         self.train()  # type: ignore[attr-defined]  # nn.Module's
 
     def on_predict_model_eval(self) -> None:
@@ -248,32 +250,32 @@ class ModuleHooks:
         """Before an update; gradients are averaged and unscaled, but not clipped yet."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """May add to a checkpoint that is about to be written."""
+        """May add entries to a checkpoint before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """May read from a checkpoint that is being restored."""
+        """May read entries from a checkpoint while it is restored."""
 
 
 def overrides(part: object, name: str, base: type) -> bool:
-    """Returns whether ``part`` has its own ``name`` instead of ``base``'s, by its class or set on the instance.
+    """Returns whether ``part`` overrides the method ``name`` of ``base``, in its class or on the instance.
 
-    The base of an object of Lightning's is Lightning's own.
+    An object derived from one of Lightning's classes is compared with Lightning's base class instead.
     """
     base = lightnings_base(type(part)) or base
     return name in vars(part) or getattr(type(part), name, None) is not getattr(base, name, None)
 
 
 def call_all(calls: Calls, *args: Any) -> None:
-    """Calls each with ``args``."""
+    """Runs each call with ``args``."""
     for call in calls:
         call(*args)
 
 
 class Hooks:
-    """The hooks that somebody overrides, each looked up once: ``hooks("on_fit_start")`` is a tuple of bound calls.
+    """Looks up the overridden hooks of callbacks and module: ``hooks("on_fit_start")`` returns a tuple of bound calls.
 
-    Callbacks come before the module, and take the Trainer and the module as Lightning's do; here both are bound already, so
-    the loops pass only what changes.
+    Callbacks come before the module.  The callbacks' arguments ``trainer`` and ``module`` are bound already, so the loops pass only
+    the other arguments.
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, callbacks: Sequence[Callback]) -> None:
@@ -289,7 +291,7 @@ class Hooks:
                 )
 
     def callbacks(self, name: str, *, monitors: bool | None = None) -> Calls:
-        """The callbacks' calls of ``name``; ``monitors`` limits them to those that read the epoch's metrics, or to the others."""
+        """Returns the callbacks' calls of ``name``; ``monitors``: only of those that read epoch metrics (True) or don't (False)."""
         return tuple(
             self._noted(f"[Callback]{type(callback).__name__}.{name}", self._bound(callback, name))
             for callback in self._callbacks
@@ -297,13 +299,13 @@ class Hooks:
         )
 
     def module(self, name: str) -> Calls:
-        """The module's call of ``name``, if it overrides it."""
+        """Returns the module's call of ``name``; empty if the module does not override the hook."""
         if not overrides(self._module, name, ModuleHooks):
             return ()
         return (self._noted(f"[LightningModule]{type(self._module).__name__}.{name}", getattr(self._module, name)),)
 
     def __call__(self, name: str) -> Calls:
-        """Callbacks first, then the module."""
+        """Returns the calls of ``name``: callbacks first, then the module."""
         return self.callbacks(name) + self.module(name)
 
     def _bound(self, callback: Callback, name: str) -> Callable[..., Any]:

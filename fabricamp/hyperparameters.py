@@ -1,4 +1,4 @@
-"""The arguments an object was built with, kept so that a checkpoint can build it again."""
+"""Saves the constructor arguments of an object, so that the object can be built again from a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONSTRUCTORS = ("__init__", "__post_init__")
 
 
 class Hyperparameters(dict[str, Any]):
-    """A dict whose keys are attributes too, in nested dicts as well.
+    """A dict with its keys as attributes too, also in nested dicts.
 
     >>> Hyperparameters({"optimizer": {"lr": 0.1}}).optimizer.lr
     0.1
@@ -43,7 +43,7 @@ class Hyperparameters(dict[str, Any]):
             ) from None
 
     def __str__(self) -> str:
-        """A line each, by name, as Lightning's print."""
+        """Returns one line per entry, sorted by name, as Lightning prints them."""
         width = max((len(str(name)) for name in self), default=0) + 3
         lines = [(f'"{name}":', self[name]) for name in sorted(self, key=str)]
         return "\n".join(f"{label:{width}} {value}" for label, value in lines)
@@ -63,9 +63,9 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Hyperparameters:
-        """The saved hyper-parameters, empty if none were saved; changes reach the next checkpoint.
+        """The saved hyper-parameters, empty if none were saved; the next checkpoint contains changes of them.
 
-        Where an OmegaConf container was saved as a whole it is that container.
+        If an OmegaConf container was saved as a whole, this is that container.
         """
         saved: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
         return saved
@@ -78,7 +78,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_name(self) -> str | None:
-        """The constructor argument that takes ``hparams`` as a whole; None if each is an argument of its own."""
+        """The constructor argument that takes all of ``hparams`` as one value; None if each one is an argument of its own."""
         name: str | None = self.__dict__.get("_hparams_name")
         return name
 
@@ -89,7 +89,7 @@ class HyperparametersMixin:
 
     @property
     def hparams_private(self) -> bool:
-        """Whether files that show ``hparams`` are for their owner only: a number or a flag in it is from the environment."""
+        """Whether files with ``hparams`` are readable by their owner only, because a number or a flag is from the environment."""
         return bool(self.__dict__.get("_hparams_private", False))
 
     @hparams_private.setter
@@ -103,15 +103,15 @@ class HyperparametersMixin:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Saves the arguments of the calling ``__init__`` in ``hparams``: all, ``names``, or all but ``ignore``.
+        """Saves the arguments of the calling ``__init__`` in ``hparams``: all, only ``names``, or all but ``ignore``.
 
-        Arguments may be anything, and are the same objects in ``hparams``; lists, tuples and dicts are copied.  Files hold plain
-        data: of modules, functions, classes and other objects the name, so that ``load_from_checkpoint`` asks for them.
+        Arguments may have any type; ``hparams`` holds the same objects, but copies of lists, tuples and dicts.  Files hold plain
+        data only: of modules, functions, classes and other objects the name, so that ``load_from_checkpoint`` asks for them.
 
-        Instead of names, one dict, Namespace or OmegaConf container can be given: its content is kept.  Called in
-        the ``__init__`` of a base, it keeps the arguments of the derived classes too, whose values win.
-        ``logger`` False keeps them from loggers.  ``frame`` is that of the ``__init__``, where a function in between calls this.
-        Call it first: an argument assigned to since has its new value.
+        Instead of names, pass one dict, Namespace or OmegaConf container to save its content.  A call in the ``__init__`` of a base
+        class saves the arguments of the derived classes too; for equal names the values of the derived class win.
+        ``logger`` False does not send them to loggers.  Pass ``frame``, the frame of the ``__init__``, if another function calls
+        this.  Call this first in ``__init__``: an argument that was assigned to before the call is saved with its new value.
 
         >>> class Net(HyperparametersMixin):
         ...     def __init__(self, lr: float = 0.1, activation=abs):
@@ -140,7 +140,7 @@ class HyperparametersMixin:
 
     def _keep(self, content: dict[str, Any], overrides: bool) -> None:
         hparams = self.hparams
-        if is_config(hparams):  # which takes no more than plain values
+        if is_config(hparams):  # an OmegaConf container can hold plain values only
             hparams = self.__dict__["_hparams"] = Hyperparameters(_content(hparams))
         for name, value in content.items():
             if overrides or name not in hparams:
@@ -148,7 +148,7 @@ class HyperparametersMixin:
 
 
 class Holder:
-    """One place of a value, such as the learning rate: an attribute or a hyper-parameter, which can be read and set."""
+    """A reference to an attribute or a hyper-parameter, such as the learning rate, to read and set it."""
 
     def __init__(self, owner: Any, name: str, *, by_key: bool) -> None:
         self._owner = owner
@@ -157,7 +157,7 @@ class Holder:
 
     @property
     def value(self) -> Any:
-        """What is there."""
+        """The current value."""
         return self._owner[self._name] if self._by_key else getattr(self._owner, self._name)
 
     @value.setter
@@ -169,7 +169,7 @@ class Holder:
 
 
 def holders_of(name: str, *owners: Any) -> list[Holder]:
-    """Returns every place that has a value called ``name``: attributes and hyper-parameters; an owner may be None."""
+    """Returns references to every attribute and hyper-parameter ``name`` of ``owners``; an owner may be None."""
     found = []
     for owner in owners:
         if owner is None:
@@ -182,7 +182,7 @@ def holders_of(name: str, *owners: Any) -> list[Holder]:
 
 
 class Kept(NamedTuple):
-    """The hyper-parameters of an object, and what :class:`HyperparametersMixin` says of them."""
+    """The hyper-parameters of an object, with the properties of :class:`HyperparametersMixin`."""
 
     values: Any
     name: str | None
@@ -191,7 +191,10 @@ class Kept(NamedTuple):
 
 
 def kept_by(owner: Any) -> Kept:
-    """Returns what ``owner`` keeps, ours or Lightning's: that notes "kwargs" where no one argument takes them as a whole."""
+    """Returns the hyper-parameters of ``owner``, a fabricamp or Lightning object.
+
+    Lightning's name "kwargs" becomes None: it means that no single argument takes all of them.
+    """
     if isinstance(owner, HyperparametersMixin):
         return Kept(owner.hparams, owner.hparams_name, owner.logs_hyperparameters, owner.hparams_private)
     values, name = getattr(owner, "hparams", {}), getattr(owner, "_hparams_name", None)
@@ -204,14 +207,14 @@ def _is_container(value: Any) -> bool:
 
 
 def _content(container: Any) -> dict[str, Any]:
-    """What is in a dict, Namespace or OmegaConf container."""
+    """Returns the content of a dict, Namespace or OmegaConf container as a dict."""
     if isinstance(container, argparse.Namespace):
         return dict(vars(container))
     return resolved(container).values if is_config(container) else dict(container)
 
 
 def _copied(value: Any) -> Any:
-    """Collections in ``value`` as collections of their own, of the same objects."""
+    """Returns ``value`` with copies of all collections in it, but the same other objects."""
     if is_config(value):
         return copy.deepcopy(value)
     if isinstance(value, argparse.Namespace):
@@ -224,7 +227,7 @@ def _copied(value: Any) -> Any:
 
 
 def _exposes(value: Any) -> bool:
-    """Whether ``value`` holds an OmegaConf container in which the environment says what a number or a flag is."""
+    """Returns whether ``value`` holds an OmegaConf container with a number or flag from the environment."""
     waiting, seen = [value], {}
     while waiting:
         one = waiting.pop()
@@ -238,9 +241,9 @@ def _exposes(value: Any) -> bool:
 
 
 def _arguments_of_all(frame: FrameType, owner: object) -> dict[str, Any]:
-    """The arguments of the constructor in ``frame`` and of the derived classes' ones around it, whose values win.
+    """Returns the arguments of the constructor in ``frame`` and of the derived classes' constructors around it; these win.
 
-    With a base's values alone ``load_from_checkpoint`` would build the derived class from what it had given to its base.
+    With the base's values alone, ``load_from_checkpoint`` would build the derived class from the values passed to its base.
     """
     values, outer = _arguments(frame, owner), frame.f_back
     while outer is not None:
@@ -256,7 +259,7 @@ def _constructs(frame: FrameType, owner: object) -> bool:
 
 
 def _arguments(frame: FrameType, owner: object) -> dict[str, Any]:
-    """The arguments of the constructor running in ``frame``, its ``**kwargs`` among them."""
+    """Returns the arguments of the constructor running in ``frame``, including its ``**kwargs``."""
     code, local = frame.f_code, frame.f_locals
     count = code.co_argcount + code.co_kwonlyargcount
     names = code.co_varnames[:count]
@@ -292,6 +295,6 @@ def _chosen(arguments: dict[str, Any], names: tuple[Any, ...]) -> dict[str, Any]
 
 
 def _is_outermost(frame: FrameType, owner: object) -> bool:
-    """Whether ``frame`` runs the constructor of the object's own class, not of a base."""
+    """Returns whether ``frame`` runs the constructor of the object's own class, not of a base."""
     constructor = inspect.unwrap(getattr(type(owner), frame.f_code.co_name))
     return getattr(constructor, "__code__", None) is frame.f_code

@@ -1,4 +1,4 @@
-"""What constructors are called with: keywords that a class does not take are refused, OmegaConf's containers become Python's."""
+"""Checks the keywords of constructors: unknown ones raise an error with a hint, and OmegaConf's containers become Python's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _Result = TypeVar("_Result")
 
 
 class NamesKeywords:
-    """Lets the constructors of subclasses raise :class:`UnknownArgumentError`, where Python names a parent and no cure.
+    """Makes constructors of subclasses raise :class:`UnknownArgumentError`; Python's TypeError may name a parent, without a hint.
 
-    Signatures, docstrings and pickles are those of the class; whatever else goes wrong in a constructor stays as it is.
+    Signatures, docstrings and pickles of the classes stay the same, and so do all other errors of a constructor.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -27,7 +27,7 @@ class NamesKeywords:
 
 
 def names_keywords(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Lets a method raise :class:`UnknownArgumentError`, with the nearest of its keywords."""
+    """Decorates a method: an unknown keyword raises :class:`UnknownArgumentError` with the nearest known keyword."""
     known = list(inspect.signature(method).parameters)[1:]
 
     @functools.wraps(method)
@@ -39,7 +39,7 @@ def names_keywords(method: Callable[_Given, _Result]) -> Callable[_Given, _Resul
 
 
 def refuse_others(called: str, given: Iterable[str], known: list[str]) -> None:
-    """Raises for the first of ``given`` that is not ``known``, in the name of what was called."""
+    """Raises :class:`UnknownArgumentError` for the first name of ``given`` not in ``known``; the message names ``called``."""
     for name in given:
         if name not in known:
             raise UnknownArgumentError(f"{called} has no argument {name!r}{advice(called, name, known)}")
@@ -63,7 +63,7 @@ def _refusing(owner: type, init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_unknown(kind: type, owner: type, init: Callable[..., None], given: dict[str, Any]) -> None:
-    """Raises for the first of ``given`` that ``init`` of ``owner`` does not take; the words speak of what was called."""
+    """Raises for the first name of ``given`` that ``init`` of ``owner`` does not take; the message names the called class."""
     if _takes_any(init):
         return
     unknown = [name for name in given if name not in _keywords(init)]
@@ -72,7 +72,7 @@ def _refuse_unknown(kind: type, owner: type, init: Callable[..., None], given: d
     inits = list(_inits(kind, owner))
     if all(map(_takes_any, inits)):
         known = [name for one in (*inits, init) for name in _keywords(one)]
-    else:  # what was called passes on keywords of its own choice
+    else:  # the called class, not its caller, chose the keyword and passed it on
         kind, known = owner, list(_keywords(init))
     name = unknown[0]
     by_meaning = (meant(one.__name__, name, given[name]) for one in kind.__mro__)
@@ -81,7 +81,7 @@ def _refuse_unknown(kind: type, owner: type, init: Callable[..., None], given: d
 
 
 def _inits(kind: type, owner: type) -> Iterator[Callable[..., None]]:
-    """The constructors of ``kind`` and its parents below ``owner``."""
+    """Yields the constructors of ``kind`` and of its parents, up to ``owner`` and without it."""
     for one in kind.__mro__:
         if one is owner:
             return

@@ -1,4 +1,4 @@
-"""What is secret by its name, and is not shown in descriptions of a run."""
+"""Masks values in descriptions of a run whose names say that they are secret."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEYS = ("access", "api", "auth", "encryption", "private", "secret", "signing", 
 
 
 def masked(command: Sequence[str]) -> list[str]:
-    """Returns a command line with ``***`` for what its names say is secret (``--api-key``), and for passwords in addresses."""
+    """Returns a command line with ``***`` for values of secret names (such as ``--api-key``), and for passwords in addresses."""
     shown: list[str] = []
     hides = False
     for word in command:
@@ -28,9 +28,9 @@ def masked(command: Sequence[str]) -> list[str]:
 
 
 def hidden(value: Any, name: str = "") -> Any:
-    """Returns plain data with ``***`` for text under a name that says it is secret, and for passwords in addresses.
+    """Returns plain data with ``***`` for strings under a secret name, and for passwords in addresses.
 
-    References to the environment stay.
+    References to environment variables stay.
 
     >>> hidden({"lr": 0.1, "login": {"user": "me", "token": "abc"}, "at": "http://me:abc@host"})
     {'lr': 0.1, 'login': {'user': 'me', 'token': '***'}, 'at': 'http://me:***@host'}
@@ -45,7 +45,7 @@ def hidden(value: Any, name: str = "") -> Any:
 
 
 def is_secret(name: str) -> bool:
-    """Whether an argument's name says that its value is secret: by its last word."""
+    """Returns whether an argument's name says that its value is secret; its last word decides."""
     *before, last = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     return last in _SECRETS or last == "apikey" or (last == "key" and bool(before) and before[-1] in _KEYS)
 

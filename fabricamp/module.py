@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
-    """A module that knows its training step, its optimizers and its data; Lightning's names wherever the meaning is the same.
+    """Base class of a user's module: training step, optimizers and data; has Lightning's names where the meaning is the same.
 
     Write ``training_step`` and ``configure_optimizers``, and the other steps, loaders and hooks that you need.
     ``help("fabricamp.hooks")`` shows the order in which hooks run.
@@ -60,17 +60,17 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     automatic_optimization: bool = True
     """False: ``training_step`` itself calls ``manual_backward`` and the optimizers' ``step``."""
     strict_loading: bool = True
-    """False: a checkpoint may have other weights than the module; those of the same name are loaded."""
+    """False: a checkpoint may lack weights of the module or have others; only weights of the same name are loaded."""
     _attachment: Attachment = DETACHED
 
     def attach(self, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> Attachment:
-        """Ties the module to a run; the Trainer calls it.  One that does not fit makes no optimizers: the last fit's stay."""
+        """Attaches the module to a run; the Trainer calls it.  ``fits`` False keeps the last fit's optimizers and schedulers."""
         attachment = Attachment()
         attachment.trainer, attachment.metrics = trainer, metrics
         attachment.toggled = list(self._attachment.toggled)
         if not fits:
             attachment.optimizers, attachment.schedulers = self._attachment.optimizers, self._attachment.schedulers
-        # Past nn.Module's own __setattr__: this is neither a parameter nor a submodule.
+        # Bypasses nn.Module.__setattr__: the attachment is neither a parameter nor a submodule.
         object.__setattr__(self, "_attachment", attachment)
         return attachment
 
@@ -84,12 +84,12 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
                 f"{type(self).__name__} sets {name!r} before its base is initialised; in __init__ call super().__init__() first"
             ) from None
 
-    # -- what the user writes ----------------------------------------------------------------------------------------------------
+    # -- methods that the user writes ----------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Takes ``(batch, batch_idx)``; returns the loss, or a dict with ``"loss"``; None skips the batch (one process).
 
-        The loss may be ``(sum, weight)``: a step divides once, by the weight of all its micro-batches on all ranks.
+        The loss may be ``(sum, weight)``: the step divides once, by the total weight of its micro-batches on all ranks.
         """
         raise ConfigError(f"{type(self).__name__} has no training_step; write one, or call validate, test or predict")
 
@@ -97,7 +97,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         """Takes ``(batch, batch_idx)``, and ``dataloader_idx`` with several loaders; log values in it."""
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`validation_step`, for ``test``."""
+        """Does the same as :meth:`validation_step`, for ``test``."""
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the predictions for a batch; by default those of ``self(batch)``."""
@@ -110,23 +110,23 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         )
 
     def configure_callbacks(self) -> Any:
-        """Returns callbacks of the module's own; they replace the Trainer's of the same class."""
+        """Returns callbacks for this module; each replaces the Trainer's callbacks of the same class."""
         return []
 
-    # -- how an update is made ---------------------------------------------------------------------------------------------------
+    # -- the update ----------------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Runs backward on the loss, which the precision has scaled already."""
         loss.backward(*args, **kwargs)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Clears gradients before the first backward of an update window."""
+        """Clears gradients before the first backward of an accumulation."""
         optimizer.zero_grad()
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Makes the update.  The forward is over: the closure returns the loss that was computed."""
+        """Runs the update.  The forward has run already: the closure returns the loss that it computed."""
         optimizer.step(closure=optimizer_closure)
 
     def configure_gradient_clipping(
@@ -141,9 +141,9 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips the gradients of what ``optimizer`` updates, by norm (default) or value.
+        """Clips the gradients of the parameters of ``optimizer``, by norm (default) or value.
 
-        Under manual optimization the optimizer's next step does it, when the gradients are averaged over ranks and unscaled.
+        Under manual optimization the optimizer's next step clips, after the gradients are averaged over ranks and unscaled.
         """
         if not gradient_clip_val:
             return
@@ -157,16 +157,16 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         (self._attachment.manual_clip or clip_gradients)(own, clip)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Steps a learning-rate scheduler; ``metric`` is the monitored value where there is one."""
+        """Steps a learning-rate scheduler; ``metric`` is the monitored value, or None."""
         if metric is None:
             scheduler.step()
         else:
             scheduler.step(metric)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Returns the optimizer, or a list of several; their ``step`` reduces, unscales, clips as asked and counts.
+        """Returns the optimizer, or a list of several; its ``step`` reduces, unscales, clips if requested, and counts the step.
 
-        From ``configure_optimizers`` on, until the next fit: the same object each time.
+        Returns the same objects each time, from ``configure_optimizers`` until the next fit.
         """
         managed = self._attachment.optimizers
         optimizers = [one if use_pl_optimizer else one.optimizer for one in managed]
@@ -178,7 +178,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         return None if not schedulers else schedulers[0] if len(schedulers) == 1 else list(schedulers)
 
     def manual_backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
-        """Runs backward under manual optimization; a precision with a loss scale scales the loss by scaler ``loss_id``."""
+        """Runs backward under manual optimization; a precision with loss scaling scales the loss with scaler ``loss_id``."""
         backward = self._attachment.manual_backward
         if backward is None:
             raise ConfigError(
@@ -188,7 +188,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
     def toggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> None:
         """Freezes every parameter that only other optimizers update, until :meth:`untoggle_optimizer`."""
-        # Under masters the optimizers hold these; what backward fills are the module's own parameters.
+        # With master weights an optimizer holds the masters, but backward fills the gradients of the module's own parameters.
         gradients = self.trainer.precision_plugin.gradients
         own = optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
         mine = {id(parameter) for parameter in gradients(own).parameters}
@@ -199,13 +199,13 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
                     parameter.requires_grad_(False)
 
     def untoggle_optimizer(self, optimizer: Optimizer | ManagedOptimizer | None = None) -> None:
-        """Unfreezes what :meth:`toggle_optimizer` froze."""
+        """Unfreezes the parameters that :meth:`toggle_optimizer` froze."""
         while self._attachment.toggled:
             self._attachment.toggled.pop().requires_grad_(True)
 
     @contextlib.contextmanager
     def toggled_optimizer(self, optimizer: Optimizer | ManagedOptimizer) -> Iterator[None]:
-        """A context in which only this optimizer's parameters get gradients."""
+        """Returns a context in which only this optimizer's parameters get gradients."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -241,30 +241,30 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Logs a scalar or a torchmetrics object: by step, over the epoch, or both; epoch values are always those of all ranks.
+        """Logs a scalar or a torchmetrics object: per step, over the epoch, or both; epoch values are reduced over all ranks.
 
-        The value is detached and copied, stays on the device, and is read with all others every ``log_every_n_steps`` steps.
-        With both ``on_step`` and ``on_epoch`` there are two values, ``name_step`` and ``name_epoch``.
+        The value is detached and copied, and stays on the device; a flush reads all values every ``log_every_n_steps`` steps.
+        ``on_step`` together with ``on_epoch`` logs two values, ``name_step`` and ``name_epoch``.
 
         Args:
             name: the value's name in logs, monitors and file names.
             value: a number, a tensor with one element, or a torchmetrics object.
-            prog_bar: shows it beside the progress bar.
-            logger: sends it to the loggers.
-            on_step: the value of this step.  By default in ``training_step`` and the hooks around it.
-            on_epoch: the value over the epoch.  By default everywhere else.
-            reduce_fx: how the epoch's values become one: "mean", "sum", "min" or "max".
-            enable_graph: changes nothing.
-            sync_dist: reduces a step's value over all ranks, too.
-            sync_dist_group: only None, all ranks.
+            prog_bar: shows the value beside the progress bar.
+            logger: sends the value to the loggers.
+            on_step: logs the value of this step.  The default in ``training_step`` and the hooks around it.
+            on_epoch: logs the value over the epoch.  The default everywhere else.
+            reduce_fx: how the values of an epoch are reduced to one: "mean", "sum", "min" or "max".
+            enable_graph: has no effect.
+            sync_dist: reduces the value of a step over all ranks, too.
+            sync_dist_group: only None, which means all ranks.
             add_dataloader_idx: adds ``/dataloader_idx_N`` to the name if there are several loaders.
             batch_size: the weight in a mean; None is the length of the batch's first tensor.
-            metric_attribute: changes nothing.
+            metric_attribute: has no effect.
             rank_zero_only: logs rank 0's value alone.
 
         Raises:
-            ConfigError: for a value, a hook or a combination that cannot work.  Outside a run nothing is logged, and one line
-                says so.
+            ConfigError: for a value, a hook or a combination that cannot work.  Outside a run nothing is logged, and a warning is
+                logged once.
 
         Example:
             >>> def validation_step(self, batch, batch_idx):
@@ -281,7 +281,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
         """Logs every entry of a dict, or of a torchmetrics collection, with the same options as :meth:`log`."""
-        # A MetricCollection's own items() copies states and drops its prefix unless told otherwise.
+        # By default MetricCollection.items() copies states and drops the prefix.
         collection = {"keep_base": False, "copy_state": False} if hasattr(dictionary, "compute_groups") else {}
         for name, value in dictionary.items(**collection):
             self.log(name, value, *arguments, **options)
@@ -291,7 +291,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         self.trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Returns ``data`` of every rank, stacked along a new first dimension (of one process too), without gradients.
+        """Returns ``data`` of every rank, stacked along a new first dimension (also with one process), without gradients.
 
         ``data`` is a tensor, a number, or a collection of such, with the same keys and shapes on every rank.
         """
@@ -303,11 +303,11 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         trainer, device = self.trainer, self.device
         return apply_to_collection(data, (Tensor, float, int), lambda one: gathered(trainer, _as_tensor(one, device)))
 
-    # -- where the run stands ----------------------------------------------------------------------------------------------------
+    # -- position of the run -------------------------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that runs the module; raises ConfigError outside of one."""
+        """The Trainer that runs the module; raises ConfigError if the module is not attached to a Trainer."""
         trainer = self._attachment.trainer
         if trainer is None:
             raise ConfigError(
@@ -317,7 +317,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
     @property
     def global_step(self) -> int:
-        """The number of update windows so far; 0 outside a Trainer."""
+        """The number of attempted steps so far; 0 outside a Trainer."""
         trainer = self._attachment.trainer
         return 0 if trainer is None else trainer.global_step
 
@@ -341,7 +341,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
+        """The device of the module's first parameter or buffer."""
         tensor = next(self.parameters(), next(self.buffers(), None))
         if tensor is not None:
             return device_of(tensor)
@@ -384,11 +384,11 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         types: Iterable[type] = (),
         **overrides: Any,
     ) -> Self:
-        """Builds the module from a checkpoint's hyper-parameters, updated by ``overrides``, and loads its weights.
+        """Returns a module built from a checkpoint's hyper-parameters, updated by ``overrides``, with the checkpoint's weights.
 
-        Enums, dataclasses and paths are such again where the annotations of ``__init__`` name their class, or ``types`` does.  A
-        checkpoint names no code to run: modules, functions, classes and partials have to be given as ``overrides``; raises
-        :class:`CheckpointError` that names them.  ``strict`` None stands for the module's ``strict_loading``.
+        Enums, dataclasses and paths are restored as such if the annotations of ``__init__`` or ``types`` name their class.  A
+        checkpoint names no code to run: pass modules, functions, classes and partials as ``overrides``; raises
+        :class:`CheckpointError` with the names of missing ones.  ``strict`` None means the module's ``strict_loading``.
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location="cpu" if map_location is None else map_location)
         module = build(cls, checkpoint, MODULE, str(checkpoint_path), overrides, types, hparams_file)
@@ -399,7 +399,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
 
 def _as_tensor(value: Tensor | float, device: torch.device) -> Tensor:
-    """A number as fp32, int64 or bool, whatever torch's default dtype is."""
+    """Returns a tensor on ``device``; a number becomes fp32, int64 or bool, whatever torch's default dtype is."""
     if isinstance(value, Tensor):
         return value.to(device)
     kinds = {bool: torch.bool, int: torch.int64, float: torch.float32}

@@ -1,4 +1,4 @@
-"""What Lightning has and fabricamp has not: the words with which an import of it fails."""
+"""Names that Lightning has and fabricamp does not, with the error messages for their import."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ NOT_OFFERED: Final = {
     "utilities.upgrade_checkpoint": "Lightning 2's files load as they are (docs/reliability.md)",
     "utilities.warnings": "filter by message; warnings of fabricamp begin with 'fabricamp'",
 }
-"""What to do instead, by the name below ``fabricamp``."""
+"""What to do instead, by the name without ``fabricamp.``."""
 
 _PATHS: Final = {
     "accelerators.mps": "accelerators.MPSAccelerator",
@@ -97,11 +97,11 @@ _PATHS: Final = {
     "utilities.cli": "cli.LightningCLI",
     "utilities.parameter_tying": "utilities.find_shared_parameters",
 }
-"""Lightning's paths to what is not offered."""
+"""Other paths of Lightning to the names in ``NOT_OFFERED``."""
 
 
 def words_for(name: str) -> str | None:
-    """Returns why ``name``, such as "fabricamp.tuner", is not here and what to do instead; None where it is not Lightning's."""
+    """Returns the message that ``name``, such as "fabricamp.loops", is not offered and what to do instead; None for other names."""
     below = name.removeprefix("fabricamp.")
     below = _PATHS.get(below, below)
     if below not in NOT_OFFERED:
@@ -111,13 +111,13 @@ def words_for(name: str) -> str | None:
 
 _PARTS: Final = ("callbacks", "loggers", "profilers", "strategies", "tuner")
 _HOMES: Final = ("fabricamp", *(f"fabricamp.{part}" for part in _PARTS))
-"""The parts that have classes of Lightning's names."""
+"""The packages that have classes with Lightning's names."""
 
 _LIGHTNING: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def lightnings(value: object) -> str | None:
-    """Returns what to say of an object, or a class, of Lightning itself or derived from one of its; None for any other."""
+    """Returns the message for an object or class that is, or derives from, one of Lightning's; None for any other."""
     kind = value if isinstance(value, type) else type(value)
     bases = [one for one in kind.__mro__ if one.__module__.split(".")[0] in _LIGHTNING]
     if not bases:
@@ -134,12 +134,12 @@ def lightnings(value: object) -> str | None:
 
 
 def is_lightnings(value: object) -> bool:
-    """Whether ``value`` is of a class of Lightning itself, or of one derived from it."""
+    """Returns whether the class of ``value`` is, or derives from, one of Lightning's."""
     return any(one.__module__.split(".")[0] in _LIGHTNING for one in type(value).__mro__)
 
 
 def mixed_with_lightnings_trainer(callback: str) -> str:
-    """Returns what to say where fabricamp's ``callback``, the name of a class, was given to a Trainer of Lightning."""
+    """Returns the message for Lightning's Trainer that got fabricamp's callback class named ``callback``."""
     home = importlib.import_module("fabricamp.callbacks")
     own = "fabricamp.callbacks" if callback in home.__all__ else "fabricamp"
     theirs = sys.modules.get("lightning.pytorch.callbacks") or sys.modules.get("pytorch_lightning.callbacks")
@@ -153,23 +153,26 @@ def mixed_with_lightnings_trainer(callback: str) -> str:
 
 
 def refuse_import(name: str) -> None:
-    """Raises :class:`ModuleNotFoundError` where ``name``, which nobody has found, is one of these."""
+    """Raises :class:`ModuleNotFoundError` if the module ``name``, which no other finder has found, is not offered."""
     words = words_for(name)
-    # Who asks whether there is such a module, by importlib.util.find_spec, gets None, as from any other finder.
+    # A caller of importlib.util.find_spec only asks whether the module exists, and expects None.
     if words is None or sys._getframe(3).f_globals.get("__name__") == "importlib.util":
         return
-    # Under another name than the one asked for: `from fabricamp.callbacks import Timer` shows no error of that name.
+    # The error has another name than the module: `from fabricamp.callbacks import Timer` swallows an error of the module's name.
     raise ModuleNotFoundError(words, name=name.removeprefix("fabricamp."))
 
 
 def missing(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Returns the error of a name that ``module`` does not have."""
+    """Returns the AttributeError for a name that ``module`` does not have."""
     words = words_for(f"{module}.{name}".removeprefix("fabricamp."))
     return AttributeError(words or f"module {module!r} has no attribute {name!r}{nearest(name, known)}")
 
 
 def part_of(package: str, name: str, known: Iterable[str] = ()) -> ModuleType:
-    """Returns the module ``package.name``, imported by the look at it: Lightning's packages bring theirs along; else raises."""
+    """Imports and returns the module ``package.name``; raises AttributeError if there is none.
+
+    Packages call it on attribute access, because Lightning's packages import their submodules.
+    """
     if not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
         return importlib.import_module(f"{package}.{name}")
     raise missing(package, name, known)

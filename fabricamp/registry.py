@@ -1,4 +1,4 @@
-"""Names of plug-ins: looked up once, by one mechanism, with errors that list the choices."""
+"""Registries of plug-ins by name; the error for an unknown name lists the known ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Part = TypeVar("Part")
 class Registry(Generic[Part]):
     """Maps a name such as ``"ddp"`` to the function that builds the part with its default options.
 
-    Third parties add theirs through the entry-point group ``fabricamp.<kind>`` (``strategies``, ``precision``, ``callbacks``).
+    Third parties register names through the entry-point group ``fabricamp.<kind>`` (``strategies``, ``precision``, ``callbacks``).
     """
 
     def __init__(self, kind: str, argument: str) -> None:
@@ -24,13 +24,13 @@ class Registry(Generic[Part]):
         self._third_parties_loaded = False
 
     def add(self, name: str, builder: Callable[[], Part]) -> None:
-        """Registers ``builder`` under ``name``; raises :class:`ConfigError` where the name is taken."""
+        """Registers ``builder`` under ``name``; raises :class:`ConfigError` if the name is taken."""
         if name in self._builders:
             raise ConfigError(f"{self._argument}={name!r} is already registered; choose another name")
         self._builders[name] = builder
 
     def build(self, name: str) -> Part:
-        """Builds the part called ``name``; raises :class:`ConfigError` with the known names and the nearest one."""
+        """Returns a new part called ``name``; raises :class:`ConfigError` with the known names and the nearest one."""
         builder = self._builders.get(name)
         if builder is None:
             self._load_third_parties()
@@ -46,7 +46,7 @@ class Registry(Generic[Part]):
         return builder()
 
     def names(self) -> list[str]:
-        """The registered names, third parties' included."""
+        """Returns the registered names, including those of third parties."""
         self._load_third_parties()
         return list(self._builders)
 

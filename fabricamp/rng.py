@@ -1,4 +1,4 @@
-"""Random numbers: seeded once, captured and given back bit for bit, and determinism switched on."""
+"""Random number generators: seeding, saving and restoring their states bit for bit, and torch's deterministic mode."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _WORKERS = "FABRICAMP_SEED_WORKERS"
 _LIGHTNINGS_WORKERS = "PL_SEED_WORKERS"
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _LARGEST_SEED = 2**32 - 1
-"""NumPy's limit."""
+"""The largest seed that NumPy takes."""
 
 
 def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = True) -> int:
-    """Seeds Python, NumPy and torch (every device) and returns the seed; processes started from here on share it.
+    """Seeds Python, NumPy and torch (every device) and returns the seed; processes started later inherit it.
 
-    Without ``seed``: the one shared before, or that of the variable ``PL_GLOBAL_SEED``, else 0.  With ``workers`` the loaders'
-    workers draw other numbers on each rank.  Lightning's variables ``PL_GLOBAL_SEED`` and ``PL_SEED_WORKERS`` are set too.
+    Without ``seed``: the seed of an earlier call, or that of the environment variable ``PL_GLOBAL_SEED``, else 0.  With
+    ``workers``, the loaders' workers get different random numbers on each rank.  Lightning's variables ``PL_GLOBAL_SEED`` and
+    ``PL_SEED_WORKERS`` are set too.
     """
     seed = global_seed() if seed is None else _checked(seed, "seed_everything(seed)")
     for name in (_SEED, _LIGHTNINGS_SEED):
@@ -45,36 +46,36 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
 
 
 def global_seed() -> int:
-    """Returns the seed that :func:`seed_everything` set, here or in the process that started this one; else 0."""
+    """Returns the seed that :func:`seed_everything` set in this process or in its parent; else 0."""
     name = _SEED if _SEED in os.environ else _LIGHTNINGS_SEED
     return _checked(os.environ.get(name, "0"), f"the environment variable {name}")
 
 
 def seeds_workers() -> bool:
-    """Returns whether loaders' workers are to be seeded by rank."""
+    """Returns whether the loaders' workers are seeded by rank."""
     return os.environ.get(_WORKERS, "1") != "0"
 
 
 def seed_worker(worker_id: int, rank: int) -> None:  # noqa: ARG001 - torch passes it
-    """Gives a loader's worker (as its ``worker_init_fn``) random numbers that no worker of another rank has."""
+    """Seeds a loader's worker, as its ``worker_init_fn``, with a seed that no worker of another rank has."""
     # torch.initial_seed() is already different for each worker and each pass, but the same on every rank.
     given = f"{torch.initial_seed()} {rank}".encode()
     _seed_all(int.from_bytes(hashlib.sha256(given).digest()[:4], "little"))
 
 
 def snapshot_rng() -> tuple[Any, Any, Tensor, list[Tensor]]:
-    """Returns what :func:`capture_rng` takes: the states as the libraries have them, which costs a tenth."""
+    """Returns the generators' states in the libraries' own forms, for :func:`capture_rng`; takes a tenth of its time."""
     import numpy as np
 
-    # An uninitialised CUDA has drawn nothing; asking, if only for a GPU, would begin its use, and forking would be over.
+    # Uninitialised CUDA has drawn no random numbers.  Even asking for the number of GPUs would initialise it and rule out forking.
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), devices
 
 
 def capture_rng(snapshot: tuple[Any, Any, Tensor, list[Tensor]] | None = None) -> dict[str, Any]:
-    """Returns the state of Python's, NumPy's, torch's and every CUDA device's generator: tensors, numbers, lists.
+    """Returns the states of Python's, NumPy's, torch's and every CUDA device's generator as tensors, numbers and lists.
 
-    ``snapshot`` is a state of earlier, None the present one.
+    ``snapshot`` is an earlier result of :func:`snapshot_rng`; None: the present states.
     """
     import numpy as np
 
@@ -98,7 +99,7 @@ def capture_rng(snapshot: tuple[Any, Any, Tensor, list[Tensor]] | None = None) -
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Takes back what :func:`capture_rng` gave; states of devices that are not here are left out."""
+    """Restores the states that :func:`capture_rng` returned; states of missing devices are left out."""
     import numpy as np
 
     python, numpy = state["python"], state["numpy"]
@@ -113,7 +114,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def isolate_rng() -> Iterator[None]:
-    """A context that leaves every generator as it found it."""
+    """A context that restores every generator at its end."""
     state = capture_rng()
     try:
         yield
@@ -123,10 +124,10 @@ def isolate_rng() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(*given: int) -> Iterator[None]:
-    """A context in which Python, NumPy and torch (CPU) draw what follows from ``given``; they are left as they were found."""
+    """A context with Python, NumPy and torch (CPU) seeded from ``given``; restores their states at its end."""
     import numpy as np
 
-    # Not capture_rng: this runs once per sample, and has nothing to do with devices.
+    # Not capture_rng: this runs once per sample, and does not concern devices.
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     digest = hashlib.sha256(repr(given).encode()).digest()
     words = [int.from_bytes(digest[start : start + 4], "little") for start in (0, 8, 16)]
@@ -143,10 +144,10 @@ def seeded(*given: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic_mode(mode: bool | str, benchmark: bool | None = None) -> Iterator[None]:
-    """A context with torch's deterministic algorithms and cuDNN's ``benchmark``; what was set before comes back after it.
+    """A context with torch's deterministic algorithms and cuDNN's ``benchmark``; restores the earlier settings at its end.
 
-    ``mode`` ``"warn"`` only warns of operations that have none; False leaves the process as it is.  ``benchmark`` None:
-    off with a deterministic mode, else as it is.
+    ``mode`` ``"warn"`` only warns about operations without a deterministic algorithm; False leaves the algorithms as they are.
+    ``benchmark`` None: off with a deterministic mode, else unchanged.
     """
     check_flag("deterministic", mode, others=("warn",))
     before = _determinism()

@@ -1,4 +1,4 @@
-"""What one process says at most once."""
+"""Messages that a process logs at most once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a script or a module as ``__main__``, as Python itself would: what the commands that stand before a script share."""
+"""Runs a script or a module as ``__main__``, as Python does; used by the commands that take a script."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 _Program: TypeAlias = "tuple[str, Callable[[], CodeType], ModuleSpec | None]"
-"""The file, what gives its code, and how a module was found."""
+"""(file, function that returns its code, the module's spec or None)."""
 
 _ELASTIC: Final = "TORCHELASTIC_ERROR_FILE"
 
 
 def run_as_main(arguments: list[str], command: str, what: str, prepare: Callable[[], None]) -> None:
-    """Runs the script, or with ``-m`` the module, that ``arguments`` begin with; the rest is its command line.
+    """Runs the script, or with ``-m`` the module, that ``arguments`` begin with; the rest is the script's command line.
 
-    ``prepare`` is called once a script's file is found, and before a module is looked for; ``what`` is for the help of ``command``.
-    Whatever the script raises is raised.
+    Calls ``prepare`` after a script's file is found, and before a module is looked up.  The help of ``command`` shows ``what``.
+    Exceptions of the script are not caught.
     """
     rest = list(arguments)
     named = rest[:1] == ["-m"]
@@ -49,10 +49,10 @@ def run_as_main(arguments: list[str], command: str, what: str, prepare: Callable
 
 
 def end_as_python_does(run: Callable[[], object], hook: str) -> None:
-    """Calls ``run``, for a command: an error is shown as Python shows that of a script, and ends the process with Python's code.
+    """Calls ``run``; shows an exception as Python shows that of a script, and exits with Python's code.
 
-    Frames of what ran the script are left out, and those from ``hook`` on, the file of what answered an import.  Under torchrun
-    the error also stands in the file that torchrun names.
+    The traceback leaves out the frames that ran the script, and those from ``hook`` on, the file of an import hook.  Under torchrun
+    the error is also written to the file that torchrun names.
     """
     if _ELASTIC in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -85,19 +85,19 @@ def _check_script(name: str, command: str) -> None:
     if path.exists():
         return
     if name.startswith("-"):
-        _refuse(command, f"{name} stands where the script has to; its own arguments come behind it")
+        _refuse(command, f"{name} is given before the script; write the script's arguments after it")
     hint = "" if name.endswith(".py") else f"; for a module write -m {name}"
     _refuse(command, f"there is no file {name!r} in {Path.cwd()}{hint}")
 
 
 def _script(name: str) -> _Program:
-    """The code of a script, or of a folder's ``__main__.py``; its folder comes first on ``sys.path``."""
+    """Returns the program of a script, or of a folder's ``__main__.py``; puts its folder first on ``sys.path``."""
     path = Path(name) / "__main__.py" if Path(name).is_dir() else Path(name)
     if not sys.flags.safe_path:
-        if sys.path[:1] == [str(Path.cwd())]:  # as `python -m` has put it there
+        if sys.path[:1] == [str(Path.cwd())]:  # put there by `python -m`
             del sys.path[0]
         sys.path.insert(0, str(path.resolve().parent))
-    file = str(path.absolute())  # also where the script changes the folder
+    file = str(path.absolute())  # stays valid if the script changes the current folder
 
     def load() -> CodeType:
         with io.open_code(file) as opened:
@@ -107,7 +107,7 @@ def _script(name: str) -> _Program:
 
 
 def _module(name: str, command: str) -> _Program:
-    """The code of a module, or of a package's ``__main__``; to look for it imports the packages that it is in."""
+    """Returns the program of a module, or of a package's ``__main__``; the lookup imports the parent packages."""
     spec = _find(name, command)
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
@@ -125,7 +125,7 @@ def _find(name: str, command: str) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
-            raise  # a line in a package imports what is not there
+            raise  # a parent package imports a module that does not exist
         _refuse(
             command, f"there is no module {error.name!r} on Python's path, to run {name} of it ({Path.cwd()} is on it)"
         )
@@ -145,10 +145,10 @@ def _refuse(command: str, problem: str) -> NoReturn:
 
 
 def _show(error: BaseException, hook: str) -> int:
-    """Shows an error as Python shows that of a script; returns the exit code."""
+    """Shows an error as Python shows that of a script; returns the exit code.  Ctrl-C ends the process by SIGINT."""
     error.__traceback__ = shown = _of_the_script(error.__traceback__, hook)
     sys.excepthook(type(error), error, shown)
-    if isinstance(error, KeyboardInterrupt):  # a shell is told by the signal, so that it ends its own loop too
+    if isinstance(error, KeyboardInterrupt):  # ended by the signal, so that a shell ends its own loop too
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -156,7 +156,7 @@ def _show(error: BaseException, hook: str) -> int:
 
 
 def _of_the_script(traceback: TracebackType | None, hook: str) -> TracebackType | None:
-    """Returns the traceback from the script's frame on, up to an import that ``hook`` answered."""
+    """Returns the traceback from the script's first frame on, cut before an import that ``hook`` refused."""
     frames = []
     while traceback is not None:
         frames.append(traceback)

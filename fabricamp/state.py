@@ -1,4 +1,4 @@
-"""The state of a run: plain counters and flags on the host, nothing stored on the user's module."""
+"""The state of a run: plain counters and flags on the host; nothing is stored on the user's module."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 REQUEUES = ("SIGUSR1", "SIGUSR2")
 INTERRUPTIONS = ("interrupted", "SIGTERM", *REQUEUES)
-"""What cuts a run from outside: Ctrl-C and signals.  They wait for no ``min_steps``, no end of a validation or an epoch."""
+"""Interruptions from outside: Ctrl-C and signals.  A run stops for them before ``min_steps`` and within a validation or epoch."""
 
 NON_FINITE = "non-finite gradients"
-"""The reason to stop of a run that ``nan_policy="stop"`` ends; it waits for none of these either."""
+"""The stop reason of ``nan_policy="stop"``; a run stops for it, too, before ``min_steps`` and within a validation or epoch."""
 
 NOT_VALIDATING = sys.maxsize
-"""``RunState.evaluated`` outside the validation within ``fit``."""
+"""The value of ``RunState.evaluated`` while no validation within ``fit`` runs."""
 
 
 class TrainerFn(enum.StrEnum):
-    """Which of the four entry points was called."""
+    """The entry point that was called."""
 
     FITTING = "fit"
     VALIDATING = "validate"
@@ -28,7 +28,7 @@ class TrainerFn(enum.StrEnum):
 
 
 class RunningStage(enum.StrEnum):
-    """What runs: within ``fit`` training, its validation, or the validation batches before it."""
+    """The stage that runs; ``fit`` has three: training, validation, and the sanity-check validation before training."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -38,17 +38,17 @@ class RunningStage(enum.StrEnum):
 
     @property
     def evaluating(self) -> bool:
-        """Whether a validation (that before training too) or a test runs."""
+        """Whether a validation (also the sanity check) or a test runs."""
         return self not in (RunningStage.TRAINING, RunningStage.PREDICTING)
 
     @property
     def dataloader_prefix(self) -> str:
-        """The word in ``train_dataloader``, ``val_dataloader`` and so on."""
+        """The prefix of the loader's name: ``train`` in ``train_dataloader``, ``val`` in ``val_dataloader`` and so on."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
 
 
 class TrainerStatus(enum.StrEnum):
-    """How far an entry point has come."""
+    """The progress of an entry point."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -65,9 +65,9 @@ _FIRST_STAGE = {
 
 
 class Scope(enum.Enum):
-    """Where user code is being called from: decides the defaults of ``self.log`` and what it refuses.
+    """The place that user code is called from; it decides the defaults of ``self.log`` and which arguments are refused.
 
-    The loop changes it only where it changes (a few times per epoch), so a step pays nothing for it.
+    The loop sets it a few times per epoch, never per step, so a step pays nothing for it.
     """
 
     NOWHERE = "a hook outside the epochs, or before fit, validate and test"
@@ -79,17 +79,17 @@ class Scope(enum.Enum):
 
 
 class RunState:
-    """Counters and the stop flag of one Trainer; known to the host without asking the GPU.
+    """Counters and the stop flag of one Trainer; the host knows them without asking the GPU.
 
-    ``fn`` is the entry point that runs or ran last, ``stage`` what runs within it, None outside, and ``status`` how it ended.
+    ``fn`` is the entry point that runs or ran last, ``stage`` the stage within it (None outside), ``status`` its progress or end.
 
-    ``global_step`` grows by one per attempted update window, ``batch_idx`` per micro-batch within the epoch, ``batches_done``
-    per micro-batch of the whole run; ``open_batches`` of these belong to a window that is not updated yet, which a resumed run
-    repeats.  ``epoch_ended`` is True while the callbacks that close an epoch run.  ``batch`` is the micro-batch being worked
-    on (for the batch size that ``self.log`` weighs with).
+    ``global_step`` grows by one per step (an attempted update), ``batch_idx`` per micro-batch of the epoch, ``batches_done`` per
+    micro-batch of the run.  ``open_batches`` of these belong to the accumulation in progress; a resumed run repeats them.
+    ``epoch_ended`` is True while the callbacks at the end of an epoch run.  ``batch`` is the current micro-batch; ``self.log``
+    weighs values by its batch size.
 
-    ``should_stop`` says that this rank asks training to end, for ``stop_reason``, and ``agreed`` that all do, here;
-    ``interruption`` names the signal that cut it.
+    ``should_stop``: this rank asks to end training, for ``stop_reason``.  ``agreed``: all ranks ask to end it at this boundary.
+    ``interruption`` names the signal that interrupted the run.
     """
 
     __slots__ = (
@@ -136,38 +136,38 @@ class RunState:
         self.scope = Scope.NOWHERE
         self.epoch, self.epoch_ended = 0, False
         self.global_step = 0
-        self.skipped_before = 0  # of these, in the fits before this one
+        self.skipped_before = 0  # skipped steps of earlier fits
         self.batch_idx = 0
         self.batches_done = 0
-        # The micro-batches of the epoch as the loop takes them, numbered; None outside of it.
+        # The epoch's iterator of (batch_idx, micro-batch), as the loop reads it; None outside of an epoch.
         self.batches: enumerate[Any] | None = None
         self.open_batches = 0
         self.batch: Any = None
-        self.ahead = False  # hooks run that move a batch ahead of its step
-        self.capturing = False  # the step that runs is captured as a CUDA graph
-        self.peak_bytes = 0  # the most that was allocated on the GPU before torch's own peak was last set back
-        self.runs_as = ""  # "graph" or "eager" where a CUDA graph was asked for
+        self.ahead = False  # transfer hooks run for a prefetched batch
+        self.capturing = False  # the current step is being captured as a CUDA graph
+        self.peak_bytes = 0  # peak of allocated GPU memory before the last reset of torch's peak statistics
+        self.runs_as = ""  # "graph" or "eager" if a CUDA graph was asked for, else empty
         self.dataloader_idx = 0
         self.num_dataloaders = 1
         self.should_stop = False
         self.agreed = False
         self.stop_reason = ""
         self.stop_explanation = ""
-        self.stop_error: Exception | None = None  # which fit raises once it is over
+        self.stop_error: Exception | None = None  # raised by fit at its end
         self.interruption = ""
-        self.validations = 0  # within fit, that came to their end
-        # The ``batches_done`` at which the last validation within fit came to its end: a resumed run makes up for one that did not.
+        self.validations = 0  # finished validations within fit
+        # The ``batches_done`` at the end of the last finished validation within fit: a resumed run repeats an unfinished one.
         self.validated_at = -1
-        # The ``batches_done`` at which the hooks of an epoch's end ran last: a resumed run makes up for those that did not.
+        # The ``batches_done`` when the hooks of an epoch's end last ran: a resumed run calls those that did not run.
         self.closed_at = -1
-        # So many micro-batches the run goes on in any case: a launch of several steps has been made, or they are read for one.
+        # Micro-batches already launched or prefetched for a launch; the run cannot stop before them.
         self.committed = 0
-        # Batches done of the validation within fit that is running.
+        # Finished batches of the running validation within fit.
         self.evaluated = NOT_VALIDATING
-        # The main thread may not pass so many micro-batches, and then validation batches, before the ranks agreed where to stop
-        # (watchdog/stop.py).
+        # The main thread waits at this number of micro-batches, then of validation batches, until the ranks have agreed where to
+        # stop (watchdog/stop.py).
         self.hold_at = self.hold_evaluated = sys.maxsize
-        # The last boundary that was passed without a request to stop (watchdog/requests.py).
+        # The last boundary that this rank passed without asking to stop (watchdog/requests.py).
         self.passed = -1.0
         self.started = time.monotonic()
 
@@ -177,9 +177,9 @@ class RunState:
         return f"<RunState: {doing}, epoch={self.epoch}, global_step={self.global_step}{ends}>"
 
     def of_next_fit(self) -> RunState:
-        """What another fit of the same Trainer begins with: it counts on, from an epoch's beginning."""
+        """Returns the state for another fit of the same Trainer: counters continue, at the beginning of an epoch."""
         state = RunState()
-        # An epoch that a limit or a stop ended counts as one.
+        # An epoch that a limit or a stop ended counts as a full epoch.
         within_ended = self.batch_idx > 0 and self.closed_at == self.batches_done
         state.epoch = self.epoch + within_ended
         state.global_step, state.validations = self.global_step, self.validations
@@ -188,22 +188,22 @@ class RunState:
         return state
 
     def begin(self, fn: TrainerFn) -> None:
-        """An entry point begins."""
+        """Sets the state at the beginning of an entry point."""
         self.fn, self.stage, self.status = fn, _FIRST_STAGE[fn], TrainerStatus.RUNNING
 
     def end(self) -> None:
-        """It is over, however it came to that."""
+        """Sets the state at the end of an entry point, for any kind of end."""
         self.stage = None
         if self.status is TrainerStatus.RUNNING:
             self.status = TrainerStatus.INTERRUPTED if self.interrupted else TrainerStatus.FINISHED
 
     def fail(self) -> None:
-        """It is over, by an exception."""
+        """Sets the state of an entry point that an exception ended."""
         self.status = TrainerStatus.INTERRUPTED
 
     @property
     def failed(self) -> bool:
-        """Whether an exception has ended it, in the middle of anything."""
+        """Whether an exception ended the last entry point, at any point within it."""
         return self.status is TrainerStatus.INTERRUPTED and not self.interrupted
 
     @property
@@ -217,9 +217,9 @@ class RunState:
         return self.fn is TrainerFn.FITTING and self.stage is RunningStage.VALIDATING
 
     def place_of(self, done: int) -> int:
-        """Where on the loggers' axis stands what is logged behind ``done`` steps.
+        """Returns the logger step of a value logged after ``done`` optimizer steps.
 
-        At the last one, or where none is over (before the first, within a window, outside of a fit) at the one that comes.
+        That is the last step.  Before the first step, in a validation within an accumulation, or outside of a fit, it is the next.
         """
         within_window = self.validating_in_fit and self.open_batches > 0
         last_is_over = self.fn is TrainerFn.FITTING and not within_window
@@ -227,22 +227,22 @@ class RunState:
 
     @property
     def finished(self) -> bool:
-        """Whether the last entry point came to its end."""
+        """Whether the last entry point ran to its end."""
         return self.status is TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended, in any way."""
+        """Whether the last entry point ended, in any way."""
         return self.status in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C or a signal cut the run."""
+        """Whether Ctrl-C or a signal interrupted the run."""
         return bool(self.interruption)
 
     @property
     def open_batch(self) -> bool:
-        """Whether a micro-batch was begun that does not count as done yet; costs the loop nothing."""
+        """Whether a micro-batch has begun that is not counted as done; costs the loop nothing."""
         if self.batches is None:
             return False
         pickled: Any = self.batches.__reduce__()  # (enumerate, (batches, the next number))
@@ -250,28 +250,28 @@ class RunState:
 
     @property
     def cut(self) -> bool:
-        """Whether the run ends within its epoch, whose end is not to run: after a signal, or by ``nan_policy="stop"``."""
+        """Whether the run ends without the hooks of its epoch's end: after a signal, or by ``nan_policy="stop"``."""
         return self.interrupted or self.stop_reason == NON_FINITE
 
     def ask(self, reason: str) -> None:
-        """Asks all ranks to end training; from any thread."""
+        """Asks all ranks to end training; may be called from any thread."""
         if not self.should_stop:
             self.stop_reason = reason
             self.should_stop = True
 
     def stop(self, reason: str, explanation: str = "") -> None:
-        """Ends training at the next step boundary; every rank has to call it at the same place."""
+        """Ends training at the next step boundary; every rank has to call it at the same boundary."""
         if not self.should_stop or reason == NON_FINITE:
             self.stop_reason, self.stop_explanation = reason, explanation
         self.should_stop = self.agreed = True
 
     def forget_stop(self) -> None:
-        """Before a run: what ended the one before does not end it."""
+        """Clears the stop requests and the interruption of the run before."""
         self.should_stop = self.agreed = False
         self.stop_reason = self.stop_explanation = self.interruption = ""
         self.stop_error = None
         self.hold_at = self.hold_evaluated = sys.maxsize
 
     def interrupt(self, name: str) -> None:
-        """Cuts the run here; every rank has to call it at the same place."""
+        """Interrupts the run here; every rank has to call it at the same position."""
         self.interruption = name

@@ -1,8 +1,8 @@
 """Every private name of torch that the package uses, and why: the one place to look when a torch release breaks something.
 
-All of them exist in torch 2.11 (the oldest supported) and 2.13, where the tests look for each; a private name used anywhere in
-the package and missing here fails a test.  Functions and classes are imported from here.  Attributes of torch's objects cannot
-be, so :data:`ATTRIBUTES` lists them.
+All of them exist in torch 2.11 (the oldest supported) and 2.13, where the tests check each of them; a test fails for a private name
+that is used in the package and is missing here.  Functions and classes are imported from here.  Attributes of torch's objects
+cannot be imported, so :data:`ATTRIBUTES` lists them.
 """
 
 from __future__ import annotations
@@ -73,26 +73,27 @@ __all__ = [
 # AnyBatchNorm, AnyLoss: the base classes of all BatchNorms and of all losses have no public name.
 # HashStore, PrefixStore, Store, TCPStore: torch.distributed has them too, but type checkers do not see them there.
 # global_forward_pre_hooks: the public register_module_forward_pre_hook leaves out keyword arguments, which a boundary casts too.
-# global_optimizer_*_hooks, profiler_enabled: what Optimizer.step's wrapper asks; a step that nobody watches goes past it (10 us).
-# is_traceable_wrapper_subclass: kernels cannot read a DTensor, or another tensor around tensors; fused optimizers refuse it.
+# global_optimizer_*_hooks, profiler_enabled: the conditions that Optimizer.step's wrapper checks; a step without hooks and
+#   profiler bypasses the wrapper (10 us).
+# is_traceable_wrapper_subclass: kernels cannot read a DTensor or another wrapper subclass; fused optimizers refuse them.
 
 functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
-"""Whether vmap, grad or another transform runs: kernels have no rule for these, so torch's operations run instead."""
+"""Returns whether vmap, grad or another transform is active: kernels have no rule for transforms, so torch's operations run."""
 
 left_by_functorch: Final[Callable[[torch.Tensor], bool]] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is one of functorch's: where no transform runs, one that a transform left behind, without memory."""
+"""Returns whether a tensor is functorch's wrapper; if no transform is active, a transform left it behind, and it has no memory."""
 
 is_batched_gradient: Final[Callable[[torch.Tensor], bool]] = torch._C._functorch.is_legacy_batchedtensor
-"""Whether a gradient stands for several, as under ``torch.autograd.grad(is_grads_batched=True)``."""
+"""Returns whether a gradient is a batch of gradients, as under ``torch.autograd.grad(is_grads_batched=True)``."""
 
 tracing_state: Final[Callable[[], Any]] = torch._C._get_tracing_state
-"""What ``torch.jit.trace`` records with; None where it does not run."""
+"""Returns the state of ``torch.jit.trace``; None if it is not running."""
 
 dispatch_modes: Final[Callable[[], int]] = torch._C._len_torch_dispatch_stack
-"""How many TorchDispatchModes look on (make_fx, fake tensors): these have to see a registered operator."""
+"""Returns the number of active TorchDispatchModes (make_fx, fake tensors): these have to see a registered operator."""
 
 current_backward: Final[Callable[[], int]] = torch._C._current_graph_task_id
-"""The number of the backward that runs in this thread: apex's DistributedDataParallel begins an exchange once for each."""
+"""Returns the id of the backward that runs in this thread: apex's DistributedDataParallel starts one exchange per backward."""
 
 
 def _public_current_stream(device: int) -> int:
@@ -100,18 +101,18 @@ def _public_current_stream(device: int) -> int:
 
 
 current_stream: Final[Callable[[int], int]] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_current_stream)
-"""The address of the current CUDA stream, asked for at every launch: 0.1 us this way, 9.5 us by the public one."""
+"""Returns the address of the current CUDA stream, needed at every launch: takes 0.1 us, the public function 9.5 us."""
 
 
 current_device: Final[Callable[[], int]] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""The index of the current CUDA device, asked for at every launch: the public function looks first whether CUDA has begun."""
+"""Returns the index of the current CUDA device, needed at every launch: the public function first checks for initialised CUDA."""
 
 
 _STREAMS: Final[dict[tuple[int, int], torch.cuda.Stream]] = {}
 
 
 def stream_in_use(device: torch.device) -> torch.cuda.Stream:
-    """Returns the current CUDA stream of ``device``, which has an index: what ``torch.cuda.current_stream`` does, for less."""
+    """Returns the current CUDA stream of ``device``, faster than ``torch.cuda.current_stream``; ``device`` has to have an index."""
     index = device.index
     address = current_stream(index)
     stream = _STREAMS.get((index, address))
@@ -123,13 +124,13 @@ def stream_in_use(device: torch.device) -> torch.cuda.Stream:
 current_stream_is_capturing: Final[Callable[[], bool]] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
-"""Whether a CUDA graph is being captured, asked in every step: the public function around it costs as much again."""
+"""Returns whether a CUDA graph is being captured, needed in every step: the public function around it takes twice as long."""
 
 
 def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Takes a capture that has failed out of the allocator, where torch leaves it.
+    """Removes a failed capture from the allocator; torch does not.
 
-    Memory that was used on several streams is not free again before that, and a memory pool cannot end.
+    Until then memory that was used on several streams is not freed, and a memory pool cannot be released.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     torch._C._cuda_endAllocateToPool(index, pool)
@@ -137,19 +138,19 @@ def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
 
 
 def forward_derivative_level() -> int:
-    """Returns the level of forward-mode derivatives that is entered; -1 outside of any, which is where kernels may run."""
+    """Returns the current level of forward-mode differentiation; -1 outside of it, and only there kernels may run."""
     level: int = forward_ad._current_level
     return level
 
 
 any_autocast: Final[Callable[[], bool]] = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any kind of device: the public question names one, and costs three times as much."""
+"""Returns whether autocast is on for any device type: the public function asks about one type, and takes three times as long."""
 
 
 def allocator(kind: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """Returns what makes a tensor by size, strides and dtype on the current device of a kind: half of what ``torch.empty`` costs.
+    """Returns a function (sizes, strides, dtype) -> uninitialised tensor on the current device of type ``kind``.
 
-    It is what torch.compile's own programs call.
+    It takes half the time of ``torch.empty``; the programs that torch.compile generates call it.
     """
     found: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = getattr(
         torch._C._dynamo.guards, f"_empty_strided_{kind}"
@@ -158,19 +159,20 @@ def allocator(kind: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
 
 
 def observed() -> bool:
-    """Returns whether anything looks on that has to see torch's operations, or registered ones: transforms, modes, tracers."""
+    """Returns whether a transform, dispatch mode or tracer is active: these have to see torch's or registered operations."""
     return functorch_active() or dispatch_modes() > 0 or forward_ad._current_level >= 0 or tracing_state() is not None
 
 
 def exporting() -> bool:
-    """Returns whether ``torch.export`` runs; the public ``is_exporting()`` says True under any compilation in torch 2.11."""
+    """Returns whether ``torch.export`` is running; in torch 2.11 the public ``is_exporting()`` is True in any compilation."""
     return bool(torch.compiler._is_exporting_flag)
 
 
 def unobserved_apply(function: Any) -> Callable[..., Any]:
-    """Returns ``function.apply`` without what it does for functorch's transforms, which its caller has seen do not run: 4 us.
+    """Returns ``function.apply`` without its handling of functorch's transforms; that saves 4 us.
 
-    Its node calls ``backward`` without a look at what else the class may have: 0.6 us.
+    The caller has to have checked that no transform is active.  The autograd node calls ``backward`` directly, without a search for
+    other methods of the class; that saves 0.6 us.
     """
     function._backward_cls.apply = function.backward
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
@@ -178,7 +180,7 @@ def unobserved_apply(function: Any) -> Callable[..., Any]:
 
 
 def starts_workers(iterator: object) -> bool:
-    """Returns whether ``iterator`` is one over loader workers from which nothing has come yet."""
+    """Returns whether ``iterator`` reads from loader workers that have returned no batch yet."""
     return isinstance(iterator, _MultiProcessingDataLoaderIter) and not getattr(iterator, "_rcvd_idx", 0)
 
 
@@ -203,21 +205,21 @@ def forget_memory() -> None:
 
 
 def symmetric_memory() -> ModuleType:
-    """Returns torch's symmetric memory, by which SyncBatchNorm's kernels of several ranks write to each other."""
+    """Returns torch's module for symmetric memory; through it the SyncBatchNorm kernels of several ranks write to each other."""
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric
 
 
 def checkpoint_activations(module: torch.nn.Module) -> None:
-    """Lets ``module`` compute its activations again in backward, by hooks: the public wrapper changes names of parameters."""
+    """Makes ``module`` recompute its activations in backward, by hooks: the public wrapper changes parameter names."""
     from torch.distributed._composable.checkpoint_activation import checkpoint
 
     checkpoint(module)
 
 
 def sharded_modules() -> MutableMapping[torch.nn.Module, Any]:
-    """Returns which modules ``fully_shard`` was called on; one that is given back plain may be sharded again."""
+    """Returns the registry of modules that ``fully_shard`` was called on; remove a module from it to shard it again."""
     from torch.distributed import _composable_state
 
     found: MutableMapping[torch.nn.Module, Any] = _composable_state._module_state_mapping
@@ -231,14 +233,14 @@ def sharded_parameters(module: Any) -> list[Any]:
 
 
 def whole_gradient(record: Any) -> torch.Tensor | None:
-    """Returns the gradient that backward has left whole, where it was not to be exchanged; None where there is none."""
+    """Returns the unsharded gradient that a backward without an exchange has left; None if there is none."""
     kept: torch.Tensor | None = record.unsharded_accumulated_grad
     unsharded = getattr(record, "_unsharded_param", None)
     return kept if kept is not None or unsharded is None else unsharded.grad
 
 
 def keep_whole_gradient(record: Any, gradient: torch.Tensor | None) -> None:
-    """Makes ``gradient`` what backward has left whole; None: nothing.  The parameter was gathered before."""
+    """Sets the unsharded gradient, or removes it for None.  The parameter has to have been gathered before."""
     unsharded = getattr(record, "_unsharded_param", None)
     on_parameter = isinstance(getattr(type(record), "unsharded_accumulated_grad", None), property)  # from torch 2.15 on
     if not on_parameter:
@@ -248,14 +250,14 @@ def keep_whole_gradient(record: Any, gradient: torch.Tensor | None) -> None:
 
 
 def with_part(shard: Any, part: torch.Tensor) -> torch.Tensor:
-    """Returns a sharded tensor laid out as ``shard``, of which this rank holds ``part``, on whatever device that is."""
+    """Returns a sharded tensor with the layout of ``shard`` and the local shard ``part``, which may be on any device."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(part, shard._spec, requires_grad=False)
 
 
 def default_store() -> Store:
-    """Returns the store that the ranks of the default process group met at; heartbeats and agreements travel through it."""
+    """Returns the store of the default process group's rendezvous; heartbeats and agreements between ranks use it."""
     from torch.distributed import distributed_c10d
 
     store: Store = distributed_c10d._get_default_store()
@@ -263,7 +265,7 @@ def default_store() -> Store:
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> None:
-    """Lets ``function`` run when the backward of now has ended, as torch's DistributedDataParallel does."""
+    """Runs ``function`` at the end of the current backward, as torch's DistributedDataParallel does."""
     Variable._execution_engine.queue_callback(function)
 
 

@@ -55,7 +55,7 @@ def forked(command, env, stdout, **_):
             "--plain",
             0,
             [
-                "8 batches on 1 process, killed behind batch 0 of epoch 1, resumed behind batch 3 of epoch 0",
+                "8 batches on 1 process, killed after batch 0 of epoch 1, resumed after batch 3 of epoch 0",
                 "bitwise equal",
             ],
         ),
@@ -63,7 +63,7 @@ def forked(command, env, stdout, **_):
             "--ranks",
             0,
             [
-                "8 batches on 2 processes, killed behind batch 2 of epoch 1, resumed behind batch 0 of epoch 1",
+                "8 batches on 2 processes, killed after batch 2 of epoch 1, resumed after batch 0 of epoch 1",
                 "bitwise equal",
             ],
         ),

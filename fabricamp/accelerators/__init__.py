@@ -1,4 +1,4 @@
-"""Lightning's path to kinds of devices, as ``trainer.accelerator`` is one."""
+"""Lightning's path to the classes for kinds of devices; ``trainer.accelerator`` is one of them."""
 
 from __future__ import annotations
 

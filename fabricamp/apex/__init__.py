@@ -1,6 +1,6 @@
-"""apex's names over fabricamp's parts: ``from fabricamp.apex import amp``, or :func:`install` and ``import apex``.
+"""apex's API on fabricamp's implementations: ``from fabricamp.apex import amp``, or :func:`install` and ``import apex``.
 
-A face and no more: names, global state and adapters.  Scripts run unchanged under ``python -m fabricamp.apex script.py``.
+It contains only names, global state and adapters.  Scripts run unchanged under ``python -m fabricamp.apex script.py``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = [
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """What :func:`deprecated_warning` warns of."""
+    """The category of the warnings of :func:`deprecated_warning`."""
 
 
 def deprecated_warning(msg: str) -> None:
-    """Warns of ``msg``, on rank 0 only."""
+    """Issues the warning ``msg``, on rank 0 only."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
@@ -56,7 +56,7 @@ def deprecated_warning(msg: str) -> None:
 
 
 def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int) -> bool:
-    """Returns whether cuDNN is at least of ``required_cudnn_version``; warns that ``global_option`` needs it where it is not."""
+    """Returns whether cuDNN is at least of ``required_cudnn_version``; if not, warns that ``global_option`` needs this version."""
     import torch
 
     version: int = (torch.backends.cudnn.version() or 0) if torch.backends.cudnn.is_available() else 0
@@ -67,12 +67,12 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     return False
 
 
-# Modules: what is not defined above.
+# The names that are not defined above are modules.
 _PARTS: Final = frozenset(__all__).difference(globals())
 
 
 def __getattr__(name: str) -> Any:
-    # On first use, so that a script that needs one part does not pay for all of them.
+    # Imported on first use, so that a script that needs one part does not wait for the import of all.
     if name in _PARTS:
         return importlib.import_module(f"fabricamp.apex.{name}")
     from fabricamp.apex._not_offered import NOT_OFFERED

@@ -1,4 +1,4 @@
-"""Runs an apex script as it is: ``python -m fabricamp.apex train.py --args``, or under torchrun with ``-m fabricamp.apex``."""
+"""Runs an unchanged apex script: ``python -m fabricamp.apex train.py --args``, or under torchrun with ``-m fabricamp.apex``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _WHAT: Final = "Runs a script, or with -m a module, in which `import apex` finds
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the script, or with ``-m`` the module, that ``arguments`` (the command line's by default) begin with.
 
-    A rank that ``torch.distributed.launch`` puts in front, and the one in ``LOCAL_RANK``, reach the script as the option that its
-    parser knows: ``--local_rank`` or ``--local-rank``.
+    The script gets the local rank, from the first argument (of ``torch.distributed.launch``) or from ``LOCAL_RANK``, as the option
+    that its parser knows: ``--local_rank`` or ``--local-rank``.
     """
     rest = list(sys.argv[1:] if arguments is None else arguments)
     rank = _take_rank(rest)
@@ -37,7 +37,10 @@ def _prepare() -> None:
 
 
 def _take_rank(arguments: list[str]) -> str | None:
-    """Takes ``--local-rank=N`` in either spelling from the front of ``arguments``, where ``torch.distributed.launch`` puts it."""
+    """Removes ``--local-rank=N``, in either spelling, from the front of ``arguments`` and returns N, or None if it is not there.
+
+    ``torch.distributed.launch`` puts the option there.
+    """
     if not arguments:
         return None
     option, equals, value = arguments[0].partition("=")
@@ -49,12 +52,12 @@ def _take_rank(arguments: list[str]) -> str | None:
 
 @contextlib.contextmanager
 def _local_rank_as_known() -> Iterator[None]:
-    """Lets every parser of a command line find the local rank under the spelling that it knows."""
+    """Returns a context in which every parser of the command line gets the local rank in the spelling that it knows."""
     parse = argparse.ArgumentParser.parse_known_args
 
     def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         given = sys.argv[1:] if args is None else list(args)
-        if given == sys.argv[1:]:  # no list of the script's own, nor what a subparser gets
+        if given == sys.argv[1:]:  # neither a list of the script's own nor the arguments of a subparser
             given = _with_rank(self, given)
         return parse(self, given, namespace)
 
@@ -66,7 +69,7 @@ def _local_rank_as_known() -> Iterator[None]:
 
 
 def _with_rank(parser: argparse.ArgumentParser, given: list[str]) -> list[str]:
-    """Returns ``given`` with the local rank in the spelling that ``parser`` knows; as it is where it knows none, or both."""
+    """Returns ``given`` with the local rank in the spelling that ``parser`` knows, converting it or adding ``LOCAL_RANK``."""
     known = [spelling for spelling in _SPELLINGS if spelling in parser._option_string_actions]
     if len(known) == 1:
         other = next(spelling for spelling in _SPELLINGS if spelling not in known)

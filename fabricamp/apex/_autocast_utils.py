@@ -1,4 +1,4 @@
-"""Casts to autocast's dtype, for functions that autocast does not know."""
+"""Casts to autocast's dtype, for functions that autocast does not cast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
-    """Returns ``args`` with floating tensors, also those in lists and dicts, in autocast's dtype; as they are where it is off."""
+    """Returns ``args`` with floating tensors, also in lists and dicts, cast to autocast's dtype; unchanged if autocast is off."""
     return tuple([_cast(one) for one in args])
 
 

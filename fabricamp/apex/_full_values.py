@@ -1,4 +1,4 @@
-"""Full values for scripts, which save, wrap and edit half models without telling anybody."""
+"""fp32 full values of half models in scripts, which save, wrap and edit these models without a call to fabricamp."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _known: WeakSet[ScriptMasters] = WeakSet()
 
 
 class ScriptMasters(MasterWeights):
-    """Master weights that show in state dicts, know which half weights were edited, and are shared by wrappers."""
+    """Master weights that appear in state dicts, detect edited half weights, and are broadcast by wrappers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.has_taken = False
-        """Whether a full value was taken from its half copy, which somebody had written into."""
+        """Whether a full value was taken again from its half copy, because a script had written into the copy."""
         _known.add(self)
 
     def watch_saving(self, modules: Iterable[nn.Module], *, exact: bool) -> None:
-        """Lets every way of taking the state dict of ``modules`` give fp32: with ``exact`` full values, else widened ones."""
+        """Registers hooks so that state dicts of ``modules`` hold fp32: full values with ``exact``, else half values cast up."""
         hook = _FullOnSave(self if exact else MasterWeights())
         self.handles += [module.register_state_dict_post_hook(hook) for module in modules]
 
     @torch.no_grad()
     def edited(self) -> list[Tensor]:
-        """Returns the half weights with masters that are no longer what these are rounded to.  The host waits once."""
+        """Returns the half weights that differ from their rounded masters.  The host waits once."""
         masters = [(tensor, full.value) for tensor, full in self.full_values.items() if full.is_master]
         differs = [(tensor != master.to(tensor)).any() for tensor, master in masters]
         flags = torch.stack([one.to(differs[0].device) for one in differs]).tolist() if differs else []
         return [tensor for (tensor, _), flag in zip(masters, flags, strict=True) if flag]
 
     def checked(self, tensor: Tensor, full: FullValue) -> Tensor:
-        """Returns the full value of ``tensor``, and takes note where that had to be taken anew."""
+        """Returns the full value of ``tensor``; sets ``has_taken`` if the value had to be taken again from the half copy."""
         version = full.value._version
         value = super().checked(tensor, full)
         self.has_taken |= value._version != version
@@ -48,12 +48,12 @@ class ScriptMasters(MasterWeights):
 
 @torch.no_grad()
 def share_full_values(module: nn.Module, broadcast: Callable[[list[Tensor]], None]) -> None:
-    """Lets ``broadcast``, which works in place and was just used on the tensors of ``module``, share what is behind them too.
+    """Broadcasts the full values of ``module``; ``broadcast`` works in place, and was just called with the module's tensors.
 
-    Without it ranks would keep full values of their own, and the fp32 values would differ in what half ones do not show.
+    Otherwise each rank would keep its own full values, which can differ between ranks although the half values are equal.
     """
     tensors = [*module.parameters(), *module.buffers()]
-    # In the order of the tensors, which is that of every rank: a set's is not.
+    # In the order of the tensors, which is the same on every rank; the order of a set is not.
     behind = [
         (tensor, full) for tensor in tensors for one in _known if (full := one.full_values.get(tensor)) is not None
     ]
@@ -66,7 +66,10 @@ def share_full_values(module: nn.Module, broadcast: Callable[[list[Tensor]], Non
 
 
 class _FullOnSave:
-    """A hook on state dicts; a copy or pickle of its module has no full values, so the hook's copy knows none and widens."""
+    """A state-dict hook that replaces half tensors by fp32 ones.
+
+    A copy or pickle of the module has no full values, so its copy of the hook casts half values up.
+    """
 
     def __init__(self, full: MasterWeights) -> None:
         self._full = full
@@ -80,7 +83,7 @@ class _FullOnSave:
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             given = state.get(prefix + name)
             if given is None or given is tensor or tensor.dtype not in HALF_DTYPES:
-                continue  # the tensor itself was asked for (keep_vars), or it is wide enough
+                continue  # the caller asked for the tensor itself (keep_vars), or the tensor is not half
             full = self._full.value_of(tensor)
             if full is None:
                 self._tell_if_written()
@@ -88,9 +91,9 @@ class _FullOnSave:
             state[prefix + name] = full.to(tensor.device)
 
     def _tell_if_written(self) -> None:
-        """Says once that somebody, who averages weights most likely, wrote into what a state dict gave, which ends there."""
+        """Warns once if a script wrote into a state dict's fp32 copies, most likely to average weights: the model keeps its own."""
         if self._widened is not None and self._widened._version:
             say_once(
                 "the state dict of a half model has fp32 copies, and what was written into them does not reach the "
-                "model; average the weights in a copy.deepcopy(model) of before the model became half"
+                "model; average the weights in a copy.deepcopy(model) made before the model became half"
             )

@@ -1,4 +1,4 @@
-"""Norms as apex's autograd functions, whose ``forward`` and ``backward`` libraries look at."""
+"""Norms as apex's autograd functions, with the ``forward`` and ``backward`` that libraries inspect."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 class NormFunction(torch.autograd.Function):
-    """A norm that a subclass names: ``apply`` is the function itself, ``forward`` and ``backward`` are its passes one by one.
+    """Base class for one norm: a subclass sets ``apply`` to the norm's function; ``forward`` and ``backward`` are its passes.
 
-    Of the function's parameters those before ``normalized_shape`` or ``epsilon`` are tensors.
+    The function's parameters before ``normalized_shape`` or ``epsilon`` are tensors.
     """
 
     def __init_subclass__(cls) -> None:

@@ -1,4 +1,4 @@
-"""What apex had and fabricamp has not: the words with which an import of it fails."""
+"""Names that apex has and fabricamp does not, with the error messages for their import."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ NOT_OFFERED: Final = {
 
 
 class _Finder:
-    """Stands last on ``sys.meta_path``: asked for what nobody has found."""
+    """The last finder on ``sys.meta_path``; Python calls it for modules that no other finder has found."""
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        """Raises for what is not offered: ``from apex import x`` would not show an error of :func:`__getattr__`'s.
+        """Raises for a module that is not offered: ``from apex import x`` would not show an error raised by ``__getattr__``.
 
-        Who only asks, by ``importlib.util.find_spec``, gets None as from any other finder.
+        Callers of ``importlib.util.find_spec`` get None, as from any other finder.
         """
         known = name.removeprefix("fabricamp.")
         if known in NOT_OFFERED and not _is_only_asked():
@@ -71,12 +71,12 @@ class _Finder:
 
 
 def _is_only_asked() -> bool:
-    """Whether the import system asks for ``importlib.util.find_spec``, whose callers expect None and no error."""
-    asking = sys._getframe(3)  # behind find_spec of the finder and _find_spec of importlib
+    """Returns whether the call comes from ``importlib.util.find_spec``; its callers expect None and no error."""
+    asking = sys._getframe(3)  # the frame above the finder's find_spec and importlib's _find_spec
     return asking.f_globals.get("__name__") == "importlib.util"
 
 
 def tell_on_import() -> None:
-    """Lets imports of what is not offered say what to use."""
+    """Installs the finder, so that imports of modules that are not offered raise an error with what to use instead."""
     if _Finder not in sys.meta_path:
         sys.meta_path.append(_Finder)

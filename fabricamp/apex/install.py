@@ -1,4 +1,4 @@
-"""``import apex`` finds fabricamp.apex: real entries in ``sys.modules``, here and in processes that are spawned from here."""
+"""Makes ``import apex`` find fabricamp.apex through entries in ``sys.modules``, in this process and in spawned ones."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _HOME: Final = "fabricamp.apex"
 _FOLDER: Final = Path(__file__).parent
 _EXTENSIONS: Final = _FOLDER / "_extensions"
 _NOT_IMPORTED: Final = frozenset({f"{_HOME}.__main__", f"{_HOME}._extensions.apex", f"{_HOME}.parallel.multiproc"})
-"""Programs, and the file that stands for ``apex`` on the path of spawned processes."""
+"""Programs, and the file that spawned processes find as ``apex`` on their path."""
 
 
 def install() -> None:
-    """Makes ``import apex``, ``from apex.parallel import ...``, ``import amp_C`` and so on find fabricamp's.
+    """Makes ``import apex``, ``from apex.parallel import ...``, ``import amp_C`` and so on find fabricamp's modules.
 
-    Call it before the first of them; again changes nothing.  Processes that :mod:`multiprocessing` spawns find them too.  apex's
-    classes then say ``apex`` in what is printed, and are pickled by those names; files that have ``fabricamp.apex`` go on loading.
-    Raises :class:`ConfigError` where another package of one of these names is imported already.
+    Call it before the first of these imports; a second call has no effect.  Processes that :mod:`multiprocessing` spawns find the
+    modules too.  The classes are then printed and pickled under ``apex``; files with ``fabricamp.apex`` in them still load.
+    Raises :class:`ConfigError` if another package of one of these names is imported already.
     """
     from fabricamp.apex._not_offered import tell_on_import
 
     extensions = {name: f"{_HOME}._extensions.{name}" for name in _extension_names()}
     for name in ("apex", *extensions):
         _refuse_another(name)
-    # All of them now: a submodule that is imported by its other name first would be loaded twice, with a state of its own.
+    # Imports all of them now: a submodule first imported under its other name would be loaded twice, with separate state.
     for module in pkgutil.walk_packages([str(_FOLDER)], f"{_HOME}."):
         if module.name not in _NOT_IMPORTED:
             importlib.import_module(module.name)
@@ -40,20 +40,20 @@ def install() -> None:
         _name_classes(name)
     for name, home in extensions.items():
         sys.modules[name] = sys.modules[home]
-    # A spawned process gets this one's sys.path, and nothing else, before it imports the script; in this folder it finds apex.
+    # Before it imports the script, a spawned process inherits only sys.path; it finds apex in this folder.
     if str(_EXTENSIONS) not in sys.path:
         sys.path.insert(0, str(_EXTENSIONS))
     tell_on_import()
 
 
 def share_with_children() -> None:
-    """Lets Python processes that are started from here, by whatever way, find them too: by their environment."""
+    """Lets all Python processes started from this one find the modules too, through ``PYTHONPATH``."""
     others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != str(_EXTENSIONS)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_EXTENSIONS), *others])
 
 
 def _name_classes(name: str) -> None:
-    """Lets the classes of a public module say the name that scripts know it by."""
+    """Sets ``__module__`` of the classes of a public module to the module's name without ``fabricamp.``."""
     if any(part.startswith("_") for part in name.split(".")):
         return
     for value in vars(sys.modules[name]).values():
@@ -62,12 +62,12 @@ def _name_classes(name: str) -> None:
 
 
 def _extension_names() -> list[str]:
-    """The modules that apex compiled, which are imported by these names without a package."""
+    """Returns the names of apex's compiled modules, which scripts import without a package."""
     return [module.name for module in pkgutil.iter_modules([str(_EXTENSIONS)]) if module.name != "apex"]
 
 
 def _refuse_another(name: str) -> None:
-    """Raises where ``name`` is imported already and is another package's."""
+    """Raises ConfigError if ``name`` is imported already from another package."""
     module = sys.modules.get(name)
     if module is None:
         return
@@ -81,7 +81,7 @@ def _refuse_another(name: str) -> None:
 
 
 def _file_of(module: ModuleType) -> Path | None:
-    """Where a module was loaded from; the folder of a package that has no file."""
+    """Returns the file of a module; for a package without a file, its folder."""
     file = getattr(module, "__file__", None)
     if file is None:
         file = next(iter(getattr(module, "__path__", ())), None)

@@ -1,1 +1,1 @@
-"""What arguments may be, wherever they are given: checks, and what was meant by others."""
+"""Checks of arguments, and hints for arguments under other names."""

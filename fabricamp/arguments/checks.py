@@ -1,4 +1,4 @@
-"""Whole numbers, flags, choices and names: a check returns the value, or raises an error that says what is allowed."""
+"""Checks of whole numbers, flags, choices and names: each returns the value, or raises ConfigError with the allowed values."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from fabricamp.errors import ConfigError, advice, nearest
 
 NO_LIMIT = -1
-"""``max_epochs`` and ``max_steps`` of a training that something else ends."""
+"""The value of ``max_epochs`` and ``max_steps`` that means no limit."""
 
 
 def check_count(name: str, value: Any, *, least: int, endless: bool = False, optional: bool = False) -> int | None:
-    """Returns a whole number from ``least``; -1 where ``endless``; None where ``optional``."""
+    """Returns a whole number from ``least``; ``endless`` also allows -1, ``optional`` also allows None."""
     if value is None and optional:
         return None
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -29,7 +29,7 @@ def check_count(name: str, value: Any, *, least: int, endless: bool = False, opt
 
 
 def check_number(name: str, value: Any, *, least: int, endless: bool = False) -> int:
-    """Returns a whole number from ``least``, or -1 where ``endless``."""
+    """Returns a whole number from ``least``; ``endless`` also allows -1."""
     return check_count(name, value, least=least, endless=endless) or 0
 
 
@@ -42,7 +42,7 @@ def check_flag(name: str, value: Any, *, others: tuple[Any, ...] = ()) -> Any:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """Returns ``value``, one of ``choices``."""
+    """Returns ``value`` if it is one of ``choices``."""
     if value not in choices:
         known = [one for one in choices if isinstance(one, str)]
         allowed = ", ".join(repr(one) for one in choices)
@@ -51,7 +51,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def check_names(words: str, given: Iterable[str], known: Sequence[str], *, where: str = "") -> None:
-    """Raises for the first of ``given`` that is not ``known``: ``words``, the name, and what ``where`` or likeness advises."""
+    """Raises ConfigError for the first name of ``given`` not in ``known``: ``words``, the name, and a hint (see :func:`advice`)."""
     for name in given:
         if name not in known:
             raise ConfigError(f"{words} {name!r}{advice(where, name, known)}")

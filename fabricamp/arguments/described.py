@@ -1,4 +1,4 @@
-"""The arguments of a class or function as text: names, defaults, and what its docstring says of each."""
+"""The arguments of a class or function as text: names, defaults, and their descriptions from the docstring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WIDTH = 100
 
 
 def described(title: str, target: Callable[..., Any]) -> str:
-    """Returns ``title`` and below it a paragraph an argument of ``target``."""
+    """Returns ``title``, followed by one paragraph per argument of ``target``."""
     try:
         parameters = list(inspect.signature(target).parameters.values())
     except ValueError:  # written in C
@@ -30,7 +30,7 @@ def described(title: str, target: Callable[..., Any]) -> str:
 
 
 def _meanings(target: Any) -> dict[str, str]:
-    """What the section "Args:" of a docstring says, by argument."""
+    """Returns the descriptions in the section "Args:" of the docstring of ``target``, by argument."""
     _, _, section = (inspect.getdoc(target) or "").partition("\nArgs:\n")
     found: dict[str, str] = {}
     name = ""

@@ -1,4 +1,4 @@
-"""How long something may take."""
+"""Durations given as arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from fabricamp.errors import ConfigError
 
 
 def as_seconds(name: str, value: Any) -> float | None:
-    """Returns the seconds of the argument ``name``: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments."""
+    """Returns the seconds of a duration: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments; None for None.
+
+    Raises :class:`ConfigError` that names the argument ``name``.
+    """
     if value is None:
         return None
     length, why = value, ""

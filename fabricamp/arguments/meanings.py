@@ -1,4 +1,4 @@
-"""What is written elsewhere, or was once, by what it is called here: data alone, where the nearest name would lead astray."""
+"""Arguments of other libraries and of Lightning 1, with what to write instead; only names whose nearest match would mislead."""
 
 from __future__ import annotations
 
@@ -150,12 +150,12 @@ _ROWS: Final = {
         "weight": "write batch_size=",
     },
 }
-"""What to do instead, by where it was given and the names, or patterns, that mean it.
+"""Maps where a name was given, and the names or patterns separated by spaces, to the hint what to do instead.
 
-``*`` stands for any rest; the words may hold ``{name}`` and ``{value}`` of what was given.
+``*`` in a pattern matches any rest; a hint may hold ``{name}`` and ``{value}`` of the given argument.
 """
 
 MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
     where: {name: words for names, words in rows.items() for name in names.split()} for where, rows in _ROWS.items()
 }
-"""The same by each name."""
+"""The same table with one entry per name or pattern."""

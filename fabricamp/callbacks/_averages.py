@@ -1,4 +1,4 @@
-"""Averages of what a run trains: moved beside the steps, put in the weights' place for a while, by the module's own names."""
+"""Keeps averages of trained weights: updates them after steps, and swaps them into the module temporarily."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from fabricamp.strategies.base import Strategy
 
 
 class Rule(NamedTuple):
-    """How averages move towards the weights; one of the three is given.
+    """How averages move towards the weights; exactly one of the three functions is given.
 
-    ``share``: which part of the way they go, by the number of updates before (a number, or a tensor where steps may be skipped).
-    ``one``: returns the new average of one tensor.  ``many``: writes into all.  Both take averages, weights and that number.
+    ``share`` returns the fraction of the way to the weights, given the number of previous updates (a number, or a tensor if steps
+    may be skipped).  ``one`` returns the new average of one tensor.  ``many`` updates all averages in place.  Both take averages,
+    weights and that number.
     """
 
     share: Callable[[Any], Any] | None = None
@@ -30,7 +31,7 @@ class Rule(NamedTuple):
     many: Callable[[list[Tensor], list[Tensor], Tensor], None] | None = None
 
     def run(self, averages: list[Tensor], weights: list[Tensor], count: Tensor) -> None:
-        """Calls the function that was given."""
+        """Calls ``many`` or ``one``, whichever was given."""
         if self.many is not None:
             self.many(averages, weights, count)
         elif self.one is not None:
@@ -39,27 +40,27 @@ class Rule(NamedTuple):
 
 
 class Averages:
-    """The averages of the parameters that optimizers update, and with ``use_buffers`` of buffers that are saved.
+    """Averages of the parameters that optimizers update, and with ``use_buffers`` of floating-point buffers that are saved.
 
-    ``values`` are fp32 at least, on ``device`` (None: where the weights are), by the module's names; sharded as the weights are,
-    each rank averages its parts.  ``count`` is the number of
-    updates: a tensor on the device where steps may be skipped, so that nobody waits to know whether one was.
+    ``values`` are fp32 or wider, on ``device`` (None: where the weights are), keyed by the module's names.  They are sharded like
+    the weights, and each rank averages its local shards.  ``count`` is the number of updates: a tensor on the device if steps may
+    be skipped, so the host never waits to learn whether a step was skipped.
     """
 
     def __init__(self, rule: Rule, device: torch.device | None, *, use_buffers: bool) -> None:
         self.values: dict[str, Tensor] = {}
         self.count: int | Tensor = 0
         self.begun = False
-        """Whether there was an update; before it there is no average."""
+        """Whether any update was made; before the first there is no average."""
         self.applied: Tensor | None = None
-        """How many steps were applied by the last update, on the device, where steps may be skipped; before one, so far."""
+        """Number of applied steps at the last update (before the first: at the start), on the device; None if none is skipped."""
         self._rule = rule
         self._device = device
         self._use_buffers = use_buffers
         self._weights: list[Tensor] = []
         self._moved: list[Tensor] = []
 
-    # -- whose averages ----------------------------------------------------------------------------------------------------------
+    # -- the averaged tensors ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def follow(
@@ -69,7 +70,7 @@ class Averages:
         strategy: Strategy,
         saved: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Takes in what is trained now; new averages begin as ``saved``, or as the weights are."""
+        """Registers the tensors that are trained now; new averages start as ``saved``, or as the weights."""
         sources = self._sources(module, optimizers, strategy)
         for name, (updated, _) in sources.items():
             if name not in self.values:
@@ -84,14 +85,14 @@ class Averages:
             return own
         if not is_shard(own):
             return own.to(self._device)
-        part: Any = own  # whose mesh stays where it is
+        part: Any = own  # only the local shard moves; the mesh stays on its device
         part._local_tensor = local(part).to(self._device)
         return own
 
     def _sources(
         self, module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """What is averaged, by name: the tensor that an optimizer updates (an fp32 master), and the module's own."""
+        """Returns by name (tensor that an optimizer updates, such as an fp32 master; the module's own tensor)."""
         strategy.settle_module(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         updated = [one for optimizer in optimizers for one in owned_parameters(optimizer)]
@@ -107,10 +108,10 @@ class Averages:
 
     @torch.no_grad()
     def update(self, applied: Tensor | None, *, anyway: bool = False) -> None:
-        """Moves the averages; the first update makes them the weights.
+        """Updates the averages; the first update copies the weights.
 
-        ``applied``: how many steps were applied so far, a number on the device: where there was none since the last update, this
-        is no update, except ``anyway``.  None where none is skipped.
+        ``applied`` is the number of steps applied so far, a tensor on the device; None if no step can be skipped.  If no step was
+        applied since the last update, nothing changes, unless ``anyway``.
         """
         self.begun = True
         averages, weights = self._moved, self._weights
@@ -150,13 +151,13 @@ class Averages:
             first, counts = (count == 0).to(average.device), (moved != 0).to(average.device)
             average.copy_(torch.where(first, value, torch.where(counts, average, old)))
 
-    # -- in the weights' place ---------------------------------------------------------------------------------------------------
+    # -- swapping averages and weights -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def put_in(self, module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> dict[str, Tensor]:
-        """Puts the averages into the module; returns the weights that were there.
+        """Writes the averages into the module; returns the weights that they replace.
 
-        Every rank gets rank 0's averages of buffers, which a checkpoint has.
+        Every rank gets rank 0's averages of buffers, because those are the ones in a checkpoint.
         """
         sources = self._sources(module, optimizers, strategy)
         raw = {name: updated.clone() for name, (updated, _) in sources.items()}
@@ -168,7 +169,7 @@ class Averages:
     def put_back(
         self, raw: Mapping[str, Tensor], module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy
     ) -> None:
-        """Gives the module the weights back that :meth:`put_in` returned."""
+        """Writes the weights that :meth:`put_in` returned back into the module."""
         self._write(self._sources(module, optimizers, strategy), raw)
 
     def _write(self, sources: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
@@ -188,12 +189,12 @@ class Averages:
 
 
 def mean(count: Any) -> Any:
-    """The share that makes an average the mean of all."""
+    """Returns the share that makes an average the mean over all updates."""
     return 1 / (count + 1)
 
 
 def in_state(module: nn.Module, state: dict[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the module's state dict ``state`` with ``values`` in the place of the tensors of these names."""
+    """Returns a copy of the module's state dict ``state`` in which ``values`` replace the tensors of these names."""
     result = copy.copy(state)
     known = {id(one): values[name] for name, one in _tensors(module) if name in values}
     for name, one in _tensors(module, remove_duplicate=False):
@@ -214,7 +215,7 @@ def _like(weights: list[Tensor], averages: list[Tensor]) -> list[Tensor]:
 
 
 def refuse_several(own: object, callbacks: Sequence[object]) -> None:
-    """Raises :class:`ConfigError` where two callbacks would put averages into the same weights."""
+    """Raises :class:`ConfigError` if two callbacks would write averages into the same weights."""
     kinds = [type(one).__name__ for one in callbacks if getattr(one, "averages_weights", False)]
     if len(kinds) > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""When a checkpoint or a validation is due: every so many steps, every so many minutes of rank 0's clock, or both."""
+"""Decides when a checkpoint or a validation is due: every n steps, every n minutes of rank 0's clock, or both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNITS = ("step", "epoch", *_SECONDS)
 
 
 class Every(NamedTuple):
-    """How often: 0 and None stand for never."""
+    """How often something is due; 0 and None mean never."""
 
     steps: int = 0
     epochs: int = 0
@@ -36,9 +36,9 @@ class Every(NamedTuple):
 
 
 def parse_every(text: str, name: str = "every") -> Every:
-    """Returns what the argument ``name`` asks for, such as ``"100 steps, 1 epoch, 30 min"``.
+    """Parses the value of the argument ``name``, such as ``"100 steps, 1 epoch, 30 min"``.
 
-    Raises :class:`ConfigError` where it cannot be read.
+    Raises :class:`ConfigError` if the text cannot be parsed.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -62,7 +62,7 @@ def parse_every(text: str, name: str = "every") -> Every:
 
 
 def validation_times(interval: str | dict[str, Any] | timedelta) -> Every:
-    """Returns what a ``val_check_interval`` in words, "DD:HH:MM:SS", a timedelta or a dict of one asks for."""
+    """Parses a ``val_check_interval`` given in words, as "DD:HH:MM:SS", as a timedelta or as a dict of its arguments."""
     if isinstance(interval, str) and ":" not in interval:
         return parse_every(interval, "val_check_interval")
     seconds = as_seconds("val_check_interval", interval)
@@ -74,7 +74,7 @@ def validation_times(interval: str | dict[str, Any] | timedelta) -> Every:
 
 
 def chosen_cadence(every: str | None, steps: int | None, epochs: int | None, interval: timedelta | None) -> Every:
-    """What ``every`` says, or Lightning's three arguments with their default."""
+    """Returns the cadence from ``every``, or from Lightning's three arguments with their default."""
     if every is None:
         others = steps or interval is not None
         return Every(steps or 0, int(not others) if epochs is None else epochs, interval)
@@ -87,7 +87,7 @@ def chosen_cadence(every: str | None, steps: int | None, epochs: int | None, int
 
 
 def check_cadence(every: str | None, steps: int, epochs: int, interval: timedelta | None) -> None:
-    """Raises :class:`ConfigError` for lengths that are none, and for several where ``every`` was not used."""
+    """Raises :class:`ConfigError` for invalid lengths, and for several lengths without ``every``."""
     for name, length in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if length < 0:
             raise ConfigError(f"ModelCheckpoint({name}={length}): choose 1 or more, or 0 for never")
@@ -104,9 +104,9 @@ def check_cadence(every: str | None, steps: int, epochs: int, interval: timedelt
 
 
 class Cadence:
-    """Says at which steps a checkpoint is due; every rank gets the same answer.
+    """Decides at which steps a checkpoint is due; every rank gets the same answer.
 
-    ``next_look`` is the step before which nobody needs to ask.
+    Before step ``next_look`` none is due, and :meth:`is_due` need not be called.
     """
 
     def __init__(self, steps: int, interval: timedelta | None) -> None:
@@ -115,7 +115,7 @@ class Cadence:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Counts from ``step`` on: steps from the run's first, time from now."""
+        """Starts at ``step``; steps are counted from the run's first step, time from now."""
         self._since = time.monotonic()
         self._looked = (self._since, step)
         self._next_step = (step // self._steps + 1) * self._steps if self._steps else sys.maxsize
@@ -123,7 +123,7 @@ class Cadence:
         self.next_look = min(self._next_step, self._next_glance)
 
     def is_due(self, step: int, strategy: Strategy) -> bool:
-        """Whether a checkpoint is due at ``step``; every rank asks at the same steps."""
+        """Returns whether a checkpoint is due at ``step``; every rank calls this at the same steps."""
         due = step >= self._next_step
         if due:
             self._next_step += self._steps
@@ -133,7 +133,7 @@ class Cadence:
         return due
 
     def _time_is_up(self, step: int, strategy: Strategy) -> bool:
-        """Whether rank 0's clock says so; ranks ask together, the more seldom the longer it will take."""
+        """Returns whether the interval has passed on rank 0's clock; a collective, called less often the more time is left."""
         now = time.monotonic()
         before, step_before = self._looked
         remaining = self._interval - (now - self._since)
@@ -141,7 +141,7 @@ class Cadence:
         if up:
             self._since = now
         steps_left = (self._interval if up else remaining) * (step - step_before) / max(now - before, 1e-9)
-        # Half of the way each time: a pace that changes is noticed before it matters.
+        # The next check comes after half of the estimated remaining steps, so a change of speed is noticed in time.
         ahead = max(1, int(min(steps_left / 2, 1e9)))
         up, self._next_glance = strategy.broadcast((up, step + ahead))
         self._looked = (now, step)

@@ -1,4 +1,4 @@
-"""What ``ckpt_path="last"``, ``"best"`` and ``"auto"`` stand for: found by rank 0, the same on every rank."""
+"""Resolves ``ckpt_path="last"``, ``"best"`` and ``"auto"``: rank 0 finds the file, every rank gets the same one."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _EVALUATED = ("best", "last")
 
 
 def model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
-    """Returns every ModelCheckpoint: these know which files there are, and which of them is the best."""
-    from fabricamp.callbacks.model_checkpoint import ModelCheckpoint  # which imports this file
+    """Returns every ModelCheckpoint of the Trainer; they know which files exist and which one is the best."""
+    from fabricamp.callbacks.model_checkpoint import ModelCheckpoint  # here, because that module imports this one
 
     return [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
 
 
 def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | None, dict[str, Any] | None]:
-    """Returns the file to load, or None for none, and what it holds where it was read; every rank calls it, rank 0 chooses.
+    """Returns (file to load or None, its content if it was read already); every rank calls this, rank 0 chooses.
 
-    "last" is the furthest checkpoint of this run (or of the runs before it, where their folders are beside this one's) that
-    every rank can read; "auto" the same, or None where there is none; "best" what the first ModelCheckpoint holds to be the
-    best.  A path stays what it is.  Raises :class:`MissingCheckpointError` where nothing is found, and :class:`CheckpointError`
-    where nothing of it can be read.
+    "last" is the furthest checkpoint that every rank can read, of this run or of earlier runs in folders beside this run's;
+    "auto" is the same, or None if there is none; "best" is the best file of the first ModelCheckpoint.  A path is returned
+    unchanged.  Raises :class:`MissingCheckpointError` if no file is found, and :class:`CheckpointError` if none of the found
+    files can be read.
     """
     if ckpt_path not in _WORDS:
         _refuse_a_misspelt_word(trainer, ckpt_path)
         alone = not trainer.strategy.heals
         if ckpt_path is None and alone and trainer.state.fitting and trainer.local_rank == 0 and restarts():
-            _LOG.warning("torchrun has restarted this run, which begins anew; ckpt_path='auto' would go on")
+            _LOG.warning("torchrun has restarted this run from the beginning; ckpt_path='auto' would resume it")
         return ckpt_path, None
     if ckpt_path == "auto" and not trainer.state.fitting:
         raise ConfigError(
@@ -59,7 +59,7 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
 
 
 def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
-    """Raises where ``ckpt_path`` is no path that is there, and nearly one of the words."""
+    """Raises :class:`MissingCheckpointError` if ``ckpt_path`` does not exist and looks like one of the words misspelt."""
     if ckpt_path is None or places.is_remote(ckpt_path) or Path(ckpt_path).name != ckpt_path or Path(ckpt_path).suffix:
         return
     words = _WORDS if trainer.state.fitting else _EVALUATED
@@ -68,10 +68,10 @@ def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
 
 
 def best_of_last_fit(trainer: Trainer, entry_point: str) -> str:
-    """Returns the file that ``entry_point`` loads where it was given neither a module nor a ckpt_path.
+    """Returns the file that ``entry_point`` loads when called with neither a module nor a ckpt_path.
 
-    It is the best of the first ModelCheckpoint, the newest where nothing is monitored.  Raises
-    :class:`MissingCheckpointError` where there is none.
+    The file is the best one of the first ModelCheckpoint; without a monitor, the newest.  Raises
+    :class:`MissingCheckpointError` if there is none.
     """
     callback = next(iter(model_checkpoints(trainer)), None)
     if callback is not None and callback.best_model_path:
@@ -89,7 +89,7 @@ def best_of_last_fit(trainer: Trainer, entry_point: str) -> str:
 
 
 def _furthest(trainer: Trainer, word: str) -> tuple[str, dict[str, Any] | None]:
-    """The furthest one that every rank can read, and what it holds; each that one rank cannot is passed over by all."""
+    """Returns the furthest checkpoint that every rank can read, and its content; all ranks skip a file that one cannot read."""
     candidates = _candidates(trainer)
     while place := _from_rank_zero(trainer, word, candidates.next_place):
         try:
@@ -101,7 +101,7 @@ def _furthest(trainer: Trainer, word: str) -> tuple[str, dict[str, Any] | None]:
 
 
 def _from_rank_zero(trainer: Trainer, word: str, choose: Callable[[], str]) -> str:
-    """What rank 0 chooses; what goes wrong there is raised by all."""
+    """Returns the file that ``choose`` returns on rank 0; every rank raises rank 0's error."""
 
     def chosen() -> str:
         try:
@@ -124,7 +124,7 @@ def _nothing_found(trainer: Trainer, word: str) -> str:
 
 
 def _candidates(trainer: Trainer) -> Candidates:
-    """This run's files, then those of each folder that may hold an earlier attempt's, the newest run first."""
+    """Returns this run's files, then those of each folder that may belong to an earlier attempt, newest run first."""
     callbacks = model_checkpoints(trainer)
 
     def groups() -> Iterator[list[str]]:
@@ -148,7 +148,7 @@ def _candidates(trainer: Trainer) -> Candidates:
 
 
 def _best(trainer: Trainer) -> str:
-    """What this Trainer knows, or what the last checkpoint of an earlier process knew."""
+    """Returns the best file that this Trainer knows, else the best file named in the last checkpoint of an earlier process."""
     for callback in model_checkpoints(trainer):
         if callback.best_model_path:
             return callback.best_model_path
@@ -169,27 +169,30 @@ def _best(trainer: Trainer) -> str:
 
 
 def _files(callback: ModelCheckpoint, folder: str) -> list[str]:
-    """What lies in a folder of a ModelCheckpoint where it puts its files; raises ``OSError`` where that may not be listed."""
+    """Returns the files in ``folder`` with the callback's extension, as deep as slashes in ``filename`` put them.
+
+    Raises ``OSError`` if a folder cannot be listed.
+    """
     return places.files_in(folder, callback.FILE_EXTENSION, (callback.filename or "").count("/"))
 
 
 def followed_folders(trainer: Trainer, callback: ModelCheckpoint, checkpoint: str) -> tuple[str, ...]:
-    """Where the names that a checkpoint brings may lead: the callback's folders, and the one that the checkpoint lies in."""
+    """Returns the folders in which file names from a checkpoint are accepted: the callback's and the checkpoint's own."""
     folders = (callback.dirpath or "", _folder_of(checkpoint, callback), *_folders(trainer, callback))
     return tuple(dict.fromkeys(folder for folder in folders if folder))
 
 
 def files_beside(trainer: Trainer, callback: ModelCheckpoint) -> list[str]:
-    """What lies in the callback's folder, and in that of the checkpoint which training goes on from."""
+    """Returns the files in the callback's folder and in the folder of the checkpoint that training resumes from."""
     found: list[str] = []
     for folder in dict.fromkeys((callback.dirpath or "", _folder_of(trainer.ckpt_path or "", callback))):
-        with contextlib.suppress(OSError):  # it may not be listed
+        with contextlib.suppress(OSError):  # a folder that cannot be listed
             found += _files(callback, folder) if folder else []
     return found
 
 
 def _folder_of(checkpoint: str, callback: ModelCheckpoint) -> str:
-    """The folder on this machine that a checkpoint lies in; with folders in the names of files that much deeper."""
+    """Returns the local folder of a checkpoint, higher by one level per slash in ``filename``; empty for a remote one."""
     if not checkpoint or places.is_remote(checkpoint):
         return ""
     parents = Path(places.normal(checkpoint)).parents
@@ -197,7 +200,7 @@ def _folder_of(checkpoint: str, callback: ModelCheckpoint) -> str:
 
 
 def _folders(trainer: Trainer, callback: ModelCheckpoint) -> Iterator[str]:
-    """Where a ModelCheckpoint of this Trainer writes, or would have written in the runs before this one."""
+    """Yields the folders that a ModelCheckpoint of this Trainer writes to, or would have written to in earlier runs."""
     if callback.dirpath_given:
         yield callback.dirpath or ""
         return

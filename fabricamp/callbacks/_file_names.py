@@ -12,7 +12,7 @@ from fabricamp.errors import ConfigError
 
 
 class FileName:
-    """A template, taken apart once; raises :class:`ConfigError` where it cannot be filled with numbers."""
+    """A template, parsed once; raises :class:`ConfigError` if numbers cannot fill its fields."""
 
     def __init__(self, template: str, equals: str = "=", *, insert_names: bool = True) -> None:
         self.fields: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class FileName:
                 self.fields += (name,)
 
     def fill(self, metrics: Mapping[str, Tensor | float]) -> str:
-        """The name for these metrics; 0 stands for one that was not logged, as in Lightning."""
+        """Returns the name for these metrics; a metric that was not logged is written as 0, as in Lightning."""
         return "".join(text + self._show(name, spec, metrics) for text, name, spec in self._pieces)
 
     def _show(self, name: str | None, spec: str, metrics: Mapping[str, Tensor | float]) -> str:
@@ -39,7 +39,7 @@ class FileName:
             return ""
         value = metrics.get(name, 0)
         shown = _format(value.item() if isinstance(value, Tensor) else value, spec)
-        # A slash in a metric's name would make a folder of the name's first half.
+        # A slash in a metric's name would create a folder.
         return f"{name.replace('/', '_')}{self._equals}{shown}" if self._insert_names else shown
 
     def _check(self, name: str, spec: str) -> None:
@@ -56,7 +56,7 @@ class FileName:
 
 
 def _format(value: float, spec: str) -> str:
-    """``value`` as ``spec`` wants it; integer formats such as ``04d`` take whole floats too."""
+    """Formats ``value`` by ``spec``; integer formats such as ``04d`` also accept floats."""
     if spec.endswith(("d", "x", "b", "o", "n")) and isinstance(value, float):
         return format(int(value), spec) if math.isfinite(value) else str(value)
     return format(value, spec)

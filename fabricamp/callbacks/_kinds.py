@@ -1,4 +1,4 @@
-"""The arguments of callbacks, checked for what they are before anything is compared with them."""
+"""Checks the types of callback arguments, before their values are compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def check_kind(owner: object, kind: str, *, optional: bool = False, **given: Any) -> None:
-    """Raises :class:`ConfigError` for the first of ``given`` that is not of ``kind``, nor None where ``optional``."""
+    """Raises :class:`ConfigError` for the first argument in ``given`` that is not of ``kind``; ``optional`` also allows None."""
     for name, value in given.items():
         fits = isinstance(value, _KINDS[kind]) and isinstance(value, bool) is (kind == "True or False")
         if not fits and not (optional and value is None):

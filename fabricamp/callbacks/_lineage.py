@@ -1,4 +1,4 @@
-"""Which files are a ModelCheckpoint's own: each names the attempt that wrote it, and a run knows the attempts that led to it."""
+"""Finds a ModelCheckpoint's own files: each file names the attempt that wrote it, and a run knows its previous attempts."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from fabricamp.checkpoint import how_far, read_header
 from fabricamp.errors import CheckpointError
 
 WRITTEN_BY = "written_by"
-"""The key of a checkpoint that names the attempt of the ModelCheckpoint that wrote it."""
+"""The checkpoint key with the id of the ModelCheckpoint attempt that wrote the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The attempts of one ModelCheckpoint, one a ``fit``, that led to where it is.
+    """The attempts (one per ``fit``) of one ModelCheckpoint that led to the current run.
 
-    ``earlier`` holds each with the last of its steps that this run went on from: what it wrote behind that is another branch's.
+    ``earlier`` maps each previous attempt to the step from which the next one resumed.  Files that an attempt wrote after that
+    step belong to another branch.
     """
 
     attempt: str = ""
     earlier: dict[str, int] = field(default_factory=dict)
 
     def go_on(self, step: int) -> Lineage:
-        """A new attempt that goes on from ``step`` of this one."""
+        """Returns a new attempt that resumes from ``step`` of this one."""
         earlier = {**self.earlier, self.attempt: step} if self.attempt else self.earlier
         return Lineage(secrets.token_hex(8), earlier)
 
     def order(self, header: dict[str, Any]) -> tuple[int, ...]:
-        """Sorts the files of this lineage, the newest last; empty for what is of none of its attempts."""
+        """Returns a sort key for files of this lineage, newest last; an empty key for a file of no attempt in it."""
         attempt, far = header.get(WRITTEN_BY), how_far(header)
         if not isinstance(attempt, str) or far[0] > self.earlier.get(attempt, -1):
             return ()
         return (*far, list(self.earlier).index(attempt))
 
     def only(self, attempts: Iterable[Any]) -> Lineage:
-        """Without the earlier attempts of which nothing is left."""
+        """Returns this lineage with only those earlier attempts that are in ``attempts`` (they still have files)."""
         left = set(attempts)
         return Lineage(self.attempt, {name: step for name, step in self.earlier.items() if name in left})
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Returns the lineage as plain values, for a checkpoint."""
         return {"attempt": self.attempt, "earlier_attempts": dict(self.earlier)}
 
     @staticmethod
     def from_state_dict(state: dict[str, Any]) -> Lineage:
-        """What :meth:`state_dict` gave; nothing where a version without it, or Lightning, wrote the state."""
+        """Restores :meth:`state_dict`; empty if the state is Lightning's or from a version without a lineage."""
         earlier = {str(name): int(step) for name, step in state.get("earlier_attempts", {}).items()}
         return Lineage(str(state.get("attempt", "")), earlier)
 
@@ -56,10 +57,10 @@ class Lineage:
 def take_stock(
     kept: Kept, lineage: Lineage, files: Iterable[str], may_follow: Callable[[str], bool]
 ) -> tuple[Kept, frozenset[str], Lineage]:
-    """Returns what a resumed callback goes on with, the names in it that are not its own files, and its lineage.
+    """Returns (files a resumed callback continues with, names among them that it did not write, its lineage).
 
-    Of several callbacks only the one that wrote the checkpoint is up to date in it.  Each one's own newest file tells its own
-    files; so none is forgotten, and what a checkpoint names is never removed for that alone.
+    A checkpoint is up to date only for the ModelCheckpoint that wrote it.  So each callback reads the list of its files from its
+    own newest file, and forgets none.  A file is never removed only because a checkpoint names it.
     """
     own: dict[str, tuple[int, ...]] = {}
     headers: dict[str, dict[str, Any]] = {}
@@ -67,7 +68,7 @@ def take_stock(
         try:
             header = read_header(place)
         except CheckpointError:
-            continue  # damaged: nothing tells whose it is
+            continue  # damaged: its writer is unknown
         if order := lineage.order(header):
             own[place], headers[place] = order, header
     if own:
@@ -79,7 +80,7 @@ def take_stock(
 
 
 def _told_by(header: dict[str, Any], kept: Kept) -> Kept:
-    """The state that a file holds of the callback that wrote it; ``kept`` where it holds none."""
+    """Returns the state of the callback that wrote the file with ``header``; ``kept`` if the header has no such state."""
     states = header.get("callbacks")
     for state in states.values() if isinstance(states, dict) else ():
         if isinstance(state, dict) and state.get("attempt") == header[WRITTEN_BY]:

@@ -1,4 +1,4 @@
-"""What the callbacks that follow a metric share: when they look, and what they say where it is missing."""
+"""Shared by callbacks that monitor a metric: when they check it, and the messages for a missing metric."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger("fabricamp")
 
 
 def has_validation(trainer: Trainer) -> bool:
-    """Whether ``fit`` runs any validation batch."""
+    """Returns whether ``fit`` runs any validation batch."""
     return sum(trainer.num_val_batches) > 0
 
 
 def checks_at_train_epoch_end(trainer: Trainer) -> bool:
-    """Whether every train epoch ends with all of its metrics there: validation runs at the end of each, or never."""
+    """Returns whether all metrics are known at the end of each train epoch: validation runs at the end of each, or never."""
     if not has_validation(trainer):
         return True
     interval = trainer.val_check_interval
@@ -32,13 +32,13 @@ def checks_at_train_epoch_end(trainer: Trainer) -> bool:
 
 
 def monitored_value(trainer: Trainer, monitor: str) -> float | None:
-    """The last epoch value of ``monitor``; None where it was not logged."""
+    """Returns the last epoch value of ``monitor``; None if it was not logged."""
     value = trainer.monitored_metrics.get(monitor)
     return None if value is None else float(value)
 
 
 def missing_monitor(trainer: Trainer, what: str, monitor: str) -> str:
-    """Words for a metric that ``what`` needs and nobody logged."""
+    """Returns the message for a metric that ``what`` needs and that was not logged."""
     known = sorted(trainer.monitored_metrics)
     exist = (
         f"logged so far: {', '.join(known)}"
@@ -51,7 +51,7 @@ def missing_monitor(trainer: Trainer, what: str, monitor: str) -> str:
 def told_of_zeros(
     trainer: Trainer, filename: str | None, fields: Sequence[str], metrics: Mapping[str, Tensor | float]
 ) -> bool:
-    """Warns of metrics that a file name asks for and nobody has logged; returns whether there are any."""
+    """Warns about metrics in a file name that were not logged; returns whether there are any."""
     missing = [name for name in fields if name not in metrics]
     if missing:
         logger.warning(

@@ -1,4 +1,4 @@
-"""How long steps take, without waiting for the device that runs them."""
+"""Measures how long steps take, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ PEAKS = {
     "V100": (125.0, 15.7, 15.7),
     "T4": (65.0, 8.1, 8.1),
 }
-"""TFLOP/s of dense half, TF32 and fp32 products, by what is in a card's name, as its maker states them."""
+"""The vendor's TFLOP/s of dense half, TF32 and fp32 matrix products, by a substring of the card's name."""
 
 
 class Step(NamedTuple):
-    """One step, or ``steps`` of a launch: its marks (events, or seconds), the host's seconds, those of reading, its content."""
+    """One step, or the ``steps`` of one launch.
+
+    ``begin`` and ``end`` are CUDA events, or seconds on the CPU.  ``seconds`` is the host's time; ``reading`` is the part of it
+    spent waiting for batches.
+    """
 
     steps: int
     begin: Any
@@ -49,7 +53,7 @@ class Step(NamedTuple):
 
 
 class Pace:
-    """The last ``window`` steps on ``device``."""
+    """Measures the last ``window`` steps on ``device``."""
 
     def __init__(self, device: torch.device, window: int) -> None:
         self.steps: deque[Step] = deque()
@@ -60,22 +64,22 @@ class Pace:
         self.begin()
 
     def follow(self, feed: Feed) -> None:
-        """Looks at how long batches of ``feed`` are waited for, once for each."""
+        """Measures the time spent waiting for batches of ``feed``; registers only once per feed."""
         if feed is not self._feed:
             self._feed = feed
             feed.watch(self.reading)
 
     def begin(self) -> None:
-        """The next step begins here."""
+        """Marks the beginning of the next step."""
         self._begin_at(self._mark())
 
     def count(self, samples: int, items: int) -> None:
-        """A micro-batch is done."""
+        """Counts one micro-batch with its samples and items."""
         batches, before, items_before = self._counts
         self._counts = (batches + 1, before + samples, items_before + items)
 
     def end_step(self, steps: int = 1) -> None:
-        """The step ends here, or so many of one launch, and the next one begins."""
+        """Marks the end of a step, or of the ``steps`` of one launch, and the beginning of the next."""
         mark, seconds = self._mark(), time.perf_counter() - self._host
         self.steps.append(Step(steps, self._start, mark, seconds, self._reading, *self._counts))
         self._held += steps
@@ -85,7 +89,7 @@ class Pace:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """A context in which a batch is waited for."""
+        """Returns a context that measures the wait for a batch."""
         before = time.perf_counter()
         try:
             yield
@@ -93,7 +97,7 @@ class Pace:
             self._reading += time.perf_counter() - before
 
     def done(self) -> list[tuple[Step, float]]:
-        """The launches that the device is done with, and how many seconds each took there: nothing is waited for."""
+        """Returns the launches that the device has finished, each with its seconds on the device; never waits."""
         steps = list(self.steps)
         if self._device.type != "cuda":
             return [(one, one.end - one.begin) for one in steps]
@@ -114,7 +118,7 @@ class Pace:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of ``values`` that no less than ``share`` of them are not above.
+    """Returns the smallest value such that at least the fraction ``share`` of ``values`` is less than or equal to it.
 
     >>> [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.5, 0.9)]
     [2.0, 4.0]
@@ -123,7 +127,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """How many operations a second the card's maker states for products of ``dtype``; None where that is not known here."""
+    """Returns the vendor's operations per second for matrix products of ``dtype``; None if the card is not in ``PEAKS``."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return None
     name = torch.cuda.get_device_name(device)

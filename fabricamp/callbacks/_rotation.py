@@ -1,4 +1,4 @@
-"""Which checkpoint files a run has, which are its best, and which may go: plain values, no files touched."""
+"""Tracks which checkpoint files a run has, which are the best and which may be removed; touches no files."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 _NEWEST = 2
-"""So many of the newest files stay whatever their score: the very newest may be the one that the disk loses."""
+"""Number of newest files kept whatever their score, because the disk may lose the very newest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
     """The files of one ModelCheckpoint.
 
-    ``files`` are those that rotation may remove, oldest first; ``scores`` those among them that are in the top k, best first,
-    with what the monitor said; ``last`` is what ``save_last`` maintains, ``spare`` the one that it replaced.
-    ``current`` is what the monitor said of the file that was ranked last.
+    ``files`` are the files that rotation may remove, oldest first.  ``scores`` maps those in the top k to their monitor values,
+    best first.  ``last`` is the ``save_last`` file, ``spare`` the file that it replaced.  ``current`` is the monitor value of the
+    file that was ranked last.
     """
 
     files: tuple[str, ...] = ()
@@ -28,19 +28,22 @@ class Kept:
     current: float | None = None
 
     def __setstate__(self, values: list[Any]) -> None:
-        # A pickle of version 0.1.0 ends before ``current``.
+        # A pickle of version 0.1.0 has no ``current``, the last field.
         object.__setattr__(self, "current", None)
         for one, value in zip(fields(self), values, strict=False):
             object.__setattr__(self, one.name, value)
 
     def ranks(self, score: float, top_k: int, mode: str) -> bool:
-        """Whether a file with ``score`` would be among the best ``top_k`` (-1: all are); nan is worse than anything."""
+        """Returns whether a file with ``score`` would be among the best ``top_k`` (-1: always); nan is the worst score."""
         if top_k < 0 or len(self.scores) < top_k:
             return True
         return _order(score, mode) < max((_order(other, mode) for other in self.scores.values()), default=-math.inf)
 
     def add(self, path: str, score: float | None, top_k: int, mode: str) -> Kept:
-        """With a newest file at ``path``; without ``score`` it is ranked nowhere, and the best only while nothing is ranked."""
+        """Returns this with ``path`` as the newest file.
+
+        A file without a score is not ranked; it becomes ``best`` only while no file is ranked.
+        """
         files = (*(file for file in self.files if file != path), path)
         if score is None:
             return replace(self, files=files, best=self.best if self.scores else path)
@@ -51,13 +54,13 @@ class Kept:
         return replace(self, files=files, scores=scores, best=ranked[0][0], current=score)
 
     def surplus(self, top_k: int) -> tuple[str, ...]:
-        """The files that may go: not in the top k and not among the newest."""
+        """Returns the files that may be removed: neither in the top k nor among the newest."""
         if top_k < 0:
             return ()
         return tuple(file for file in self.files[:-_NEWEST] if file not in self.scores)
 
     def without(self, gone: Collection[str]) -> Kept:
-        """Without the files in ``gone``."""
+        """Returns this without the files in ``gone``."""
         files = tuple(file for file in self.files if file not in gone)
         scores = {file: score for file, score in self.scores.items() if file not in gone}
         best = self.best if self.best not in gone else next(iter((*scores, *files[-1:])), "")
@@ -66,22 +69,22 @@ class Kept:
         return replace(self, files=files, scores=scores, best=best, last=last, spare=spare)
 
     def renamed(self, old: str, new: str) -> Kept:
-        """With ``old`` under the name ``new``."""
+        """Returns this with the file ``old`` renamed to ``new``."""
         names = {old: new}
         files = tuple(names.get(file, file) for file in self.files)
         scores = {names.get(file, file): score for file, score in self.scores.items()}
         return replace(self, files=files, scores=scores, best=names.get(self.best, self.best))
 
     def worst(self, top_k: int) -> str:
-        """The file that the next better one pushes out of the top k; nothing while there is room."""
+        """Returns the file that the next better one pushes out of the top k; empty while fewer than k files are ranked."""
         return _worst_of(self.scores) if 0 < top_k == len(self.scores) else ""
 
     def all(self) -> set[str]:
-        """Every name."""
+        """Returns the names of all files."""
         return {*self.files, *self.scores, self.best, self.last, self.spare} - {""}
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; Lightning's keys where the meaning is the same."""
+        """Returns plain values for a checkpoint, under Lightning's keys if the meaning is the same."""
         return {
             "files": list(self.files),
             "best_k_models": dict(self.scores),
@@ -93,7 +96,7 @@ class Kept:
 
     @staticmethod
     def from_state_dict(state: dict[str, Any]) -> Kept:
-        """What :meth:`state_dict` gave, or Lightning's state, which does not list its files."""
+        """Restores the result of :meth:`state_dict`, or Lightning's state, which has no list of files."""
         scores = {str(path): float(score) for path, score in state["best_k_models"].items()}
         best = str(state["best_model_path"])
         listed = state.get("files", list(scores) or [best] * bool(best))
@@ -109,13 +112,13 @@ class Kept:
 
 
 def _worst_of(scores: dict[str, float]) -> str:
-    """Of ``scores``, best first, the worst file; of several with that score the oldest, as in Lightning."""
+    """Returns the worst file in ``scores`` (best first); among equally bad ones the oldest, as in Lightning."""
     worst = list(scores.values())[-1]
     return next(path for path, score in scores.items() if score == worst or (math.isnan(score) and math.isnan(worst)))
 
 
 def _order(score: float, mode: str) -> float:
-    """Smaller is better."""
+    """Returns the sort key of ``score``: smaller is better, nan is last."""
     if math.isnan(score):
         return math.inf
     return -score if mode == "max" else score

@@ -1,4 +1,4 @@
-"""What one save does to the files of a ModelCheckpoint: decided by rank 0, which sees the folder, and carried out by all."""
+"""Plans what one save does to a ModelCheckpoint's files: rank 0, which sees the folder, plans; all ranks carry the plan out."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from fabricamp.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One save, in this order: ``moves``, write ``target``, make ``last`` of it, remove, publish ``after``."""
+    """One save, in this order: ``moves``, write ``target``, copy or link it to ``last``, ``remove``, publish ``after``."""
 
     target: str = ""
-    """What the Trainer writes; empty: nothing is saved."""
+    """The path that the Trainer writes; empty if nothing is saved."""
     last: str = ""
-    """The second name of ``target`` that ``save_last`` wants."""
+    """The ``save_last`` name of ``target``."""
     moves: tuple[tuple[str, str], ...] = ()
-    """Good files whose names the new ones take: they get another name first."""
+    """(old, new) names of good files whose old name a new file takes; each gets its new name first."""
     after: Kept = field(default_factory=Kept)
     remove: tuple[str, ...] = ()
 
     def make_room(self) -> None:
-        """Before the new file is written."""
+        """Renames the files in ``moves``; runs before the new file is written."""
         for old, new in self.moves:
             _name_again(copy_checkpoint, old, new)
 
     def rotate(self, *, link: bool) -> None:
-        """Once the new file is verified: brings the last one up to date and removes what may go."""
+        """Updates the ``save_last`` file and removes surplus files; runs once the new file is verified."""
         if self.last and self.last != self.target:
             _name_again(link_checkpoint if link else copy_checkpoint, self.target, self.last)
         for path in self.remove:
@@ -42,7 +42,7 @@ class Plan:
 
 
 def _name_again(give_name: Callable[[str, str], None], old: str, new: str) -> None:
-    """Gives the file at ``old`` another name; a file that somebody has removed meanwhile, with its folder, needs none."""
+    """Gives the file at ``old`` another name; ignores a file that was removed meanwhile, with or without its folder."""
     try:
         give_name(old, new)
     except (CheckpointError, FileNotFoundError):
@@ -58,17 +58,17 @@ class Planner:
     top_k: int
     mode: str
     versions: bool
-    """Whether a taken name gets a version; else the file of that name is replaced."""
+    """Whether a name that exists gets a version suffix; otherwise the existing file is replaced."""
     link_last: bool
     join: str
     first_version: int
     protected: str = ""
-    """The file that training was resumed from: it stays while this run lasts."""
+    """The file that training resumed from; this run never removes it."""
     foreign: frozenset[str] = frozenset()
-    """Files that a checkpoint named, and that this callback did not write: they are ranked, and never touched."""
+    """Files that a checkpoint names and this callback did not write; they are ranked, but never changed or removed."""
 
     def plan(self, kept: Kept, path: str, last: str, score: float | None) -> Plan:
-        """Plans to save at ``path`` (where ``score`` is good enough) and at ``last``, either of which may be empty."""
+        """Returns the plan of a save at ``path`` (if ``score`` is good enough) and at ``last``; either may be empty."""
         kept = kept.without({file for file in kept.all() if not places.exists(file)})
         moves: tuple[tuple[str, str], ...] = ()
         if path and (score is None or kept.ranks(score, self.top_k, self.mode)):
@@ -81,14 +81,14 @@ class Planner:
             after = kept.add(path, score, self.top_k, self.mode)
         else:
             path, after = "", kept
-        if not last or (not path and self.link_last and kept.files):  # the link shows the newest file already
+        if not last or (not path and self.link_last and kept.files):  # the link points to the newest file already
             return Plan(target=path, moves=moves, after=after, remove=self._removable(after.surplus(self.top_k)))
         return self._with_last(Plan(target=path, moves=moves, after=after), kept, last)
 
     def tidied(self, kept: Kept) -> Kept:
-        """Removes what a killed run had replaced and not removed yet; returns what is left of ``kept``.
+        """Removes files that a killed run had replaced but not removed yet; returns the rest of ``kept``.
 
-        The next save would do it too, but a run that goes on at its limit makes none.
+        The next save would remove them too, but a run that resumes at its limit makes no save.
         """
         here = kept.without({file for file in kept.all() if not places.exists(file)})
         plan = Plan(after=here, remove=self._removable(here.surplus(self.top_k)))
@@ -96,13 +96,13 @@ class Planner:
         return here.without(plan.remove)
 
     def _with_last(self, plan: Plan, kept: Kept, last: str) -> Plan:
-        """``plan`` with the file of ``save_last``, keeping the one that it replaces until the next time."""
-        old = "" if kept.last in kept.files else kept.last  # an exception's file is a file like others
+        """Returns ``plan`` with the ``save_last`` file; the file that it replaces is kept until the next save."""
+        old = "" if kept.last in kept.files else kept.last  # a file written at an exception is rotated like any other
         last = self._name(last, {old} - self.foreign)
         moves, spare = plan.moves, ""
         if old == last:
             spare = kept.spare if places.same_file(kept.spare, old) else self._aside(old)
-            # Nothing but the spare shares its content: that would be lost with the name.
+            # Only the spare shares the old file's content: without another name that content would be lost.
             alone = not places.has_other_names(old) or places.same_file(spare, old)
             spare = spare if alone else ""
             moves += ((old, spare),) if spare else ()
@@ -119,11 +119,11 @@ class Planner:
         )
 
     def _name(self, path: str, own: Collection[str]) -> str:
-        """``path``, with a version where a file has that name that is not one of ``own``."""
+        """Returns ``path``, with a version suffix if a file of that name exists that is not in ``own``."""
         return self._versioned(path, own) if self.versions else path
 
     def _aside(self, path: str) -> str:
-        """A free name for the good file whose name is about to be taken, or the one that a killed run gave it already."""
+        """Returns a free name for the good file at ``path``, or the other name that a killed run already gave that file."""
         aside = places.with_name(path, f"{self.join}previous")
         return self._versioned(aside, {aside} if places.same_file(aside, path) else ())
 
@@ -140,7 +140,7 @@ class Planner:
 
 
 def check_choices(mode: str, save_last: object, save_top_k: int, monitor: str | None) -> None:
-    """Raises :class:`ConfigError` for what a ModelCheckpoint cannot keep files by."""
+    """Raises :class:`ConfigError` for invalid arguments about the files to keep."""
     if mode not in ("min", "max"):
         raise ConfigError(f"ModelCheckpoint(mode={mode!r}): choose 'min' (lower is better) or 'max'")
     if save_last not in (None, True, False, "link"):

@@ -1,4 +1,4 @@
-"""Where a progress bar is drawn: a terminal or a notebook through rich, or plain lines."""
+"""Draws progress bars: in a terminal or a notebook through rich, elsewhere as plain lines."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("fabricamp")
 
 Pairs = list[tuple[str, str]]
-"""What a line says: names and values, either of which may be empty."""
+"""The (name, value) pairs of a line; either may be empty."""
 
 _PACE_SECONDS = 10.0
-"""The speed shown is that of about so many last seconds."""
+"""The shown speed is an average over about this number of last seconds."""
 
 _PLAIN_SECONDS = 10.0
 _SHARE_OF_TIME = 0.01
-"""What drawing may take."""
+"""The largest fraction of the time that drawing may take."""
 
 _LABEL_WIDTH = 12
 _BAR_LEAST, _BAR_MOST = 10, 40
@@ -35,7 +35,7 @@ _GAP = "  "
 
 
 class Track:
-    """One bar: where it stands, and how fast it goes while it is not waiting for another one."""
+    """One bar: its position, and its speed while it is not waiting for another bar."""
 
     __slots__ = ("_first", "_mark", "_paced", "_paced_seconds", "_seconds", "done", "label", "started", "total")
 
@@ -48,7 +48,7 @@ class Track:
         self._paced = self._paced_seconds = 0.0
 
     def advance(self, done: int) -> None:
-        """Stands at ``done`` now."""
+        """Moves the position to ``done``."""
         now = monotonic()
         seconds = now - self._mark
         fading = math.exp(-seconds / _PACE_SECONDS)
@@ -58,27 +58,27 @@ class Track:
         self._mark, self.done = now, done
 
     def resume(self) -> None:
-        """Leaves out the time since the last :meth:`advance`: it was another's."""
+        """Excludes the time since the last :meth:`advance` from the speed: another bar ran meanwhile."""
         self._mark = monotonic()
 
     @property
     def pace(self) -> str:
-        """The speed of the last seconds, or nothing."""
+        """The speed over the last seconds; empty if unknown."""
         return _pace(self._paced, self._paced_seconds)
 
     @property
     def mean_pace(self) -> str:
-        """The speed since it began, or nothing."""
+        """The mean speed since the bar began; empty if unknown."""
         return _pace(self.done - self._first, self._seconds)
 
     @property
     def position(self) -> str:
-        """Like ``"120/450"``; ``"120"`` where the end is not known."""
+        """The position as ``"120/450"``, or ``"120"`` if the total is unknown."""
         return str(self.done) if self.total is None else f"{self.done}/{self.total}"
 
     @property
     def time_left(self) -> str:
-        """Like ``"0:13 left"``, or nothing."""
+        """The remaining time as ``"0:13 left"``; empty if unknown."""
         if self.total is None or not self._paced:
             return ""
         return f"{clock(max(self.total - self.done, 0) * self._paced_seconds / self._paced)} left"
@@ -94,42 +94,42 @@ def _pace(batches: float, seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Returns ``"0:13"`` or ``"1:02:03"``."""
+    """Formats ``seconds`` as ``"0:13"`` or ``"1:02:03"``."""
     minutes, seconds_left = divmod(int(seconds), 60)
     hours, minutes_left = divmod(minutes, 60)
     return f"{hours}:{minutes_left:02}:{seconds_left:02}" if hours else f"{minutes_left}:{seconds_left:02}"
 
 
 def duration(seconds: float) -> str:
-    """Returns ``"4.2 s"``, or from a minute on ``"1:02"``."""
+    """Formats ``seconds`` as ``"4.2 s"``, or ``"1:02"`` from a minute on."""
     return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
 
 
 class Screen:
-    """Plain lines through logger ``fabricamp``, for files, pipes and logs."""
+    """Writes plain lines through logger ``fabricamp``, for files, pipes and logs."""
 
     is_live = False
 
     def __init__(self) -> None:
         self.interval = _PLAIN_SECONDS
-        """Seconds to wait between two pictures."""
+        """Seconds between two refreshes."""
 
     def draw(self, tracks: Sequence[Track], metrics: Pairs) -> None:
-        """Shows where ``tracks`` stand, the innermost last."""
+        """Shows the positions of ``tracks``, the innermost last."""
         track = tracks[-1]
         self.write([(track.label, ""), ("", track.position), *(metrics if len(tracks) == 1 else []), ("", track.pace)])
 
     def write(self, pairs: Pairs) -> None:
-        """Writes a line that stays."""
+        """Writes a permanent line."""
         line = _GAP.join(text for name, value in pairs if (text := f"{name} {value}".strip()))
         _LOG.info(line)
 
     def close(self, *, keep: bool) -> None:
-        """Gives the terminal back; with ``keep`` the last picture stays."""
+        """Releases the terminal; with ``keep`` the last rendered lines stay."""
 
 
 class _LiveScreen(Screen):
-    """A picture that is drawn over, through rich; what others print lands above it."""
+    """Redraws lines in place through rich; other output appears above them."""
 
     is_live = True
 
@@ -139,7 +139,7 @@ class _LiveScreen(Screen):
 
         super().__init__()
         self.interval = self._shortest = interval
-        # rich's own console, so that what the user prints through rich lands above the bar too.
+        # rich's global console, so the user's own output through rich also appears above the bar.
         self._console = get_console()
         self._metrics_below = False
         in_terminal = not self._console.is_jupyter
@@ -152,7 +152,7 @@ class _LiveScreen(Screen):
         )
         streams = sys.stdout, sys.stderr
         self._live.start()
-        # A process that is killed could not show a hidden cursor again.
+        # The cursor stays visible, because a killed process could not show it again.
         self._console.show_cursor(show=True)
         self._moved = list(_move_log_handlers(*streams))
 
@@ -162,8 +162,8 @@ class _LiveScreen(Screen):
         from rich.segment import ControlType
 
         started = monotonic()
-        # The terminal echoes ^C where the cursor stands.  Behind a line of the full width the echo would begin a new line, and the
-        # next picture would leave this one standing; at the line's beginning it is drawn over.
+        # The terminal echoes ^C at the cursor.  After a line of full width the echo would begin a new line, and the next refresh
+        # would not erase the current lines.  At the beginning of the line the next refresh overwrites the echo.
         to_the_beginning = Control(ControlType.CARRIAGE_RETURN)
         self._live.update(Group(self._picture(tracks, metrics), to_the_beginning), refresh=True)
         self.interval = max(self._shortest, (monotonic() - started) / _SHARE_OF_TIME)
@@ -181,7 +181,7 @@ class _LiveScreen(Screen):
         self._live.stop()
 
     def _picture(self, tracks: Sequence[Track], metrics: Pairs) -> Text:
-        """A line a track; the metrics end the first one while they fit there, from then on they stand below."""
+        """Returns one line per track; the metrics end the first line until they do not fit, and are below from then on."""
         from rich.text import Text
 
         heads = [track.label.ljust(_LABEL_WIDTH) + _GAP for track in tracks]
@@ -226,7 +226,7 @@ def _spaced(pairs: Pairs) -> Text:
 
 
 def _wrapped(pairs: Pairs, width: int) -> Iterator[Text]:
-    """Lines of whole pairs, none wider than ``width`` where a pair is not."""
+    """Yields lines of complete pairs, none wider than ``width`` unless a single pair is."""
     line: Pairs = []
     for pair in pairs:
         if not any(pair):
@@ -240,7 +240,7 @@ def _wrapped(pairs: Pairs, width: int) -> Iterator[Text]:
 
 
 def _move_log_handlers(*before: TextIO) -> Iterator[tuple[logging.StreamHandler[TextIO], TextIO]]:
-    """Points log handlers that write to the bare stdout and stderr at their stand-ins; yields the moved ones."""
+    """Redirects log handlers of the original stdout and stderr to rich's replacements; yields (handler, old stream)."""
     loggers = [
         logging.root,
         *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
@@ -255,7 +255,7 @@ def _move_log_handlers(*before: TextIO) -> Iterator[tuple[logging.StreamHandler[
 
 
 def open_screen(interval: float) -> Screen:
-    """Returns the screen for where stdout leads; a live one draws every ``interval`` seconds at most."""
+    """Returns the screen for the current stdout; a live one refreshes at most every ``interval`` seconds."""
     from rich import get_console
 
     if get_console().is_jupyter:

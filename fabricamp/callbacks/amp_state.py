@@ -28,7 +28,7 @@ _SECTIONS = ("weights", "optimizers", "precision")
 class AmpState(Callback):
     """Logs ``amp/loss_scale``, ``amp/applied_steps`` and ``amp/skipped_steps`` every ``log_every_n_steps`` steps.
 
-    The values are two steps old: those that the host knows without waiting.  For each series of overflows one line of the log
+    The values are two steps old: the newest that the host knows without waiting.  For each series of overflows, one log line
     names a parameter whose gradient was not finite.
 
     :meth:`save` and :meth:`load` write and read the file of apex scripts, ``{'model', 'optimizer', 'amp'}``; call them in hooks
@@ -44,28 +44,28 @@ class AmpState(Callback):
     _overflowed_at = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the run that it is in."""
+        """Returns the attributes without the reference to the current run."""
         return {**self.__dict__, "_trainer": None}
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Takes note of the run."""
+        """Keeps a reference to the Trainer."""
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Counts overflows from here on."""
+        """Starts to count overflows."""
         self._due = trainer.global_step + 1
         verdicts = trainer.precision_plugin.verdicts
         self._skipped, self._overflowed_at = 0 if verdicts is None else verdicts.skipped_steps, -1
 
     def holds_at(self, global_step: int) -> float:
-        """Never: verdicts are kept for each step of a launch."""
+        """Returns inf: the status of each step in a launch is kept, so no launch has to end for it."""
         return math.inf
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs with the Trainer's own values."""
+        """Logs at the same steps as the Trainer, and reports new overflows."""
         step = trainer.global_step
         verdicts = trainer.precision_plugin.verdicts
         if verdicts is not None and verdicts.skipped_steps != self._skipped:
@@ -78,20 +78,21 @@ class AmpState(Callback):
             self._log(trainer, step)
 
     def _tell_of_overflow(self, verdicts: Verdicts, step: int, *, tells: bool) -> None:
-        """Says once of several overflows in a row whose gradients they began with; reads them from the device."""
+        """Logs, once per series of overflows, which gradients were not finite first; reads them from the device."""
         goes_on, self._overflowed_at = step - self._overflowed_at <= 1, step
         self._skipped = verdicts.skipped_steps
         if tells and not goes_on and verdicts.policy in (None, "skip"):
             logger.warning("a step was skipped: %s", verdicts.explain(step))
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Logs where training ended."""
+        """Logs the values at the last step."""
         self._log(trainer, trainer.global_step)
 
     def save(self, path: str | Path, model: nn.Module | None = None) -> None:
-        """Writes apex's file: the weights of ``model`` (the module, or one of its submodules) in full precision, the rest.
+        """Writes apex's file: weights of ``model`` in full precision, optimizer state and loss scale.
 
-        Every rank calls it; raises :class:`CheckpointError` on every rank.
+        ``model`` is the module (default) or one of its submodules.  Every rank calls this; raises :class:`CheckpointError` on every
+        rank.
         """
         trainer = self._running("save")
         prefix = _prefix_of(trainer.module, model)
@@ -105,7 +106,7 @@ class AmpState(Callback):
         trainer.strategy.on_rank_zero(lambda: write_checkpoint(path, content))
 
     def load(self, path: str | Path) -> None:
-        """Takes weights, optimizer state and loss scale from apex's file; every rank calls it."""
+        """Loads weights, optimizer state and loss scale from apex's file; every rank calls this."""
         trainer = self._running("load")
         checkpoint = read_together(str(path), trainer.strategy)
         if checkpoint.get("source") != "apex":
@@ -132,7 +133,7 @@ class AmpState(Callback):
 
 
 def _scale(precision: Precision) -> float:
-    """The loss scale, as far as the host knows without waiting."""
+    """Returns the newest loss scale that the host knows without waiting."""
     if precision.verdicts is not None:
         return precision.verdicts.scale
     return float(precision.state_dict().get("loss_scale", 1.0))

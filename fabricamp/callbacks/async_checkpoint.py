@@ -1,4 +1,4 @@
-"""Checkpoints that training does not wait for."""
+"""Writes checkpoints in the background, while training continues."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Value = TypeVar("Value")
 
 
 class AsyncCheckpoint(ModelCheckpoint):
-    """A :class:`ModelCheckpoint` that copies the state to host memory and writes it beside training.
+    """A :class:`ModelCheckpoint` that copies the state to host memory and writes it in a background thread.
 
-    Arguments and files are the same.  The copy goes to memory that is reused, pinned if the tensors are on a GPU; training waits
-    only for the copy, and the host does not wait.  At most one write is in flight: the next save waits for it, and so does the
-    end of training.  If a write fails, the next step raises, and the paths still name the file before.
+    Arguments and files are the same.  The copy goes to reused memory, pinned if the tensors are on a GPU; training waits only for
+    the copy, and the host does not wait.  At most one write is in flight: the next save and the end of training wait for it.  If
+    a write fails, the next step raises, and the paths still name the previous file.
 
-    If a strategy shards the module, each rank copies and writes its shards, and the ranks meet over Gloo beside training.  If one
-    of them fails, all raise, at the next save or the end of training.
+    If a strategy shards the module, each rank copies and writes its shards, and the ranks synchronise over a separate Gloo group
+    during training.  If one of them fails, all raise, at the next save or at the end of training.
 
     Example:
         >>> checkpoint = AsyncCheckpoint(every="1000 steps, 30 min", save_last=True)
@@ -37,30 +37,30 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     _writer: BackgroundWriter | None = None
     _in_flight: Plan | None = None
-    _unsettled = False  # the same on every rank, unlike what rank 0's thread has come to
-    _beside: Beside | None = None  # where all ranks write
+    _unsettled = False  # equal on every rank, unlike the progress of rank 0's thread
+    _beside: Beside | None = None  # set if all ranks write
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Makes ready what writes."""
+        """Creates the background writer."""
         super().on_train_start(trainer, pl_module)
         self._writer, self._in_flight, self._unsettled = BackgroundWriter(), None, False
         self._beside = Beside(trainer.strategy) if trainer.strategy.checkpoint_form == "folder" else None
 
     def holds_at(self, global_step: int) -> float:
-        """Where it saves next, or looks whether it is time to."""
+        """Returns the next step at which a save may be due."""
         return super().holds_at(global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes note of a write that has ended, then saves where it is time."""
+        """Publishes a finished write, then saves if a save is due."""
         writer = self._writer
         if writer is not None and writer.over and (self._beside is None or not writer.failed):
             self._take_in(trainer, writer.wait)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Waits for the last write; what is saved from now on is waited for."""
+        """Waits for the last write; later saves are synchronous."""
         super().on_train_end(trainer, pl_module)
         self._settle(trainer)
         self._writer, beside, self._beside = None, self._beside, None
@@ -68,15 +68,15 @@ class AsyncCheckpoint(ModelCheckpoint):
             beside.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Lets the write in flight come to its end, whatever happened to training; a second Ctrl-C does not wait for it."""
+        """Lets the write in flight finish, whatever ended training; a second Ctrl-C does not wait for it."""
         writer = self._writer
         try:
             if ends_everywhere(trainer, exception):
-                self._settle(trainer)  # or a rank whose file has failed would save alone
+                self._settle(trainer)  # else a rank whose write failed would save alone
             elif writer is not None and trainer.state.fitting:
                 self._take_in(trainer, writer.wait)
         except CheckpointError as error:
-            warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the exception itself is on its way
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the exception itself is raised anyway
         finally:
             self._writer = self._beside = None
         super().on_exception(trainer, pl_module, exception)
@@ -114,7 +114,7 @@ class AsyncCheckpoint(ModelCheckpoint):
         self._in_flight, self._unsettled = plan, True
 
     def _settle(self, trainer: Trainer) -> None:
-        """Waits, on every rank, for the write in flight; what went wrong with it is raised by all."""
+        """Waits on every rank for the write in flight; every rank raises its error."""
         writer = self._writer
         if writer is None or not self._unsettled:
             return
@@ -125,7 +125,7 @@ class AsyncCheckpoint(ModelCheckpoint):
             self._take_in(trainer, lambda: _together(trainer, writer.wait))
 
     def _take_in(self, trainer: Trainer, wait: Callable[[], None]) -> None:
-        """Publishes the file in flight, once ``wait`` has not raised; on ranks that do not write there is nothing to wait for."""
+        """Publishes the file in flight if ``wait`` does not raise; ranks that do not write have no file in flight."""
         plan, self._in_flight = self._in_flight, None
         try:
             wait()
@@ -137,7 +137,7 @@ class AsyncCheckpoint(ModelCheckpoint):
 
 
 def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:
-    """Runs ``action`` on every rank; where it raises a :class:`CheckpointError` on one, all raise it."""
+    """Runs ``action`` on every rank; if one rank raises a :class:`CheckpointError`, all raise it."""
     problem: CheckpointError | None = None
     try:
         found = action()

@@ -1,4 +1,4 @@
-"""The face of a callback: Lightning's hook names, in Lightning's order."""
+"""The base class of callbacks, with Lightning's hook names in Lightning's order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Callback(NamesKeywords):
-    """Code that runs beside training.  Override the hooks that you need: hooks that nobody overrides cost nothing.
+    """Runs code at points of training.  Override the hooks that you need; hooks that nobody overrides cost nothing.
 
     ``help("fabricamp.hooks")`` shows the order in which hooks run.
 
@@ -34,95 +34,95 @@ class Callback(NamesKeywords):
     """
 
     monitors: ClassVar[bool] = False
-    """True for callbacks that decide by the epoch's metrics: their ``on_train_epoch_end`` runs last, when what the others have
-    logged is reduced over ranks too."""
+    """True for callbacks that decide by the epoch's metrics: their ``on_train_epoch_end`` runs last, after the values logged by
+    other callbacks are reduced over the ranks."""
 
     @property
     def state_key(self) -> str:
-        """The name of this callback's state in a checkpoint; includes its arguments if several of one class may be given."""
+        """The key of this callback's state in a checkpoint; contains arguments if a Trainer may have several of the class."""
         return type(self).__qualname__
 
     def _generate_state_key(self, **kwargs: Any) -> str:
-        """A ``state_key`` of the class's name and these values, as Lightning's callbacks make one."""
+        """Returns a ``state_key`` made of the class's name and these values, as in Lightning."""
         return f"{type(self).__qualname__}{kwargs}"
 
     def accepts_state_of(self, key: str) -> bool:
-        """Whether the state under another key is also this callback's, from a run in which it had other arguments."""
+        """Returns whether the state under ``key``, from a run with other arguments, also belongs to this callback."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps: tensors, numbers, strings, lists and dicts."""
+        """Returns the state to keep in a checkpoint: tensors, numbers, strings, lists and dicts."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state that :meth:`state_dict` returned."""
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """First of all; ``stage`` is "fit", "validate", "test" or "predict"."""
-        # Lightning calls this for every callback, and our Trainer only what overrides it.
+        """Called first of all hooks; ``stage`` is "fit", "validate", "test" or "predict"."""
+        # Lightning's Trainer calls setup of every callback, ours only of those that override it.
         if is_lightnings(trainer) and (own := _own_class(type(self))):
             raise ConfigError(mixed_with_lightnings_trainer(own))
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """The last hook of a run."""
+        """Called last in a run."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After the optimizers are built and a checkpoint is restored."""
+        """Called after the optimizers are built and a checkpoint is restored."""
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After training."""
+        """Called after training."""
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before the sanity check, the validation batches before training."""
+        """Called before the sanity check, the validation batches before training."""
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After them."""
+        """Called after the sanity check."""
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before the first epoch."""
+        """Called before the first epoch."""
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before an epoch."""
+        """Called before an epoch."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After an epoch, and after the validation that belongs to it."""
+        """Called after an epoch, and after the validation that belongs to it."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
-        """Before a micro-batch; the batch is on the device."""
+        """Called before a micro-batch; the batch is on the device."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a micro-batch; ``outputs`` is what ``training_step`` returned."""
+        """Called after a micro-batch; ``outputs`` is what ``training_step`` returned."""
 
     def holds_at(self, global_step: int) -> float:
-        """The next step, from ``global_step`` on, after which the batch hooks must run before another one does.
+        """Returns the next step after ``global_step`` at which the batch hooks must run before another step does.
 
-        Under ``CudaGraph(steps=...)`` no launch goes beyond it.  The batch hooks of a launch's steps run after it, in their
-        order: they see weights, gradients and states of the module as the last of these steps left them.  A class whose hooks
-        look at none of these answers ``math.inf``; one that has batch hooks and does not override this is refused there.
+        Under ``CudaGraph(steps=...)`` a launch ends at that step at the latest.  The batch hooks of a launch's steps run after the
+        launch, in order; they see weights, gradients and module state after the last of these steps.  Return ``math.inf`` if the
+        hooks look at none of these.  ``CudaGraph(steps=...)`` refuses a class with batch hooks that does not override this method.
         """
         return global_step + 1
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before a validation run."""
+        """Called before a validation run."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After a validation run; its metrics are reduced."""
+        """Called after a validation run; its metrics are reduced."""
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before the validation batches."""
+        """Called before the validation batches."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After the validation batches, while values can still be logged."""
+        """Called after the validation batches, while values can still be logged."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a validation batch."""
+        """Called before a validation batch."""
 
     def on_validation_batch_end(
         self,
@@ -133,24 +133,24 @@ class Callback(NamesKeywords):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After a validation batch."""
+        """Called after a validation batch."""
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before a test run."""
+        """Called before a test run."""
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After a test run; its metrics are reduced."""
+        """Called after a test run; its metrics are reduced."""
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before the test batches."""
+        """Called before the test batches."""
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After the test batches, while values can still be logged."""
+        """Called after the test batches, while values can still be logged."""
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a test batch."""
+        """Called before a test batch."""
 
     def on_test_batch_end(
         self,
@@ -161,24 +161,24 @@ class Callback(NamesKeywords):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After a test batch."""
+        """Called after a test batch."""
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before a prediction run."""
+        """Called before a prediction run."""
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After a prediction run."""
+        """Called after a prediction run."""
 
     def on_predict_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Before the batches to predict."""
+        """Called before the batches to predict."""
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After the batches to predict."""
+        """Called after the batches to predict."""
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before a batch to predict."""
+        """Called before a batch to predict."""
 
     def on_predict_batch_end(
         self,
@@ -189,32 +189,32 @@ class Callback(NamesKeywords):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After a batch to predict."""
+        """Called after a batch to predict."""
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
-        """Before gradients are cleared."""
+        """Called before gradients are cleared."""
 
     def on_before_backward(self, trainer: Trainer, pl_module: TrainingModule, loss: Tensor) -> None:
-        """Before ``loss.backward()``; the loss is not scaled yet."""
+        """Called before ``loss.backward()``; the loss is not scaled yet."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """After ``loss.backward()``; with a scaler the gradients are still scaled."""
+        """Called after ``loss.backward()``; with a scaler the gradients are still scaled."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
-        """Before an update; gradients are averaged and unscaled, but not clipped yet."""
+        """Called before an update; gradients are averaged and unscaled, but not clipped yet."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """May add to a checkpoint that is about to be written."""
+        """Called before a checkpoint is written; may add to it."""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """May read from a checkpoint that is being restored."""
+        """Called while a checkpoint is restored; may read from it."""
 
     def evaluation_context(self, trainer: Trainer, pl_module: TrainingModule) -> AbstractContextManager[None]:
-        """A context around each validation, test and prediction, with their hooks; an exception ends it too."""
+        """Returns a context around each validation, test and prediction run and its hooks; an exception also exits it."""
         return contextlib.nullcontext()
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """When training ends by an exception, Ctrl-C included."""
+        """Called when training ends by an exception, including Ctrl-C."""
 
 
 _AnyCallback = TypeVar("_AnyCallback", bound=Callback)
@@ -223,26 +223,29 @@ CALLBACKS: Registry[Callback] = Registry("callbacks", "callbacks")
 
 
 def decides_by_metrics(callback: Callback) -> bool:
-    """Whether a callback is one of those that run last; one on Lightning's base has nothing that says so."""
+    """Returns whether ``callback`` runs last, because it ``monitors``; callbacks on Lightning's base lack that attribute."""
     return getattr(callback, "monitors", None) is True
 
 
 def _own_class(kind: type) -> str:
-    """The name of fabricamp's callback that ``kind`` is or derives from; nothing for one on the bare base: it may suit anybody."""
+    """Returns the name of fabricamp's callback that ``kind`` is or derives from.
+
+    Empty for a direct subclass of :class:`Callback`, which may also work in Lightning's Trainer.
+    """
     ours = (one for one in kind.__mro__ if issubclass(one, Callback) and one is not Callback)
     return next((one.__name__ for one in ours if one.__module__.startswith("fabricamp.")), "")
 
 
 def ends_everywhere(trainer: Trainer, exception: BaseException) -> bool:
-    """Whether training was ended by what ends it behind the same step on all ranks: Ctrl-C, a signal or a ``nan_policy``."""
-    if is_lightnings(trainer):  # which calls on_exception for what setup raised
+    """Returns whether training ended after the same step on all ranks: by Ctrl-C, a signal or a ``nan_policy``."""
+    if is_lightnings(trainer):  # Lightning also calls on_exception for errors in setup
         return False
     stopped = isinstance(exception, KeyboardInterrupt) or trainer.state.stop_reason == NON_FINITE
     return stopped and trainer.state.fitting
 
 
 def waits_between_steps(callback: object) -> bool:
-    """Whether batch hooks of a callback look at each step: those of a class without a :meth:`Callback.holds_at` beside them."""
+    """Returns whether batch hooks must run after each step: ``callback`` has such hooks, and no ``holds_at`` for them."""
     names = ("on_train_batch_start", "on_train_batch_end")
     if any(name in vars(callback) for name in names):
         return True
@@ -259,7 +262,7 @@ def _accepts_none(key: str) -> bool:  # noqa: ARG001 - the signature of Callback
 
 
 def matched_states(callbacks: Sequence[_AnyCallback], states: Mapping[str, Any]) -> Iterator[tuple[_AnyCallback, Any]]:
-    """Returns each callback with its state: the one under its key, else one that it accepts and that is no other's."""
+    """Yields each callback with its state: the state under its key, else a state that it accepts and no other callback owns."""
     keys = {one.state_key for one in callbacks}
     left = [key for key in states if key not in keys]
     for one in callbacks:

@@ -16,22 +16,23 @@ if TYPE_CHECKING:
 
 
 class BatchSizeFinder(Callback):
-    """Looks for the largest batch size that fits into memory before a run, and runs with it: ``Tuner.scale_batch_size``.
+    """Finds the largest batch size that fits into memory before a run, and runs with it: ``Tuner.scale_batch_size``.
 
     The module or the DataModule must make its loaders with its attribute ``batch_arg_name``.  A resumed run takes the size from
-    its checkpoint.  A subclass that overrides ``on_fit_start`` searches nothing.
+    its checkpoint.  A subclass that overrides ``on_fit_start`` makes no search.
 
     Args:
         mode: "power" doubles the size until it does not fit; "binsearch" then searches between the last two sizes.
-        steps_per_trial: how many steps, or batches, are tried with each size.
+        steps_per_trial: number of steps (or batches) tried with each size.
         init_val: the first size.
-        max_trials: the search ends after so many sizes that fit.
-        batch_arg_name: where the size is kept, among attributes and hyper-parameters of module and DataModule.
-        margin: the share that "binsearch" leaves unused.
-        max_val: the largest size that is tried.
+        max_trials: number of fitting sizes after which the search ends.
+        batch_arg_name: the attribute or hyper-parameter of module or DataModule that holds the size.
+        margin: the share of the largest fitting size that "binsearch" leaves unused.
+        max_val: the largest size to try.
 
     Raises:
-        ConfigError: for a wrong argument; in the run for several processes, for loaders, or if nothing has ``batch_arg_name``.
+        ConfigError: for a wrong argument; in a run with several processes, with loaders as arguments (their batch size cannot be
+            changed), or if neither module nor DataModule has ``batch_arg_name``.
 
     Example:
         >>> finder = BatchSizeFinder(mode="binsearch", init_val=16)
@@ -59,10 +60,10 @@ class BatchSizeFinder(Callback):
         self.margin = margin
         self.max_val = check_number("max_val", max_val, least=1)
         self.optimal_batch_size: int | None = None
-        """What the search found; None before it."""
+        """The size that the search found; None before the search."""
 
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Refuses: within a run there is no search."""
+        """Raises :class:`ConfigError`: no search is possible within a run."""
         raise ConfigError(
             "scale_batch_size was called within a run, which a search would disturb; end the fit "
             "(max_epochs), call Tuner(trainer).scale_batch_size(module), raise trainer.fit_loop.max_epochs and fit again"

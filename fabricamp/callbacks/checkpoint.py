@@ -1,4 +1,4 @@
-"""The base of callbacks that write checkpoints."""
+"""The base class of callbacks that write checkpoints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from fabricamp.callbacks.base import Callback
 
 
 class Checkpoint(Callback):
-    """What :class:`ModelCheckpoint` and a checkpoint callback of your own derive from.
+    """Base class of :class:`ModelCheckpoint` and of your own checkpoint callbacks.
 
-    ``trainer.checkpoint_callbacks`` lists them, their hooks are called after those of other callbacks, and a Trainer that has one
-    adds no :class:`ModelCheckpoint` by itself.
+    ``trainer.checkpoint_callbacks`` lists them, and their hooks are called after those of other callbacks.  A Trainer with such a
+    callback adds no :class:`ModelCheckpoint` by itself.
     """

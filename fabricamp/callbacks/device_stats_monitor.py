@@ -1,4 +1,4 @@
-"""Logs how full the device is."""
+"""Logs memory statistics of the device, and the load of the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeviceStatsMonitor(Callback):
     ``cpu_swap_percent``, from the package psutil.  Names: ``DeviceStatsMonitor.on_train_batch_start/cpu_percent``.
 
     Args:
-        cpu_stats: True logs the CPU's too, False never, None only if training runs on the CPU.
+        cpu_stats: True also logs the CPU's statistics, False never, None only if training runs on the CPU.
 
     Raises:
         ConfigError: if there is no logger, or the CPU's statistics need psutil, which is not installed.
@@ -36,10 +36,10 @@ class DeviceStatsMonitor(Callback):
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
-        self._step: int | None = None  # of the batch that is trained on, where it is logged
+        self._step: int | None = None  # of the current train batch if it is logged
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Raises where nobody would take the values, or they cannot be had."""
+        """Raises :class:`ConfigError` if there is no logger, or if psutil is needed and not installed."""
         super().setup(trainer, pl_module, stage)
         if stage == "predict":
             return
@@ -51,14 +51,14 @@ class DeviceStatsMonitor(Callback):
                     f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) logs the CPU's numbers by the package psutil, which is not "
                     "installed: pip install psutil, or give cpu_stats=False"
                 )
-            read_cpu()  # psutil's percent is that since the call before
+            read_cpu()  # psutil reports the load since the previous call
 
     def holds_at(self, global_step: int) -> float:
-        """Never: it asks for the memory as it is."""
+        """Returns inf: the memory is read as it is, so no launch has to end for it."""
         return math.inf
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
-        """Logs before a step whose metrics are logged too, at its number."""
+        """Logs before each step whose metrics are logged, under the same step number."""
         step = trainer.global_step
         self._step = step if is_due(trainer, step + 1) else None
         if self._step is not None:
@@ -67,7 +67,7 @@ class DeviceStatsMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs behind it."""
+        """Logs after the same batch."""
         if self._step is not None:
             self._log(trainer, "on_train_batch_end", self._step)
 
@@ -86,7 +86,7 @@ class DeviceStatsMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Logs behind it."""
+        """Logs after the same batch."""
         self._log_evaluation(trainer, "on_validation_batch_end", batch_idx)
 
     def on_test_batch_start(
@@ -104,7 +104,7 @@ class DeviceStatsMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Logs behind it."""
+        """Logs after the same batch."""
         self._log_evaluation(trainer, "on_test_batch_end", batch_idx)
 
     def _log_evaluation(self, trainer: Trainer, hook: str, batch_idx: int) -> None:
@@ -123,18 +123,18 @@ class DeviceStatsMonitor(Callback):
 
 
 def is_due(trainer: Trainer, number: int) -> bool:
-    """Whether the ``number``-th step, or batch of an evaluation, is one of those that are logged."""
+    """Returns whether the ``number``-th step, or batch of an evaluation, is logged."""
     every = trainer.log_every_n_steps
     return every > 0 and (number % every == 0 or trainer.state.should_stop)
 
 
 def wants_cpu(device: torch.device, cpu_stats: bool | None) -> bool:
-    """Whether the CPU's numbers are logged."""
+    """Returns whether the CPU's statistics are logged."""
     return device.type == "cpu" if cpu_stats is None else cpu_stats
 
 
 def read_cpu() -> dict[str, float]:
-    """The CPU's numbers, of the whole machine, in percent."""
+    """Returns the use of CPU, memory and swap on the whole machine, in percent."""
     import psutil
 
     return {
@@ -145,7 +145,7 @@ def read_cpu() -> dict[str, float]:
 
 
 def named(stats: Mapping[str, float], owner: str, hook: str) -> dict[str, float]:
-    """Returns ``stats`` by the names that loggers get.
+    """Returns ``stats`` under the names that loggers get.
 
     >>> named({"num_ooms": 0}, "DeviceStatsMonitor", "on_test_batch_end")
     {'DeviceStatsMonitor.on_test_batch_end/num_ooms': 0}

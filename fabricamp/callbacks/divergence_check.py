@@ -1,4 +1,4 @@
-"""Checks now and then that all ranks hold the same parameters."""
+"""Checks periodically that all ranks have the same parameters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class DivergenceCheck(Callback):
     """Compares a checksum of every parameter's bits across the ranks.
 
-    Ranks that have drifted apart (a step that one of them skipped, gradients changed on one rank, different seeds) train on
-    without an error, and their results are worthless.  If one differs, all ranks raise :class:`DistributedError` with the rank
-    and the first parameter.  A check reads every parameter once and waits for the device; with one process there is nothing to
-    check.
+    Ranks that have diverged (a step that one of them skipped, gradients changed on one rank, different seeds) continue to train
+    without an error, and their results are worthless.  If one rank differs, all ranks raise :class:`DistributedError` with the
+    rank and the first parameter.  A check reads every parameter once and waits for the device; with one process there is nothing
+    to check.
 
     Args:
-        every_n_steps: how many steps lie between two checks.
+        every_n_steps: number of steps between two checks.
 
     Example:
         >>> check = DivergenceCheck(every_n_steps=1000)
@@ -42,18 +42,18 @@ class DivergenceCheck(Callback):
         self._next_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Begins with what training starts from."""
+        """Checks the initial parameters."""
         self._next_step = trainer.global_step
         self._check_if_due(trainer, pl_module)
 
     def holds_at(self, global_step: int) -> float:
-        """Where it checks next."""
+        """Returns the step of the next check."""
         return max(self._next_step, global_step + 1)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Checks after a step that is due."""
+        """Checks if a check is due."""
         self._check_if_due(trainer, pl_module)
 
     def _check_if_due(self, trainer: Trainer, module: TrainingModule) -> None:
@@ -70,7 +70,7 @@ class DivergenceCheck(Callback):
 
 
 def _checksums(parameters: Iterable[Tensor]) -> Tensor:
-    """One number per parameter: the sum of its bits read as whole numbers, the same for equal bits wherever they lie."""
+    """Returns an int64 per parameter: the sum of its bits read as integers, equal for equal bits on any device."""
     return torch.stack([_bits(parameter.detach()).sum(dtype=torch.int64) for parameter in parameters])
 
 
@@ -81,7 +81,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _message(step: int, names: list[str], everyone: list[list[int]]) -> str:
-    """Who differs from most of the ranks (from rank 0 where there is no most), and where first."""
+    """Returns the message: which rank differs from the majority (without one: from rank 0), and in which parameter first."""
     counts = collections.Counter(tuple(sums) for sums in everyone)
     usual = list(max(counts.items(), key=lambda item: (item[1], list(item[0]) == everyone[0]))[0])
     rank = next(rank for rank, sums in enumerate(everyone) if sums != usual)

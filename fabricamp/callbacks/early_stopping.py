@@ -1,4 +1,4 @@
-"""Ends training when a metric no longer gets better."""
+"""Ends training when a metric stops improving."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOG = logging.getLogger("fabricamp")
 
 
 class EarlyStoppingReason(enum.Enum):
-    """Why training was ended; the numbers are Lightning's, in whose checkpoints they stand."""
+    """Why training was ended; Lightning's checkpoints contain the same numbers."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -34,22 +34,23 @@ class EarlyStoppingReason(enum.Enum):
 
 
 class EarlyStopping(Callback):
-    """Ends training after ``patience`` checks in which ``monitor`` did not get better by more than ``min_delta``.
+    """Ends training after ``patience`` checks without an improvement of ``monitor`` by more than ``min_delta``.
 
     Checks run after validation, or at the end of the train epoch.  Every rank decides on the same value.
 
     Args:
         monitor: the logged value to watch.
         min_delta: the least change that counts as an improvement.
-        patience: after how many checks without an improvement training ends.
+        patience: number of checks without an improvement after which training ends.
         verbose: logs each improvement.
         mode: "min" or "max": which value is better.
         strict: a ``monitor`` that was not logged is an error.
-        check_finite: ends training at once if it is nan or inf.
+        check_finite: ends training at once if the value is nan or inf.
         stopping_threshold: ends training at once if the value is better than this.
         divergence_threshold: ends training at once if the value is worse than this.
-        check_on_train_epoch_end: checks at the end of the train epoch; None: if validation runs at its end, or not at all.
-        log_rank_zero_only: logs messages once; False: on each rank.
+        check_on_train_epoch_end: checks at the end of the train epoch (True) or after validation (False); None: at the train
+            epoch's end if validation runs there, or not at all.
+        log_rank_zero_only: logs messages on rank 0 only; False: on each rank.
 
     Example:
         >>> stopping = EarlyStopping(monitor="val_loss", patience=5, min_delta=0.001)
@@ -105,11 +106,11 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """Names metric and mode, so that several can stand side by side."""
+        """The key of this callback's state; contains metric and mode, so a Trainer may have several."""
         return f"{type(self).__qualname__}{{'monitor': {self.monitor!r}, 'mode': {self.mode!r}}}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far and how long ago it was, as Lightning's has it too."""
+        """Returns the best value so far, the checks since then (both under Lightning's keys) and the reason of a stop."""
         return {
             "wait_count": self.wait_count,
             "patience": self.patience,
@@ -121,21 +122,21 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting from there; the patience stays the constructor's, so that a resumed run can be given more."""
+        """Continues counting from this state; keeps the constructor's patience, so a resumed run can be given more."""
         self.wait_count = int(state_dict["wait_count"])
         self.stopped_epoch = int(state_dict["stopped_epoch"])
         self._best = float(state_dict["best_score"])
         last = state_dict.get("last_score")
         self.last_score = None if last is None else float(last)
         reason = state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED.value)
-        # Earlier checkpoints have its name.
+        # Checkpoints of earlier versions contain the reason's name.
         self.stopping_reason = (
             EarlyStoppingReason[reason.upper()] if isinstance(reason, str) else EarlyStoppingReason(reason)
         )
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Ends a run at once that goes on from where it was ended, unless it is given more now; forgets an earlier ``fit``."""
+        """Stops a resumed run that this callback had ended, unless the arguments allow more now; forgets an earlier ``fit``."""
         reason, message = self.stopping_reason, self.stopping_reason_message
         self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
         if reason is EarlyStoppingReason.NOT_STOPPED or trainer.ckpt_path is None or self.last_score is None:
@@ -149,12 +150,12 @@ class EarlyStopping(Callback):
             trainer.stop(message or reason.value)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Checks, unless that is done at the end of the train epoch."""
+        """Checks, unless this callback checks at the end of the train epoch."""
         if not self._at_train_epoch_end(trainer):
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Checks, unless that is done after validation."""
+        """Checks, unless this callback checks after validation."""
         if self._at_train_epoch_end(trainer):
             self._check(trainer)
 
@@ -178,7 +179,7 @@ class EarlyStopping(Callback):
     def _check(self, trainer: Trainer) -> None:
         if not trainer.state.fitting or trainer.fast_dev_run:
             return
-        # Epoch metrics are the same on every rank; a monitored step value is not, and ranks that disagree would wait for ever.
+        # Epoch metrics are equal on every rank, but a monitored step value is not; ranks that disagree would wait for ever.
         current = trainer.strategy.broadcast(monitored_value(trainer, self.monitor))
         if current is None:
             self._miss(trainer)
@@ -201,7 +202,7 @@ class EarlyStopping(Callback):
             self._say(trainer, message)
 
     def _judge_at_once(self, current: float) -> tuple[EarlyStoppingReason, str]:
-        """Whether the value alone ends training."""
+        """Returns the reason and message if this value alone ends training."""
         shown = f"{self.monitor}={current:.6g}"
         if self.check_finite and not math.isfinite(current):
             return (
@@ -221,7 +222,7 @@ class EarlyStopping(Callback):
         return EarlyStoppingReason.NOT_STOPPED, ""
 
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
-        """Takes in the monitor's value; returns what follows from it and the words for it."""
+        """Records the monitor's value; returns the resulting reason and message."""
         self.last_score = current
         reason, message = self._judge_at_once(current)
         if reason is not EarlyStoppingReason.NOT_STOPPED:

@@ -10,14 +10,14 @@ from fabricamp.errors import ConfigError
 class EMA(WeightAveraging):
     """Keeps an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weights``.
 
-    Averaged are the parameters that the optimizers update (fp32 masters at O2 and O5), in fp32, and floating-point buffers.  The
-    average begins as the weights after the first update.  Validation, test and prediction run with it, the module has it at the
-    end of training, and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  If every
-    step since the last update was skipped for overflow, the average is not updated.
+    The average covers the parameters that the optimizers update (fp32 masters at O2 and O5), in fp32, and floating-point buffers.
+    The first update sets the average to the weights.  Validation, test and prediction run with the average, and the module has the
+    average at the end of training.  A checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.
+    If every step since the last update was skipped for overflow, the average is not updated.
 
     Args:
         decay: the share of the old average that each update keeps.
-        every: updates after every so many steps.
+        every: number of steps between two updates.
         start: the first step that may update.
 
     Raises:
@@ -38,7 +38,7 @@ class EMA(WeightAveraging):
         self.start = start
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether ``every`` divides the number of this step and ``start`` is reached."""
+        """Returns whether ``every`` divides the number of this step (from 1) and ``start`` is reached."""
         if step_idx is None:
             return False
         return step_idx + 1 >= self.start and (step_idx + 1) % self.every == 0

@@ -1,4 +1,4 @@
-"""Freezes parts of a module, and adds their parameters to the optimizer when their epoch has come."""
+"""Freezes parts of a module, and adds their parameters to the optimizer at a later epoch."""
 
 from __future__ import annotations
 
@@ -59,28 +59,28 @@ class BaseFinetuning(Callback):
         self._module: Callable[[], TrainingModule | None] = lambda: None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the run that it is in."""
+        """Returns the attributes without references to the current run."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_trainer", "_module")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         BaseFinetuning.__init__(self)
         self.__dict__.update(state)
 
-    # -- what a subclass writes --------------------------------------------------------------------------------------------------
+    # -- overridden by subclasses ------------------------------------------------------------------------------------------------
 
     def freeze_before_training(self, pl_module: TrainingModule) -> None:
-        """Freezes what is not to be trained from the beginning."""
+        """Freezes the parameters that are not trained from the beginning."""
         raise NotImplementedError
 
     def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreezes what is to be trained from this ``epoch`` on, and adds it to ``optimizer``."""
+        """Unfreezes the parameters to train from this ``epoch`` on, and adds them to ``optimizer``."""
         raise NotImplementedError
 
-    # -- what it does that with --------------------------------------------------------------------------------------------------
+    # -- tools for subclasses ----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[Module]:
-        """Returns the modules in ``modules``, nested as it may be, that have no children or parameters of their own; each once."""
+        """Returns the modules in ``modules`` (at any depth) with own parameters or without children; each once."""
         if isinstance(modules, ModuleDict):
             modules = modules.values()
         if isinstance(modules, Module):
@@ -91,7 +91,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yields the parameters of ``modules`` that require gradients, or do not; without ``train_bn`` none of BatchNorm."""
+        """Yields the parameters of ``modules`` with this ``requires_grad``; without ``train_bn`` none of BatchNorm."""
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, AnyBatchNorm) and not train_bn:
                 continue
@@ -101,7 +101,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Unfreezes ``modules``; BatchNorm follows its batches again."""
+        """Unfreezes ``modules``; BatchNorm updates its running statistics again."""
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, AnyBatchNorm):
                 module.track_running_stats = True
@@ -118,7 +118,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freezes ``modules``; with ``train_bn`` BatchNorm is trained all the same."""
+        """Freezes ``modules``; with ``train_bn`` BatchNorm stays trainable."""
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, AnyBatchNorm) and train_bn:
                 BaseFinetuning.make_trainable(module)
@@ -127,7 +127,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns those of ``params`` that ``optimizer`` does not update yet; warns where it updates some."""
+        """Returns the ``params`` that ``optimizer`` does not update yet; warns if it already updates some of them."""
         known = _updated_by(optimizer)
         given = list(params)
         new = [one for one in given if id(one) not in known]
@@ -147,12 +147,12 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Unfreezes ``modules`` and adds their parameters to ``optimizer``, as a group of their own.
+        """Unfreezes ``modules`` and adds their parameters to ``optimizer`` as a new group.
 
-        ``lr`` None: the first group's, divided by ``initial_denom_lr``.  ``train_bn`` False: no parameter of BatchNorm is added.
+        ``lr`` None: the first group's rate, divided by ``initial_denom_lr``.  ``train_bn`` False: adds no BatchNorm parameters.
         """
         norms = [one for one in BaseFinetuning.flatten_modules(modules) if isinstance(one, AnyBatchNorm)]
-        # As freeze left them.
+        # BatchNorm parameters that freeze left trainable, and that the optimizer updates already.
         trained = {id(one) for one in BaseFinetuning.filter_params(norms)} & _updated_by(optimizer)
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
@@ -164,7 +164,7 @@ class BaseFinetuning(Callback):
     # -- in a run ----------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Freezes, before a fit."""
+        """Calls ``freeze_before_training`` before a fit."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -174,7 +174,7 @@ class BaseFinetuning(Callback):
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Looks at the optimizers; another fit of the same module goes on with its groups."""
+        """Checks the optimizers; another fit of the same module continues with its parameter groups."""
         for optimizer in trainer.optimizers:
             if demands_closure(optimizer):
                 raise ConfigError(
@@ -184,7 +184,7 @@ class BaseFinetuning(Callback):
         self._take_up()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Calls ``finetune_function``, once an epoch: not where a run goes on within it."""
+        """Calls ``finetune_function`` once per epoch; not again if a run resumes within the epoch."""
         if self._state.get("epoch") == trainer.current_epoch:
             return
         for optimizer in trainer.optimizers:
@@ -192,11 +192,11 @@ class BaseFinetuning(Callback):
         self._note(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups by the names of their parameters, and what is trained."""
+        """Returns the parameter groups, with parameters by name, and the names of trainable parameters."""
         return self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them back, before the optimizers' states come."""
+        """Restores the parameter groups, before the optimizers' states are loaded."""
         self._state = dict(state_dict)
         self._take_up()
 
@@ -237,7 +237,7 @@ class BaseFinetuning(Callback):
 
     def _freeze_as_saved(self, module: TrainingModule) -> None:
         groups = [group for saved in self._state["internal_optimizer_metadata"].values() for group in saved]
-        added = [name for group in groups for name in group["params"]]  # all that Lightning's files tell
+        added = [name for group in groups for name in group["params"]]  # the only source in Lightning's files
         trainable = set(self._state.get("trainable", added))
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in trainable)
@@ -247,18 +247,18 @@ class BaseFinetuning(Callback):
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains ``pl_module.backbone`` from a given epoch on, with its own learning rate, which grows towards the others'.
+    """Trains ``pl_module.backbone`` from a given epoch on; its own learning rate grows towards that of the other parameters.
 
     Args:
         unfreeze_backbone_at_epoch: the first epoch that trains it.
         lambda_func: returns the factor of its learning rate before each later epoch, given the epoch's number from 1.
         backbone_initial_ratio_lr: its first learning rate, as a share of the first group's.
-        backbone_initial_lr: its first learning rate itself; None: see above.
-        should_align: stops it at the first group's rate.
+        backbone_initial_lr: its first learning rate itself; None: ``backbone_initial_ratio_lr`` decides.
+        should_align: limits its learning rate to the first group's.
         initial_denom_lr: has no effect, as in Lightning: the first learning rate is always known.
         train_bn: adds the parameters of BatchNorm too.
         verbose: logs both learning rates.
-        rounding: to how many digits they are rounded in these lines.
+        rounding: number of digits in these log lines.
 
     Raises:
         ConfigError: for arguments of another kind, and for a module without a ``backbone``.
@@ -299,16 +299,16 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Beside the groups the backbone's learning rate."""
+        """Returns the parameter groups and the backbone's learning rate."""
         return {**self._state, "previous_backbone_lr": self.previous_backbone_lr} if self._state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes both back."""
+        """Restores the parameter groups and the backbone's learning rate."""
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "previous_backbone_lr"})
 
     def freeze_before_training(self, pl_module: TrainingModule) -> None:
-        """Freezes the backbone, but for its BatchNorm."""
+        """Freezes the backbone, except for its BatchNorm."""
         if not isinstance(getattr(pl_module, "backbone", None), Module):
             raise ConfigError(
                 f"BackboneFinetuning trains {type(pl_module).__name__}.backbone, which is no module; call the part that is trained "
@@ -317,7 +317,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(pl_module.backbone)
 
     def finetune_function(self, pl_module: TrainingModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreezes the backbone, and lets its learning rate grow from then on."""
+        """Unfreezes the backbone at its epoch, and raises its learning rate in later epochs."""
         if epoch < self.unfreeze_backbone_at_epoch:
             return
         others = optimizer.param_groups[0]["lr"]
@@ -338,7 +338,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 
 def _updated_by(optimizer: Optimizer) -> set[int]:
-    """The parameters of the module that ``optimizer`` updates, by identity."""
+    """Returns the ids of the module's parameters that ``optimizer`` updates."""
     return {id(module_parameter(one)) for one in owned_parameters(optimizer)}
 
 
@@ -347,6 +347,6 @@ def _own_parameters(module: Module) -> list[nn.Parameter]:
 
 
 def _norms(module: Module) -> list[tuple[str, AnyBatchNorm]]:
-    """The BatchNorms that have running statistics, by name."""
+    """Returns (name, BatchNorm) for each BatchNorm with running statistics."""
     found = [(name, one) for name, one in module.named_modules() if isinstance(one, AnyBatchNorm)]
     return [(name, one) for name, one in found if one.running_mean is not None]

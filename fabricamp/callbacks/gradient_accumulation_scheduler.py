@@ -1,4 +1,4 @@
-"""Changes how many micro-batches make a step, from one epoch to another."""
+"""Changes the number of micro-batches per step from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Sets ``accumulate_grad_batches`` by epoch; before the first given epoch a step has one micro-batch.
 
-    Master weights and strategies are set up for accumulation in the whole fit.  A resumed run has the number of its epoch, and
-    continues an open window.
+    Master weights and strategies are set up for accumulation in the whole fit.  A resumed run uses its epoch's number, and
+    continues an accumulation in progress.
 
     Args:
         scheduling: maps an epoch, from 0, to the number of micro-batches in a step from then on.
@@ -41,23 +41,23 @@ class GradientAccumulationScheduler(Callback):
         self.epochs = sorted(self.scheduling)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Whether any epoch has steps of several micro-batches."""
+        """Returns whether any epoch has steps of several micro-batches."""
         return any(count > 1 for count in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """How many micro-batches make a step in this epoch."""
+        """Returns the number of micro-batches per step in this epoch."""
         return self.scheduling[max(first for first in self.epochs if first <= epoch)]
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Hands the schedule to the fit."""
+        """Gives the Trainer the schedule."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             trainer.accumulation_schedule = self.scheduling
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Takes it back."""
+        """Removes the schedule from the Trainer."""
         trainer.accumulation_schedule = None
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Takes it back."""
+        """Removes the schedule from the Trainer."""
         trainer.accumulation_schedule = None

@@ -1,4 +1,4 @@
-"""Logs how large gradients are."""
+"""Logs norms and histograms of gradients."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class GradientMonitor(Callback):
     """Logs the norm of the gradients (averaged over ranks, unscaled, before clipping) every ``log_every_n_steps`` steps.
 
     Names are those of ``grad_norm``: ``grad_2.0_norm_total``, ``grad_2.0_norm/net.0.weight``; with several optimizers the
-    second's total is ``grad_2.0_norm_total/1``.  In a step that is skipped for overflow they are inf or nan.  The host waits only
-    for histograms.  Like any hook between backward and step, it makes each step unscale gradients in a separate pass.
+    second's total is ``grad_2.0_norm_total/1``.  In a step that is skipped for overflow the norms are inf or nan.  The host waits
+    only for histograms.  Like any hook between backward and step, this one makes each step unscale gradients in a separate pass.
 
     Args:
         norm_type: which norm: 2, 1, or ``float("inf")`` for the largest value.
@@ -52,7 +52,7 @@ class GradientMonitor(Callback):
         self.histograms = histograms
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Raises where nobody would take the values."""
+        """Raises :class:`ConfigError` if no logger takes the values."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit" or trainer.fast_dev_run:
             return
@@ -66,7 +66,7 @@ class GradientMonitor(Callback):
             )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
-        """Logs them in a step that is logged."""
+        """Logs norms and histograms if the step is logged."""
         if (trainer.global_step + 1) % (trainer.log_every_n_steps or math.inf):  # the same steps on every rank
             return
         own = {id(module_parameter(one)) for one in owned_parameters(optimizer)}
@@ -88,7 +88,7 @@ class GradientMonitor(Callback):
     def _log_histograms(self, trainer: Trainer, gradients: dict[str, Tensor]) -> None:
         found = [histogram_of(one) for one in gradients.values()]
         rows = torch.stack([torch.cat([one.counts, torch.stack(one[1:])]).to(found[0].low.device) for one in found])
-        for name, (*counts, low, high, total, squares) in zip(gradients, rows.tolist(), strict=True):  # waits, once
+        for name, (*counts, low, high, total, squares) in zip(gradients, rows.tolist(), strict=True):  # one wait
             if any(counts):
                 trainer.delivery.log_histogram(
                     f"gradients/{name}", counts, (low, high), (total, squares), trainer.global_step

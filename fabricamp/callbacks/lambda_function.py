@@ -1,4 +1,4 @@
-"""Functions as hooks."""
+"""Calls plain functions as hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs what the learning rates are."""
+"""Logs the learning rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 _ANY = "any"
-"""The interval of an optimizer without a scheduler, whose rate hooks may change: it is logged with epochs and with steps."""
+"""The interval of an optimizer without a scheduler: logged by epoch and by step, because hooks may change its rate."""
 
 
 class LearningRateMonitor(Callback):
@@ -32,10 +32,10 @@ class LearningRateMonitor(Callback):
         logging_interval: "step" (every ``log_every_n_steps`` steps), "epoch", or None: that of each scheduler (without one: both).
         log_momentum: logs ``...-momentum`` too.
         log_weight_decay: logs ``...-weight_decay`` too.
-        log_key_prefix: stands before each name.
+        log_key_prefix: a text before each name.
 
     Raises:
-        ConfigError: for another interval, or where there is no logger.
+        ConfigError: for another interval, or if there is no logger.
 
     Example:
         >>> monitor = LearningRateMonitor(logging_interval="step", log_key_prefix="optimizer/")
@@ -66,21 +66,21 @@ class LearningRateMonitor(Callback):
         self._next_step: float = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Names the optimizers; raises where nobody would take the values."""
+        """Checks the names of parameter groups; raises :class:`ConfigError` if there is no logger."""
         if trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError("LearningRateMonitor needs a logger: Trainer(logger=True), or leave the callback out")
         self.lrs = {}
         self.last_momentum_values = {}
         list(self._name_optimizers(trainer))
-        # A run that goes on within a window has logged its step before.
+        # A run that resumes within an accumulation has logged the current step already.
         self._next_step = self._due_after(trainer, trainer.global_step + (trainer.state.open_batches > 0))
 
     def holds_at(self, global_step: int) -> float:
-        """Never: rates are the host's."""
+        """Returns inf: the host knows the learning rates, so no launch has to end for them."""
         return math.inf
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
-        """Logs before the steps at which metrics are flushed, under the same step."""
+        """Logs before each step at which metrics are flushed, under the same step number."""
         step = trainer.global_step + 1
         if step < self._next_step:
             return
@@ -88,7 +88,7 @@ class LearningRateMonitor(Callback):
         self._log(trainer, "step", trainer.global_step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Logs those that change by epoch; an epoch that a resumed run goes on with has been logged."""
+        """Logs rates that change by epoch, except in a resumed epoch, where they were logged already."""
         if trainer.state.batch_idx == 0:
             self._log(trainer, "epoch", trainer.global_step)
 
@@ -100,9 +100,7 @@ class LearningRateMonitor(Callback):
         if self.logging_interval not in (None, interval):
             return
         values: dict[str, float] = {}
-        for name, own_interval, optimizer in self._name_optimizers(
-            trainer
-        ):  # as it is now: averaging may put in its own
+        for name, own_interval, optimizer in self._name_optimizers(trainer):  # read anew: SWA may replace the scheduler
             if self.logging_interval is not None or own_interval in (interval, _ANY):
                 values.update(self._values(name, optimizer))
         if values:
@@ -113,7 +111,7 @@ class LearningRateMonitor(Callback):
                 trainer.delivery.log_metrics(values, step)
 
     def _note(self, values: dict[str, float]) -> None:
-        """Keeps the values under Lightning's attributes."""
+        """Stores the values in Lightning's attributes."""
         for name, value in values.items():
             if name.endswith("-momentum"):
                 self.last_momentum_values[name] = value
@@ -131,13 +129,11 @@ class LearningRateMonitor(Callback):
                 yield f"{part}-weight_decay", float(group["weight_decay"])
 
     def _name_optimizers(self, trainer: Trainer) -> Iterator[tuple[str, str, Optimizer]]:
-        """Name, interval and optimizer: of each scheduler, then of the optimizers that have none."""
+        """Yields (name, interval, optimizer) of each scheduler, then of the optimizers without one."""
         scheduled = [
             (config.scheduler.optimizer, config.name, config.interval)
             for config in trainer.lr_scheduler_configs
-            if hasattr(
-                config.scheduler, "optimizer"
-            )  # not every object that the module steps itself says which it is for
+            if hasattr(config.scheduler, "optimizer")  # objects that the module steps itself may have no such attribute
         ]
         bare = [other for other in trainer.optimizers if not any(other is optimizer for optimizer, _, _ in scheduled)]
         taken: set[str] = set()

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class LearningRateFinder(Callback):
-    """Looks for a learning rate before the fit, and trains with it: ``Tuner.lr_find``.
+    """Finds a learning rate before the fit, and trains with it: ``Tuner.lr_find``.
 
-    The search is over before ``setup`` and ``configure_optimizers`` of the fit, so schedules are made with the new rate.  A
-    resumed run takes the rate from its checkpoint.  To search within a training, end the fit, call ``Tuner.lr_find`` and fit
-    again.  A subclass that overrides ``on_fit_start`` searches nothing.
+    The search ends before ``setup`` and ``configure_optimizers`` of the fit, so schedules are made with the new rate.  A resumed
+    run takes the rate from its checkpoint.  To search during training, end the fit, call ``Tuner.lr_find`` and fit again.  A
+    subclass that overrides ``on_fit_start`` makes no search.
 
     Args:
         min_lr: the first rate.
         max_lr: the last rate.
-        num_training_steps: how many rates are tried, with one update each.
+        num_training_steps: number of rates to try, with one update each.
         mode: how the rate grows: "exponential" or "linear".
-        early_stop_threshold: ends the search when the loss is so many times the smallest one; None: never.
+        early_stop_threshold: ends the search when the loss is this many times the smallest loss; None: never.
         update_attr: sets the module's attribute to the suggested rate; False: only ``optimal_lr`` has it.
         attr_name: the name of that attribute or hyper-parameter; "" means ``lr`` or ``learning_rate``.
 
@@ -65,12 +65,12 @@ class LearningRateFinder(Callback):
         self.update_attr = update_attr
         self.attr_name = attr_name
         self.optimal_lr: Any = None
-        """What the search found: ``results``, ``suggestion()`` and ``plot()``; None before it."""
+        """The result of the search, with ``results``, ``suggestion()`` and ``plot()``; None before the search."""
         self.found: dict[str, Any] = {}
         """The name and the rate that were set."""
 
     def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Refuses: within a fit there is no search."""
+        """Raises :class:`ConfigError`: no search is possible within a fit."""
         raise ConfigError(
             "lr_find was called within a run, which a search would disturb; end the fit (max_epochs), call "
             "Tuner(trainer).lr_find(module), raise trainer.fit_loop.max_epochs and fit again"

@@ -1,4 +1,4 @@
-"""Writes checkpoints while training runs, and removes the ones that are no longer needed."""
+"""Writes checkpoints during training and removes those that are not needed any more."""
 
 from __future__ import annotations
 
@@ -37,30 +37,31 @@ _LOG = logging.getLogger("fabricamp")
 
 
 class ModelCheckpoint(Checkpoint):
-    """Writes a checkpoint every so many steps, epochs or minutes, and keeps the best ``save_top_k`` by ``monitor``.
+    """Writes a checkpoint every n steps, epochs or minutes, and keeps the ``save_top_k`` best by ``monitor``.
 
-    The two newest files stay in any case, so ``save_top_k=1`` shows one spare.  Files of another run are never removed.  Ctrl-C
-    and ``nan_policy="stop"`` write the checkpoint of that step.
+    The two newest files are always kept, so ``save_top_k=1`` leaves one extra file.  Files of another run are never removed.
+    Ctrl-C and ``nan_policy="stop"`` write a checkpoint of the step at which they end training.
 
     Args:
         dirpath: the folder, or a URL that fsspec opens (``s3://bucket/run``); None is ``checkpoints`` in the logger's folder.
-        filename: a name that may hold metrics, as ``"{epoch}-{val_loss:.2f}"``, with 0 for a metric that was not logged.
-        monitor: the logged value by which the best are kept; None keeps the newest.
+        filename: the file name; it may contain metrics, as in ``"{epoch}-{val_loss:.2f}"``; an unlogged metric is written as 0.
+        monitor: the logged metric that ranks the files; None keeps the newest.
         verbose: logs a line for each file.
-        save_last: True also keeps the newest as ``last.ckpt`` (and the one before, if no other file holds it, as
-            ``last-previous.ckpt``); "link" keeps a symbolic link to it.
-        save_top_k: how many of the best are kept; -1 all, 0 none; without ``monitor`` 1, 0 or -1.
-        save_on_exception: also writes a checkpoint at an exception (one process only).  Half a step, validation or hook may be in
-            it: a run that goes on from it is told that it need not equal one without the exception.
-        save_weights_only: saves the weights only: a run cannot be resumed from it.
+        save_last: True also writes the newest checkpoint as ``last.ckpt``, and keeps the previous one as ``last-previous.ckpt``
+            if no other file has its content; "link" makes ``last.ckpt`` a symbolic link to the newest file.
+        save_top_k: number of best files to keep; -1 keeps all, 0 none; without ``monitor`` only 1, 0 or -1.
+        save_on_exception: also writes a checkpoint at an exception (one process only).  The file may contain a half-finished step,
+            validation or hook; a run that resumes from it warns that it may differ from a run without the exception.
+        save_weights_only: saves only the weights; a run cannot resume from such a file.
         mode: "min" or "max": which value of ``monitor`` is better.
         auto_insert_metric_name: writes ``epoch=1`` and not ``1`` for ``{epoch}``.
         every_n_train_steps: Lightning's form of ``every="n steps"``.
         train_time_interval: Lightning's form of ``every="n min"``: a timedelta.
         every_n_epochs: Lightning's form of ``every="n epochs"``; 1 if nothing is given.
-        save_on_train_epoch_end: at the end of the train epoch (True) or after validation (False); None: when all metrics are there.
+        save_on_train_epoch_end: saves at the end of the train epoch (True) or after validation (False); None: at the train epoch's
+            end if all metrics are logged by then, else after validation.
         enable_version_counter: adds ``-v1`` to a name that exists; False: replaces the file.
-        every: "100 steps, 1 epoch, 30 min", any of the three.
+        every: the schedule in words: any of steps, epochs and a time, as in "100 steps, 1 epoch, 30 min".
 
     Example:
         >>> checkpoint = ModelCheckpoint(monitor="val_loss", save_top_k=3, save_last=True, filename="{epoch}-{val_loss:.2f}")
@@ -123,59 +124,60 @@ class ModelCheckpoint(Checkpoint):
         self._restored = False  # since the last start of training
         self._followed: tuple[str, ...] = ()
         self._writing: Kept | None = None
-        # The last one saved for its metrics: who goes on from a signal's file has still to judge that step.
+        # The last step saved and ranked by its metrics.  A file that a signal left is not ranked, so a run resumed from that file
+        # must still rank the step.
         self._judged_step = -1
         self._start_at(0)
 
     @property
     def best_model_path(self) -> str:
-        """The file with the best ``monitor``; the newest where nothing is monitored."""
+        """Path of the file with the best ``monitor``; without a monitor, of the newest file."""
         return self._kept.best
 
     @property
     def best_model_score(self) -> Tensor | None:
-        """What ``monitor`` was there."""
+        """The ``monitor`` value of ``best_model_path``."""
         return score_tensor(self._kept.scores.get(self._kept.best))
 
     @property
     def current_score(self) -> Tensor | None:
-        """What ``monitor`` was at the file that was saved last for it."""
+        """The ``monitor`` value of the file that was ranked last."""
         return score_tensor(self._kept.current)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """The top k, best first, with their scores."""
+        """Paths of the top k files, best first, mapped to their ``monitor`` values."""
         return {
             path: torch.tensor(score, dtype=torch.float32, device="cpu") for path, score in self._kept.scores.items()
         }
 
     @property
     def kth_best_model_path(self) -> str:
-        """The file that the next better one replaces; empty while there is room."""
+        """Path of the worst file in the top k, the next to be replaced; empty while fewer than k files are kept."""
         return self._kept.worst(self.save_top_k)
 
     @property
     def kth_value(self) -> Tensor | None:
-        """What ``monitor`` was there."""
+        """The ``monitor`` value of ``kth_best_model_path``."""
         return score_tensor(self._kept.scores.get(self.kth_best_model_path))
 
     @property
     def last_model_path(self) -> str:
-        """The file of ``save_last``, or the one that Ctrl-C or an exception left."""
+        """Path of the ``save_last`` file, or of the file written at Ctrl-C or an exception."""
         return self._kept.last
 
     def known_files(self) -> set[str]:
-        """Every file that this callback keeps."""
+        """Returns the paths of all files that this callback keeps."""
         return self._kept.all()
 
     @property
     def state_key(self) -> str:
-        """Names metric and cadence."""
+        """The key of this callback's state; contains monitor, mode, filename and cadence."""
         lengths = self._lengths.values()
         return f"{self._kind} every {', '.join(str(length) for length in lengths if length) or '0'}"
 
     def accepts_state_of(self, key: str) -> bool:
-        """Also takes the state of a run whose cadence was of the same kind, and had another length."""
+        """Also accepts the state of a run with the same kind of cadence and another length."""
         return key == self._kind or key.startswith(f"{self._kind} every ")
 
     @property
@@ -189,22 +191,22 @@ class ModelCheckpoint(Checkpoint):
         return f"{type(self).__qualname__}{about}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The files; inside a checkpoint that is being written, that one is among them already."""
+        """Returns the kept files; a checkpoint that is being written is already among the files in its own state."""
         own = {"dirpath": self.dirpath, "judged_step": self._judged_step}
         return {**own, **(self._writing or self._kept).state_dict(), **self._lineage.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with these files, where they lie in ``dirpath`` or where the checkpoint does; only its own are ever removed."""
+        """Restores the files that are in ``dirpath`` or in the checkpoint's folder; removes only files that this callback wrote."""
         self.dirpath = self.dirpath or state_dict["dirpath"]
         self._judged_step = int(state_dict.get("judged_step", -1))
         kept = Kept.from_state_dict(state_dict)
         self._kept = kept.without({name for name in kept.all() if not self._may_follow(name)})
-        self._foreign = frozenset(kept.all())  # until training starts, and their own words are read
+        self._foreign = frozenset(kept.all())  # until training starts and the files' headers are read
         self._lineage = Lineage.from_state_dict(state_dict)
         self._restored = True
 
     def _may_follow(self, name: str) -> bool:
-        """Whether a name that a checkpoint brought is one of a file that this callback would write, in a folder of this run."""
+        """Whether a file name from a checkpoint has this callback's extension and is in a folder of this run."""
         if not self._followed:  # no run has begun: nothing is opened or removed yet
             return True
         own = name.endswith(self.FILE_EXTENSION)
@@ -213,13 +215,13 @@ class ModelCheckpoint(Checkpoint):
     def format_checkpoint_name(
         self, metrics: Mapping[str, Tensor | float], filename: str | None = None, ver: int | None = None
     ) -> str:
-        """The path of a checkpoint with these metrics, in ``dirpath`` once that is known."""
+        """Returns the path of a checkpoint with these metrics, in ``dirpath`` once ``dirpath`` is known."""
         name = self._template(filename or self.filename).fill(metrics)
         version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
         return places.join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Decides the folder, the same on every rank."""
+        """Chooses the folder, the same on every rank."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -235,19 +237,19 @@ class ModelCheckpoint(Checkpoint):
         self._followed = followed_folders(trainer, self, trainer.ckpt_path or "")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Starts counting; the state that training starts from needs no checkpoint."""
+        """Starts counting at the current step; the initial state is not saved."""
         self._kept, self._foreign, self._lineage = trainer.strategy.on_rank_zero(lambda: self._stock(trainer))
         self._restored = False
         self._start_at(trainer.global_step)
 
     def _usable_folder(self, trainer: Trainer) -> str | None:
-        """The folder; raises :class:`ConfigError` where nothing can be written there."""
+        """Returns the folder; raises :class:`ConfigError` if nothing can be written there."""
         if not trainer.fast_dev_run and (problem := places.unusable(self.dirpath or "")):
             raise ConfigError(f"ModelCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
         return self.dirpath
 
     def _stock(self, trainer: Trainer) -> tuple[Kept, frozenset[str], Lineage]:
-        """What is there to go on from: this run's files, those of others, and the attempts before this one."""
+        """Returns the known files, those among them that this callback did not write, and the lineage with a new attempt."""
         lineage = self._lineage.go_on(trainer.global_step if trainer.ckpt_path else sys.maxsize)
         if not self._restored:
             return self._kept, self._foreign, lineage
@@ -255,11 +257,11 @@ class ModelCheckpoint(Checkpoint):
         return dataclasses.replace(self._planner(trainer), foreign=foreign).tidied(kept), foreign, lineage
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Signs the files that it writes."""
+        """Marks a checkpoint that this callback writes with the id of the current attempt."""
         if self._writing is None:
             return
         checkpoint[WRITTEN_BY] = self._lineage.attempt
-        checkpoint.setdefault("callbacks", {self.state_key: self.state_dict()})  # weights alone have none
+        checkpoint.setdefault("callbacks", {self.state_key: self.state_dict()})  # weights-only files have none
 
     def _start_at(self, step: int) -> None:
         self._saved_step = step
@@ -267,20 +269,20 @@ class ModelCheckpoint(Checkpoint):
         self._cadence.start(step)
 
     def holds_at(self, global_step: int) -> float:
-        """Where it looks next whether it is to save."""
+        """Returns the next step at which a save may be due."""
         return max(self._cadence.next_look, global_step + 1)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves where the step or the time has come."""
+        """Saves if the interval of steps or time has passed."""
         step, cadence = trainer.global_step, self._cadence
         if step >= cadence.next_look and cadence.is_due(step, trainer.strategy):
-            trainer.reduce_step_metrics()  # what is saved is judged by this step's values
+            trainer.reduce_step_metrics()  # the file is ranked by this step's values
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Saves after validation, unless that is done at the end of the train epoch."""
+        """Saves, unless this callback saves at the end of the train epoch."""
         if not trainer.state.fitting:
             return
         self._validated = True
@@ -288,7 +290,7 @@ class ModelCheckpoint(Checkpoint):
             self._save_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Saves at the end of the train epoch, unless that is done after validation; now a missing metric is a mistake."""
+        """Saves, unless this callback saves after validation; from now on a missing ``monitor`` is an error."""
         self._metrics_complete = self._validated or not has_validation(trainer)
         if self._at_train_epoch_end(trainer):
             self._save_epoch(trainer)
@@ -297,12 +299,12 @@ class ModelCheckpoint(Checkpoint):
             self._judge_monitor(trainer, ranked=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Saves for ``save_last`` where training ended before anything was due."""
+        """Writes the ``save_last`` file if training ended before any save was due."""
         if self.save_last and not self._kept.last:
             self._save(trainer, ranked=False)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Saves the step at which Ctrl-C or a ``nan_policy`` (or, with ``save_on_exception``, anything else) ended training."""
+        """Saves if training was ended by Ctrl-C or a ``nan_policy``, or, with ``save_on_exception``, by any exception."""
         saves = self.save_on_exception and not is_lightnings(trainer) and trainer.state.fitting
         if not (saves or ends_everywhere(trainer, exception)):
             return
@@ -316,7 +318,7 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
-        """Writes what rank 0 plans, then rotates, then publishes the new paths; called by every rank."""
+        """Writes the file that rank 0 plans, then removes surplus files, then publishes the new paths; called by every rank."""
         done = self._judged_step if ranked else self._saved_step
         if trainer.fast_dev_run or done == trainer.global_step or not (self.save_top_k or self.save_last):
             return
@@ -338,7 +340,7 @@ class ModelCheckpoint(Checkpoint):
     def _hand_over(
         self, trainer: Trainer, plan: Plan, write: Callable[[str, dict[str, Any]], None] | None = None
     ) -> None:
-        """Lets the Trainer write the checkpoint, in which this callback's state holds the new file already."""
+        """Lets the Trainer write the checkpoint; the callback state inside already includes the new file."""
         options = {} if write is None else {"write": write}
         self._writing = plan.after
         try:
@@ -350,16 +352,16 @@ class ModelCheckpoint(Checkpoint):
         plan.rotate(link=self.save_last == "link")
 
     def _publish(self, trainer: Trainer, plan: Plan) -> None:
-        """Only now do the paths show a file that is there, and loggers may upload it."""
+        """Updates the public paths and notifies the loggers, which may upload the file; runs only once the file exists."""
         self._kept = plan.after.without(plan.remove)
         trainer.delivery.after_save_checkpoint(self)
 
     def _plan(self, trainer: Trainer, *, ranked: bool) -> Plan:
-        """Rank 0's decision: which file, under which name, instead of which others; makes room for it."""
+        """Returns rank 0's decision: the file, its name and the files it replaces; moves files whose names are needed."""
         metrics = self._metrics(trainer)
         found = metrics.get(self.monitor) if ranked and self.monitor is not None else None
         score = None if found is None else float(found)
-        rankable = score is not None or self.monitor is None or not ranked  # else not logged yet
+        rankable = score is not None or self.monitor is None or not ranked  # else the monitor was not logged yet
         path = self.format_checkpoint_name(metrics) if self.save_top_k and rankable else ""
         last = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST) if self.save_last else ""
         if path and not self._told_of_zeros:
@@ -387,7 +389,7 @@ class ModelCheckpoint(Checkpoint):
         return {**trainer.monitored_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _judge_monitor(self, trainer: Trainer, *, ranked: bool) -> None:
-        """Raises where the monitor is missing that every epoch should have logged by now; notes one that may still come."""
+        """Raises :class:`ConfigError` if ``monitor`` is missing after a full epoch; before that, only notes that it is missing."""
         missing = self.monitor is not None and self.monitor not in self._metrics(trainer)
         if ranked and missing and self._metrics_complete:
             given = f"ModelCheckpoint(monitor={self.monitor!r})"
@@ -403,7 +405,7 @@ class ModelCheckpoint(Checkpoint):
         return checks_at_train_epoch_end(trainer) if chosen is None else chosen
 
     def _check_arguments(self) -> None:
-        """Raises :class:`ConfigError` for what cannot work, whatever the run."""
+        """Raises :class:`ConfigError` for arguments that cannot work in any run."""
         self._template(self.filename)
         check_choices(self.mode, self.save_last, self.save_top_k, self.monitor)
         check_cadence(self.every, self.every_n_train_steps, self.every_n_epochs, self.train_time_interval)

@@ -1,4 +1,4 @@
-"""What the user trains: a table of the module's parts, and the memory that they take at an opt level."""
+"""Summarizes a module: a table of its submodules, and their memory at an opt level."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class Count:
     trainable: int = 0
     size: int = 0
     lazy: int = 0
-    """How many parameters and buffers have no shape yet; they are missing from the other numbers."""
+    """Number of parameters and buffers without a shape yet; the other numbers do not include them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSummary:
-    """One part of the module; what it contains is counted in it."""
+    """One submodule; its count includes its own submodules."""
 
     name: str
     type: str
     count: Count
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, in the order of the columns."""
+        """Returns the texts of the row, in the order of the columns."""
         count = self.count
         unknown = " + ?" if count.lazy else ""
         return (
@@ -70,32 +70,32 @@ class LayerSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What :func:`summarize` found; ``str`` gives plain text."""
+    """The result of :func:`summarize`; ``str`` gives plain text."""
 
     rows: list[LayerSummary]
     total: Count
     opt_level: str
     memory: dict[str, int]
-    """Bytes by what holds them: weights, buffers, masters, gradients."""
+    """Bytes by kind: weights, buffers, masters, gradients."""
     tied: list[str] = field(default_factory=list)
 
     @property
     def frozen(self) -> int:
-        """Elements of parameters that are not trained."""
+        """Number of elements of frozen parameters."""
         return self.total.params - self.total.trainable
 
     @property
     def total_parameters(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return self.total.params
 
     @property
     def trainable_parameters(self) -> int:
-        """Elements of parameters that are trained."""
+        """Number of elements of trained parameters."""
         return self.total.trainable
 
     def notes(self) -> list[str]:
-        """The lines below the table."""
+        """Returns the lines below the table."""
         parts = " + ".join(f"{_size(size)} {name}" for name, size in self.memory.items() if size)
         lines = [
             f"{self.total.params:,} parameters: {self.total.trainable:,} trainable, {self.frozen:,} frozen",
@@ -117,7 +117,7 @@ class Summary:
         return "\n".join([*table, *self.notes()])
 
     def show(self) -> None:
-        """Shows it: as a table on a terminal and in a notebook, elsewhere in plain lines through logger ``fabricamp``."""
+        """Shows a table on a terminal and in a notebook, elsewhere plain lines through logger ``fabricamp``."""
         from rich import box, get_console
         from rich.table import Table
         from rich.text import Text
@@ -138,10 +138,10 @@ class Summary:
 
 
 class ModelSummary(Callback):
-    """Shows the module's parts and their memory, on rank 0 when ``fit`` starts.
+    """Shows the module's submodules and their memory, on rank 0 when ``fit`` starts.
 
     Args:
-        max_depth: the depth of the listed submodules: 1 the module's own parts, 0 only totals, -1 all.
+        max_depth: the depth of the listed submodules: 1 lists the direct children, 0 only totals, -1 all.
 
     Example:
         >>> trainer = Trainer(callbacks=[ModelSummary(max_depth=2)])
@@ -152,7 +152,7 @@ class ModelSummary(Callback):
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Shows the summary of the module as it is now: converted, with its optimizers' masters."""
+        """Shows the summary of the converted module, including its optimizers' masters."""
         if not trainer.is_global_zero:
             return
         memory = _memory_as_it_is(pl_module)
@@ -174,11 +174,11 @@ class ModelSummary(Callback):
 
 
 def summarize(module: nn.Module, max_depth: int = 1, opt_level: str | Precision = "O0") -> Summary:
-    """Returns what ``module`` consists of and takes at ``opt_level``, converted already or not.
+    """Returns the submodules of ``module`` and its memory at ``opt_level``, whether it is converted already or not.
 
-    ``opt_level`` is what ``Trainer(precision=...)`` takes, an ``OptLevel`` with options too.  Counted are weights and buffers in
-    the dtype they will have, fp32 masters of the trainable half weights (O2, O5), and one gradient for each trainable weight in
-    the weight's dtype.  Raises :class:`ConfigError` for an unknown name.
+    ``opt_level`` is any value of ``Trainer(precision=...)``, including an ``OptLevel`` with options.  The memory includes weights
+    and buffers in their dtype at that level, fp32 masters of the trainable half weights (O2, O5), and one gradient for each
+    trainable weight in the weight's dtype.  Raises :class:`ConfigError` for an unknown name.
 
     Example:
         >>> print(summarize(torch.nn.Linear(32, 2), opt_level="O2"))
@@ -206,7 +206,7 @@ def _rows(module: nn.Module, max_depth: int) -> list[LayerSummary]:
         if name and (max_depth == -1 or name.count(".") < max_depth)
     ]
     own = _count(module, recurse=False)
-    # Without it the rows would not add up to the total.
+    # Without this row for the module's own parameters the rows would not add up to the total.
     return [LayerSummary("(own)", type(module).__name__, own), *rows] if own.params or own.size or own.lazy else rows
 
 
@@ -252,7 +252,7 @@ def _predicted_memory(module: nn.Module, level: Level) -> dict[str, int]:
 
 
 def _tied(module: nn.Module) -> list[str]:
-    """Like ``"decoder.weight = embedding.weight"`` for each parameter that goes by another name already."""
+    """Returns a text such as ``"decoder.weight = embedding.weight"`` for each further name of a parameter."""
     first: dict[int, str] = {}
     tied = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -282,7 +282,7 @@ def _size(size: float) -> str:
 
 
 def _aligned(cells: Iterable[str], widths: list[int]) -> list[str]:
-    """Names and types to the left, numbers to the right."""
+    """Aligns names and types to the left, numbers to the right."""
     return [
         cell.rjust(width) if index > 1 else cell.ljust(width)
         for index, (cell, width) in enumerate(zip(cells, widths, strict=True))

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class OnExceptionCheckpoint(Checkpoint):
-    """Writes ``dirpath/filename.ckpt`` when an exception, Ctrl-C too, ends a fit, and removes it when a later fit ends well.
+    """Writes ``dirpath/filename.ckpt`` if an exception or Ctrl-C ends a fit, and removes the file when a later fit succeeds.
 
-    A file of that name is replaced.  Half a step, validation or hook may be in the checkpoint.  With an exception amid an update
-    there is no state that could be saved.
+    An existing file of that name is replaced.  The checkpoint may contain a half-finished step, validation or hook.  After an
+    exception within an update there is no state to save.
 
     Args:
         dirpath: the folder, or a URL that fsspec opens.
@@ -52,7 +52,7 @@ class OnExceptionCheckpoint(Checkpoint):
         return places.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Refuses what could not be saved."""
+        """Raises :class:`ConfigError` if no checkpoint could be written."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -66,18 +66,18 @@ class OnExceptionCheckpoint(Checkpoint):
             raise ConfigError(f"OnExceptionCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """From here on there is something to save."""
+        """Notes that from now on there is a state to save."""
         self._trains = True
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Writes the file, if training had begun."""
-        # Lightning's Trainer calls this for what setup raised.
+        # Lightning's Trainer calls this for errors in setup too.
         if is_lightnings(trainer) or trainer.fast_dev_run or not (self._trains and trainer.state.fitting):
             return
         trainer.save_checkpoint(self.ckpt_path)
         self._saved = True
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Removes the file of an earlier fit, which this one has made up for; after a signal this fit's own stays."""
+        """Removes the file of an earlier failed fit; a file of this fit (written at a signal) stays."""
         if stage == "fit" and not self._saved and not trainer.fast_dev_run:
             places.remove(self.ckpt_path)

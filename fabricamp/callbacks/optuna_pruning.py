@@ -1,4 +1,4 @@
-"""Lets a trial of Optuna's end where its pruner sees no promise in it."""
+"""Ends a trial of Optuna early if its pruner decides so."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class OptunaPruning(Callback):
     """Reports a metric to an Optuna trial after each validation, and ends training if the trial's pruner says so.
 
-    Rank 0 reports and asks, and every rank ends after the same step.  The run ends as any other; then ``fit`` raises
-    ``optuna.TrialPruned`` in the process that called it.  Values are reported by epoch, or by step if validation runs at other
-    times.  Reports of processes that the Trainer starts are repeated in the caller, so any storage works.
+    Rank 0 reports and asks the pruner, and every rank ends after the same step.  The run ends normally; then ``fit`` raises
+    ``optuna.TrialPruned`` in the calling process.  Values are reported by epoch, or by step if validation runs at other times.
+    Reports from processes that the Trainer starts are repeated in the caller, so any storage works.
 
     Args:
-        trial: the trial that the objective gets; may be None on ranks other than 0.
+        trial: the argument of Optuna's objective; may be None on ranks other than 0.
         monitor: the metric, logged over an epoch.
 
     Raises:
@@ -48,18 +48,18 @@ class OptunaPruning(Callback):
         self._reported: dict[int, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """In a process that was forked: a connection to the storage of its own."""
+        """Opens a new connection to the storage in a forked process."""
         super().setup(trainer, pl_module, stage)
         if self._process != os.getpid():
             self._trial, self._process = pickle.loads(pickle.dumps(self._trial)), os.getpid()  # noqa: S301 - made here
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Reports and asks, where each epoch ends with its validation, or there is none."""
+        """Reports and asks the pruner, if each epoch ends with its validation or there is no validation."""
         if checks_at_train_epoch_end(trainer):
             self._check(trainer, trainer.current_epoch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Reports and asks, where validation runs at other times."""
+        """Reports and asks the pruner, if validation runs at other times."""
         if trainer.state.fitting and not checks_at_train_epoch_end(trainer):
             self._check(trainer, trainer.global_step)
 
@@ -78,7 +78,7 @@ class OptunaPruning(Callback):
             trainer.stop(words, importlib.import_module("optuna").TrialPruned(words))
 
     def _report(self, values: dict[int, float]) -> None:
-        """Reports what the trial has not been told."""
+        """Reports the values that were not reported to the trial yet."""
         if self._trial is not None:
             for step, value in values.items():
                 if step not in self._reported:
@@ -86,9 +86,9 @@ class OptunaPruning(Callback):
         self._reported |= values
 
     def state_dict(self) -> dict[str, Any]:
-        """What was reported."""
+        """Returns the reported values."""
         return {"reported": dict(self._reported)} if self._reported else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reports it to the trial that goes on."""
+        """Reports the saved values to the trial of the resumed run."""
         self._report(state_dict["reported"])

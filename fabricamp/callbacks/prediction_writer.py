@@ -25,25 +25,25 @@ class WriteInterval(enum.StrEnum):
 
     @property
     def on_batch(self) -> bool:
-        """Whether after each batch."""
+        """Whether predictions are written after each batch."""
         return self is not WriteInterval.EPOCH
 
     @property
     def on_epoch(self) -> bool:
-        """Whether after all batches."""
+        """Whether predictions are written after all batches."""
         return self is not WriteInterval.BATCH
 
 
 class BasePredictionWriter(Callback):
-    """Gives each rank its predictions, with their samples' indices: derive from it, and write them in the methods below.
+    """Gives each rank its predictions with their samples' indices; override the methods below to write them.
 
-    With ``trainer.predict(..., return_predictions=False)`` they are not kept anywhere else.
+    With ``trainer.predict(..., return_predictions=False)`` the predictions are not kept anywhere else.
 
     Args:
         write_interval: "batch" calls :meth:`write_on_batch_end`, "epoch" :meth:`write_on_epoch_end`, "batch_and_epoch" both.
 
     Raises:
-        ConfigError: for another interval, and if the method that it calls is not overridden.
+        ConfigError: for another interval, and if a method that the interval needs is not overridden.
 
     Example:
         >>> class Files(BasePredictionWriter):
@@ -66,10 +66,10 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Writes what ``predict_step`` returned for ``batch``.
+        """Writes the result of ``predict_step`` for ``batch``.
 
-        ``batch_indices`` are the indices of its samples in the dataset; None where they cannot be known: another loader than
-        torch's DataLoader, an IterableDataset, workers with ``in_order=False``.
+        ``batch_indices`` are the indices of the batch's samples in the dataset; None if unknown: another loader than torch's
+        DataLoader, an IterableDataset, workers with ``in_order=False``.
         """
         raise self._not_overridden("write_on_batch_end")
 
@@ -80,15 +80,15 @@ class BasePredictionWriter(Callback):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        """Writes what ``predict_step`` returned on this rank, on the host: a list of batches; of several loaders a list each.
+        """Writes the results of ``predict_step`` on this rank, in host memory.
 
-        ``batch_indices`` has a list per loader, also of one, with a list of indices per batch; None for a loader of which they
-        cannot be known.
+        ``predictions`` is a list with an item per batch; with several loaders, a list of such lists.  ``batch_indices`` has an
+        item per loader, even with one loader: a list of indices per batch, or None if the loader's indices are unknown.
         """
         raise self._not_overridden("write_on_epoch_end")
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Raises before anything is predicted that nobody would write."""
+        """Raises :class:`ConfigError` before the first batch if a method that the interval needs is not overridden."""
         super().setup(trainer, pl_module, stage)
         if stage != "predict":
             return
@@ -106,13 +106,13 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Has the batch written."""
+        """Calls :meth:`write_on_batch_end` if the interval asks for it."""
         if self.interval.on_batch:
             indices = trainer.predict_loop.current_batch_indices
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Has all batches written."""
+        """Calls :meth:`write_on_epoch_end` if the interval asks for it."""
         if self.interval.on_epoch:
             loop = trainer.predict_loop
             self.write_on_epoch_end(trainer, pl_module, loop.predictions, loop.epoch_batch_indices)

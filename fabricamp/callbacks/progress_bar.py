@@ -1,4 +1,4 @@
-"""What the user sees while it runs: a live bar on a terminal or in a notebook, plain lines anywhere else."""
+"""Shows progress: a live bar on a terminal or in a notebook, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 _FREE_LINES = 100
-"""So many lines stay whatever their pace; after them at most one a second: tiny epochs shall not flood a log."""
+"""Number of lines written at any rate; further ones at most once a second, so tiny epochs do not flood a log."""
 
 
 class ProgressBar(Callback):
     """Shows epoch, batch, speed, the ``prog_bar`` metrics, and ``lr`` and loss ``scale`` if they change; leaves a line per epoch.
 
-    Under ``Trainer(cuda_graph=...)`` it says whether steps run as a ``graph`` or ``eager``.
-    Only rank 0 shows it.  On a GPU a step's values are one or two pictures old; the epoch's line is exact.  It never waits for a
-    tensor, and takes at most 1 % of the time.  If stdout is no terminal (file, pipe, CI, ``TERM=dumb``), a plain line goes through
-    logger ``fabricamp`` every ten seconds.  Validations within an epoch leave a line too; ``validate`` and ``test`` show their
-    values in a table.
+    Under ``Trainer(cuda_graph=...)`` the bar also shows whether steps run as a ``graph`` or ``eager``.  Only rank 0 shows the bar.
+    On a GPU, shown values lag by one or two refreshes; the epoch's line is exact.  The bar never waits for a tensor, and takes at
+    most 1 % of the time.  If stdout is no terminal (file, pipe, CI, ``TERM=dumb``), a plain line goes through logger ``fabricamp``
+    every ten seconds.  Validations within an epoch leave a line too; ``validate`` and ``test`` show their values in a table.
 
     Args:
-        refresh_rate_hz: how many times per second it is drawn at most.
+        refresh_rate_hz: the largest number of refreshes per second.
 
     Example:
         >>> trainer = Trainer(callbacks=[ProgressBar(refresh_rate_hz=1)])
@@ -43,7 +42,7 @@ class ProgressBar(Callback):
     def __init__(self, refresh_rate_hz: float = 4.0) -> None:
         if not isinstance(refresh_rate_hz, int | float) or not 0 < refresh_rate_hz <= 60:
             raise ConfigError(
-                f"ProgressBar(refresh_rate_hz={refresh_rate_hz!r}) takes a number of pictures a second, "
+                f"ProgressBar(refresh_rate_hz={refresh_rate_hz!r}) takes a number of refreshes a second, "
                 "above 0 and up to 60; for no bar at all pass enable_progress_bar=False to the Trainer"
             )
         self.is_enabled = True
@@ -67,48 +66,48 @@ class ProgressBar(Callback):
         self._num_lines = 0
         self._last_line = -math.inf
 
-    # -- what subclasses use and override ------------------------------------------------------------------------------
+    # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
-        """Returns the values that stand beside the bar: numbers, or text as it is shown; override it to change them."""
+        """Returns the values shown beside the bar, as numbers or as text; override this method to change them."""
         values: dict[str, Any] = dict(trainer.progress_bar_metrics)
         for name, value in _moving(trainer):
             values.setdefault(name, value)
         return values
 
     def enable(self) -> None:
-        """Shows the bar again, from where the next one opens."""
+        """Shows bars again, beginning with the next one that opens."""
         self.is_enabled = True
 
     def disable(self) -> None:
-        """Shows nothing."""
+        """Hides the bar."""
         self.is_enabled = False
         self._close(keep=True)
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Starts anew."""
+        """Resets the bar."""
         super().setup(trainer, pl_module, stage)
         self._close(keep=False)
         self._stage = stage
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Gives the terminal back."""
+        """Releases the terminal."""
         self._close(keep=False)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Gives the terminal back, with the bar as it stands."""
+        """Releases the terminal, and leaves the bar as it is."""
         if self._screen is not None and self._screen.is_live:
             self._advance_train(trainer, trainer.state.batch_idx)
-            # With the metrics of the last picture: a look at the device might fail by what the exception tells of.
+            # With the metrics of the last refresh: reading the device might fail with the same error.
             self._draw_tracks()
         self._close(keep=True)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Opens the epoch's bar, where a resumed epoch goes on."""
+        """Opens the epoch's bar; a resumed epoch starts at its resume point."""
         if not trainer.is_global_zero:
             return
         number, last = trainer.current_epoch + 1, trainer.max_epochs
@@ -123,13 +122,13 @@ class ProgressBar(Callback):
         self._outdated = False
 
     def holds_at(self, global_step: int) -> float:
-        """Never: it shows what is there."""
+        """Returns inf: the bar shows the latest known values, so no launch has to end for it."""
         return math.inf
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Draws, where it is due."""
+        """Draws if a refresh is due."""
         if monotonic() < self._due:
             return
         self._advance_train(trainer, batch_idx + 1)
@@ -138,7 +137,7 @@ class ProgressBar(Callback):
         self._draw(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Leaves the epoch's line."""
+        """Writes the epoch's line."""
         train = self._train
         if train is None:
             return
@@ -148,21 +147,21 @@ class ProgressBar(Callback):
         time = ("", duration(monotonic() - train.started))
         values = self._step_and_metrics(trainer)
         if self._rate is not None and "lr" not in trainer.progress_bar_metrics:
-            # The scheduler has moved on: its rate is the next epoch's.
+            # The scheduler has stepped already: its rate is the next epoch's.
             values = [(name, _as_text(self._rate) if name == "lr" else text) for name, text in values]
         self._pending = [(train.label, ""), *position, *values, time, ("", train.mean_pace)]
         self._train = None
         self._write_pending()
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Gives the terminal back; the last epoch's line stays in any case."""
+        """Releases the terminal; always writes the last epoch's line."""
         self._write_pending(in_any_case=True)
         self._close(keep=False)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Opens the bar of a validation run, in ``fit`` below the epoch's."""
+        """Opens the bar of a validation run; in ``fit`` it is below the epoch's bar."""
         self._advance_train(trainer, trainer.state.batch_idx)
         if trainer.sanity_checking:
             self._open_evaluation(trainer, "sanity check", trainer.num_sanity_val_batches)
@@ -170,7 +169,7 @@ class ProgressBar(Callback):
             self._open_evaluation(trainer, "validation", trainer.num_val_batches)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Closes it; a run amid an epoch leaves its line at once, one at the epoch's end leaves that to the epoch."""
+        """Closes the bar and writes its line; at the end of an epoch the epoch's line replaces it."""
         train = self._train
         if train is None:
             self._close_evaluation(trainer)
@@ -186,7 +185,7 @@ class ProgressBar(Callback):
         self._open_evaluation(trainer, "test", trainer.num_test_batches)
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Leaves the run's line."""
+        """Writes the run's line."""
         self._close_evaluation(trainer)
 
     def on_predict_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -194,7 +193,7 @@ class ProgressBar(Callback):
         self._open_evaluation(trainer, "predict", trainer.num_predict_batches)
 
     def on_predict_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Leaves the run's line."""
+        """Writes the run's line."""
         self._close_evaluation(trainer)
 
     def on_validation_batch_end(
@@ -206,7 +205,7 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Draws, where it is due."""
+        """Draws if a refresh is due."""
         if monotonic() < self._due:
             return
         if dataloader_idx != self._loader:
@@ -234,9 +233,9 @@ class ProgressBar(Callback):
         self._evaluation.total = _finite(self._totals[index]) if index < len(self._totals) else None
 
     def _close_evaluation(self, trainer: Trainer) -> None:
-        """Leaves the line of a run of its own; the sanity check leaves none."""
+        """Writes the line of an evaluation outside of training; the sanity check has no line."""
         track, self._evaluation = self._evaluation, None
-        self._outdated = self._stage == "fit"  # the first batch may take long: it shall not look like the sanity check
+        self._outdated = self._stage == "fit"  # the first batch may take long, and must not look like the sanity check
         if track is None or self._outdated:
             return
         # Its values follow in a table.
@@ -268,7 +267,7 @@ class ProgressBar(Callback):
 
     def _draw_tracks(self) -> None:
         tracks = [track for track in (self._train, self._evaluation) if track is not None]
-        if self._screen is None or not tracks:  # none is open between two epochs, or before the first
+        if self._screen is None or not tracks:  # no bar is open between two epochs or before the first
             return
         try:
             self._screen.draw(tracks, self._shown)
@@ -310,7 +309,7 @@ def _finite(number: float) -> int | None:
 
 
 def _train_total(trainer: Trainer, done: int) -> int | None:
-    """How many micro-batches the epoch will have had, where known: by the loader or by ``max_steps``."""
+    """Returns the number of micro-batches in the epoch, limited by the loader and ``max_steps``; None if unknown."""
     batches = _finite(trainer.num_training_batches)
     if trainer.max_steps < 0:
         return batches
@@ -320,9 +319,9 @@ def _train_total(trainer: Trainer, done: int) -> int | None:
 
 
 def _moving(trainer: Trainer) -> Iterator[tuple[str, float]]:
-    """The learning rate where a scheduler moves it, and the loss scale where it is dynamic, as the host knows them."""
+    """Yields the learning rate if a scheduler changes it and the loss scale if it is dynamic, as the host knows them."""
     for config in trainer.lr_scheduler_configs[:1]:
-        # What a module steps itself as a scheduler need not have the optimizer.
+        # A scheduler object that the module steps itself may have no optimizer attribute.
         optimizer = getattr(config.scheduler, "optimizer", None)
         if optimizer is None:
             optimizer = trainer.optimizers[0]
@@ -335,7 +334,7 @@ def _moving(trainer: Trainer) -> Iterator[tuple[str, float]]:
 
 
 def _as_text(value: Any) -> str:
-    """Four significant digits, and always as many of them, so that the line does not jump."""
+    """Formats a number with always four significant digits, so the line does not jump."""
     if not isinstance(value, int | float):
         return str(value)
     return f"{value:.0f}" if isinstance(value, int) or 1e4 <= abs(value) < 1e7 else f"{value:#.4g}"

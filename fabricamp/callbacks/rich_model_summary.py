@@ -1,4 +1,4 @@
-"""Lightning's path to RichModelSummary, which is ModelSummary: that is a table already."""
+"""Lightning's path to RichModelSummary, an alias of ModelSummary, which shows a table already."""
 
 from fabricamp.callbacks.model_summary import ModelSummary as RichModelSummary
 

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: a learning rate that stays high, the mean of the weights, BatchNorm statistics for it."""
+"""Stochastic weight averaging: a learning rate that stays high, the mean of the weights, and its BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class StochasticWeightAveraging(Callback):
-    """Averages the weights of the last epochs, trained with a learning rate of their own.
+    """Averages the weights of the last epochs, which train with a separate learning rate.
 
     From ``swa_epoch_start`` on, torch's ``SWALR`` replaces the module's schedule, and the weights at the beginning of each epoch
     are averaged (fp32 masters at O2 and O5).  When a fit reaches ``max_epochs``, the module gets the average.  A forward pass
-    over the training data (each rank its share) then gives BatchNorm its statistics, without updates and logs.  Until then
+    over the training data (each rank its share) then computes BatchNorm's statistics, without updates and logs.  Until then
     validation and a checkpoint's ``state_dict`` have the weights; the average is in the callback's state.
 
     Args:
         swa_lrs: the final learning rate; a list: one for each parameter group.
-        swa_epoch_start: the first epoch, from 1 (int), or the share of ``max_epochs`` before it (float).
-        annealing_epochs: how many epochs the learning rate takes to reach it.
-        annealing_strategy: how it gets there: "cos" or "linear".
+        swa_epoch_start: the first averaged epoch, from 1 (int), or the share of ``max_epochs`` before it (float).
+        annealing_epochs: number of epochs in which the learning rate reaches ``swa_lrs``.
+        annealing_strategy: the shape of that change: "cos" or "linear".
         avg_fn: returns the new average, given the average, the weight and the number of averaged weights; None: the mean.
         device: where the average is kept; None: where the weights are.
 
@@ -82,7 +82,7 @@ class StochasticWeightAveraging(Callback):
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the run that it is in."""
+        """Returns the attributes without those of the current run."""
         own = ("_averages", "_saved", "_scheduler", "_trainer")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -99,19 +99,19 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_start(self) -> int:
-        """The first epoch, from 0, whose beginning is averaged."""
+        """The first epoch, from 0, at whose beginning the weights are averaged."""
         first = self._swa_epoch_start
         return max((int(self._max_epochs * first) if isinstance(first, float) else first) - 1, 0)
 
     @property
     def swa_end(self) -> int:
-        """The last one."""
+        """The last epoch, from 0, at whose beginning the weights are averaged."""
         return self._max_epochs - 1
 
     # -- in a run ----------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Begins anew with each fit."""
+        """Resets the average for each fit."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             refuse_several(self, trainer.callbacks)
@@ -119,7 +119,7 @@ class StochasticWeightAveraging(Callback):
             self._trainer, self._max_epochs = trainer, trainer.max_epochs
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Looks at what is trained and how, and takes the average that a checkpoint had."""
+        """Checks optimizers and schedules, and creates the average, from a checkpoint's average if there is one."""
         self._check(trainer, pl_module)
         averages = self._averages = Averages(self._rule, self._device, use_buffers=False)
         saved, self._saved = self._saved, None
@@ -143,7 +143,7 @@ class StochasticWeightAveraging(Callback):
                 raise ConfigError(f"{type(self).__name__} cannot work with {words}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Averages the weights that the epoch begins with."""
+        """Adds the weights at the beginning of the epoch to the average."""
         epoch, averages = trainer.current_epoch, self._averages
         if averages is None or not self.swa_start <= epoch <= self.swa_end or epoch <= self._latest_epoch:
             return
@@ -154,18 +154,18 @@ class StochasticWeightAveraging(Callback):
         averages.update(None)
 
     def _anneal(self, trainer: Trainer) -> None:
-        """Puts a schedule that leads to ``swa_lrs`` in the place of the module's own."""
+        """Replaces the module's schedule by one that leads to ``swa_lrs``."""
         optimizer, rates, strategy = trainer.optimizers[0], self._swa_lrs, self._annealing_strategy
         rates = rates if isinstance(rates, list) else [rates] * len(optimizer.param_groups)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate
-        # As Lightning has it; what torch's class goes by is another counter.
+        # The same value as in Lightning; torch's class itself uses another counter.
         last_epoch = self._max_epochs if strategy == "cos" else -1
         self._scheduler = SWALR(optimizer, rates, self._annealing_epochs, strategy, last_epoch)  # type: ignore[arg-type]  # takes a list too
         trainer.replace_schedules(self._scheduler)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Leaves the average in the module, where all epochs were trained, and BatchNorm with its statistics."""
+        """Writes the average into the module and computes BatchNorm's statistics, if all epochs were trained."""
         averages = self._averages
         if averages is None or not averages.begun or trainer.current_epoch <= self.swa_end:
             return
@@ -177,7 +177,7 @@ class StochasticWeightAveraging(Callback):
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """How far averaging has come; the average itself joins it where a checkpoint is written."""
+        """Returns the progress of averaging; :meth:`on_save_checkpoint` adds the average itself."""
         averages, scheduler = self._averages, self._scheduler
         if averages is None or not averages.begun or scheduler is None:
             return {}
@@ -188,7 +188,7 @@ class StochasticWeightAveraging(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes it back, before the state of the schedule comes."""
+        """Restores the progress and the average, before the schedule's state is loaded."""
         self._latest_epoch = state_dict["latest_update_epoch"]
         if state_dict.get("average_model_state") is not None:
             self._saved = {"average": state_dict["average_model_state"], "count": int(state_dict["n_averaged"])}
@@ -197,20 +197,20 @@ class StochasticWeightAveraging(Callback):
             self._anneal(self._trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Puts the average into the callback's state."""
+        """Adds the average to the callback's state."""
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         if own and self._averages is not None:
             own["average_model_state"] = in_state(pl_module, checkpoint["state_dict"], self._averages.values)
 
 
 def _follows(norm: AnyBatchNorm) -> bool:
-    """Whether a BatchNorm takes in statistics; one that was frozen keeps its own."""
+    """Returns whether a BatchNorm updates running statistics; a frozen one keeps its own."""
     return norm.training and norm.track_running_stats and norm.running_mean is not None
 
 
 @torch.no_grad()
 def _update_statistics(norms: list[AnyBatchNorm], trainer: Trainer) -> None:
-    """Makes running statistics the mean over all batches of the training data, and over the ranks."""
+    """Sets running statistics to the mean over all batches of the training data and over the ranks."""
     momenta = [one.momentum for one in norms]
     for one in norms:
         one.reset_running_stats()

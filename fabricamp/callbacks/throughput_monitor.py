@@ -1,4 +1,4 @@
-"""Logs how fast training is."""
+"""Logs the speed of training."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _PERCENTILES = (50, 90, 99)
 
 
 class ThroughputMonitor(Callback):
-    """Logs samples a second, how long steps take, waiting for data, FLOPs and memory, every ``log_every_n_steps`` steps.
+    """Logs samples per second, step times, waiting for data, FLOPs and memory, every ``log_every_n_steps`` steps.
 
-    Names: ``train/device/samples_per_sec``, ``batches_per_sec``, ``items_per_sec``, ``flops_per_sec`` and ``mfu`` of one device; of
-    several ``train/samples_per_sec`` and so on of all, where each does as much as rank 0's; ``train/step_ms_p50``, ``_p90`` and
-    ``_p99``; ``train/data_share``, the share of the host's time that it waits for batches; of a GPU ``train/memory/peak_bytes``
-    and ``reserved_bytes`` (the allocator's pool).
+    Names: ``train/device/samples_per_sec``, ``batches_per_sec``, ``items_per_sec``, ``flops_per_sec`` and ``mfu`` of one device;
+    with several devices also ``train/samples_per_sec`` and so on of all, assuming that each does as much as rank 0's;
+    ``train/step_ms_p50``, ``_p90`` and ``_p99``; ``train/data_share``, the share of the host's time spent waiting for batches; on
+    a GPU ``train/memory/peak_bytes`` and ``reserved_bytes`` (the allocator's pool).
 
-    A GPU's steps are timed by events, which are read when they are over: the host waits for nothing.  Validation does not count.
-    Steps of one launch (``CudaGraph(steps=...)``) are timed together, and count as equally long.
+    Steps on a GPU are timed by events, which are read only after they have completed, so the host never waits.  Validation does
+    not count.  Steps of one launch (``CudaGraph(steps=...)``) are timed together, and count as equally long.
     FLOPs are those of the first batch, counted by ``torch.utils.flop_counter``, or the module's ``flops_per_batch``.
 
     Args:
-        batch_size_fn: the number of samples in a batch, an int; None is the length of its first tensor.
-        length_fn: the number of items (tokens) in a batch, an int; None logs none.
-        window_size: over how many steps the values are taken.
-        separator: stands between the parts of a name.
-        available_flops: what the device can do a second, for ``mfu``; None asks a table of cards.
+        batch_size_fn: returns the number of samples in a batch, an int; None takes the length of its first tensor.
+        length_fn: returns the number of items (tokens) in a batch, an int; None logs no items.
+        window_size: number of last steps that the values cover.
+        separator: the text between the parts of a name.
+        available_flops: the device's FLOPs per second, for ``mfu``; None uses a table of cards.
 
     Raises:
-        ConfigError: where there is no logger, or a function returns no int.
+        ConfigError: if there is no logger, or a function returns no int.
 
     Example:
         >>> monitor = ThroughputMonitor(length_fn=lambda batch: batch["tokens"].numel())
@@ -69,35 +69,35 @@ class ThroughputMonitor(Callback):
         self.separator = separator
         self.available_flops = available_flops
         self.flops_per_batch: int | None = None
-        """Of one micro-batch: forward, backward and update."""
+        """FLOPs of one micro-batch: forward, backward and update."""
         self._pace: Pace | None = None  # on rank 0, while a fit runs
         self._counter: FlopCounterMode | None = None
         self._step = 0
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Raises where nobody would take the values."""
+        """Raises :class:`ConfigError` if there is no logger."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError("ThroughputMonitor needs a logger: Trainer(logger=True), or leave the callback out")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Looks at the clock."""
+        """Starts to measure time, on rank 0."""
         self._step, self._pace = trainer.global_step, None
         self.flops_per_batch = getattr(pl_module, "flops_per_batch", None)
         if trainer.is_global_zero:
             self._pace = Pace(trainer.strategy.device, self.window_size)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Looks at the reading of batches from here on; an epoch may have a loader of its own."""
+        """Measures the wait for batches from here on; each epoch may have its own loader."""
         if self._pace is not None:
             self._pace.follow(trainer.train_feed)
 
     def holds_at(self, global_step: int) -> float:
-        """Never: a launch of several steps is timed as a whole."""
+        """Returns inf: a launch of several steps is timed as a unit."""
         return math.inf
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
-        """Begins to count FLOPs, in the first batch."""
+        """Starts to count FLOPs in the first batch."""
         if self.flops_per_batch is None and self._pace is not None:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
@@ -105,14 +105,14 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ends the counting, or notes the time of a step."""
+        """Ends the count of FLOPs, or records the time of a step."""
         pace = self._pace
         if pace is None:
             return
         samples = _counted("batch_size_fn", self.batch_size_fn(batch))
         items = 0 if self.length_fn is None else _counted("length_fn", self.length_fn(batch))
         step = trainer.global_step
-        if self._counter is not None:  # which took its time
+        if self._counter is not None:  # counting takes time, so this batch is not timed
             self.flops_per_batch = self._end_count()
             self._step = step
             pace.begin()
@@ -126,20 +126,20 @@ class ThroughputMonitor(Callback):
             self._log(trainer, pace)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Leaves out the time that it took."""
+        """Excludes the time of validation."""
         if self._pace is not None:
             self._pace.begin()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Ends a counting whose batch was skipped."""
+        """Ends a count of FLOPs whose batch was skipped."""
         self._end_count()
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Ends a counting whose batch failed."""
+        """Ends a count of FLOPs whose batch failed."""
         self._end_count()
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Lets go of the events."""
+        """Releases the events."""
         self._pace = None
 
     def _end_count(self) -> int:
@@ -193,7 +193,7 @@ def _memory(trainer: Trainer) -> dict[str, float]:
 
 
 def _counted(name: str, value: Any) -> int:
-    """``value`` as it is; raises for a tensor, which the host would wait for."""
+    """Returns ``value``; raises :class:`ConfigError` unless it is an int: the host would wait for a tensor."""
     if isinstance(value, Tensor) or not isinstance(value, int):
         raise ConfigError(
             f"ThroughputMonitor({name}=...) returned a {type(value).__name__}; return an int, such as batch.shape[0] or "

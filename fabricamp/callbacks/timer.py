@@ -1,4 +1,4 @@
-"""How long a run takes, and when it is to end."""
+"""Measures how long a run takes, and ends it after a given time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Timer(Callback):
-    """Notes how long training, validation and tests take, and ends the training after ``duration``.
+    """Measures the time of training, validation and tests, and ends training after ``duration``.
 
-    Time of the runs that a resumed one goes on from counts; ``Trainer(max_time=...)`` is about one run alone.
+    In a resumed run the time of the earlier runs counts too; ``Trainer(max_time=...)`` limits each run separately.
 
     Args:
-        duration: "DD:HH:MM:SS", a timedelta, or a dict such as ``{"hours": 2}``; None only notes the time.
-        interval: "step" ends after the step, "epoch" after the epoch.
+        duration: "DD:HH:MM:SS", a timedelta, or a dict such as ``{"hours": 2}``; None only measures time.
+        interval: "step" ends training after the current step, "epoch" after the current epoch.
         verbose: changes nothing: the line at the end of the fit says why it ended.
 
     Raises:
-        ConfigError: for a duration or an interval that is none.
+        ConfigError: for an invalid duration or interval.
 
     Example:
         >>> timer = Timer(duration="00:12:00:00", interval="epoch")
@@ -47,72 +47,72 @@ class Timer(Callback):
         self._before = 0.0
 
     def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """When "train", "validate" or "test" began last, by ``time.monotonic``; None where it has not."""
+        """Returns when ``stage`` ("train", "validate" or "test") last began, by ``time.monotonic``; None if it has not."""
         return self._start.get(RunningStage(stage))
 
     def end_time(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """When it ended; None where it has not."""
+        """Returns when ``stage`` ended, by ``time.monotonic``; None if it has not."""
         return self._end.get(RunningStage(stage))
 
     def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
-        """How many seconds it took, or takes up to now; of training with those of the runs that it goes on from."""
+        """Returns the seconds that ``stage`` took, or has taken so far; training includes the runs it was resumed from."""
         start, end = self.start_time(stage), self.end_time(stage)
         before = self._before if RunningStage(stage) is RunningStage.TRAINING else 0.0
         return before if start is None else (time.monotonic() if end is None else end) - start + before
 
     def time_remaining(self, stage: str = RunningStage.TRAINING) -> float | None:
-        """How many seconds are left; None without a duration."""
+        """Returns the seconds that are left; None without a duration."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """A resumed run may have no time left."""
+        """Ends a resumed run that has no time left."""
         self._look(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Notes the time, as the next ones do."""
+        """Notes the time at which training begins."""
         self._begin(RunningStage.TRAINING)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """The training is over."""
+        """Notes the time at which training ends."""
         self._end[RunningStage.TRAINING] = time.monotonic()
 
     def on_validation_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """A validation begins."""
+        """Notes the time at which validation begins."""
         self._begin(RunningStage.VALIDATING)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """It is over."""
+        """Notes the time at which validation ends."""
         self._end[RunningStage.VALIDATING] = time.monotonic()
 
     def on_test_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """A test begins."""
+        """Notes the time at which a test begins."""
         self._begin(RunningStage.TESTING)
 
     def on_test_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """It is over."""
+        """Notes the time at which a test ends."""
         self._end[RunningStage.TESTING] = time.monotonic()
 
     def holds_at(self, global_step: int) -> float:
-        """Never: a launch of several steps ends before it stops the training."""
+        """Returns inf: a launch of several steps completes before the Timer ends training."""
         return math.inf
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Looks at the clock behind each micro-batch."""
+        """Checks the time after each micro-batch."""
         if self._interval == "step":
             self._look(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Looks at the clock behind each epoch."""
+        """Checks the time after each epoch."""
         self._look(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how long training took so far."""
+        """Returns the seconds that training took so far."""
         return {"time_elapsed": {"train": self.time_elapsed()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes it back, also of a file of Lightning's."""
+        """Restores the seconds that training took, also from Lightning's file."""
         self._before = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
 
     def _begin(self, stage: RunningStage) -> None:

@@ -1,4 +1,4 @@
-"""Averages of the weights, moved after steps or epochs: validated, kept in checkpoints, and left in the module at the end."""
+"""Averages the weights after steps or epochs; the average is validated, saved, and left in the module after training."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 class WeightAveraging(Callback):
     """Keeps an average of the weights, by default their mean over all steps.
 
-    Averaged are the parameters that the optimizers update (fp32 masters at O2 and O5), in fp32, and floating-point buffers;
-    frozen parameters and other buffers are those of the module.  Validation, test and prediction run with it, the module has it
-    at the end of training, and a checkpoint has both: the average as ``state_dict``, the weights as ``current_model_state``.  If
-    every step since the last update was skipped for overflow, the average is not updated, without a wait for the device.
+    The average covers the parameters that the optimizers update (fp32 masters at O2 and O5), in fp32, and floating-point buffers;
+    frozen parameters and other buffers stay the module's.  Validation, test and prediction run with the average, and the module
+    has the average at the end of training.  A checkpoint has both: the average as ``state_dict``, the weights as
+    ``current_model_state``.  If every step since the last update was skipped for overflow, the average is not updated; the host
+    does not wait for the device to know.
 
     Args:
         device: where the average is kept; None: where the weights are.
-        use_buffers: averages buffers too; False: they are those of the module.
+        use_buffers: averages buffers too; False: buffers stay the module's.
         **kwargs: ``avg_fn(average, weight, count)``, which returns the new average, or ``multi_avg_fn(averages, weights,
             count)``, which updates lists of averages in place; ``count`` is the number of updates so far.
 
@@ -69,11 +70,11 @@ class WeightAveraging(Callback):
         self._forget()
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether to update behind this step or, with ``epoch_idx``, behind this epoch; both count from 0."""
+        """Returns whether to update after this step or, with ``epoch_idx``, after this epoch; both count from 0."""
         return step_idx is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the run that it is in."""
+        """Returns the attributes without those of the current run."""
         own = ("_averages", "_raw", "_saved", "_applied_at_update", "_module")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -83,20 +84,20 @@ class WeightAveraging(Callback):
 
     def _forget(self) -> None:
         self._averages: Averages | None = None
-        self._raw: dict[str, Tensor] | None = None  # the weights, while the average stands in their place
+        self._raw: dict[str, Tensor] | None = None  # the weights, while the average replaces them
         self._saved: dict[str, Any] | None = None
-        self._applied_at_update: Tensor | None = None  # of a run that this one goes on from
+        self._applied_at_update: Tensor | None = None  # from the checkpoint of a resumed run
         self._module: Callable[[], TrainingModule | None] = lambda: None
 
     def _average_of(self, module: TrainingModule) -> Averages | None:
-        """The average of this module's weights; None before the first update."""
+        """Returns the average of this module's weights; None before the first update."""
         averages = self._averages
         return averages if averages is not None and averages.begun and self._module() is module else None
 
     # -- training ----------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Begins anew with each fit."""
+        """Resets the average for each fit."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -106,7 +107,7 @@ class WeightAveraging(Callback):
         self._module = weakref.ref(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Takes the average that a checkpoint had."""
+        """Creates the average, from a checkpoint's average if there is one."""
         self._averages = averages = Averages(self._rule, self._device, use_buffers=self._use_buffers)
         saved, self._saved = self._saved, None
         averages.follow(pl_module, trainer.optimizers, trainer.strategy, saved and saved["average"])
@@ -117,14 +118,14 @@ class WeightAveraging(Callback):
             averages.applied = applied.clone() if at_update is None else at_update.to(applied)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Takes in what is trained from this epoch on."""
+        """Registers the tensors that are trained from this epoch on."""
         if self._averages is not None:
             self._averages.follow(pl_module, trainer.optimizers, trainer.strategy)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Updates behind a step, where that is due."""
+        """Updates the average after a step, if ``should_update`` says so."""
         step = trainer.global_step
         if step <= self._latest_step:
             return
@@ -133,7 +134,7 @@ class WeightAveraging(Callback):
             self._averages.update(_applied(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Updates behind an epoch, where that is due."""
+        """Updates the average after an epoch, if ``should_update`` says so."""
         epoch = trainer.current_epoch
         if epoch <= self._latest_epoch:
             return
@@ -142,14 +143,14 @@ class WeightAveraging(Callback):
             self._averages.update(_applied(trainer), anyway=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Leaves the average in the module; the weights stay for checkpoints that are written from here on."""
+        """Writes the average into the module; keeps the weights for later checkpoints."""
         averages = self._average_of(pl_module)
         if averages is not None and self._raw is None:
             self._raw = averages.put_in(pl_module, trainer.optimizers, trainer.strategy)
 
     @contextlib.contextmanager
     def evaluation_context(self, trainer: Trainer, pl_module: TrainingModule) -> Iterator[None]:
-        """Puts the average in the weights' place."""
+        """Replaces the weights by the average within the context."""
         averages = self._average_of(pl_module)
         if averages is None or self._raw is not None:
             yield
@@ -164,19 +165,19 @@ class WeightAveraging(Callback):
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Which steps and epochs were looked at, and how many steps were applied by the last update where some are skipped."""
+        """Returns the last step and epoch considered, and the applied steps at the last update if steps may be skipped."""
         applied = None if self._averages is None else self._averages.applied
         looked_at = {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
         return looked_at if applied is None else {**looked_at, "applied_steps": applied}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes that back."""
+        """Restores the result of :meth:`state_dict`."""
         self._latest_step = state_dict["latest_update_step"]
         self._latest_epoch = state_dict.get("latest_update_epoch", self._latest_epoch)
         self._applied_at_update = state_dict.get("applied_steps")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Puts the average beside the weights."""
+        """Saves the average as ``state_dict``, and the weights as ``current_model_state``."""
         averages = self._average_of(pl_module)
         if averages is None:
             return
@@ -188,7 +189,7 @@ class WeightAveraging(Callback):
         }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """A fit goes on with the weights; whatever else is run with a checkpoint is run with the average in it."""
+        """Loads the weights in a fit; any other run with a checkpoint uses the average."""
         if trainer.state.fn is not TrainerFn.FITTING:
             self._forget()
         elif "current_model_state" in checkpoint and "averaging_state" in checkpoint:
@@ -198,15 +199,15 @@ class WeightAveraging(Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Keeps an exponential moving average of the weights, by Lightning's arguments; :class:`EMA` has shorter ones.
+    """Keeps an exponential moving average of the weights, with Lightning's arguments; :class:`EMA` has shorter ones.
 
     Args:
         device: where the average is kept; None: where the weights are.
-        use_buffers: averages buffers too; False: they are those of the module.
+        use_buffers: averages buffers too; False: buffers stay the module's.
         decay: the share of the old average that each update keeps.
-        update_every_n_steps: updates after every so many steps, the first one after step 0.
+        update_every_n_steps: number of steps between two updates; the first update is after step 0.
         update_starting_at_step: the first step, from 0, that may update.
-        update_starting_at_epoch: the first epoch, from 0, after which the average is updated too.
+        update_starting_at_epoch: the first epoch, from 0, after which the average is also updated.
 
     Raises:
         ConfigError: for wrong arguments, and with another callback that averages weights.
@@ -240,7 +241,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = update_starting_at_epoch
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether this step, or epoch, is among those that the arguments name."""
+        """Returns whether the arguments ask for an update after this step or epoch."""
         if step_idx is not None:
             every, start = self.update_every_n_steps, self.update_starting_at_step
             return every > 0 and step_idx % every == 0 and (start is None or step_idx >= start)
@@ -249,13 +250,13 @@ class EMAWeightAveraging(WeightAveraging):
 
 
 def _applied(trainer: Trainer) -> Tensor | None:
-    """How many steps were applied, on the device; None where none is skipped."""
+    """Returns the number of applied steps, on the device; None if no step can be skipped."""
     verdicts = trainer.precision_plugin.verdicts
     return None if verdicts is None else verdicts.applied_on_device
 
 
 def exponential(owner: object, decay: float) -> Rule:
-    """Returns the rule of an exponential moving average; raises :class:`ConfigError` for a ``decay`` that is none."""
+    """Returns the rule of an exponential moving average; raises :class:`ConfigError` for an invalid ``decay``."""
     check_kind(owner, "a number", decay=decay)
     if not 0 <= decay <= 1:
         raise ConfigError(f"{type(owner).__name__}(decay={decay!r}): give a number from 0 to 1, such as 0.999")
@@ -263,7 +264,7 @@ def exponential(owner: object, decay: float) -> Rule:
 
 
 class _Share(float):
-    """The same share at any count; a class, and no closure, so that the callback pickles."""
+    """Returns the same share at any count; a class instead of a closure, because the callback must pickle."""
 
     def __call__(self, count: Any) -> float:
         return float(self)

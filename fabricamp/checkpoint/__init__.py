@@ -1,4 +1,4 @@
-"""Checkpoints: what they may hold, the file and where it lies, others' layouts, and writing beside training."""
+"""Checkpoints: allowed content, the file and its location, other libraries' layouts, and writing in the background."""
 
 from fabricamp.checkpoint.background import BackgroundWriter, HostCopy
 from fabricamp.checkpoint.content import check_content

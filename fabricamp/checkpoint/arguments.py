@@ -1,4 +1,4 @@
-"""From the hyper-parameters in a checkpoint to the arguments that a module, or a DataModule, is built with again."""
+"""Rebuilds a module or DataModule from the hyper-parameters in a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin, kep
 
 @dataclass(frozen=True)
 class Places:
-    """Under which keys a checkpoint has hyper-parameters."""
+    """The keys of hyper-parameters in a checkpoint."""
 
     values: str
     types: str
-    """Notes of what the values were."""
+    """The notes about the values' original types."""
     name: str
-    """The one argument that they were, where it was one."""
+    """The name of the argument, if a single argument held all hyper-parameters."""
 
     def written(self, owner: object) -> dict[str, Any]:
-        """Returns what a checkpoint holds of the ``owner``'s hyper-parameters; nothing where there are none."""
+        """Returns the checkpoint entries of the ``owner``'s hyper-parameters; empty if there are none."""
         kept = kept_by(owner)
         if not kept.values:
             return {}
@@ -54,9 +54,9 @@ def build(
     types: Iterable[type] = (),
     hparams_file: Any = None,
 ) -> Owner:
-    """Returns an ``owner`` built by :func:`arguments_for`; raises :class:`CheckpointError` where they are not its arguments.
+    """Returns an ``owner`` built with :func:`arguments_for`; raises :class:`CheckpointError` if its constructor refuses them.
 
-    ``hparams_file`` is a YAML file with the hyper-parameters, in place of those in ``checkpoint``.
+    ``hparams_file`` is a YAML file with hyper-parameters, which replaces those in ``checkpoint``.
     """
     if hparams_file is not None:
         checkpoint = {**checkpoint, places.values: _from_yaml(hparams_file), places.types: []}
@@ -91,10 +91,10 @@ def arguments_for(
     given: Mapping[str, Any],
     types: Iterable[type],
 ) -> dict[str, Any]:
-    """Returns the arguments that build ``owner`` from ``checkpoint``, read from ``path``; what is ``given`` replaces them.
+    """Returns the arguments that build ``owner`` from ``checkpoint``, read from ``path``; those ``given`` take precedence.
 
-    ``types`` are classes that hyper-parameters are made of again, beside those in the annotations of ``owner``'s constructor.
-    Raises :class:`CheckpointError` where a value is not in the file, as of a module or a function: it has to be given.
+    ``types`` are classes that hyper-parameters may be rebuilt as, in addition to those annotated in ``owner``'s constructor.
+    Raises :class:`CheckpointError` if a value is not in the file (for example a module or a function): it has to be given.
     """
     types = _checked(types)
     saved, name = _saved(checkpoint, places, path)
@@ -116,7 +116,7 @@ def arguments_for(
             f"{owner.__name__}.load_from_checkpoint(path, {calls})"
         )
     if whole is None:
-        # Of a class that takes no others: what a base class has saved, or what was added to hparams.
+        # Without **kwargs, drop unknown names: a base class may have saved them, or they were added to hparams.
         if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
             values = {key: value for key, value in values.items() if key in named}
             for unknown in (key for key in given if key not in named):
@@ -138,7 +138,7 @@ def _checked(types: Iterable[type]) -> list[type]:
 
 
 def _saved(checkpoint: Mapping[str, Any], places: Places, path: str) -> tuple[dict[str, Any], str | None]:
-    """The hyper-parameters, and the argument that they were."""
+    """Returns the hyper-parameters, and the name of the single argument that held them, or None."""
     saved, name = checkpoint.get(places.values, {}), checkpoint.get(places.name)
     if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
         raise CheckpointError(
@@ -151,9 +151,9 @@ def _saved(checkpoint: Mapping[str, Any], places: Places, path: str) -> tuple[di
 
 
 def _check_references(arguments: Mapping[str, Any], path: str) -> None:
-    """Raises :class:`CheckpointError` for an argument of which the checkpoint holds a reference only.
+    """Raises :class:`CheckpointError` for an argument that is only a reference to the environment in the checkpoint.
 
-    It is not looked up: no file decides what is read from the environment.
+    The reference is not resolved: no file decides what is read from the environment.
     """
     for name, value in arguments.items():
         if reference := first_reference(value):
@@ -164,7 +164,7 @@ def _check_references(arguments: Mapping[str, Any], path: str) -> None:
 
 
 def _container(content: dict[str, Any], notes: Any) -> Any:
-    """What one argument held: an OmegaConf container where it was one and can be one again, else attributes over a dict."""
+    """Returns the value of a single argument: an OmegaConf container if it was one and can be rebuilt, else Hyperparameters."""
     if any(one["kind"] == "config" and not one["at"] for one in notes) and not interpolates(content):
         try:
             from omegaconf import OmegaConf

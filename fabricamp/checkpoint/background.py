@@ -1,4 +1,4 @@
-"""Writing a checkpoint beside training: a copy in host memory that training cannot change, and the thread that writes it."""
+"""Writes a checkpoint in the background: a copy in host memory that training cannot change, and a writer thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from fabricamp.errors import CheckpointError
 
 
 class HostCopy:
-    """Copies of a checkpoint in host memory, pinned where tensors are on a GPU; each one reuses the memory of the one before.
+    """Copies a checkpoint to host memory, pinned for GPU tensors; each copy reuses the memory of the previous one.
 
-    Copies from a GPU are queued on the stream that training runs on: the host does not wait, and whatever changes the weights
-    later comes behind them.
+    Copies from a GPU are queued on the training stream: the host does not wait, and later changes of the weights run after them.
     """
 
     def __init__(self) -> None:
@@ -26,9 +25,9 @@ class HostCopy:
         self._events: list[torch.cuda.Event] = []
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns ``state`` with every tensor copied; shared memory, views and everything else stay what they are.
+        """Returns a copy of ``state`` with every tensor on the host; shared memory and views are preserved.
 
-        The values are there after :meth:`wait`.  Raises :class:`CheckpointError` for what a checkpoint cannot hold.
+        The values have arrived after :meth:`wait`.  Raises :class:`CheckpointError` for values that a checkpoint cannot hold.
         """
         copies = _Copies(self._buffers)
         copied = copies.of(state)
@@ -39,15 +38,15 @@ class HostCopy:
         return copied
 
     def wait(self) -> None:
-        """Waits until what :meth:`take` returned last is filled; from any thread."""
+        """Waits until the last copy of :meth:`take` has arrived; may be called from any thread."""
         for event in self._events:
             event.synchronize()
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` with tensors of other devices in host memory, so that the file loads where there is no GPU.
+    """Returns ``state`` with all tensors in host memory: the file then loads without a GPU.
 
-    Those on the meta device, which stand for tensors that lie elsewhere, stay what they are.
+    Tensors on the meta device, which stand for tensors stored elsewhere, are kept.
     """
     if all(tensor.device.type in ("cpu", "meta") for tensor in tensors_in(state, stored=True)):
         return state
@@ -60,7 +59,7 @@ class _Buffer(NamedTuple):
 
 
 class _Copies:
-    """One copying: each memory once, each tensor as the same view of it."""
+    """One copy operation: copies each storage once, and recreates each tensor as a view of the copy."""
 
     def __init__(self, buffers: list[_Buffer] | None) -> None:
         self._buffers = buffers
@@ -73,7 +72,7 @@ class _Copies:
         memo: dict[int, Any] = {
             id(tensor): tensor if tensor.is_meta else self._copied(tensor) for tensor in tensors_in(state, stored=True)
         }
-        # Everything but the tensors: containers that training goes on to change.
+        # Deep-copies the containers, because training continues to change them; the tensors come from the memo.
         return copy.deepcopy(state, memo)
 
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -111,9 +110,9 @@ class _Copies:
 
 
 class BackgroundWriter:
-    """Writes one checkpoint at a time in a thread of its own.
+    """Writes one checkpoint at a time in a separate thread.
 
-    ``over`` is True from the moment that a write has ended, well or not, until :meth:`wait` has told of it.
+    ``over`` is True from the end of a write, successful or not, until :meth:`wait` has reported it.
     """
 
     def __init__(self) -> None:
@@ -124,15 +123,15 @@ class BackgroundWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether a write has ended badly that :meth:`wait` has not told of."""
+        """Whether a write has failed and :meth:`wait` has not reported it yet."""
         return self._failure is not None
 
     def start(self, state: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Takes a copy of ``state`` and lets the thread call ``write`` with it; the one before has to be waited for."""
+        """Copies ``state`` and calls ``write`` with the copy in the thread; call :meth:`wait` for the previous write first."""
         self.go_on(self.take(state), write)
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the copy of ``state`` for :meth:`go_on`; raises :class:`CheckpointError` where there is no memory for it."""
+        """Returns the copy of ``state`` for :meth:`go_on`; raises :class:`CheckpointError` if there is not enough host memory."""
         assert self._thread is None, "at most one write is in flight"
         try:
             return self._copy.take(state)
@@ -144,15 +143,15 @@ class BackgroundWriter:
             ) from error
 
     def go_on(self, copied: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Lets the thread call ``write`` with what :meth:`take` gave, once its values are there."""
-        # Not to be waited for at exit: who has not waited by then was ended by something else.
+        """Calls ``write`` in the thread with the copy of :meth:`take`, once its values have arrived."""
+        # A daemon thread, which Python does not join at exit: if nobody has waited by then, an error ended the run.
         self._thread = threading.Thread(
             target=self._run, args=(copied, write), name="fabricamp-checkpoint", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the write, if there is one; raises :class:`CheckpointError` where it failed."""
+        """Waits for the write, if there is one; raises :class:`CheckpointError` if it failed."""
         if self._thread is None:
             return
         self._thread.join()
@@ -167,6 +166,6 @@ class BackgroundWriter:
         try:
             self._copy.wait()
             write(copied)
-        except BaseException as error:  # noqa: BLE001 - told by wait, in the thread that can act on it
+        except BaseException as error:  # noqa: BLE001 - raised by wait, in the thread that can handle it
             self._failure = error
         self.over = True

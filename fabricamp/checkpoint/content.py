@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: plain values that load without running code; checked before they are written."""
+"""Checks the content of a checkpoint before writing: plain values only, which load without running code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fabricamp.errors import CheckpointError
 
 PRIVATE = "private"
-"""The key of a checkpoint that only its owner may read."""
+"""The key that marks a checkpoint as readable by its owner only."""
 
 VALUES = frozenset(
     {bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout},
@@ -22,15 +22,15 @@ TENSORS = frozenset({Tensor, nn.Parameter})
 
 
 def check_content(value: object, name: str = "checkpoint", *, stored: bool = False) -> None:
-    """Raises :class:`CheckpointError` with key path and type of what ``torch.load(weights_only=True)`` could not load.
+    """Raises :class:`CheckpointError` with key path and type of a value that ``torch.load(weights_only=True)`` could not load.
 
-    ``stored``: tensors on the meta device stand for those that lie elsewhere.
+    ``stored`` allows tensors on the meta device, which stand for tensors stored elsewhere.
     """
     tensors_in(value, name, stored=stored)
 
 
 def tensors_in(value: object, name: str = "checkpoint", *, stored: bool = False) -> list[Tensor]:
-    """Returns every tensor in ``value``, each one once; raises as :func:`check_content` does."""
+    """Returns every tensor in ``value`` once; raises as :func:`check_content` does."""
     seen: set[int] = set()
     tensors: list[Tensor] = []
     waiting: list[tuple[str, object]] = [(name, value)]
@@ -46,9 +46,9 @@ def tensors_in(value: object, name: str = "checkpoint", *, stored: bool = False)
 
 
 def structure(value: object) -> str:
-    """Returns a digest of keys, plain values, and the tensors' shapes and dtypes: the same before writing and after reading.
+    """Returns a digest of keys, plain values, and the tensors' shapes and dtypes, equal before writing and after reading.
 
-    The tensors' values are what the file's own checksums are for.  Raises :class:`CheckpointError` where it is nested too deeply.
+    The file's own checksums cover the tensors' values.  Raises :class:`CheckpointError` if ``value`` is nested too deeply.
     """
     try:
         return _digest(value, {}).hex()
@@ -81,7 +81,7 @@ def _digest(value: object, known: dict[int, bytes]) -> bytes:
 
 
 def _parts(path: str, item: object, *, stored: bool) -> list[tuple[str, object]]:
-    """What has to be looked at inside ``item``; raises where ``item`` itself cannot be loaded again."""
+    """Returns the values inside ``item`` that are still to be checked; raises if ``item`` itself could not be loaded."""
     kind = type(item)
     if kind in _MAPPINGS:
         assert isinstance(item, dict)
@@ -106,5 +106,5 @@ def _parts(path: str, item: object, *, stored: bool) -> list[tuple[str, object]]
 
 
 def _attributes(path: str, item: object) -> list[tuple[str, object]]:
-    """What somebody hung on a tensor or an OrderedDict (``state_dict()._metadata``): pickled along with it."""
+    """Returns the attributes of a tensor or OrderedDict (such as ``state_dict()._metadata``), which are pickled with it."""
     return [(f"{path}.{name}", part) for name, part in getattr(item, "__dict__", {}).items()]

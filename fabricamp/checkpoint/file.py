@@ -1,4 +1,4 @@
-"""The checkpoint file: one torch zip of plain values, written so that a kill at any moment leaves the old file or the new one."""
+"""The checkpoint file: one torch zip of plain values, written atomically; a kill at any moment leaves the old or the new file."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from fabricamp.errors import CheckpointError, nearest
 from fabricamp.files import create, sync
 
 CHECKSUM = "checksum"
-"""The key that holds the digest of everything else in a checkpoint but the tensors' values."""
+"""The key of the digest, which covers everything else in a checkpoint except the tensors' values."""
 
 _SEALED = "sealed:"
-"""How that digest begins in a file whose members have one too; earlier files have none."""
+"""Prefix of the digest in a file that also has a checksum footer (see ``seal.py``); files of earlier versions have neither."""
 
 ATTEMPTS = 5
-"""How often a checkpoint is written while somebody removes its folder each time."""
+"""Number of attempts to write a checkpoint while another process keeps removing its folder."""
 
 _Path = str | os.PathLike[str]
 Value = TypeVar("Value")
 
 
 def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
-    """Writes ``state`` to ``path``: beside it, flushed to disk and verified, and only then in its place.
+    """Writes ``state`` to a temporary file beside ``path``, flushes it to disk, verifies it, and renames it to ``path``.
 
-    ``path`` may be a URL that fsspec opens.  A true ``state["private"]`` makes a local file its owner's alone.  Raises
-    :class:`CheckpointError` where ``state`` holds what ``weights_only=True`` could not load, and where the disk refuses; what stood
-    at ``path`` before is then untouched.
+    ``path`` may be a URL that fsspec opens.  If ``state["private"]`` is true, only the owner can read a local file.  Raises
+    :class:`CheckpointError` if ``state`` holds a value that ``weights_only=True`` could not load, or if writing fails; the previous
+    file at ``path`` is then untouched.
     """
     members = len(tensors_in(state, stored="shards" in state))
     content = on_host(state)
@@ -51,7 +51,7 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
 
     def fill(file: IO[bytes]) -> None:
         sealing = SealingFile(file, members)
-        torch.save(content, cast("IO[bytes]", sealing))  # it asks for no more than `write` and `flush`
+        torch.save(content, cast("IO[bytes]", sealing))  # torch.save calls only `write` and `flush`
         sealing.seal()
 
     _place(places.normal(path), fill, private=bool(state.get(PRIVATE)))
@@ -60,18 +60,18 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
 def read_checkpoint(
     path: _Path, map_location: Any = "cpu", *, verify: bool = True, mapped: bool = False
 ) -> dict[str, Any]:
-    """Returns what the file or folder at ``path`` holds, fabricamp's of any format, Lightning's or apex's, under today's keys.
+    """Returns the checkpoint at ``path`` with current keys: a file or folder of fabricamp (any format), Lightning or apex.
 
-    Runs no code that the file brings.  ``map_location`` is ``torch.load``'s.  With ``verify`` the whole file's checksums are
-    compared first; without, damage inside tensors goes unnoticed.  ``mapped``: a local file's tensors are read when they are used.
-    Raises :class:`CheckpointError` for a file that is missing, damaged, or something else than a checkpoint.
+    Runs no code from the file.  ``map_location`` is ``torch.load``'s.  With ``verify`` the checksums of the whole file are compared
+    first; without, damage inside tensors goes unnoticed.  With ``mapped`` a local file is memory-mapped: its tensors are read on
+    first use.  Raises :class:`CheckpointError` if the file is missing, damaged, or not a checkpoint.
     """
     place = places.normal(path)
     if places.is_folder(place):
-        from fabricamp.checkpoint.folder import read_folder  # with torch's distributed checkpoints: a second of imports
+        from fabricamp.checkpoint.folder import read_folder  # imports torch.distributed.checkpoint: one second
 
         return read_folder(place, map_location=map_location, verify=verify)
-    # A pipe or a device would be waited for, or read without an end.
+    # Opening a pipe could block, and reading a device might never end.
     if problem := _no_file(place):
         raise CheckpointError(problem)
     sealed = False
@@ -80,7 +80,7 @@ def read_checkpoint(
             if zipfile.is_zipfile(file):
                 sealed = _verify(file, data=verify)
             file.seek(0)
-            # A path where there is one: torch reads it without Python in between.
+            # Prefer a path to a file object: torch then reads in C++, without calls into Python.
             source = file if places.is_remote(place) else place
             mapped = mapped and source is place and zipfile.is_zipfile(file)
             state = torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
@@ -105,9 +105,9 @@ def read_checkpoint(
 
 
 def copy_checkpoint(source: _Path, target: _Path) -> None:
-    """Makes ``target`` the same file as ``source``: a second name where the file system has such, else a verified copy.
+    """Makes ``target`` a hard link to ``source`` where the file system supports hard links, else a verified copy.
 
-    Neither name is affected by what later happens to the other: checkpoints are replaced, never changed.
+    Later writes to one name do not affect the other: checkpoints are replaced, never modified.
     """
     old, new = places.normal(source), places.normal(target)
     if places.is_folder(old):
@@ -123,7 +123,7 @@ def copy_checkpoint(source: _Path, target: _Path) -> None:
 
 
 def link_checkpoint(source: _Path, target: _Path) -> None:
-    """Makes ``target`` a symbolic link to ``source`` (relative, so that the folder can move); a copy where links are refused."""
+    """Makes ``target`` a symbolic link to ``source``, relative so the folder can be moved; a copy if links are refused."""
     old, new = places.normal(source), places.normal(target)
     if not (places.is_remote(old) or places.is_remote(new)):
         relative = os.path.relpath(old, places.parent(new))
@@ -139,13 +139,13 @@ def _is_private(place: str) -> bool:
 
 
 def _place(target: str, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
-    """Puts what ``fill`` writes in place of ``target``."""
+    """Replaces ``target`` by the file that ``fill`` writes."""
     try:
         if places.is_remote(target):
             _place_remotely(target, fill)
         else:
             _place_here(Path(target), fill, private=private)
-    except Exception as error:  # a remote file system raises what its package likes
+    except Exception as error:  # a remote file system may raise any exception type
         raise CheckpointError(
             f"cannot write checkpoint {target}: {_reason(error)}; what stood there before is untouched. "
             "Free space or choose another folder (ModelCheckpoint(dirpath=...))"
@@ -153,9 +153,9 @@ def _place(target: str, fill: Callable[[IO[bytes]], None], *, private: bool) -> 
 
 
 def again_where_removed(write: Callable[[], Value]) -> Value:
-    """Returns what ``write`` does, which makes the folder that it writes into; runs it again where that is removed meanwhile."""
+    """Returns ``write()``, which creates the folder that it writes into; retries if that folder is removed meanwhile."""
     for _ in range(ATTEMPTS - 1):
-        # Of a folder that goes away while it is made, Path.mkdir(exist_ok=True) says that it exists.
+        # Path.mkdir(exist_ok=True) raises FileExistsError if the folder is removed during the call.
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             return write()
     return write()
@@ -189,34 +189,34 @@ def _place_remotely(target: str, fill: Callable[[IO[bytes]], None]) -> None:
             _verify(written)
         filesystem.mv(name, path)
     finally:
-        # Still there where something failed; nobody else's: the name is random.
+        # The partial file exists only after a failure; removing it is safe, because its random name belongs to this write alone.
         if filesystem.exists(name):
             filesystem.rm_file(name)
 
 
 def _place_name(target: Path, make: Callable[[Path], None]) -> None:
-    """Puts the directory entry that ``make`` makes in place of ``target``."""
+    """Replaces ``target`` by the directory entry (hard or symbolic link) that ``make`` creates."""
     name = target.parent / places.partial_name()
     try:
         make(name)
         name.replace(target)
     finally:
-        # Still there where `replace` failed, or did nothing because both names are already the same file.
+        # The temporary name remains if `replace` failed, or did nothing because both names are hard links to the same file.
         name.unlink(missing_ok=True)
     sync(target.parent)
 
 
 @contextlib.contextmanager
 def _partial_file(folder: Path, *, private: bool = False) -> Iterator[tuple[Path, IO[bytes]]]:
-    """A new file in ``folder``, locked as long as its writer lives; its name is gone afterwards, renamed or removed."""
+    """Yields a new file in ``folder``, locked while its writer lives; afterwards its name has been renamed or is removed."""
     while True:
         name = folder / places.partial_name()
         with create(name, private=private) as file:
             try:
-                with contextlib.suppress(OSError):  # no locks on this file system: then nobody removes it either
+                with contextlib.suppress(OSError):  # without file locks no other run removes the file either
                     fcntl.flock(file, fcntl.LOCK_EX)
                 if os.fstat(file.fileno()).st_nlink == 0:
-                    continue  # another run took it for abandoned between its creation and the lock
+                    continue  # another run removed the file as abandoned before it was locked
                 yield name, file
             finally:
                 name.unlink(missing_ok=True)
@@ -224,7 +224,7 @@ def _partial_file(folder: Path, *, private: bool = False) -> Iterator[tuple[Path
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes the partial files whose writers were killed: those that nobody holds a lock on."""
+    """Removes partial files that nobody holds a lock on: their writers were killed."""
     for name in folder.glob(f".*{PARTIAL_SUFFIX}"):
         with contextlib.suppress(OSError), name.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -247,7 +247,7 @@ def _check_unchanged(state: dict[str, Any], place: str, *, sealed: bool) -> None
 
 
 def _verify(file: IO[bytes], *, data: bool = True) -> bool:
-    """Returns whether a zip has a seal; raises where it is not as it was written.  With ``data`` it is read to its end."""
+    """Returns whether a zip has a checksum footer; raises if the zip is damaged.  With ``data`` it reads and checks all members."""
     with zipfile.ZipFile(file) as archive:
         check_members(archive)
         damaged = archive.testzip() if data else None
@@ -283,7 +283,7 @@ def _not_there(place: str) -> str:
 
 
 def _why_unreadable(place: str, error: Exception) -> str:
-    """What is wrong with a file that could not be loaded, and the cure."""
+    """Returns the error message for a file that could not be loaded: what is wrong, and what to do."""
     unsafe = _unsafe_globals(place) if isinstance(error, pickle.UnpicklingError) else []
     if unsafe:
         return (
@@ -293,13 +293,13 @@ def _why_unreadable(place: str, error: Exception) -> str:
     words = f"{str(error).partition('. ')[0]:.200}"
     if not _begins_as_one(place):
         why = "it does not begin as one"
-    else:  # torch's own advice is to load what nobody trusts
+    else:  # torch's message is dropped if it mentions weights_only: it advises loading untrusted files
         why = words if " " in words and "weights_only" not in words else type(error).__name__
     return f"{place} is damaged or no checkpoint ({why}); use an older one from the same folder"
 
 
 def _begins_as_one(place: str) -> bool:
-    """Whether the first bytes are those of a zip file or a pickle, as torch.save writes them."""
+    """Returns whether the first bytes are those of a zip file or a pickle, as torch.save writes them."""
     with contextlib.suppress(OSError), places.opened(place) as file:
         return bytes(file.read(2)).startswith((b"PK", b"\x80"))
     return False
@@ -309,12 +309,12 @@ def _unsafe_globals(place: str) -> list[str]:
     try:
         with places.opened(place) as file:
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # noqa: BLE001 - it walks the same damaged pickle; what it cannot name is told as damage
+    except Exception:  # noqa: BLE001 - it parses the same damaged pickle; the caller then reports damage
         return []
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's reason where there is one: torch hides it behind an error of its own writer."""
+    """Returns the operating system's reason if there is one: torch wraps it in an error of its own zip writer."""
     for candidate in (error, error.__cause__, error.__context__):
         if isinstance(candidate, OSError) and candidate.strerror:
             return candidate.strerror

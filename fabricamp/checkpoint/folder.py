@@ -1,7 +1,7 @@
-"""The folder form of a checkpoint: ``state.pt``, which is the file form without the sharded tensors, beside a DCP folder of these.
+"""The folder form of a checkpoint: ``state.pt`` (the file form without sharded tensors), and a DCP folder with sharded tensors.
 
-``state.pt`` names the folder of its tensors and comes last, so a kill at any moment leaves the old checkpoint or the new one: a
-new folder gets its name when all is in it, and in one that is there already ``state.pt`` is replaced.
+``state.pt`` names the folder of its tensors and is written last: a kill at any moment leaves the old checkpoint or the new one.
+A new checkpoint folder is renamed to its final name when it is complete; in an existing folder ``state.pt`` is replaced.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
 
 SHARDS: Final = "shards"
-"""The key that says where the sharded tensors lie, and in which files."""
+"""The key with the folder and the files of the sharded tensors."""
 _NAME: Final = re.compile(r"shards-[0-9a-f]{16}")
 
 
 def write_folder(path: str | os.PathLike[str], state: dict[str, Any], strategy: Strategy) -> None:
-    """Writes ``state``, with the tensors that are sharded, as a folder at ``path``; every rank calls it with its own.
+    """Writes ``state`` with its sharded tensors as a folder at ``path``; every rank calls it with its own state.
 
-    Rank 0's values are those of the rest.  Raises :class:`CheckpointError` on every rank where one cannot write; what stood at
-    ``path`` before is then untouched.
+    All values except sharded tensors are rank 0's.  Raises :class:`CheckpointError` on every rank if one rank cannot write; the
+    previous checkpoint at ``path`` is then untouched.
     """
     write_parts(path, *split(state), strategy)
 
 
 def write_whole(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Writes ``state``, whose tensors are whole, as a folder at ``path``, of which ranks read their parts of weights and states."""
+    """Writes ``state`` with full tensors as a folder at ``path``, from which ranks can read local shards of weights and states."""
     from fabricamp.strategies.base import Strategy
 
     rest, shards = dict(state), dict[str, torch.Tensor]()
@@ -68,7 +68,7 @@ def write_whole(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 def write_parts(
     path: str | os.PathLike[str], rest: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy
 ) -> None:
-    """What :func:`write_folder` does with what :func:`split` gave; only rank 0 needs ``rest``."""
+    """Writes the result of :func:`split` as :func:`write_folder` does; only rank 0 needs ``rest``."""
     place = places.normal(path)
     if places.is_remote(place):
         raise CheckpointError(
@@ -80,7 +80,7 @@ def write_parts(
         try:
             _write_once(writing, rest, shards, strategy)
         except CheckpointError:
-            # All ranks are here with the same error: what cannot be written is not tried again.
+            # All ranks have the same error.  Only a removed folder is retried, not other write errors.
             if attempt == ATTEMPTS or not strategy.on_rank_zero(writing.removed):
                 raise
         else:
@@ -100,7 +100,7 @@ def _write_once(writing: _Writing, rest: dict[str, Any], shards: dict[str, torch
 
 
 def read_folder(place: str, *, verify: bool = True, map_location: Any = "cpu") -> dict[str, Any]:
-    """Returns what the checkpoint at ``place`` holds, its tensors whole; on the meta device they are not read."""
+    """Returns the content of the checkpoint at ``place`` with full tensors; with ``map_location="meta"`` they are not read."""
     state = read_rest(place, map_location=map_location, verify=verify)
     if map_location == "meta":
         return state
@@ -118,7 +118,7 @@ def read_folder(place: str, *, verify: bool = True, map_location: Any = "cpu") -
 
 
 def read_rest(place: str, *, map_location: Any = "cpu", verify: bool = True) -> dict[str, Any]:
-    """Returns what the checkpoint at ``place`` holds, with tensors on the meta device for the sharded ones, and its files."""
+    """Returns the content of ``state.pt`` at ``place``: sharded tensors are on the meta device, ``shards`` has their files."""
     state = read_checkpoint(Path(place) / places.STATE, map_location, verify=verify)
     folder, _ = _shards_of(state, place)
     if not (folder / METADATA).is_file() or digest_of(folder) != state[SHARDS].get("digest"):
@@ -129,19 +129,19 @@ def read_rest(place: str, *, map_location: Any = "cpu", verify: bool = True) -> 
 
 
 def check_together(place: str, state: dict[str, Any], strategy: Strategy) -> None:
-    """Raises :class:`CheckpointError` where the files of tensors are damaged that it is this rank's turn to look at."""
+    """Raises :class:`CheckpointError` if a tensor file is damaged; each rank checks its share of the files."""
     folder, files = _shards_of(state, place)
     _told_of(place, lambda: check_shards(folder, files, _of_rank(strategy)))
 
 
 def fill(place: str, state: dict[str, Any], targets: dict[str, torch.Tensor]) -> None:
-    """Reads those tensors of the checkpoint at ``place`` into ``targets``, by their names on disk."""
+    """Reads tensors of the checkpoint at ``place`` into ``targets``, by their names on disk."""
     folder, files = _shards_of(state, place)
     _told_of(place, lambda: read_shards(folder, targets, files))
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Makes ``target`` a checkpoint of the same files as ``source``: by second names where the file system has such."""
+    """Makes ``target`` a copy of the checkpoint ``source``: with hard links where the file system supports them."""
     state = read_checkpoint(source / places.STATE, "meta", verify=False)
     folder, _ = _shards_of(state, str(source))
 
@@ -158,12 +158,12 @@ def copy_folder(source: Path, target: Path) -> None:
         spare = container / places.partial_name()
         _link_or_copy(source / places.STATE, spare)
         spare.replace(container / places.STATE)
-        spare.unlink(missing_ok=True)  # still there where both were one file already
+        spare.unlink(missing_ok=True)  # replace does nothing if both are hard links to one file
     _remove_others(target, own.name)
 
 
 class _Writing:
-    """Rank 0's part of writing a folder; on other ranks it is never begun."""
+    """Rank 0's part of writing a folder; other ranks never call :meth:`begin`."""
 
     def __init__(self, target: Path, *, private: bool) -> None:
         self.target = target
@@ -171,11 +171,11 @@ class _Writing:
         self._open = contextlib.ExitStack()
         self._container = target
         self._folder = target
-        self._handle: int | None = None  # of the folder: another one of its name is told from it
+        self._handle: int | None = None  # of the open folder: detects that another one took its name
         self._ended = False
 
     def begin(self, rest: dict[str, Any]) -> Path:
-        """Returns the new folder that tensors are written into."""
+        """Creates and returns the folder that tensors are written into."""
         check_content(rest, stored=True)
         with _writable(self.target):
             return again_where_removed(self._make_folder)
@@ -196,7 +196,7 @@ class _Writing:
             return files_of(self._folder)
 
     def end(self, rest: dict[str, Any], files: dict[str, int]) -> None:
-        """Puts the checkpoint in its place, which all ranks have written and looked at."""
+        """Completes the checkpoint after all ranks have written and checked their files: writes ``state.pt`` and renames."""
         with _writable(self.target):
             sync(self._folder)
             shards = {"folder": self._folder.name, "files": files, "digest": digest_of(self._folder)}
@@ -204,20 +204,20 @@ class _Writing:
             self._ended = True
             self._open.close()
             _remove_others(self.target, self._folder.name)
-        if self.removed():  # before state.pt was written, for which the folder around both was made again
+        if self.removed():  # before write_checkpoint, which then created the outer folder again
             raise CheckpointError(
                 f"cannot write checkpoint {self.target}: somebody has removed it while it was written"
             )
 
     def removed(self) -> bool:
-        """Whether somebody has removed the folder since it was made, be there another of its name (DCP makes one) or not."""
+        """Returns whether the folder was removed since its creation, also if DCP has created another one of the same name."""
         if self._handle is None:
             return False
-        names = [self._folder, self.target / self._folder.name]  # before the container has its name, and behind
+        names = [self._folder, self.target / self._folder.name]  # before and after the container is renamed
         return not any(name.is_dir() and os.path.samestat(name.stat(), os.fstat(self._handle)) for name in names)
 
     def close(self) -> None:
-        """Removes what was not ended."""
+        """Removes an incomplete folder, and closes the handle."""
         self._open.close()
         self._close_handle()
 
@@ -233,7 +233,7 @@ class _Writing:
 
 @contextlib.contextmanager
 def _container(target: Path, *, private: bool) -> Iterator[Path]:
-    """The folder at ``target``, or a new one, which gets its name afterwards if ``state.pt`` is in it then."""
+    """Yields the folder at ``target``, or a new one, which is renamed to ``target`` afterwards if ``state.pt`` is in it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target.parent)
     if target.is_dir() and not target.is_symlink():
@@ -262,7 +262,7 @@ def _container(target: Path, *, private: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds a lock on a folder as long as its writer lives, where the file system has locks."""
+    """Holds a lock on a folder while its writer lives, if the file system supports locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -273,7 +273,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Removes unfinished folders whose writers were killed: those that nobody holds a lock on."""
+    """Removes unfinished folders that nobody holds a lock on: their writers were killed."""
     for name in parent.glob(f".*{PARTIAL_SUFFIX}"):
         if not name.is_dir():
             continue
@@ -287,7 +287,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _remove_others(target: Path, name: str) -> None:
-    """Removes what an earlier checkpoint at ``target``, or a writer that was killed, left there."""
+    """Removes the tensor folders at ``target`` other than ``name``: from an earlier checkpoint, or from a killed writer."""
     for one in target.glob("shards-*"):
         if one.name != name:
             shutil.rmtree(one, ignore_errors=True)
@@ -303,7 +303,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _of_rank(strategy: Strategy) -> Callable[[str], bool]:
-    """Which files a rank looks at, so that together they look at all: those of its own number, as DCP names them."""
+    """Returns a filter for the files that a rank checks: those with its number in DCP's file name; together all are checked."""
     rank, world_size = strategy.rank, strategy.world_size
 
     def own(name: str) -> bool:
@@ -314,7 +314,7 @@ def _of_rank(strategy: Strategy) -> Callable[[str], bool]:
 
 
 def _shards_of(state: dict[str, Any], place: str) -> tuple[Path, dict[str, int]]:
-    """The folder of a checkpoint's tensors, and its files; what it says of them leads nowhere else."""
+    """Returns the folder of a checkpoint's tensors, and its files with sizes; refuses names that lead out of the checkpoint."""
     shards = state.get(SHARDS)
     if not isinstance(shards, dict) or not isinstance(name := shards.get("folder"), str) or not _NAME.fullmatch(name):
         raise CheckpointError(f"{place} is damaged: its {places.STATE} does not say where its tensors are")

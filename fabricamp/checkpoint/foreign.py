@@ -1,4 +1,4 @@
-"""Checkpoints of others under fabricamp's keys: Lightning 2.x's, and apex's three-key file ``{'model', 'optimizer', 'amp'}``."""
+"""Translates other checkpoints to fabricamp's keys: Lightning 2.x's, and apex's file ``{'model', 'optimizer', 'amp'}``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _APEX = frozenset({"model", "optimizer", "amp"})
 
 
 def translated(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` with fabricamp's keys where Lightning or apex wrote it, else ``state`` itself.
+    """Returns ``state`` with fabricamp's keys if Lightning or apex wrote it, else ``state`` itself.
 
-    Raises :class:`CheckpointError` where it has their keys, but not their layout.
+    Raises :class:`CheckpointError` if it has their keys, but not their layout.
     """
     try:
         if VERSION in state and "fabricamp_version" not in state:
@@ -32,9 +32,9 @@ def translated(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_names(weights: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Returns ``weights`` under ``names``: without DistributedDataParallel's ``module.``, and below the submodule that they are of.
+    """Returns ``weights`` renamed to ``names``: without DistributedDataParallel's ``module.``, and with a submodule's prefix.
 
-    An apex script saves its network, which is ``self.net`` (say) of a TrainingModule.  Where nothing fits they stay as they are.
+    An apex script saves its network, which may be ``self.net`` of a TrainingModule.  If no prefix fits, names stay the same.
     """
     if weights and all(name.startswith("module.") for name in weights):
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
@@ -44,9 +44,9 @@ def fit_names(weights: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def apex_scales(amp: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns what ``amp.state_dict()`` of apex would: scale and steps since it last changed, of each loss.
+    """Returns apex's ``amp.state_dict()``: the scale of each loss, and the number of steps since its last change.
 
-    ``amp`` is a Precision's ``state_dict()``; without dynamic scaling the one scale is constant.
+    ``amp`` is a Precision's ``state_dict()``; without dynamic scaling there is one constant scale.
     """
     scalers = amp.get("scaler", {}).get("scalers")
     if scalers is None:
@@ -59,14 +59,18 @@ def apex_scales(amp: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _from_lightning(state: dict[str, Any]) -> dict[str, Any]:
-    """Lightning counts optimizer steps; a manual loop with several optimizers is taken to step in every batch."""
+    """Returns a Lightning checkpoint with fabricamp's keys.
+
+    Lightning counts optimizer steps; a manual loop with several optimizers is assumed to step in every batch.
+    """
     result = {**state, "source": "lightning"}
     loop = state.get("loops", {}).get("fit_loop", {})
     position: dict[str, Any] = {"epoch": state.get("epoch", 0)}
     if "epoch_progress" in loop:
         epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
         in_epoch = epochs["ready"] > epochs["processed"]
-        # After an epoch's last batch its validation may have written the file, or its end: Lightning's schedules come after both.
+        # The file may be from the validation after an epoch's last batch, or from the epoch's end: Lightning steps its schedulers
+        # after both.
         ending = bool(batches["is_last_batch"]) if in_epoch else epochs["processed"] > epochs["completed"]
         within = in_epoch and not ending
         position = {
@@ -78,7 +82,7 @@ def _from_lightning(state: dict[str, Any]) -> dict[str, Any]:
         if len(state.get("optimizer_states", ())) > 1:
             result["global_step"] = min(int(state["global_step"]), position["batches_done"])
     result["loops"] = {**state.get("loops", {}), "fit": position}
-    if "amp_scaling_state" in state:  # Lightning 1's, with apex inside
+    if "amp_scaling_state" in state:  # Lightning 1 with apex
         result["amp"] = _of_apex_scalers(state["amp_scaling_state"])
     scaler = state.get("MixedPrecision") or state.get("native_amp_scaling_state")
     if scaler:
@@ -104,7 +108,7 @@ def _of_apex_scalers(amp: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:
-    """What a Precision with these scales saves, no verdicts on their way; each with its applied steps since it last changed."""
+    """Returns the state of a Precision with these (scale, applied steps since its last change), without pending step statuses."""
     from fabricamp.ops import StepState
     from fabricamp.precision import Verdict
 

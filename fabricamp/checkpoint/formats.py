@@ -1,4 +1,4 @@
-"""The layout of fabricamp's own checkpoints has a number; files of earlier layouts are brought to today's when they are read."""
+"""Format numbers of fabricamp's own checkpoints; converts earlier formats to the current one on reading."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 from fabricamp.errors import CheckpointError
 
 FORMAT: Final = 2
-"""The layout that is written today.  What changes it raises it, and adds a step to :data:`_STEPS`."""
+"""The current format.  A change of the layout raises this number and adds a step to :data:`_STEPS`."""
 
 _VERDICT = ("applied", "scale", "loss", "applied_steps", "skipped_steps", "ends_run")
 _PUBLISHED = ("key", "plain_key", "per_step", "mode", "prog_bar", "logger", "sync_dist", "loader")
@@ -15,9 +15,9 @@ _ROW = ("published", "numbers", "weights", "device")
 
 
 def upgraded(state: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns ``state``, as read from ``place``, in today's layout; files of other libraries stay what they are.
+    """Returns ``state``, read from ``place``, in the current format; files of other libraries are returned unchanged.
 
-    Raises :class:`CheckpointError` where a later version wrote it, or where it is not laid out as its number says.
+    Raises :class:`CheckpointError` if a later version wrote it, or if its layout does not match its format number.
     """
     if "fabricamp_version" not in state:
         return state
@@ -39,7 +39,7 @@ def upgraded(state: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _name_fields(state: dict[str, Any]) -> None:
-    """Format 0 had verdicts and the descriptions of logged values as lists; those of its first files were shorter."""
+    """Converts format 0: step statuses and descriptions of logged values were lists, in its first files without the last item."""
     scaler = state.get("amp", {}).get("scaler")
     if scaler is not None:
         scaler["known"] = _named(_VERDICT, scaler["known"], False)
@@ -53,12 +53,12 @@ def _name_fields(state: dict[str, Any]) -> None:
 
 
 def _count_epochs(state: dict[str, Any]) -> None:
-    """Format 1 had the number of epochs that are done as "epoch", where Lightning has the one that runs."""
+    """Converts format 1: its key "epoch" was the number of finished epochs; Lightning's is the index of the current epoch."""
     state.setdefault("loops", {}).setdefault("fit", {})["epoch"] = state.get("epoch", 0)
 
 
 def _named(names: tuple[str, ...], values: list[Any], last: Any = None) -> dict[str, Any]:
-    """``values`` by name; ``last`` is what the last one is where there is one too few."""
+    """Returns ``values`` by name; ``last`` fills in the last value if it is missing."""
     return dict(zip(names, values if len(values) == len(names) else [*values, last], strict=True))
 
 

@@ -1,23 +1,23 @@
-"""What Lightning asks of a checkpoint, so that it loads ours: the name of its version, and its loops' counters."""
+"""The keys that Lightning needs to load a fabricamp checkpoint: its version, and its loops' counters."""
 
 from __future__ import annotations
 
 from typing import Any
 
 VERSION = "pytorch-lightning_version"
-"""The key by which Lightning knows a checkpoint."""
+"""The key by which Lightning recognises a checkpoint."""
 
 _LAYOUT = "2.6.0"
-"""The version whose layout the counters have."""
+"""The Lightning version whose layout the counters follow."""
 
 
 def lightning_keys(
     *, epochs: int, batches: int, batches_in_all: int, steps: int, automatic: bool, ended: bool, ending: bool
 ) -> dict[str, Any]:
-    """Returns places and values: ``epochs`` are done, ``batches`` of the next one, and ``steps``.
+    """Returns dotted keys and values for finished ``epochs``, ``batches`` of the next epoch, and ``steps``.
 
-    ``ended``: the file is of the end of an epoch, and not of the time before or after training.  ``ending``: it is of what comes
-    between an epoch's last batch and its end; Lightning goes on with the next epoch where that batch counts as not completed.
+    ``ended``: the file is from the end of an epoch, and not from before or after training.  ``ending``: it is from between an
+    epoch's last batch and the epoch's end.  The last batch then counts as not completed, and Lightning resumes with the next epoch.
     """
     none = _progress(0)
     idle = {"state_dict": {}, "batch_progress": {"total": none, "current": none, "is_last_batch": False}}

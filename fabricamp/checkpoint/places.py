@@ -1,4 +1,4 @@
-"""Where checkpoints lie: paths on this machine, and URLs that fsspec opens; one set of functions for both."""
+"""Locations of checkpoints: one set of functions for paths on this machine and for URLs that fsspec opens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import IO, Any
 from fabricamp.errors import ConfigError
 
 PARTIAL_SUFFIX = ".ckpt.partial"
-"""How the (hidden) name of a checkpoint ends that is still being written, or was when its writer was killed."""
+"""Suffix of the hidden name of a checkpoint that is being written, or whose writer was killed."""
 
 STATE = "state.pt"
 """The file that makes a folder a checkpoint."""
 
 _NEAR, _MANY = 5, 1000
-"""So many folders deep, and so many files in each depth, are looked at for checkpoints: ``runs/name/version_0/checkpoints``."""
+"""Limits of the search for nearby checkpoints: folder depth (``runs/name/version_0/checkpoints``), and files at each depth."""
 
 _ON_THIS_MACHINE = ("file://", "local://")
 
 
 def normal(path: str | os.PathLike[str]) -> str:
-    """Returns an absolute path, or the URL where it leads to another machine (``s3://bucket/run``, ``memory://run``)."""
+    """Returns an absolute path, or the URL unchanged if it is remote (``s3://bucket/run``, ``memory://run``)."""
     place = os.fspath(path)
     for prefix in _ON_THIS_MACHINE:
         place = place.removeprefix(prefix)
@@ -34,12 +34,12 @@ def normal(path: str | os.PathLike[str]) -> str:
 
 
 def is_remote(place: str) -> bool:
-    """Whether fsspec has to open ``place``."""
+    """Returns whether fsspec has to open ``place``."""
     return "://" in place
 
 
 def remote(place: str) -> tuple[Any, str]:
-    """Returns the file system of a URL and the path on it; raises :class:`ConfigError` where no package serves the protocol."""
+    """Returns the file system of a URL and the path on it; raises :class:`ConfigError` if no package serves the protocol."""
     import fsspec
 
     try:
@@ -52,12 +52,12 @@ def remote(place: str) -> tuple[Any, str]:
 
 
 def is_folder(place: str) -> bool:
-    """Whether ``place`` is a checkpoint that is a folder."""
+    """Returns whether ``place`` is a checkpoint in folder form."""
     return not is_remote(place) and (Path(place) / STATE).is_file()
 
 
 def join(folder: str, name: str) -> str:
-    """Returns the place of ``name`` in ``folder``."""
+    """Returns the path or URL of ``name`` in ``folder``."""
     return f"{folder.rstrip('/')}/{name}" if folder else name
 
 
@@ -67,19 +67,19 @@ def parent(place: str) -> str:
 
 
 def with_name(place: str, added: str) -> str:
-    """Returns ``place`` with ``added`` behind its name and before its suffix."""
+    """Returns ``place`` with ``added`` between its stem and its suffix."""
     folder, slash, name = place.rpartition("/")
-    stem, suffix = os.path.splitext(name)  # noqa: PTH122 - a URL is no Path: that would fold its slashes
+    stem, suffix = os.path.splitext(name)  # noqa: PTH122 - Path would collapse the slashes of a URL
     return f"{folder}{slash}{stem}{added}{suffix}"
 
 
 def is_within(place: str, folder: str) -> bool:
-    """Whether ``place`` is somewhere below ``folder``."""
+    """Returns whether ``place`` is below ``folder``, at any depth."""
     return place.startswith(f"{folder.rstrip('/')}/") and ".." not in place.split("/")
 
 
 def may_follow(name: str, folder: str) -> bool:
-    """Whether a name that a file brought leads to a file below ``folder``: never to another host, or by a link out of it."""
+    """Returns whether a name from a file leads to a file below ``folder``; never to another host, nor by a link out of it."""
     if is_remote(folder):
         return is_within(name, folder) and "::" not in name[len(folder) :] and "://" not in name[len(folder) :]
     if is_remote(name):
@@ -89,12 +89,12 @@ def may_follow(name: str, folder: str) -> bool:
 
 
 def partial_name() -> str:
-    """Returns a name that nobody else has, for what is not yet, or no longer, a checkpoint."""
+    """Returns a unique hidden name for a checkpoint that is incomplete or being removed."""
     return f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
 
 
 def exists(place: str) -> bool:
-    """Whether the name is taken, be it by a link that leads nowhere."""
+    """Returns whether the name exists, also as a broken link."""
     if not place:
         return False
     if is_remote(place):
@@ -104,9 +104,9 @@ def exists(place: str) -> bool:
 
 
 def remove(place: str) -> None:
-    """Removes a file, or a checkpoint that is a folder, if it is there; raises ``OSError``."""
+    """Removes a file or a checkpoint folder if it exists; raises ``OSError``."""
     if is_folder(place) and not is_link(place):
-        # Under a name that the next one who writes here takes for abandoned, should this one be killed.
+        # Rename first: if this process is killed, the next writer removes the hidden folder as abandoned.
         hidden = Path(place).with_name(partial_name())
         Path(place).rename(hidden)
         shutil.rmtree(hidden)
@@ -120,14 +120,14 @@ def remove(place: str) -> None:
 
 
 def files_in(folder: str, suffix: str, depth: int = 0) -> list[str]:
-    """Returns whatever has such a name ``depth`` folders below and is not hidden, sorted: folders and broken links too.
+    """Returns the sorted names that end in ``suffix``, ``depth`` folders below and not hidden; also folders and broken links.
 
-    Nothing where the folder is not there; raises ``OSError`` where it may not be listed.
+    Empty if the folder does not exist; raises ``OSError`` if it may not be listed.
     """
     if is_remote(folder):
         filesystem, path = remote(folder)
         names = filesystem.glob(f"{path.rstrip('/')}/{'*/' * depth}*")
-        # As the folder is written: a URL can be written in several ways.
+        # Keep the spelling of ``folder``: the same URL can be spelled in several ways.
         found = [join(folder, "/".join(str(one).split("/")[-depth - 1 :])) for one in names]
     else:
         found = _listed(folder, depth) if Path(folder).is_dir() else []
@@ -135,14 +135,14 @@ def files_in(folder: str, suffix: str, depth: int = 0) -> list[str]:
 
 
 def found_near(place: str) -> str:
-    """Returns ``"; there are A, B"`` for the newest checkpoints beside and below where ``place`` should be; nothing without any."""
+    """Returns ``"; there are A, B"`` with the newest checkpoints in and below the folder of ``place``; empty if there are none."""
     if is_remote(place):
         return ""
     path = Path(place).expanduser().absolute()
     folder = next(one for one in path.parents if one.is_dir())
     found: list[tuple[float, str]] = []
     for depth in range(_NEAR):
-        with contextlib.suppress(OSError):  # what may not be listed is not near
+        with contextlib.suppress(OSError):  # skip folders that may not be listed
             files = [*itertools.islice(folder.glob(f"{'*/' * depth}[!.]*.ckpt"), _MANY)]
             found += [(file.stat().st_mtime, str(file).removeprefix(f"{Path.cwd()}/")) for file in files]
     newest = [name for _, name in sorted(found, reverse=True)[:3]]
@@ -152,7 +152,7 @@ def found_near(place: str) -> str:
 
 
 def _listed(folder: str, depth: int) -> list[str]:
-    with os.scandir(folder) as entries:  # Path.glob leaves out what may not be listed
+    with os.scandir(folder) as entries:  # raises if the folder may not be listed; Path.glob would skip it
         if not depth:
             return [entry.path for entry in entries]
         folders = [entry.path for entry in entries if entry.is_dir()]
@@ -160,7 +160,7 @@ def _listed(folder: str, depth: int) -> list[str]:
 
 
 def same_file(place: str, other: str) -> bool:
-    """Whether both names are there, and lead to one file."""
+    """Returns whether both names exist, and lead to the same file."""
     if is_remote(place) or is_remote(other):
         return place == other and exists(place)
     one, two = _file_of(place), _file_of(other)
@@ -168,12 +168,12 @@ def same_file(place: str, other: str) -> bool:
 
 
 def _file_of(place: str) -> Path:
-    """What tells whether two names are of one checkpoint."""
+    """Returns the file that identifies a checkpoint: the file itself, or a folder's ``state.pt``."""
     return Path(place) / STATE if is_folder(place) else Path(place)
 
 
 def written_at(place: str) -> int:
-    """When the system says that a file was written, in nanoseconds; 0 where it was not asked: on other machines, or gone."""
+    """Returns a file's modification time in nanoseconds; 0 if the file is remote or missing."""
     try:
         return 0 if is_remote(place) else _file_of(place).stat().st_mtime_ns
     except OSError:
@@ -181,12 +181,12 @@ def written_at(place: str) -> int:
 
 
 def is_link(place: str) -> bool:
-    """Whether ``place`` is a symbolic link."""
+    """Returns whether ``place`` is a symbolic link."""
     return not is_remote(place) and Path(place).is_symlink()
 
 
 def has_other_names(place: str) -> bool:
-    """Whether a file would still be there if ``place`` were removed: it is a link, or has a second name."""
+    """Returns whether a file would survive the removal of ``place``, because it is a link, or has another hard link."""
     if is_remote(place):
         return False
     file = _file_of(place)
@@ -194,7 +194,7 @@ def has_other_names(place: str) -> bool:
 
 
 def unusable(folder: str) -> str:
-    """Returns why no file can be written into ``folder``, as far as that can be told without making it; else nothing."""
+    """Returns why no file can be written into ``folder``, checked without creating it; empty if nothing is wrong."""
     if is_remote(folder):
         try:
             remote(folder)
@@ -210,7 +210,7 @@ def unusable(folder: str) -> str:
 
 @contextlib.contextmanager
 def opened(place: str) -> Iterator[IO[bytes]]:
-    """Opens a file for reading; remote ones are read in pieces as they are asked for."""
+    """Opens a file for reading; a remote file is read in pieces, on demand."""
     if is_remote(place):
         filesystem, path = remote(place)
         with filesystem.open(path, "rb") as file:
@@ -221,6 +221,6 @@ def opened(place: str) -> Iterator[IO[bytes]]:
 
 
 def copy_bytes(source: str, target: IO[bytes]) -> None:
-    """Writes what lies at ``source`` into an open file."""
+    """Writes the content of ``source`` into an open file."""
     with opened(source) as file:
         shutil.copyfileobj(file, target, 1 << 20)

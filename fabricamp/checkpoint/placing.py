@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whole or sharded in another way, brought to the parts that this rank holds of a run's tensors."""
+"""Brings tensors of a checkpoint, full or sharded in another way, to this rank's local shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Placing:
-    """Tensors of ``checkpoint``, as read from ``path``, that are brought to their places together."""
+    """Collects tensors of ``checkpoint``, as read from ``path``, and reads them together."""
 
     def __init__(self, checkpoint: dict[str, Any], path: str) -> None:
         self._checkpoint = checkpoint
@@ -27,7 +27,7 @@ class Placing:
         self._targets: dict[str, Tensor] = {}
 
     def place(self, name: str, saved: Any, like: Any) -> Any:
-        """Returns ``saved``, which has this name on disk, sharded as ``like`` is; its values may come with :meth:`read`."""
+        """Returns ``saved``, whose name on disk is ``name``, sharded like ``like``; :meth:`read` may have to fill in its values."""
         if not isinstance(saved, Tensor) or is_shard(saved):
             return saved
         sharded = is_shard(like) and saved.shape == like.shape
@@ -43,12 +43,12 @@ class Placing:
             return saved
         from torch.distributed.tensor import distribute_tensor
 
-        # Without an exchange: each rank has read its own.
+        # No communication: each rank has read the full tensor and keeps its own shard.
         placed = distribute_tensor(saved.detach(), like.device_mesh, like.placements, src_data_rank=None)
-        return placed.to(like.device)  # where parts wait in host memory
+        return placed.to(like.device)  # with CPU offload local shards are in host memory
 
     def read(self) -> None:
-        """Fills what was placed; ranks do not meet."""
+        """Reads the values of the tensors that :meth:`place` returned; uses no collective."""
         if self._targets:
             from fabricamp.checkpoint.folder import fill
 
@@ -56,9 +56,9 @@ class Placing:
 
 
 def placed_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``checkpoint`` with its weights sharded as the module's ``own`` are; as it is where none of these is.
+    """Returns ``checkpoint`` with its weights sharded like the module's ``own``; unchanged if none of ``own`` is sharded.
 
-    What callbacks keep by the names of weights (averages) goes with them.
+    Tensors that callbacks keep under weights' names (averages) are sharded the same way.
     """
     if not any_shard(own.values()):
         return checkpoint
@@ -67,7 +67,7 @@ def placed_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]
     def placed(value: Any, place: str) -> Any:
         if not isinstance(value, dict):
             return value
-        result = copy.copy(value)  # with what torch hangs on a state dict
+        result = copy.copy(value)  # keeps the attributes that torch sets on a state dict
         for key, item in value.items():
             name = f"{place}/{key}"
             result[key] = placing.place(name, item, own.get(key)) if isinstance(item, Tensor) else placed(item, name)
@@ -83,7 +83,7 @@ def placed_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]
 def placed_states(
     checkpoint: dict[str, Any], path: str, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns the optimizers' ``states``, in which what goes with a sharded parameter is sharded as that one is."""
+    """Returns the optimizers' ``states`` with the tensors of a sharded parameter sharded like that parameter."""
     placing, placed = Placing(checkpoint, path), []
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         parameters = owned_parameters(optimizer)
@@ -105,7 +105,7 @@ def placed_states(
 
 
 def placed_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the gradients of a checkpoint's open window, sharded as the parameters are."""
+    """Returns the gradients of a checkpoint's accumulation in progress, sharded like the parameters."""
     placing = Placing(checkpoint, path)
     saved: dict[str, Any] = checkpoint["loops"]["fit"]["window"]["gradients"]
     placed = {
@@ -116,7 +116,7 @@ def placed_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, Te
 
 
 def read_gradient(checkpoint: dict[str, Any], path: str, name: str, saved: Tensor) -> Tensor:
-    """Returns the gradient ``saved`` of a checkpoint's open window, read whole where it is on disk."""
+    """Returns the gradient ``saved`` of a checkpoint's accumulation in progress; if it is still on disk, reads the full tensor."""
     if not saved.is_meta:
         return saved
     from fabricamp.checkpoint.folder import fill

@@ -1,4 +1,4 @@
-"""Values as a file holds them: plain data, which loads without running code, and notes of the types that it stands for."""
+"""Converts values to plain data, which loads without running code, and notes of their original types."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from fabricamp.environment import FromEnvironment, Resolved, resolved
 
 
 class Described(NamedTuple):
-    """A value on its way into a file."""
+    """A value as a file stores it."""
 
     values: Any
     """Plain data."""
     notes: list[dict[str, Any]]
-    """What is more than plain data there: ``at`` which keys, of which ``kind`` and ``type``, as text."""
+    """One note per value that was more than plain data: ``at`` (its keys), ``kind`` and ``type``, as text."""
 
 
 def plain(value: Any, *, private: bool = False) -> Any:
     """Returns ``value`` as plain data: tensors, numbers, strings, None, and lists, tuples, sets and dicts of these.
 
-    Containers of OmegaConf, namespaces, dataclasses, partials and other mappings become dicts, enums and paths strings, arrays
-    tensors.  Interpolations are resolved, but for what the environment says: of that the reference is given, of numbers and flags
-    too unless the file is ``private``.  Of any other object, class or function there is the name.
+    OmegaConf containers, namespaces, dataclasses, partials and other mappings become dicts; enums and paths become strings; arrays
+    become tensors.  Interpolations are resolved, except references to the environment: these stay references, but in a ``private``
+    file numbers and flags from the environment are resolved.  Any other object, class or function becomes its name.
     """
     return described(value, private=private).values
 
 
 def described(value: Any, *, private: bool = False) -> Described:
-    """Returns ``value`` as :func:`plain` does, with notes of what each part of it was."""
+    """Returns ``value`` as :func:`plain` does, with notes of the original types in it."""
     notes: list[dict[str, Any]] = []
     return Described(_plain(value, _Place((), notes, frozenset(), private)), notes)
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Returns what is inside of a collection, a namespace, a dataclass or a partial; nothing for any other value."""
+    """Returns the items of a collection, a namespace, a dataclass or a partial; empty for any other value."""
     kind = next((one for one in _KINDS if one.holds(value)), None)
     content = kind.content(value) if kind is not None and kind.name not in ("config", "array") else None
     if isinstance(content, dict):
@@ -54,12 +54,12 @@ def parts_of(value: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in the whole a value stands."""
+    """The position of a value within the outermost value."""
 
     at: tuple[Any, ...]
     notes: list[dict[str, Any]]
     within: frozenset[int]
-    """The containers around it: one may hold itself."""
+    """Ids of the enclosing containers, as a container may contain itself."""
     private: bool
 
     def note(self, kind: str, name: str) -> None:
@@ -70,17 +70,17 @@ class _Place:
 
 
 class _Kind(NamedTuple):
-    """Values of which a file holds the ``content``; ``name`` None for what comes back as it is."""
+    """A kind of values, which a file stores as their ``content``; ``name`` is None if that needs no note."""
 
     name: str | None
     holds: Callable[[Any], bool]
     content: Callable[[Any], Any]
-    """Plain but for what is in it; None where it has no such content after all."""
+    """Returns a plain container, whose items may still need conversion; None if the value has no such content."""
     type_name: Callable[[Any], str] = lambda value: name_of(type(value))
 
 
 def name_of(value: Any) -> str:
-    """Returns module and name of a class or a function; of any other object those of its class."""
+    """Returns module and name of a class or function; for any other object, those of its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__ or 'builtins'}.{named.__qualname__}"
 
@@ -109,7 +109,7 @@ _OTHER: Final = object()
 
 
 def _simple(value: Any) -> Any:
-    """A value without parts as what comes back as it is; ``_OTHER`` for any other."""
+    """Returns a scalar or tensor as a value that loads unchanged; ``_OTHER`` for any other value."""
     if type(value) in VALUES or (type(value) in TENSORS and not value.is_meta):
         return value
     if isinstance(value, enum.Enum):
@@ -124,7 +124,7 @@ def _simple(value: Any) -> Any:
 
 
 def _builtin_number(value: numbers.Complex) -> int | float | complex:
-    """The number as Python's own type: NumPy's scalars do not load under ``weights_only``."""
+    """Returns the number as a builtin type: NumPy's scalars do not load under ``weights_only``."""
     if isinstance(value, numbers.Integral):
         return int(value)
     return float(value) if isinstance(value, numbers.Real) else complex(value)
@@ -132,12 +132,12 @@ def _builtin_number(value: numbers.Complex) -> int | float | complex:
 
 def is_config(value: Any) -> bool:
     """Returns whether ``value`` is an OmegaConf container."""
-    omegaconf = sys.modules.get("omegaconf")  # where nobody has imported it, no value is one of its containers
+    omegaconf = sys.modules.get("omegaconf")  # if it was never imported, no value is an OmegaConf container
     return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
 
 
 def resolved_config(value: Any) -> Resolved:
-    """Returns the content of an OmegaConf container; as it was written where it cannot be resolved (a resolver is not there)."""
+    """Returns the content of an OmegaConf container; unresolved if it cannot be resolved (a resolver is missing)."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -183,7 +183,7 @@ def _array(value: Any) -> Any:
 
 
 def _mixed_in(value: Any) -> Any:
-    """An enum's member as what it is beside that."""
+    """Returns the str or number value of an enum member whose class also derives from str, int or float."""
     return str.__str__(value) if isinstance(value, str) else _builtin_number(value)
 
 
@@ -196,7 +196,7 @@ _KINDS: Final = (
     _Kind("flag", _is(enum.Flag), lambda one: one.value),
     _Kind("enum", _is(enum.Enum), lambda one: one.name),
     _Kind("config", is_config, resolved_config),
-    _Kind(None, lambda one: isinstance(one, nn.Module | type), lambda _: None),  # never by what is in them
+    _Kind(None, lambda one: isinstance(one, nn.Module | type), lambda _: None),  # stored by name, never by content
     _Kind("dataclass", dataclasses.is_dataclass, _fields),
     _Kind("namespace", _is(argparse.Namespace), lambda one: dict(vars(one))),
     _Kind("partial", _is(functools.partial), _partial, lambda one: name_of(one.func)),
@@ -208,4 +208,4 @@ _KINDS: Final = (
     _Kind("path", _is(os.PathLike), os.fspath),
     _Kind("array", lambda one: type(one).__module__ == "numpy" and type(one).__name__ == "ndarray", _array),
 )
-"""Tried in this order."""
+"""The first kind that matches is used."""

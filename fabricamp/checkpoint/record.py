@@ -1,6 +1,6 @@
-"""The state of a run as ordered sections, and what its two forms hold: one dict, whose tensors may be sharded.
+"""The state of a run as ordered sections, saved as one dict whose tensors may be sharded.
 
-Where they are not, it is gathered from every rank for rank 0 to write, as a file; else all ranks write, a folder.
+Without sharded tensors, the state is gathered from all ranks and rank 0 writes a file; otherwise all ranks write a folder.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
 
 
 class Section:
-    """One part of a run's state, saved and given back as a whole."""
+    """One part of a run's state, saved and restored as a unit."""
 
     name: str
-    """What it is asked for by, and what errors call it."""
+    """Selects the section in ``Record.save`` and ``Record.restore``, and names it in error messages."""
     per_rank: ClassVar[bool] = False
-    """Whether each rank has values of its own, which a checkpoint holds as a list; else it holds rank 0's."""
+    """Whether each rank has its own values, saved as a list over ranks; otherwise only rank 0's values are saved."""
 
     def save(self) -> dict[str, Any]:
-        """Returns values by their places, as in ``{"loops.fit.window": ...}``; every rank calls it, and may meet the others.
+        """Returns values by dotted keys, as in ``{"loops.fit.window": ...}``; every rank calls it, and it may use collectives.
 
-        What is saved per rank lies in host memory where there are several.
+        With several ranks, values saved per rank are in host memory.
         """
         raise NotImplementedError
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Takes its values back from ``checkpoint``, all of it, as read from ``path``; places may be missing in others' files.
+        """Restores its values from the complete ``checkpoint`` read from ``path``; keys may be missing in other trainers' files.
 
-        Any error is told as a :class:`CheckpointError` that names ``path`` and the section.
+        :meth:`Record.restore` turns any error into a :class:`CheckpointError` that names ``path`` and the section.
         """
         raise NotImplementedError
 
 
 @dataclass
 class Part(Section):
-    """Whatever has ``state_dict`` and ``load_state_dict``; None saves nothing."""
+    """A section for any object with ``state_dict`` and ``load_state_dict``; for None it saves an empty dict."""
 
     name: str
     place: str
     part: Any
 
     def save(self) -> dict[str, Any]:
-        """Returns its ``state_dict()``."""
+        """Returns the object's ``state_dict()`` under its key."""
         return {self.place: {} if self.part is None else self.part.state_dict()}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Gives it to ``load_state_dict``, where there is one that is not empty."""
+        """Passes the saved state to ``load_state_dict`` unless that state is missing or empty."""
         state: Any = checkpoint
         for key in self.place.split("."):
             state = state.get(key, {})
@@ -66,14 +66,14 @@ class Part(Section):
 
 
 class Record:
-    """The sections of a run, in the order in which they are saved and given back."""
+    """The sections of a run, in the order in which they are saved and restored."""
 
     def __init__(self, strategy: Strategy, sections: Sequence[Section]) -> None:
         self._strategy = strategy
         self._sections = sections
 
     def save(self, *names: str) -> dict[str, Any]:
-        """Returns a checkpoint of the sections named, or of all; every rank calls it."""
+        """Returns a checkpoint of the named sections, or of all if none is named; every rank calls it."""
         from fabricamp import __version__
 
         checkpoint = {"format": FORMAT, "fabricamp_version": __version__, "torch_version": str(torch.__version__)}
@@ -87,7 +87,7 @@ class Record:
         return checkpoint
 
     def restore(self, checkpoint: dict[str, Any], path: str, *names: str) -> None:
-        """Gives the sections named, or all, what ``checkpoint`` holds, as read from ``path``."""
+        """Restores the named sections, or all if none is named, from the ``checkpoint`` read from ``path``."""
         for section in self._of(names):
             try:
                 section.restore(checkpoint, path)
@@ -104,9 +104,9 @@ class Record:
 
 
 def read_together(path: str, strategy: Strategy) -> dict[str, Any]:
-    """Returns the checkpoint, on every rank or on none: where one cannot read it, all raise its :class:`CheckpointError`.
+    """Returns the checkpoint on every rank; if one rank cannot read it, all ranks raise that rank's :class:`CheckpointError`.
 
-    Where ranks hold parts of the module, its tensors are not read yet: those of a folder are on the meta device.
+    If the strategy shards the module, its tensors are not read yet: a file is memory-mapped, a folder's are on the meta device.
     """
     checkpoint: dict[str, Any] = {}
     problem = None
@@ -119,7 +119,7 @@ def read_together(path: str, strategy: Strategy) -> dict[str, Any]:
 
 
 def write_together(path: str, checkpoint: dict[str, Any], strategy: Strategy) -> None:
-    """Writes ``checkpoint``, each rank's own, in the form that the strategy names; every rank calls it."""
+    """Writes ``checkpoint`` in the strategy's form, a file by rank 0 or a folder by all ranks; every rank calls it with its own."""
     if strategy.checkpoint_form == "folder":
         from fabricamp.checkpoint.folder import write_folder
 

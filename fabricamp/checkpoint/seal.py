@@ -1,6 +1,6 @@
-"""The seal of a checkpoint file: a digest of its zip's directory, which lists name, size, checksum and place of every member.
+"""The checksum footer of a checkpoint file: a digest of the zip's directory (name, size, checksum and offset of every member).
 
-It stands in the zip's comment, so that it is written behind everything else, and costs no second look at the data.
+The footer is the zip's comment, the last bytes of the file: writing it needs no second pass over the data.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import IO, Any
 
 _MARK = b"fabricamp:"
 _LENGTH = len(_MARK) + 32
-# Of the zip format: the end record, and the two that stand before it in a zip with 64-bit sizes, which torch's are.
+# Sizes in the zip format: the end record, and the two records before it in a zip with 64-bit sizes, as torch writes.
 _END, _END_64, _LOCATOR_64 = 22, 56, 20
-_ENTRY = 512  # an entry of the directory is smaller
+_ENTRY = 512  # bytes; a directory entry is smaller
 
 
 class SealingFile:
-    """Passes on what ``torch.save`` writes, all but the end; :meth:`seal` completes that.
+    """Forwards what ``torch.save`` writes, except the end of the zip; :meth:`seal` writes the end with the footer.
 
-    It only ever writes ahead: the file may be an upload.  ``members`` is how many there are at most.
+    It writes sequentially, without seeking: the file may be an upload.  ``members`` is the maximum number of zip members.
     """
 
     def __init__(self, file: IO[bytes], members: int) -> None:
@@ -31,7 +31,7 @@ class SealingFile:
         self._held = bytearray()
 
     def write(self, data: Any) -> int:
-        """Writes all that cannot belong to the end of the zip."""
+        """Writes all bytes that cannot belong to the end of the zip; returns the length of ``data``."""
         if len(data) > self._keep:
             self._file.write(self._held)
             self._file.write(data[: -self._keep])
@@ -44,17 +44,17 @@ class SealingFile:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing: the end is not known yet."""
+        """Does nothing: the end of the zip is not known yet."""
 
     def seal(self) -> None:
-        """Writes the end, and the seal as its comment."""
+        """Writes the end of the zip, with the footer as its comment."""
         held = io.BytesIO(self._held)
         comment = _seal(held, len(self._held))
         self._file.write(bytes(self._held[:-2]) + len(comment).to_bytes(2, "little") + comment)
 
 
 def is_sealed(file: IO[bytes]) -> bool:
-    """Whether a zip has a seal; raises ``zipfile.BadZipFile`` where it has one that is another file's."""
+    """Returns whether a zip has a checksum footer; raises ``zipfile.BadZipFile`` if the footer does not match the members."""
     size = file.seek(0, os.SEEK_END)
     if size < _END + _LENGTH:
         return False
@@ -68,7 +68,7 @@ def is_sealed(file: IO[bytes]) -> bool:
 
 
 def check_members(archive: zipfile.ZipFile) -> None:
-    """Raises ``zipfile.BadZipFile`` for what torch would read otherwise than it was meant, or not survive."""
+    """Raises ``zipfile.BadZipFile`` for duplicate members or another byte order: torch would misread them, or crash."""
     names = archive.namelist()
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -82,13 +82,13 @@ def check_members(archive: zipfile.ZipFile) -> None:
 
 
 def _seal(file: IO[bytes], size: int) -> bytes:
-    """The comment for a zip of ``size`` bytes without one."""
+    """Returns the footer for a zip whose size without a comment is ``size`` bytes."""
     digest = hashlib.blake2b(_directory(file, size - _END), digest_size=16)
     return _MARK + digest.hexdigest().encode()
 
 
 def _directory(file: IO[bytes], end: int) -> bytes:
-    """The zip's directory; its end record begins at ``end``."""
+    """Returns the bytes of the zip's directory; its end record begins at ``end``."""
     before = _END_64 + _LOCATOR_64
     file.seek(max(end - before, 0))
     records = file.read(min(end, before) + _END)

@@ -1,4 +1,4 @@
-"""Which of several checkpoints to go on from: the furthest one that can be read."""
+"""Finds the checkpoint to resume from among several: the furthest one that can be read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.getLogger("fabricamp")
 
 
 class Candidates:
-    """Checkpoints one after the other, each group's furthest first; damaged ones are passed over with a warning.
+    """Iterates over checkpoints, the furthest of each group first; skips damaged ones with a warning.
 
-    How far a checkpoint is, it says itself: clocks jump.  Of those that are as far as each other, such as the last ones of two runs
-    into one folder, the one written last comes first.  With ``training`` those that hold weights only come last.
+    A checkpoint's own counters decide how far it is, because clocks jump.  If several are equally far (such as the last checkpoints
+    of two runs in one folder), the one written last comes first.  With ``training``, checkpoints with only weights come last.
     """
 
     def __init__(self, groups: Iterable[Iterable[str]], *, training: bool) -> None:
@@ -25,9 +25,9 @@ class Candidates:
         self._places = self._walk(groups, training=training)
 
     def next_place(self) -> str:
-        """The next one; nothing where there are no files at all.
+        """Returns the next checkpoint, or an empty string if there are no files.
 
-        Raises :class:`CheckpointError` that names them all where there are some, and every one was passed over.
+        Raises a :class:`CheckpointError` that names all files if every file was skipped.
         """
         place = next(self._places, "")
         if self._problems and not place:
@@ -38,7 +38,7 @@ class Candidates:
         return place
 
     def pass_over(self, problem: str) -> None:
-        """Notes, and tells, why the last one is not the one."""
+        """Records and logs why the last checkpoint is skipped."""
         self._problems.append(problem)
         logger.warning("passed over, an older one is tried: %s", problem)
 
@@ -57,12 +57,12 @@ class Candidates:
 
 
 def read_header(place: str) -> dict[str, Any]:
-    """Returns what a checkpoint holds, its tensors without their values: they are not read."""
+    """Returns the content of a checkpoint with tensors on the meta device: their values are not read."""
     return read_checkpoint(place, map_location="meta", verify=False)
 
 
 def how_far(header: dict[str, Any]) -> tuple[int, int, int]:
-    """The steps, batches and epochs that a checkpoint says were done."""
+    """Returns a checkpoint's counters of finished steps, batches and epochs."""
     position = header.get("loops", {})
     position = position.get("fit", {}) if isinstance(position, dict) else {}
     done, epochs = (position.get("batches_done"), position.get("epoch")) if isinstance(position, dict) else (0, 0)

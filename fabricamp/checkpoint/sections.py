@@ -1,4 +1,4 @@
-"""What torch's own parts of a run save and take back: weights, optimizers, learning-rate schedules."""
+"""The checkpoint sections for weights, optimizers and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _LIKE_THE_PARAMETER = frozenset(
         "master_param",
     }
 )
-"""Names of torch's and fabricamp's optimizers for state that has the parameter's shape: they do not look when they load."""
+"""Names of optimizer state with the parameter's shape; torch's and fabricamp's ``load_state_dict`` do not check that shape."""
 
 
 @dataclass
 class Weights(Section):
-    """The module's weights (the masters' values at O2 and O5), and the hyper-parameters that it is built from."""
+    """The module's weights (the masters' values at O2 and O5), and the hyper-parameters of its constructor."""
 
     name = "weights"
 
@@ -57,7 +57,7 @@ class Weights(Section):
     datamodule: DataModule | None
 
     def save(self) -> dict[str, Any]:
-        """Returns them whole, the same on every rank; or what each rank holds of them, where it is a part."""
+        """Returns full weights, equal on every rank, or this rank's shards if the module is sharded; and hyper-parameters."""
         module, datamodule = self.module, self.datamodule
         values: dict[str, Any] = {"state_dict": self.conversion.full_state(self.strategy.module_state(module))}
         values |= MODULE.written(module)
@@ -68,7 +68,7 @@ class Weights(Section):
         return values
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Loads the weights; where the module is sharded, of each one the part that this rank holds."""
+        """Loads the weights; if the module is sharded, only this rank's shards."""
         if self.strategy.checkpoint_form == "folder":
             checkpoint = placed_weights(checkpoint, path, self.module.state_dict())
         restore_weights(self.module, checkpoint, path)
@@ -77,10 +77,10 @@ class Weights(Section):
 def restore_weights(
     module: TrainingModule, checkpoint: dict[str, Any], path: str, *, strict: bool | None = None
 ) -> None:
-    """Loads the weights, those of an apex script's network into the submodule that they fit.
+    """Loads the weights; those of an apex script's network go into the submodule that they fit.
 
-    ``strict`` None stands for the module's ``strict_loading``.
-    Raises :class:`CheckpointError` that tells a checkpoint of another model from a damaged one.
+    ``strict`` None means the module's ``strict_loading``.
+    Raises a :class:`CheckpointError` that says whether the file is of another model or has no weights.
     """
     state = checkpoint.get("state_dict")
     if not isinstance(state, dict):
@@ -129,7 +129,7 @@ class Optimizers(Section):
         return {"optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Loads as many as there are; raises where state that goes with a parameter, value by value, has another shape."""
+        """Loads the states; raises if their number differs, or if elementwise state has another shape than its parameter."""
         states = checkpoint.get("optimizer_states")
         if states is None:
             raise CheckpointError(
@@ -145,7 +145,7 @@ class Optimizers(Section):
 
 @dataclass
 class Schedules(Section):
-    """The learning-rate schedules' states; ``configs`` say when each one steps, ``step`` steps it."""
+    """The learning-rate schedules' states; ``configs`` say when each one steps, and ``step`` steps one."""
 
     name = "learning-rate schedules"
 
@@ -153,14 +153,14 @@ class Schedules(Section):
     step: Callable[[Any, Any], None]
 
     def save(self) -> dict[str, Any]:
-        """Returns their state dicts, an empty one for a scheduler that has none: it may be any object of the module's."""
+        """Returns the schedulers' state dicts, empty for a scheduler without one: a scheduler may be any object."""
         schedulers = [config.scheduler for config in self.configs]
         return {"lr_schedulers": [one.state_dict() if hasattr(one, "state_dict") else {} for one in schedulers]}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Loads as many as there are; a file that names none (apex's) leaves them as they are.
+        """Loads the states; raises if their number differs; a file without schedulers (apex's) changes nothing.
 
-        Those of an epoch that Lightning's checkpoint was written at the end of are stepped: there they come after it.
+        Epoch schedulers are stepped if Lightning wrote the file at the end of an epoch: Lightning steps them after it.
         """
         if "lr_schedulers" in checkpoint:
             _check_number(path, "schedulers", checkpoint["lr_schedulers"], self.configs)

@@ -1,4 +1,4 @@
-"""Sharded tensors on disk: torch's distributed checkpoint (DCP), of tensors alone, read without running what a file brings."""
+"""Sharded tensors on disk: torch's distributed checkpoint (DCP) of tensors only, read without running code from a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 METADATA: Final = ".metadata"
 SEPARATOR: Final = "/"
-"""Between the keys that lead to a tensor, in its name on disk."""
+"""Separates the keys in a tensor's name on disk."""
 
 _KNOWN: Final = {
     "torch": re.compile(r"Size|device|(float|bfloat|int|uint|complex)\d+|bool"),
@@ -43,19 +43,19 @@ _KNOWN: Final = {
     "pathlib": re.compile(r"(Pure)?(Posix|Windows)?Path"),
     "pathlib._local": re.compile(r"(Pure)?(Posix|Windows)?Path"),
 }
-"""All that DCP's own metadata of tensors is made of."""
+"""All classes and functions that occur in DCP's metadata of tensors."""
 
 
 def split(value: Any, place: str = "", wanted: Callable[[Any], bool] = is_shard) -> tuple[Any, dict[str, Tensor]]:
-    """Returns ``value`` with tensors on the meta device for the sharded ones (or ``wanted``) in it, and these by their places.
+    """Returns ``value`` with its sharded (or ``wanted``) tensors replaced by meta tensors, and the originals by their names.
 
-    Raises :class:`CheckpointError` for a tensor that is on the meta device already.
+    Raises :class:`CheckpointError` for a tensor that is already on the meta device.
     """
     shards: dict[str, Tensor] = {}
 
     def without(value: Any, place: str) -> Any:
         if isinstance(value, dict):
-            result = copy.copy(value)  # with what torch hangs on a state dict
+            result = copy.copy(value)  # keeps the attributes that torch sets on a state dict
             for key, item in value.items():
                 result[key] = without(item, f"{place}{SEPARATOR}{key}" if place else str(key))
             return result
@@ -75,7 +75,7 @@ def split(value: Any, place: str = "", wanted: Callable[[Any], bool] = is_shard)
 
 
 def stored_in(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields what stands for a tensor on disk, a tensor on the meta device, with its name there."""
+    """Yields each meta tensor, which stands for a tensor on disk, with its name on disk."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
     for key, item in items:
         yield from stored_in(item, f"{place}{SEPARATOR}{key}" if place else str(key))
@@ -84,7 +84,7 @@ def stored_in(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
-    """Returns ``value`` with other tensors in the place of some, found by their ids."""
+    """Returns ``value`` with tensors replaced by those in ``by``, which maps ids of tensors to replacements."""
     if isinstance(value, dict):
         result = copy.copy(value)
         for key, item in value.items():
@@ -96,7 +96,7 @@ def replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
 
 
 def write_shards(folder: Path, shards: dict[str, Tensor], group: ProcessGroup | None = None) -> None:
-    """Writes what each rank holds of ``shards`` into ``folder``, on disk for good; every rank calls it, and meets in ``group``."""
+    """Writes each rank's shards into ``folder`` and flushes them to disk; every rank calls it, with collectives in ``group``."""
     writer = FileSystemWriter(folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
@@ -104,7 +104,7 @@ def write_shards(folder: Path, shards: dict[str, Tensor], group: ProcessGroup | 
 
 
 def read_shards(folder: Path, targets: dict[str, Tensor], files: Mapping[str, int]) -> None:
-    """Fills ``targets``, whole tensors or sharded in whatever way, each rank what it holds; ranks do not meet."""
+    """Fills ``targets``, full or sharded in any way; each rank reads its own shards, without collectives."""
     if not targets:
         return
     reader = _Reader(folder, files)
@@ -114,17 +114,17 @@ def read_shards(folder: Path, targets: dict[str, Tensor], files: Mapping[str, in
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    """Returns the names and sizes of the files of tensors."""
+    """Returns the names and sizes of the tensor files."""
     return {one.name: one.stat().st_size for one in sorted(folder.iterdir()) if one.name != METADATA}
 
 
 def digest_of(folder: Path) -> str:
-    """Returns a digest of what says where each tensor lies."""
+    """Returns a digest of DCP's metadata, which has the position of each tensor."""
     return hashlib.blake2b((folder / METADATA).read_bytes(), digest_size=16).hexdigest()
 
 
 def check_shards(folder: Path, files: Mapping[str, int], names: Callable[[str], bool]) -> None:
-    """Reads the files whose names are wanted to their ends; raises :class:`CheckpointError` where one is not as it was written."""
+    """Reads the complete files that ``names`` selects; raises :class:`CheckpointError` if a file is missing or damaged."""
     found = files_of(folder)
     if found != dict(files):
         wrong = sorted(set(found.items()) ^ set(files.items()))
@@ -161,7 +161,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader; its list of tensors is a pickle, of which nothing is loaded but what such a list is made of."""
+    """DCP's reader with a restricted unpickler: of the metadata pickle, only the classes in ``_KNOWN`` are loaded."""
 
     def __init__(self, folder: Path, files: Mapping[str, int]) -> None:
         super().__init__(folder)
@@ -182,7 +182,7 @@ class _Reader(FileSystemReader):
 
 
 def _told(action: Callable[[], object], what: str) -> None:
-    """Runs ``action``; whatever goes wrong is a :class:`CheckpointError` with the reason alone, not a traceback a rank."""
+    """Runs ``action``; turns any error into a :class:`CheckpointError` with only the reason, without a traceback per rank."""
     try:
         action()
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""A folder that is written beside training: what this rank holds of it, to be copied, and the copy as the ranks write it."""
+"""Writes a checkpoint folder in the background: selects this rank's content for copying, and writes the copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StagedFolder:
-    """``own`` is what this rank holds of ``state``, on rank 0 with all that is not sharded; a copy of it goes to :meth:`write`."""
+    """``own`` has this rank's shards of ``state``, on rank 0 also all other values; pass a copy of it to :meth:`write`."""
 
     def __init__(self, path: str, state: dict[str, Any], beside: Beside) -> None:
         from fabricamp.checkpoint.shards import split
@@ -24,7 +24,7 @@ class StagedFolder:
         self.own = {"rest": rest if beside.rank == 0 else {}, "parts": [local(one) for one in self._shards.values()]}
 
     def write(self, copied: dict[str, Any]) -> None:
-        """Writes the folder, in a thread of every rank."""
+        """Writes the folder from a copy of ``own``; every rank calls it in a thread."""
         from fabricamp.checkpoint.folder import write_parts
 
         pairs = zip(self._shards.items(), copied["parts"], strict=True)

@@ -1,4 +1,4 @@
-"""Plain data from a file as the types that it stood for, where the code that loads it names them."""
+"""Converts plain data from a file back to its original types, if the loading code names these types."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fabricamp.errors import CheckpointError
 
 
 class Rebuilt(typing.NamedTuple):
-    """What a file's values have become."""
+    """The rebuilt values of a file."""
 
     values: dict[str, Any]
     absent: dict[str, str]
-    """Why a value is not what it was, by its first key: objects of which there is the name alone, and types that nobody gave."""
+    """By first key, why a value could not be rebuilt: only the name of an object was saved, or its type was not given."""
 
 
 def rebuilt(values: Mapping[str, Any], notes: Any, types: Iterable[type]) -> Rebuilt:
-    """Returns ``values`` with what ``notes`` of :func:`described` tell made of ``types`` again; no other class is looked at.
+    """Returns ``values`` rebuilt as ``types``, according to the ``notes`` of :func:`described`; no other class is used.
 
-    Raises :class:`CheckpointError` where the notes are not laid out as such.
+    Raises :class:`CheckpointError` if the notes do not have the expected layout.
     """
     try:
         by_place = {tuple(one["at"]): (str(one["kind"]), str(one["type"])) for one in notes}
@@ -46,9 +46,9 @@ def rebuilt(values: Mapping[str, Any], notes: Any, types: Iterable[type]) -> Reb
 
 
 def named_types(owner: type, given: Iterable[type] = ()) -> list[type]:
-    """Returns ``given`` and the classes that stand in the annotations of ``owner``'s constructor, and in those of their fields.
+    """Returns ``given`` and the classes in the annotations of ``owner``'s constructor, and in annotations of their fields.
 
-    Annotations whose names are not known where the class was written (imported for type checkers alone) are passed over.
+    Skips annotations with names that are not defined in the class's module (imported for type checkers only).
     """
     found: dict[type, None] = {}
     waiting = [*given]
@@ -111,7 +111,7 @@ class _Work:
         return value if kind not in _OF_A_TYPE else self._of_a_type(value, at, kind, name)
 
     def check_resolved(self, value: Any, at: tuple[Any, ...]) -> None:
-        """Misses a part of an OmegaConf container that could not be resolved when it was saved."""
+        """Records a part of an OmegaConf container as absent if it could not be resolved when it was saved."""
         if interpolates(value):
             self._miss(at, f"{value!r:.200}, which OmegaConf could not resolve when it was saved")
 
@@ -129,7 +129,7 @@ class _Work:
             return value
 
     def _named(self, name: str, fits: Callable[[type], bool]) -> type | None:
-        """The type of this name; of the same last word where its module has moved, or was ``__main__``."""
+        """Returns the type with this full name, or the only one with the same class name: the module moved or was ``__main__``."""
         fitting = [one for one in self.types if fits(one)]
         exact = [one for one in fitting if name_of(one) == name]
         if fits is _fits_a_path:
@@ -151,7 +151,7 @@ def _path(kind: type, value: str) -> Any:
 
 
 def _config(value: Any) -> Any:
-    """An OmegaConf container; dicts and lists where it would look something up, or OmegaConf is not installed."""
+    """Returns an OmegaConf container; the plain value if it has interpolations, or if OmegaConf is not installed."""
     try:
         from omegaconf import OmegaConf
     except ModuleNotFoundError:
@@ -160,7 +160,7 @@ def _config(value: Any) -> Any:
 
 
 def interpolates(value: Any) -> bool:
-    """Returns whether a string in ``value`` would make OmegaConf look something up, or call a resolver: no file does that."""
+    """Returns whether ``value`` has an OmegaConf interpolation: no file may make OmegaConf look up values or call resolvers."""
     if isinstance(value, str):
         return "${" in value
     inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -168,7 +168,7 @@ def interpolates(value: Any) -> bool:
 
 
 def _dataclass(kind: Any, value: dict[str, Any]) -> Any:
-    """An object of ``kind``: its constructor gets what it takes, the rest is set as it was."""
+    """Returns an object of ``kind``: fields with ``init`` go to the constructor, the others are set afterwards."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     made = kind(**{name: item for name, item in value.items() if name not in fields or fields[name].init})
     for name, item in value.items():
@@ -191,4 +191,4 @@ _OF_A_TYPE: Final[dict[str, tuple[str, Callable[[Any, Any], Any], Callable[[type
     "namedtuple": ("", lambda kind, value: kind(*value), lambda kind: hasattr(kind, "_fields")),
     "path": ("", _path, _fits_a_path),
 }
-"""What a type is called that has to be named (none: the plain value will do), how the value is made, and which types will do."""
+"""(Word for a type that has to be given, or "" if the plain value will do; how to build the value; which types fit)."""

@@ -1,1 +1,1 @@
-"""What the commands `fabricamp bench` and `fabricamp doctor` do; runs/ has those that look at runs."""
+"""The commands `fabricamp bench` and `fabricamp doctor`; runs/ has the commands that look at runs."""

@@ -1,4 +1,4 @@
-"""Where the time of a batch goes: a few steps of a configured training, measured eagerly and as a CUDA graph."""
+"""Breaks down the time of a batch: measures a few steps of a configured training, eagerly and as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WARMUP: Final = 30
-"""Batches before those that are measured: kernels are chosen in them, and a graph is captured and compared."""
+"""Number of unmeasured batches at the start: kernels are chosen in them, and a graph is captured and compared."""
 _OVERRIDES: Final = (
     "trainer.max_epochs=-1",
     "trainer.max_time=null",
@@ -36,7 +36,7 @@ _OVERRIDES: Final = (
 
 
 class StepProfiler(Profiler):
-    """Measures the phases of the batches behind :data:`WARMUP`: on a GPU by events, which nobody waits for before the end."""
+    """Measures the phases of the batches after :data:`WARMUP`: on a GPU with events, without waiting before the end."""
 
     def __init__(self, title: str, *, on_gpu: bool, graph: bool) -> None:
         super().__init__()
@@ -47,28 +47,28 @@ class StepProfiler(Profiler):
         self._warm = False
 
     def start(self, action_name: str) -> None:
-        """An action begins."""
+        """Notes the start of an action."""
         self.clock.start(action_name)
 
     def stop(self, action_name: str) -> None:
-        """It is over."""
+        """Notes the end of an action; after the warm-up, drops all measurements."""
         self.clock.stop(action_name)
         if not self._warm and self.clock.batches == WARMUP:
             self._warm = True
             self.clock.restart()
 
     def describe(self) -> None:
-        """Works out the mean batch, and prints nothing."""
+        """Computes the mean batch, and prints nothing."""
         if self._on_gpu:
             torch.cuda.synchronize()
         self.found = self.clock.breakdown(self._title) if self._warm else None
 
 
 def bench(path: Path, overrides: Sequence[str], *, steps: int = 100, out: str | None = None) -> list[str]:
-    """Returns the lines that say where the time of a batch goes, and draws them into a file where ``out`` says so.
+    """Returns lines that break down the time of a batch, and draws them into the file ``out`` if given.
 
-    Trains ``steps`` steps behind :data:`WARMUP` others, without logs, checkpoints and what ends a training; on a GPU once
-    more as a CUDA graph.  Raises :class:`ConfigError` for a configuration that cannot be run so.
+    Trains ``steps`` steps after :data:`WARMUP` others, without logs, checkpoints and anything that ends a training early; on a
+    GPU once more as a CUDA graph.  Raises :class:`ConfigError` for a configuration that cannot be run this way.
     """
     from fabricamp.runs.image import check_out, save_bars
 
@@ -93,10 +93,10 @@ def bench(path: Path, overrides: Sequence[str], *, steps: int = 100, out: str | 
 def _measured(
     path: Path, overrides: Sequence[str], steps: int, title: str, *, graph: bool
 ) -> tuple[Breakdown | None, bool]:
-    """Trains; returns the mean batch (None on other ranks than the first), and whether it ran on a GPU."""
+    """Trains; returns the mean batch (None except on rank 0), and whether it ran on a GPU."""
     with tempfile.TemporaryDirectory(prefix="fabricamp-bench-") as folder:
         own = (f"trainer.max_steps={WARMUP + steps}", f"trainer.default_root_dir={folder}", *_OVERRIDES)
-        # Schedules may follow what a validation finds: one batch, which is not measured.
+        # Schedulers may follow a validation metric: validate one batch, which is not measured.
         validates = (read_config(path, overrides).get("trainer") or {}).get("limit_val_batches") != 0
         content = read_config(path, [*overrides, *own, f"trainer.limit_val_batches={int(validates)}"])
         check_config(content)

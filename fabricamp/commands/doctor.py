@@ -1,4 +1,4 @@
-"""Looks at the machine: what is installed, whether it fits together, and what to do where it does not."""
+"""Checks the machine: what is installed, whether it works together, and how to fix problems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUPY_PACKAGES = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
 class Check(NamedTuple):
-    """One thing looked at; ``not here`` is what a run can do without, ``broken`` is what has to be put right."""
+    """The result of one check; ``not here`` is optional for a run, ``broken`` has to be fixed."""
 
     name: str
     found: str
@@ -29,17 +29,17 @@ class Check(NamedTuple):
 
 
 def examine() -> list[Check]:
-    """Looks at everything; needs no GPU, and changes nothing."""
+    """Returns the results of all checks; needs no GPU, and changes nothing."""
     cuda = check_cuda()
     checks = [check_python(), check_torch(torch.__version__), cuda]
-    if cuda.status == "not here":  # all that stands on it is told by its one row
+    if cuda.status == "not here":  # its row also covers the checks that need a GPU
         return [*checks, check_exchange(), *check_packages()]
     checks += [*check_gpus(), *check_links(), check_exchange()]
     return [*checks, check_cupy(_installed(CUPY_PACKAGES), torch.version.cuda), *check_kernels(), *check_packages()]
 
 
 def show(checks: Sequence[Check]) -> None:
-    """Prints one table: a row for each check, with the cure where something is amiss."""
+    """Prints one table: a row for each check, with the cure if something is wrong."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -49,7 +49,7 @@ def show(checks: Sequence[Check]) -> None:
     cures = any(one.cure for one in checks)
     table = Table("check", "found", "status", *(["cure"] if cures else []), title="fabricamp doctor")
     for one in checks:
-        # As text: in markup, the name of an extra in brackets would be taken for a style and vanish.
+        # As Text: in markup, the name of an extra in brackets would be parsed as a style and disappear.
         texts = [Text(one.name), Text(one.found), Text(one.status, colours[one.status]), Text(one.cure)]
         table.add_row(*texts[: len(table.columns)])
     console.print(table)
@@ -58,7 +58,7 @@ def show(checks: Sequence[Check]) -> None:
 
 
 def check_python() -> Check:
-    """Is the interpreter new enough."""
+    """Checks whether the interpreter is new enough."""
     found = f"{platform.python_version()} ({sys.executable})"
     if sys.version_info < OLDEST_PYTHON:
         return Check("Python", found, "broken", "make a virtual environment with Python 3.11 or newer")
@@ -66,7 +66,7 @@ def check_python() -> Check:
 
 
 def check_torch(version: str) -> Check:
-    """Is torch new enough; which build it is."""
+    """Checks whether torch is new enough, and names its build."""
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     numbers = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
     if numbers < OLDEST_TORCH:
@@ -75,7 +75,7 @@ def check_torch(version: str) -> Check:
 
 
 def check_cuda() -> Check:
-    """Do driver and torch's build fit together."""
+    """Checks whether the driver and torch's build work together."""
     driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     version = driver.splitlines()[0] if driver else ""
     if torch.cuda.is_available():
@@ -91,7 +91,7 @@ def check_cuda() -> Check:
 
 
 def check_gpus() -> list[Check]:
-    """Each GPU, and whether this torch has code for it."""
+    """Checks for each GPU whether this torch has code for it."""
     checks = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
@@ -107,7 +107,7 @@ def check_gpus() -> list[Check]:
 
 
 def check_links() -> list[Check]:
-    """How the GPUs of this machine reach each other."""
+    """Reports how the GPUs of this machine are linked."""
     count = torch.cuda.device_count()
     if count < 2:
         return [] if count == 0 else [Check("links", "one GPU: nothing to link")]
@@ -120,7 +120,7 @@ def check_links() -> list[Check]:
 
 
 def check_exchange() -> Check:
-    """What gradients travel through between processes."""
+    """Checks the communication backends for gradients: Gloo and NCCL."""
     if not torch.distributed.is_available():
         return Check("exchange", "torch without torch.distributed", "broken", "install the usual build of torch (pip)")
     found = ["Gloo"] if torch.distributed.is_gloo_available() else []
@@ -132,7 +132,7 @@ def check_exchange() -> Check:
 
 
 def check_cupy(packages: dict[str, str], torch_cuda: str | None) -> Check:
-    """Is CuPy there, once, for the CUDA that torch uses, and can it compile."""
+    """Checks whether CuPy is installed exactly once, for torch's CUDA version, and can compile."""
     major = (torch_cuda or "").split(".")[0]
     install = f"pip install 'fabricamp[cuda{major}]'"
     found = ", ".join(f"{name} {version}" for name, version in packages.items()) or "not installed"
@@ -154,7 +154,7 @@ def check_cupy(packages: dict[str, str], torch_cuda: str | None) -> Check:
 
 
 def check_kernels() -> list[Check]:
-    """Which backend each op uses and why; where kernels run, whether each file of them compiles."""
+    """Reports which backend each op uses and why; on GPUs that run kernels, checks that each kernel file compiles."""
     from fabricamp import ops
     from fabricamp.ops import bridge
 
@@ -167,7 +167,7 @@ def check_kernels() -> list[Check]:
 
 
 def check_kernel(file: str, device: torch.device) -> Check:
-    """Does one file of kernels compile; the first time takes seconds, later CuPy has it on disk."""
+    """Checks whether one kernel file compiles; the first time takes seconds, later CuPy has it cached on disk."""
     from fabricamp.ops import bridge
 
     name = f"kernel {file}.cu"
@@ -183,7 +183,7 @@ def check_kernel(file: str, device: torch.device) -> Check:
 
 
 def measure() -> list[Check]:
-    """Compares kernels with torch's operations on each kind of GPU here, and writes the table that decides from now on."""
+    """Times kernels against torch's operations on each kind of GPU here, and writes the table that selects the backends."""
     from fabricamp.ops import bridge, dispatch
     from fabricamp.ops.measure import measure_card
 
@@ -201,7 +201,7 @@ def measure() -> list[Check]:
 
 
 def check_packages() -> list[Check]:
-    """The packages that fabricamp stands on, and those that examples use."""
+    """Checks the packages that fabricamp requires, and those that the examples use."""
     checks = []
     for name, extra in (("tensorboard", ""), ("omegaconf", ""), ("rich", ""), ("scikit-learn", "fabricamp[examples]")):
         version = _installed((name,)).get(name)
@@ -241,7 +241,7 @@ def _cupy_failure() -> str:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """Returns what nvidia-smi prints, nothing where there is none."""
+    """Returns the output of nvidia-smi; empty if it is missing or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
@@ -253,7 +253,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def _link_kinds(topology: str, count: int) -> set[str]:
-    """Returns the words for links between GPUs (NV18, PIX, SYS, ...) in ``nvidia-smi topo -m``."""
+    """Returns the link types between GPUs (NV18, PIX, SYS, ...) in the output of ``nvidia-smi topo -m``."""
     rows = [line.split() for line in topology.splitlines() if line.startswith("GPU")]
     return {word for row in rows for word in row[1 : 1 + count] if word != "X"}
 

@@ -1,4 +1,4 @@
-"""Lightning's names for what a user subclasses; docs/from-lightning.md has the table of such names."""
+"""Lightning's names for the classes that a user subclasses; docs/from-lightning.md has a table of such names."""
 
 from fabricamp.core.datamodule import LightningDataModule as LightningDataModule
 from fabricamp.core.module import LightningModule as LightningModule

@@ -1,4 +1,4 @@
-"""Lightning's path to what ``self.optimizers()`` gives."""
+"""Lightning's path to the class of the objects that ``self.optimizers()`` returns."""
 
 from fabricamp.engine.optimizer_setup import ManagedOptimizer as LightningOptimizer
 

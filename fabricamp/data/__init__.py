@@ -1,4 +1,4 @@
-"""Data on its way to the step: samplers that resume, loaders wired for the ranks, the feed to the device."""
+"""Data for the step: resumable samplers, loaders wired for the ranks, the prefetch to the device."""
 
 from fabricamp.data.combined import CombinedLoader, combine, leaves_of
 from fabricamp.data.datamodule import DataModule

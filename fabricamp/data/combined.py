@@ -1,4 +1,4 @@
-"""Several loaders as one."""
+"""Combines several loaders into one."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from fabricamp.rng import capture_rng
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _PASS = 0x9E3779B1
-"""Between the epochs that give passes over a shorter loader their order: odd and large, as generators use 32 bits of a seed."""
+"""Epoch offset between rounds of a shorter loader, for their orders: odd and large, as generators use 32 bits of a seed."""
 _END = object()
 
 
 class CombinedLoader(NamesKeywords):
-    """One batch of every loader at a time, in the collection they came in (dict, list or tuple; these may hold others).
+    """Yields one batch of every loader at a time, in a collection like the given one (dict, list or tuple, possibly nested).
 
-    ``min_size``: as long as the shortest; ``max_size``: as long as the longest, None for those that ended;
-    ``max_size_cycle``: as long as the longest, shorter ones start again (in another order where they are shuffled), which is what
-    ``fit`` makes of a bare collection;
-    ``sequential``: one loader after the other, its batches as they are; an evaluation keeps these loaders apart.
+    ``min_size``: as long as the shortest loader.
+    ``max_size``: as long as the longest loader; finished loaders give None.
+    ``max_size_cycle``: as long as the longest loader; shorter loaders start again, in another order if they are shuffled.  ``fit``
+    combines a bare collection in this mode.
+    ``sequential``: one loader after the other, with unchanged batches; an evaluation keeps these loaders separate.
 
-    Iterated by hand it gives ``(batch, batch_idx, dataloader_idx)``.
+    Iteration by hand yields ``(batch, batch_idx, dataloader_idx)``.
 
     >>> list(CombinedLoader({"a": [1, 2], "b": [3]}))
     [({'a': 1, 'b': 3}, 0, 0)]
@@ -61,7 +62,7 @@ class CombinedLoader(NamesKeywords):
         self.loaders = loaders
         self.mode = mode
         self.again = False
-        """Whether the run has begun a pass before."""
+        """Whether the run has begun an earlier pass."""
         self._epoch = 0
         inner = [combine(loaders[key], mode) for key in self._keys]
         if any(one is not loaders[key] for one, key in zip(inner, self._keys, strict=True)):
@@ -76,20 +77,20 @@ class CombinedLoader(NamesKeywords):
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders, in order, those of collections within the collection in their place."""
+        """The loaders, in order, with nested collections flattened."""
         return [loader for member in self.members for loader in _leaves(member, self.mode)]
 
     @property
     def iterables(self) -> Any:
-        """The loaders in the collection, or collections, that they came in."""
+        """The loaders in their original, possibly nested collection."""
         return self.collect([one.iterables if _is_within(one, self.mode) else one for one in self.members])
 
     def map(self, function: Callable[[Any], Any]) -> CombinedLoader:
-        """A combined loader like this one, of ``function(loader)`` of each."""
+        """Returns a combined loader of the same form and mode, with ``function(loader)`` in place of each loader."""
         return CombinedLoader(self.collect([function(loader) for loader in self.members]), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
-        """Remembers the epoch, from which a shorter loader that starts again derives its next order."""
+        """Sets the epoch, from which the order of a restarted shorter loader is derived."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -105,15 +106,15 @@ class CombinedLoader(NamesKeywords):
             yield from ((batch, index, number) for index, batch in enumerate(batches))
 
     def batches(self) -> CombinedPass:
-        """A pass of batches alone, from the beginning."""
+        """Returns a pass from the beginning that yields batches only, without indices."""
         return self.behind([])
 
     def behind(self, places: Sequence[dict[str, Any]]) -> CombinedPass:
-        """A pass that begins where another one's :meth:`CombinedPass.places` were taken."""
+        """Returns a pass that begins at the positions ``places``, see :meth:`CombinedPass.places`; empty: at the beginning."""
         return CombinedPass(self, self._sources(places))
 
     def stopped(self, places: Sequence[dict[str, Any]]) -> CombinedPass:
-        """The pass that stood at ``places``, to be ended once more: loaders that do not go on behind it are left alone."""
+        """Returns a pass at ``places`` whose end is repeated; it skips loaders that do not continue after a limited pass."""
         sources = self._sources(places)
         if self.mode != "sequential":
             nothing = _Source((), 0, cycles=False, place={}, again=False)
@@ -129,7 +130,7 @@ class CombinedLoader(NamesKeywords):
         ]
 
     def batches_behind(self, places: Sequence[dict[str, Any]]) -> int:
-        """The number of batches that lie behind ``places``, whoever counted them."""
+        """Returns the number of batches before ``places``, also for places from a run with another batch size or world size."""
         whole = [known_length(loader) for loader in self.members]
         counts = [
             int(length) if place.get("rounds") and length < math.inf else batches_behind(loader, place)
@@ -137,25 +138,25 @@ class CombinedLoader(NamesKeywords):
         ]
         if self.mode == "sequential":
             return sum(counts)
-        # Those in their first round tell; a loader that starts again counts anew.
+        # Only loaders in their first round give the count; a loader that started again counts from 0.
         return max((count for count, place in zip(counts, places, strict=True) if not place.get("rounds")), default=0)
 
     def length(self) -> int | float:
-        """The number of batches, inf where a loader in it does not say."""
+        """Returns the number of batches; inf if it depends on a loader without a length."""
         lengths = [known_length(loader) for loader in self.members]
         if self.mode == "sequential":
             return sum(lengths)
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def collect(self, values: list[Any]) -> Any:
-        """Returns one value of each loader, in the collection that they came in."""
+        """Returns ``values``, one per loader, in a collection of the loaders' form."""
         if isinstance(self.loaders, dict):
             return dict(zip(self._keys, values, strict=True))
         return values if isinstance(self.loaders, list) else tuple(values)
 
 
 class CombinedPass:
-    """One pass over a :class:`CombinedLoader`; all but the sequential mode have every loader's iterator from the start."""
+    """One pass over a :class:`CombinedLoader`; all modes except ``sequential`` open every loader's iterator at the start."""
 
     def __init__(self, combined: CombinedLoader, sources: list[_Source]) -> None:
         self._combined = combined
@@ -163,13 +164,14 @@ class CombinedPass:
         self._sequential = combined.mode == "sequential"
         self._ends_early = combined.mode == "min_size"
         self._given = 0
-        # Before anything is opened: a pass that begins within its order makes its loader shorter until its first batch.
+        # Before any loader is opened: entering a position within an order shortens the loader's len() until its first batch.
         self._left = combined.length() - combined.batches_behind([source.entered for source in sources])
-        # A resumed pass, which the caller opens with other random numbers, has to open here what it stands in, and nothing else.
+        # The caller creates a resumed pass under temporary RNG states: a loader that the position is within has to be opened here,
+        # and no other.
         opened = [one for one in sources if one.stands_within or not (one.ended or self._sequential)]
         for source in opened:
             source.open()
-        for source in opened:  # whose first batches come when all are open
+        for source in opened:  # only after all are open, as an uninterrupted run opens all before it reads a batch
             source.read_past()
 
     def __iter__(self) -> CombinedPass:
@@ -192,12 +194,12 @@ class CombinedPass:
         return self._combined.collect(batches)
 
     def places(self, given: int) -> list[dict[str, Any]]:
-        """Where each loader stands behind the batch that was read last, or where ``given`` are one less, before it."""
+        """Returns each loader's position after the last batch read; before it if ``given`` is one less than the batches read."""
         before = given == self._given - 1
         return [source.place_before() if before else source.place() for source in self._sources]
 
     def close(self) -> None:
-        """Lets go of the loaders' iterators and ends their workers."""
+        """Releases the loaders' iterators and ends their workers."""
         for source in self._sources:
             source.close()
 
@@ -212,7 +214,7 @@ class CombinedPass:
 
 
 class _Source:
-    """Endless batches of one loader: behind its end comes its beginning again (``cycles``), or None."""
+    """Endless batches of one loader: after its end it starts again (``cycles``), or gives None."""
 
     def __init__(self, loader: Any, epoch: int, *, cycles: bool, place: dict[str, Any], again: bool) -> None:
         self.entered = place
@@ -224,26 +226,26 @@ class _Source:
         self._given = self._unread = 0
         self._told: dict[str, Any] = {}
         self._batches: Iterator[Any] | None = None
-        self._first: list[Any] = []  # the batch that a begun round has to give first, where reading it draws
+        self._first: list[Any] = []  # the first batch of a begun round, if it had to be read under restored RNG states
         self._begins_round = False  # whether the batch that was taken last is the first of its round
         self._before: tuple[int, dict[str, Any], int, list[dict[str, Any]]]
-        # The generators before the pass began, and before its first batch: what is read past is drawn by them again.
+        # RNG states before the pass was opened, and before its first batch: a resumed run reads skipped batches from these.
         self._drawn: list[dict[str, Any]] = list(place.get("drawn", ()))
         if self.ended and not cycles and "state" in place:
             enter(loader, place)
 
     @property
     def ended(self) -> bool:
-        """Whether the loader has come to its end before."""
+        """Whether the loader has reached its end at least once."""
         return self.rounds > 0
 
     @property
     def stands_within(self) -> bool:
-        """Whether the place is one within a round, whose order is drawn."""
+        """Whether the position is within a round, whose order is already drawn."""
         return bool(self.entered.get("batches") or self.entered.get(BEGUN))
 
     def open(self) -> None:
-        """Begins the pass at its place, unless it has begun, or has ended for good."""
+        """Begins the pass at its position, unless it has begun or has ended for good."""
         if self._batches is not None or (self.ended and not self._cycles):
             return
         self._choose_order()
@@ -254,7 +256,7 @@ class _Source:
         self._batches = self.loader.batches() if within else begin(self.loader, again=again)
 
     def read_past(self) -> None:
-        """Reads what lies before its place, where nothing else leads there."""
+        """Reads and drops the batches before the position, if the loader has no other way to it."""
         if self._unread and self._batches is not None:
             self._note_draws(1)
             next(itertools.islice(self._batches, self._unread, self._unread), None)
@@ -264,7 +266,7 @@ class _Source:
         self._unread = 0
 
     def _note_draws(self, moment: int) -> None:
-        """Notes the generators, or takes them from the run in which the pass began."""
+        """Records the RNG states, or restores them from the run that began the pass; ``moment``: 0 opening, 1 first batch."""
         if not is_read_past(self.loader):
             return
         generators = generators_of([self.loader])
@@ -274,7 +276,7 @@ class _Source:
             restore(self._drawn[moment], generators)
 
     def take(self) -> Any:
-        """The next batch."""
+        """Returns the next batch; None after the end of a loader that does not cycle."""
         self._begins_round = self._given == 0 and not self.entered.get("batches")
         batch, told = self._next(), self._told
         self._told = {}
@@ -292,9 +294,12 @@ class _Source:
         return _END if self._batches is None else next(self._batches, _END)
 
     def _start_again(self, told: dict[str, Any]) -> Any:
-        """Behind the end, which was not known where the place before it was ``told``: streams would begin anew there."""
+        """Starts the loader again after its end and returns its next batch, or None.
+
+        Corrects ``told`` in place, a position that was returned before the end was known: a stream resumed there would start anew.
+        """
         self.close()
-        # Loaders of one's own may not know in their state that they have ended.
+        # The state of a user's own loader may not record that it has ended.
         knows = isinstance(self.loader, DataLoader) and goes_on_behind_a_pass(self.loader)
         state = place_of(self.loader, {}, 0) if knows else {}
         if not self._cycles:
@@ -316,7 +321,7 @@ class _Source:
         return batch
 
     def place(self) -> dict[str, Any]:
-        """Where the pass stands."""
+        """Returns the position of the pass."""
         if self.ended and not self._cycles:
             return self.entered
         if not self._told:
@@ -325,23 +330,23 @@ class _Source:
         return self._told
 
     def note(self) -> None:
-        """Notes where the pass stands."""
+        """Records the position of the pass for :meth:`place_before`."""
         self._begins_round = False
         self._before = self.rounds, self.entered, self._given, self._drawn
 
     def place_before(self) -> dict[str, Any]:
-        """Where it stood when :meth:`note` was called; a loader that keeps its own position knows the present one alone."""
+        """Returns the position at the last :meth:`note`; for a loader that keeps its own position, the present one."""
         rounds, entered, given, drawn = self._before
         if self.ended and not self._cycles and (rounds or not goes_on_behind_a_pass(self.loader)):
-            return self.entered  # the end, which may draw, lies behind
+            return self.entered  # after the end, as reaching it may consume random numbers
         if self._begins_round and not goes_on_behind_a_pass(self.loader):
-            # The order of the round is drawn: who goes on before its first batch must not draw another.
+            # The order of the round is drawn: a run that resumes before its first batch must not draw another.
             place = {"rounds": self.rounds, **place_of(self.loader, {}, 0), BEGUN: True}
             return {**place, **({"drawn": self._drawn} if self._drawn else {})}
         return {"rounds": rounds, **place_of(self.loader, entered, given), **({"drawn": drawn} if drawn else {})}
 
     def close(self) -> None:
-        """Lets go of the loader's iterator; its workers end, unless they are to wait for the next pass."""
+        """Releases the loader's iterator and ends its workers, unless they are persistent."""
         end_workers(self.loader, self._batches)
         self._batches = None
 
@@ -352,7 +357,7 @@ class _Source:
 
 
 def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
-    """Returns a :class:`CombinedLoader` of a dict, list or tuple of loaders; anything else (a list of batches) as it is."""
+    """Returns a :class:`CombinedLoader` for a dict, list or tuple of loaders; anything else (a list of batches) unchanged."""
     loaders = own_containers(loaders)
     if not isinstance(loaders, dict | list | tuple) or not loaders:
         return loaders
@@ -370,12 +375,12 @@ def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
 
 
 def leaves_of(loader: Any) -> list[Any]:
-    """The loaders within a CombinedLoader that give batches of their own; of any other loader itself."""
+    """Returns the flattened loaders of a CombinedLoader; for any other loader, a list of only that loader."""
     return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
 
 
 def _is_within(member: Any, mode: str) -> bool:
-    """Whether ``member`` stands for a collection within a collection of loaders that are combined by ``mode``."""
+    """Whether ``member`` is a nested collection of loaders combined by ``mode``."""
     return isinstance(member, CombinedLoader) and member.mode == mode
 
 
@@ -384,19 +389,19 @@ def _leaves(member: Any, mode: str) -> list[Any]:
 
 
 def _is_loader(member: Any) -> bool:
-    """Whether ``member`` of a list is a loader, or a collection of nothing else; what is computed with is a batch."""
+    """Whether ``member`` is a loader or a collection of only loaders; arrays, tensors and batch classes are not."""
     if isinstance(member, DataLoader | CombinedLoader):
         return True
     if isinstance(member, dict | list | tuple):
         inner = member.values() if isinstance(member, dict) else member
         return len(member) > 0 and all(map(_is_loader, inner))
-    # Arrays, tensors, and classes of batches (those move with .to) can be iterated too.
+    # Arrays, tensors and batch classes (which have .to) are iterable too, but are batches.
     computed = isinstance(member, str | bytes | Mapping) or hasattr(member, "__array__") or hasattr(member, "to")
     return hasattr(member, "__iter__") and not computed
 
 
 def exact_length(loader: Any) -> int | float:
-    """The number of batches where it can be relied on, else inf: an IterableDataset's len is an estimate."""
+    """Returns the number of batches if it is exact, else inf: the len of a loader over an IterableDataset is an estimate."""
     members = loader.members if isinstance(loader, CombinedLoader) else [loader]
     if any(isinstance(member, DataLoader) and isinstance(member.dataset, IterableDataset) for member in members):
         return math.inf

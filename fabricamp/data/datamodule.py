@@ -1,4 +1,4 @@
-"""What a user subclasses to keep data, its preparation and its loaders in one place."""
+"""The base class for a user's data: its preparation and its loaders in one place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fabricamp.keywords import refuse_others
 
 
 class DataModule(HyperparametersMixin):
-    """Loaders and the code that prepares their data; override the methods that you use, under Lightning's names.
+    """Groups loaders with the code that prepares their data; override the methods that you need, under Lightning's names.
 
     >>> class Numbers(DataModule):
     ...     def __init__(self, batch_size: int = 2) -> None:
@@ -32,9 +32,9 @@ class DataModule(HyperparametersMixin):
     """
 
     trainer: Any = None
-    """The Trainer that uses it, once one does."""
+    """The Trainer that uses this DataModule; None before."""
     name: str | None = None
-    """What it is called, where that is of use to anybody."""
+    """An optional name for the data."""
 
     @classmethod
     def from_datasets(
@@ -49,8 +49,8 @@ class DataModule(HyperparametersMixin):
     ) -> Self:
         """Returns a DataModule with loaders over these datasets; the training loader shuffles.
 
-        Where a dict or list of datasets is given there is one of loaders.  ``datamodule_kwargs`` are those of the class, which gets
-        ``batch_size`` and ``num_workers`` too where it takes them.  Workers stay from one epoch to the next.
+        A dict or list of datasets gives a dict or list of loaders.  ``datamodule_kwargs`` are passed to the class, with
+        ``batch_size`` and ``num_workers`` if it accepts them.  Workers are persistent.
 
         >>> data = DataModule.from_datasets(train_dataset=range(8), batch_size=4)
         >>> len(data.train_dataloader())
@@ -78,14 +78,14 @@ class DataModule(HyperparametersMixin):
         checkpoint_path: str | Path,
         map_location: Any = None,
         hparams_file: str | Path | None = None,
-        weights_only: bool | None = None,  # noqa: ARG003 - as all files are read
+        weights_only: bool | None = None,  # noqa: ARG003 - every file is read with True
         *,
         types: Iterable[type] = (),
         **overrides: Any,
     ) -> Self:
         """Builds the DataModule from its hyper-parameters in a checkpoint, updated by ``overrides``, and loads its state.
 
-        See ``TrainingModule.load_from_checkpoint``; raises :class:`CheckpointError` as that does.
+        See ``TrainingModule.load_from_checkpoint``; raises :class:`CheckpointError` in the same cases.
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location="cpu" if map_location is None else map_location)
         data = build(cls, checkpoint, DATA, str(checkpoint_path), overrides, types, hparams_file)
@@ -94,19 +94,19 @@ class DataModule(HyperparametersMixin):
         return data
 
     def prepare_data(self) -> None:
-        """Downloads, on one process per machine, before the others continue.  Keep no state on ``self``."""
+        """Downloads data, on one process per machine; the others wait for it.  Keep no state on ``self``."""
 
     def setup(self, stage: str) -> None:
         """Builds datasets, on every process; ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
 
     def teardown(self, stage: str) -> None:
-        """Releases what :meth:`setup` took, on every process."""
+        """Releases the resources of :meth:`setup`, on every process."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when a run ends by an exception."""
+        """Called when an exception ends a run."""
 
     def train_dataloader(self) -> Any:
-        """Returns what to train on: a loader, or a dict, list or tuple of loaders."""
+        """Returns a loader, or a dict, list or tuple of loaders, to train on."""
         raise self._not_defined("train_dataloader")
 
     def val_dataloader(self) -> Any:
@@ -122,15 +122,15 @@ class DataModule(HyperparametersMixin):
         raise self._not_defined("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Returns the batch, changed while it is still on the host."""
+        """Returns the batch, possibly changed, while it is still on the host."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Returns the batch on ``device``; override it for types that :func:`move_to_device` does not know."""
+        """Returns the batch on ``device``; override this method for types that :func:`move_to_device` does not know."""
         return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Returns the batch, changed on the device."""
+        """Returns the batch, possibly changed, on the device."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class DataModule(HyperparametersMixin):
 
 
 def _loaders(datasets: Any, shuffle: bool, batch_size: int, num_workers: int) -> Any:
-    """A loader of a dataset, or a dict or list of loaders of several."""
+    """Returns a loader for a dataset, or a dict or list of loaders for several."""
     datasets = own_containers(datasets)
     if isinstance(datasets, dict):
         return {name: _loaders(one, shuffle, batch_size, num_workers) for name, one in datasets.items()}

@@ -1,4 +1,4 @@
-"""The way of batches from the loader into the step."""
+"""Reads batches from the loader, prepares them and hands them to the step."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ _END = object()
 
 
 class Feed:
-    """Prepared batches of one pass over ``loader``, at most ``limit``; ``last`` is True while the last one is out.
+    """Yields the prepared batches of one pass over ``loader``, at most ``limit``.
 
-    ``prepare`` is what happens to a batch on its way (moving it to the device); ``finish`` is what has to see the state
-    that the previous step left (the user's ``on_after_batch_transfer``).  ``prepare`` runs ``prefetch`` batches ahead, on
-    a CUDA ``device`` on a stream of its own, and ``finish`` when the batch is handed over, on the stream of the step.
-    ``hooked`` says that hooks of the user are in ``prepare``, which may draw.
-    Without ``prefetch`` one batch is read ahead where the loader does not say exactly how many it gives.
-    ``begun`` says that the run has begun a pass before, in an earlier process.
+    ``last`` is True from the moment the last batch is handed out until the pass ends.
+
+    ``prepare`` is called on each batch (it moves the batch to the device).  ``finish`` is called on each prepared batch and sees
+    the state after the previous step (the user's ``on_after_batch_transfer``).  ``prepare`` runs ``prefetch`` batches ahead, for
+    a CUDA ``device`` on a side stream.  ``finish`` runs when the batch is handed over, on the stream of the step.
+    ``hooked``: ``prepare`` contains hooks of the user, which may consume random numbers.
+    Without ``prefetch``, one batch is read ahead if the loader has no exact length.
+    ``begun``: the run began a pass in an earlier process.
 
     >>> feed = Feed([1, 2, 3], limit=2)
     >>> [(batch, feed.last) for batch in feed]
@@ -81,42 +83,45 @@ class Feed:
         self._prefetch = prefetch
         self._hooked = hooked
         self._running: Generator[Any, None, None] | None = None
-        self._resume: dict[str, Any] | None = None  # until the pass has begun that it is for
+        self._resume: dict[str, Any] | None = None  # the resume point of the next pass, until that pass begins
         self._source: Any = None
         self._entered: list[dict[str, Any]] = []
         self._behind = self._given = 0
         self._begun: dict[str, Any] = {}
-        # Where the pass stands that was begun here, before its first batch, from when that is read.
+        # Positions before the first batch of a pass that began in this process; set when that batch is read.
         self._first_places: list[dict[str, Any]] = []
-        # What was read ahead, with where the pass stood before each, and why no more can be.
+        # Prefetched batches, each with the position before it; then the exception that ended the reading.
         self._queue: deque[tuple[Any, dict[str, Any]]] = deque()
         self._failure: Exception | None = None
         self._again = begun
-        self._whole: float = math.inf  # how many batches lie behind the last one, once that is out
+        self._whole: float = math.inf  # number of batches of the pass, known when the last one is handed out
         self._loaded: dict[str, Any] | None = None
-        self._over = self._to_the_end = False  # whether the pass ends where the loader does, and not by a number
-        self._out: dict[str, Any] = {}  # where the pass stood before the batch that is out, where it is known
-        # Streams may go on behind a pass that a number ended: where it stood before its last batch, here and in the run before.
+        # Whether the resume point is after the last batch of a pass, and whether the pass ends with the loader, not at a limit.
+        self._over = self._to_the_end = False
+        self._out: dict[str, Any] = {}  # position before the batch in the step; empty if not recorded
+        # A stream can continue in the next pass after a limit ended one: the position before the last batch is recorded, that of
+        # this process in _ended, that of the checkpoint in _ended_before.
         self._notes_end = any(map(goes_on_behind_a_pass, self._members))
-        self._leaves = self._notes_end and isinstance(loader, CombinedLoader)  # some in mid-pass
+        self._leaves = self._notes_end and isinstance(loader, CombinedLoader)  # a pass may stop within some streams
         self._ended = self._ended_before = None  # type: dict[str, Any] | None
         self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
         self._marks = self._draws or isinstance(loader, CombinedLoader)
         self.counts_alone = not self._marks
-        """Whether the number of batches done tells where a pass stands, whatever is read ahead."""
+        """Whether the number of finished batches determines the position of a pass, however many batches are prefetched."""
         self.hooks_between = finish is not None or (hooked and not prefetch)
-        """Whether hooks of the user run behind the step before."""
+        """Whether hooks of the user run on a batch between the previous step and its own."""
         self._ends_by_drawing = False
 
     def __iter__(self) -> Iterator[Any]:
         return self.behind(0)
 
     def behind(self, count: int) -> Iterator[Any]:
-        """A pass without its first ``count`` batches: never read where fabricamp draws the order, else read past."""
+        """Returns a pass without its first ``count`` batches, which are skipped unread if fabricamp draws the order, else read."""
         self.close()
         self.last = False
-        self._first_places = []  # now: the loader is opened when the first batch is asked for, and a checkpoint may come before
-        if self._over:  # resumed behind its last batch
+        # Cleared here, not in _begin: the loader is opened at the first batch, and a checkpoint may be written before that.
+        self._first_places = []
+        if self._over:  # resumed after the last batch
             self._over = False
             return iter(())
         self._resume = self._resume or ({"batches": count} if count else None)
@@ -125,7 +130,7 @@ class Feed:
         return self._running
 
     def watch(self, reading: Callable[[], AbstractContextManager[Any]]) -> None:
-        """From the next pass on, waits for each batch within a context of ``reading``."""
+        """Makes later passes read each batch within a context of ``reading``."""
         behind = self.behind
 
         def watched(batches: Iterator[Any]) -> Iterator[Any]:
@@ -136,37 +141,38 @@ class Feed:
                     return
                 yield batch
 
-        self.behind = lambda count: watched(behind(count))  # type: ignore[method-assign]  # of this one
+        self.behind = lambda count: watched(behind(count))  # type: ignore[method-assign]  # of this instance
 
     def finish(self) -> None:
-        """Behind the last batch: lets a loader come to its end where that draws, as in a loop over all of it."""
+        """Exhausts the loader after the last batch, if its sampler consumes random numbers there, as a full loop would."""
         if self._ends_by_drawing and self.last:
             next(self._source, None)
 
     def is_over(self, batches: int) -> bool:
-        """Whether ``batches`` are all of the pass: the last one may be out, and not done."""
+        """Whether ``batches`` is the number of all batches of the pass; False while the last batch is out but not done."""
         return batches > 0 and self.last and batches >= self._whole
 
     def close(self) -> None:
-        """Ends the pass: lets go of the loader's iterator and its workers (persistent ones wait for the next pass)."""
+        """Ends the pass and releases the loader's iterator and workers (persistent workers wait for the next pass)."""
         if self._running is not None:
             self._running.close()
             self._running = None
 
     @property
     def length(self) -> int | float:
-        """How many batches a pass has from its beginning; inf where only reading them tells."""
+        """The number of batches in a full pass; inf if the loader has no exact length."""
         return min(whole, self.limit) if (whole := exact_length(self._loader)) < math.inf else whole
 
     @property
     def read_past(self) -> list[str]:
-        """The kinds of loaders that a resumed pass has to read from the beginning."""
+        """The type names of loaders that a resumed pass has to read from the beginning."""
         return [type(member).__name__ for member in self._members if is_read_past(member)]
 
     def state_dict(self, batches: int, *, within: bool = False) -> dict[str, Any]:
-        """Returns where the pass stands once ``batches`` of it are done, on this rank.
+        """Returns the resume point after ``batches`` batches of the pass, on this rank.
 
-        0 batches stand between two passes, or ``within`` one whose order is drawn, if its first batch is out.
+        0 batches: the resume point is between two passes; with ``within``, it is in the pass whose order is drawn and whose first
+        batch is out.
         """
         if self._loaded is not None and batches:
             return self._loaded
@@ -180,19 +186,19 @@ class Feed:
         ended = self._ended_before if self._ended is None else as_saved(self._ended)
         state |= {"ended": ended} if ended and (batches == 0 or batches >= self._whole) else {}
         if over or batches == 0:
-            # Streams that have come to their end may know more than that: how to begin again.
+            # The state of an exhausted stream may also say how its next pass begins.
             places = [place_of(member, {}, 0) for member in self._members] if self._to_the_end else []
             if self._resume is not None:
                 places = self._resume["places"]
             return {**state, "places": places, "last": over}
-        begun = [self._out] if batches < self._whole else []  # which is begun anew
+        begun = [self._out] if batches < self._whole else []  # the batch in the step; a resumed run starts it again
         marks = [as_saved(mark) for mark in (*begun, *(mark for _, mark in self._queue)) if mark]
         ahead = marks[0] if marks else {"places": self._places(batches - self._behind)}
         drawn = [mark["drawn"] for mark in marks[1:]]
         return {**state, **ahead, "drawn_ahead": drawn, "begun": self._begun, "last": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
-        """Makes the next pass begin where ``state`` was taken; returns how many batches of this run's size lie behind it."""
+        """Makes the next pass begin at ``state``; returns the number of batches before it, in this run's batch size."""
         restore_states(generators_of(self._members), state["generators"])
         places, batches = state["places"], int(state["batches"])
         if places and len(places) != len(self._members):
@@ -215,7 +221,7 @@ class Feed:
         return batches_behind(self._loader, places[0]) if batches else 0
 
     def _choose_orders(self, orders: list[Any] | None, places: list[dict[str, Any]]) -> None:
-        """Goes on by the orders of the run that is resumed; None where its checkpoint has no word of them."""
+        """Continues with the sample orders of the resumed run; ``orders`` is None for a checkpoint that does not store them."""
         for member, order, place in itertools.zip_longest(self._members, orders or (), places):
             sampler = own_sampler(member)
             if sampler is None:
@@ -238,7 +244,7 @@ class Feed:
                 yield from self._prefetched(total, exactly=counts)
                 return
             batches = self._begin(total, exactly=counts, ahead=0 if counts else 1)
-            if counts:  # nothing is read ahead, and no generator more stands between the loader and the step
+            if counts:  # nothing is read ahead: map and islice, without another Python generator per batch
                 for function in (self._prepare, self._finish):
                     batches = batches if function is None else map(function, batches)
                 yield from itertools.islice(batches, int(total) - 1)
@@ -254,10 +260,10 @@ class Feed:
     def _begin(
         self, total: float, *, exactly: bool, ahead: int, prepare: Callable[[Any], Any] | None = None
     ) -> Iterator[Any]:
-        """Opens the loader and returns its batches, as ``prepare`` leaves them.
+        """Opens the loader and returns its batches, prepared by ``prepare``.
 
-        A resumed pass leaves every generator as it is: the straight one drew long ago what opening draws, what the batches drew
-        that have to be read past, and what the one drew that had been read ahead.
+        A resumed pass leaves every generator as it is: an uninterrupted run consumed the RNG draws of opening, skipped and
+        prefetched batches before, so a resumed run must not consume them again.
         """
         resume, self._resume, self._loaded = self._resume or {}, None, None
         self._queue, self._failure = deque(), None
@@ -272,13 +278,14 @@ class Feed:
             self._source = self._enter(resume)
             return self._taken(total, exactly=exactly, prepare=prepare)
         self._begun = resume.get("begun", {})
-        self._again = self._begun.get("again", self._again)  # what is read past is drawn as it was there
+        # As in that run, so that the skipped batches consume the same random numbers.
+        self._again = self._begun.get("again", self._again)
         with isolate(generators):
             restore(self._begun, generators)
             self._source = self._enter(resume)
             batches = self._taken(total, exactly=exactly, prepare=prepare)
             if not ahead and not resume.get("batches"):
-                return itertools.chain(list(itertools.islice(batches, 1)), batches)  # reading it draws the order
+                return itertools.chain(list(itertools.islice(batches, 1)), batches)  # reading a batch draws the order
             if not ahead:
                 return batches
             for drawn in (resume.get("drawn") or {}, *resume.get("drawn_ahead", ())):
@@ -287,7 +294,7 @@ class Feed:
             return batches
 
     def _end_again(self, ended: dict[str, Any], generators: list[torch.Generator]) -> None:
-        """Ends the pass that a run before has ended by a number: the next one may go on behind it."""
+        """Repeats the end of a pass that a limit ended in the resumed run, so that the next pass can continue after it."""
         with isolate(generators):
             combined = isinstance(self._loader, CombinedLoader)
             self._source = self._loader.stopped(ended["places"]) if combined else self._enter(ended)
@@ -296,7 +303,7 @@ class Feed:
             self._end()
 
     def _end(self) -> None:
-        """Lets go of what was read ahead, but for where the pass stood, of the loader's iterator, and ends its workers."""
+        """Drops the prefetched batches but keeps their positions; releases the loader's iterator and ends its workers."""
         self._queue = deque((_END, mark) for _, mark in self._queue)
         if isinstance(self._source, CombinedPass):
             self._source.close()
@@ -305,7 +312,7 @@ class Feed:
             self._source = None
 
     def _enter(self, resume: dict[str, Any]) -> Any:
-        """Begins a pass at the places that ``resume`` tells, or behind the batches that it counts."""
+        """Begins a pass at the ``places`` of ``resume``, or after its number of ``batches``."""
         self._entered = resume.get("places") or [{"batches": resume.get("batches", 0)} for _ in self._members]
         again, self._again = self._again, True
         if isinstance(self._loader, CombinedLoader):
@@ -322,12 +329,12 @@ class Feed:
         return [place_of(self._loader, self._entered[0], given)]
 
     def _mark(self, given: int) -> dict[str, Any]:
-        """Returns where the pass stands behind so many batches, before one is read that a resumed one has to read again."""
+        """Returns the position after ``given`` batches with the generators' states; a resumed pass reads the next batch again."""
         drawn = {"rng": snapshot_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
         return {"places": self._places(given), "drawn": drawn}
 
     def _looked_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Batches whose number is not known: the next one is read, but not prepared, before one is handed over."""
+        """Yields batches of a loader without an exact length; reads the next batch, unprepared, before it yields one."""
         for number, (raw, last) in enumerate(self._look_ahead(batches, 1), self._behind + 1):
             batch = raw
             for function in (self._prepare, self._finish):
@@ -336,7 +343,7 @@ class Feed:
             yield batch
 
     def _prefetched(self, total: float, *, exactly: bool) -> Iterator[Any]:
-        """Batches prepared ahead of their steps."""
+        """Yields batches that were prepared ahead of their steps."""
         staging = Staging(self._device, self._prepare, hooked=self._hooked)
         batches = self._begin(total, exactly=exactly, ahead=self._prefetch, prepare=staging.put)
         for number, (staged, last) in enumerate(self._look_ahead(batches, self._prefetch), self._behind + 1):
@@ -347,7 +354,7 @@ class Feed:
             yield batch
 
     def _look_ahead(self, batches: Iterator[Any], ahead: int) -> Iterator[tuple[Any, bool]]:
-        """Each batch, ``ahead`` more of them read before, and whether it is the last; an error is raised at its batch."""
+        """Yields (batch, whether it is the last), reading ``ahead`` batches ahead; raises an error in place of its batch."""
         queue = self._queue
         if not queue:
             self._read(batches)
@@ -364,7 +371,7 @@ class Feed:
             raise failure
 
     def _read(self, batches: Iterator[Any]) -> None:
-        """Reads a batch ahead; notes before where the pass stands, unless counting is enough."""
+        """Reads one batch into the queue, with the position before it if the count alone does not determine that."""
         self._given += bool(self._queue)
         mark = self._mark(self._given) if self._marks and self._queue else {}
         try:
@@ -376,7 +383,7 @@ class Feed:
         self._queue.append((batch, mark))
 
     def _taken(self, total: float, *, exactly: bool, prepare: Callable[[Any], Any] | None) -> Iterator[Any]:
-        """At most ``total`` batches; raises where fewer come than were announced, or an iterator is used up."""
+        """Returns at most ``total`` batches; raises if fewer come than ``len()`` announced, or if the iterator is used up."""
         counter = itertools.count()
         source = self._source if total == math.inf else itertools.islice(self._source, int(total))
         if total < math.inf and self._notes_end:
@@ -391,8 +398,8 @@ class Feed:
         )
 
     def _first_of(self, source: Iterator[Any]) -> Iterator[Any]:
-        """The first batch of a pass; notes the place before it, with the draws that its order came from."""
-        for batch in itertools.islice(source, 1):
+        """Yields the first batch of a pass; records the position before it, with the RNG draws of the pass's order."""
+        for batch in itertools.islice(source, 1):  # reading the first batch draws the order
             if isinstance(self._loader, CombinedLoader):
                 self._first_places = list(self._source.places(0))
             else:
@@ -400,7 +407,7 @@ class Feed:
             yield batch
 
     def _last(self, given: int) -> Iterator[Any]:
-        """The last batch of a pass that a number ends, or none where the loader came to its end before."""
+        """Yields the last batch of a pass that a limit ends; nothing if the loader is already exhausted."""
         self._ended = self._mark(given)
         if (batch := next(self._source, _END)) is not _END:
             yield batch
@@ -408,7 +415,7 @@ class Feed:
             self._ended, self._to_the_end = None, True
 
     def _nothing_but_checks(self, counter: Iterator[int], announced: float) -> Iterator[Any]:
-        """Gives no batch: looks, after the last one, at how many there were."""
+        """Yields no batch; checks after the last one how many there were."""
         count = next(counter)
         if count < announced:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Batches of samples that are about as long as each other, so that little of a batch is padding."""
+"""A batch sampler that groups samples of similar length, to save padding."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from fabricamp.keywords import NamesKeywords
 class LengthGroups(NamesKeywords, Sampler[list[int]]):
     """A batch sampler for samples of different lengths: ``DataLoader(dataset, batch_sampler=LengthGroups(lengths, ...))``.
 
-    Shuffled samples are sorted by length within groups of ``group`` batches, cut into batches, and these are shuffled.  The order
-    follows from (seed, epoch); the Trainer gives each rank its share, of as many batches, and a resumed run goes on in it.
+    Shuffles the samples, sorts them by length within groups of ``group`` batches, cuts them into batches, and shuffles the
+    batches.  The order follows from (seed, epoch).  The Trainer gives each rank the same number of batches, and a resumed run
+    continues in the same order.
 
     Args:
-        lengths: how long each sample is.
-        batch_size: samples in a batch; or
-        max_tokens: what a batch has at most once it is padded: its samples times the longest.
-        group: how many batches are sorted together: more save padding, fewer shuffle better.
+        lengths: the length of each sample.
+        batch_size: number of samples in a batch; or
+        max_tokens: the largest size of a padded batch: its number of samples times its longest length.
+        group: number of batches that are sorted together; a larger number saves padding, a smaller one shuffles better.
         shuffle: False keeps samples of equal length, and batches, in order.
-        drop_last: leaves out a last batch of fewer than ``batch_size``.
-        seed: of the order.
+        drop_last: leaves out batches of fewer than ``batch_size`` samples.
+        seed: the seed of the order.
 
     Raises:
-        ConfigError: unless there is one of ``batch_size`` and ``max_tokens``; for a sample longer than ``max_tokens``.
+        ConfigError: unless exactly one of ``batch_size`` and ``max_tokens`` is given; for a sample longer than ``max_tokens``.
 
     Example:
         >>> sorted(map(sorted, LengthGroups([3, 9, 4, 8], batch_size=2)))
@@ -52,12 +53,12 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         self._max_tokens = max_tokens
         self._group = group
         self.shuffle = shuffle
-        """Whether each epoch has an order of its own."""
+        """Whether each epoch has a different order."""
         self._drop_last = drop_last
         self._seed = seed
         self._epoch = 0
         self.start = 0
-        """How many batches, those of all ranks together, the next iteration (and ``len``, until then) leaves out."""
+        """Number of batches, of all ranks together, that the next iteration skips; ``len`` leaves them out until then, too."""
         self.rank, self.num_replicas, self._even = 0, 1, False
         self._planned: tuple[int, list[list[int]]] | None = None
 
@@ -79,7 +80,7 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
             )
 
     def share_out(self, rank: int, world_size: int, *, train: bool) -> None:
-        """Takes its place among the ranks; the Trainer calls it.  To ``train`` on, every rank has as many batches."""
+        """Sets this rank's share; called by the Trainer.  With ``train``, every rank gets the same number of batches."""
         self.rank, self.num_replicas, self._even = rank, world_size, train
 
     def set_epoch(self, epoch: int) -> None:
@@ -94,7 +95,7 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         return iter(own)
 
     def _own(self) -> list[list[int]]:
-        """This rank's batches; where they do not come out even, the first ones of the epoch come once more."""
+        """Returns this rank's batches; in training, the epoch's first batches are repeated until all ranks have equally many."""
         if self._planned is None or self._planned[0] != self._epoch:
             self._planned = self._epoch, self._batches()
         batches, ranks, start = self._planned[1], self.num_replicas, self.start
@@ -119,7 +120,7 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         return [batches[place] for place in _permuted(len(batches), generator)]
 
     def _cut(self, samples: list[int]) -> Iterator[list[int]]:
-        """Cuts samples, shortest first, into batches."""
+        """Yields batches of ``samples``, which are sorted by length, shortest first."""
         if self.batch_size is not None:
             for first in range(0, len(samples), self.batch_size):
                 yield samples[first : first + self.batch_size]

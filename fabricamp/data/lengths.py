@@ -1,4 +1,4 @@
-"""How many batches a loader gives, how many of them are wanted, and whether the ranks agree."""
+"""Numbers of batches: of a loader, under a limit, and the check that all ranks have the same."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def loader_length(loader: Any, name: str) -> int | float:
-    """Returns the number of batches, inf where the loader does not say; raises where it has none or is no loader.
+    """Returns the number of batches, inf for a loader without a length; raises if there are none or if it is no loader.
 
-    ``name`` is the argument that the error names (``train_dataloaders``, ``val_dataloaders`` ...).  Zero is returned
-    only for an evaluation loader whose samples all went to other ranks.
+    ``name`` is the argument for the error message (``train_dataloaders``, ``val_dataloaders`` ...).  Returns 0 only for an
+    evaluation loader if other ranks have all its samples.
     """
     _check_iterable(loader, name)
     length = known_length(loader)
@@ -32,7 +32,7 @@ def loader_length(loader: Any, name: str) -> int | float:
 
 
 def known_length(loader: Any) -> int | float:
-    """Returns ``len(loader)``, inf where it has none."""
+    """Returns ``len(loader)``; inf if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -40,7 +40,7 @@ def known_length(loader: Any) -> int | float:
 
 
 def batch_sizes(loader: Any) -> list[int] | None:
-    """Returns how many samples a batch has, a number for each loader that it is combined from; None where one does not tell."""
+    """Returns the batch size of each loader that ``loader`` is combined from; None if any of them is unknown."""
     sizes = []
     for one in getattr(loader, "flattened", [loader]):
         batch_sampler = getattr(one, "batch_sampler", None)
@@ -52,7 +52,7 @@ def batch_sizes(loader: Any) -> list[int] | None:
 
 
 def check_limit(limit: Any, name: str, *, optional: bool = False) -> int | float | None:
-    """Returns ``limit``; raises :class:`ConfigError` where it is neither a number of batches (int) nor a fraction (float)."""
+    """Returns ``limit``; raises :class:`ConfigError` unless it is a number of batches (int) or a fraction (float)."""
     if limit is None and optional:
         return None
     if isinstance(limit, bool) or not isinstance(limit, int | float):
@@ -67,7 +67,7 @@ def check_limit(limit: Any, name: str, *, optional: bool = False) -> int | float
 
 
 def limit_batches(length: float, limit: float, name: str) -> int | float:
-    """Returns how many of ``length`` batches ``limit`` wants: at most that number (int) or that fraction (float)."""
+    """Returns the number of batches under ``limit`` out of ``length``: at most that number (int), or that fraction (float)."""
     check_limit(limit, name)
     if isinstance(limit, int):
         return limit if length == math.inf else min(int(length), limit)
@@ -90,9 +90,9 @@ def limit_batches(length: float, limit: float, name: str) -> int | float:
 
 
 def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: Any = None) -> None:
-    """Raises :class:`DistributedError` on every rank where ranks would train on different numbers of batches.
+    """Raises :class:`DistributedError` on every rank if the ranks would train on different numbers of batches.
 
-    With ``loader``, ranks also have to agree on what a :class:`TrainSampler` shares out: number of samples and seed.
+    With ``loader``, also if its :class:`TrainSampler` has another number of samples or another seed on another rank.
     """
     samplers = [getattr(member, "sampler", None) for member in getattr(loader, "members", [loader])]
     shared = [

@@ -1,4 +1,4 @@
-"""Loaders made ready for a run: shared out between the ranks, in an order that a resumed run can enter anywhere."""
+"""Prepares loaders for a run: shares them among the ranks, in an order that a resumed run can enter at any position."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MOST_AHEAD = 2
-"""Batches that may be read and moved ahead of the one that is trained on."""
+"""The largest number of batches that are read and moved ahead of the current step."""
 
 
 def wire_loader(
@@ -50,18 +50,33 @@ def wire_loader(
     at_once: int = 1,
     from_first: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or as it is.
+    """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or unchanged.
 
-    Rebuilt is exactly torch's ``DataLoader`` with a plain Random- or SequentialSampler; its other options are kept.  One
-    process draws the order that the loader's own sampler would; several share the one of ``DistributedSampler`` with ``seed``.
-    Evaluation on several ranks reads in order, samples dealt out one by one, or ``in_batches``. Any other loader is used as it
-    is, which is said once where ranks could read the same data. With ``distributed_sampler`` False every rank reads the whole
-    dataset. With ``overfit`` nothing is shuffled, so that the first batches are the same in each epoch: a DataLoader with a
-    sampler of its own is rebuilt too, and :class:`ConfigError` raised for one that may shuffle and cannot be. ``per_sample_seed``
-    seeds each sample that is trained on, see :class:`SeededDataset`; raises :class:`ConfigError` for a loader that is not
-    rebuilt. The data of a :class:`ResidentLoader` come to ``device``. ``at_once``: how many batches may be read together. Where
-    there are several ranks ``from_first`` returns the first one's value on each of them: a run that one process began goes on in
-    the order that its generator draws.
+    Rebuilds exactly torch's ``DataLoader`` (no subclass) with a plain Random- or SequentialSampler, and keeps its other options.
+    A single process draws the order that the loader's own sampler would draw; several ranks share the order of
+    ``DistributedSampler`` with ``seed``.  Evaluation on several ranks reads in order; samples are dealt out one by one, or in
+    batches (``in_batches``).  Any other loader is used unchanged, with one message if ranks could read the same data.  The data of
+    a :class:`ResidentLoader` are moved to ``device``.
+
+    Args:
+        loader: the loader, or a :class:`CombinedLoader`, whose loaders are treated one by one.
+        train: whether the run trains on the loader.
+        rank: this rank.
+        world_size: the number of ranks that share the data.
+        seed: the seed of the shared orders.
+        distributed_sampler: False lets every rank read the complete dataset.
+        overfit: if not 0, nothing is shuffled, so that the first batches are the same in each epoch; a DataLoader with another
+            sampler is rebuilt, too.
+        per_sample_seed: seeds each training sample, see :class:`SeededDataset`.
+        device: the device of the run.
+        in_batches: deals out an evaluation's samples in batches.
+        at_once: the number of batches that may be read together.
+        from_first: returns the first rank's value on every rank, if there are several.  With it, several ranks can resume a run of
+            a single process in the order that its generator draws.
+
+    Raises:
+        ConfigError: with ``overfit``, for a loader that may shuffle and cannot be rebuilt; with ``per_sample_seed``, for a loader
+            that is not rebuilt.
     """
     options = {name: value for name, value in locals().items() if name != "loader"}
     if isinstance(loader, CombinedLoader):
@@ -99,7 +114,7 @@ def wire_loader(
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tells the epoch to whatever in ``loader`` takes it: samplers, batch samplers, datasets, the loader itself."""
+    """Calls ``set_epoch`` on the loader, its samplers, batch samplers and datasets, on those that have it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, batch_sampler, getattr(batch_sampler, "sampler", None)]
     parts += [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
@@ -113,23 +128,23 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def release_workers(loader: Any) -> None:
-    """Ends the persistent workers of ``loader``; its next pass would start others."""
+    """Ends the persistent workers of ``loader``; its next pass starts new ones."""
     if isinstance(loader, CombinedLoader):
         for member in loader.members:
             release_workers(member)
-    elif isinstance(loader, DataLoader) and loader.persistent_workers:  # others may know by it where they stand
+    elif isinstance(loader, DataLoader) and loader.persistent_workers:  # others may keep their position in _iterator
         loader._iterator = None
 
 
 def draw_a_pass(loader: Any) -> None:
-    """Draws what beginning a pass over ``loader`` draws: the seed that torch gives to workers, of each loader in it."""
+    """Consumes the random numbers that the beginning of a pass consumes: torch's base seed of the workers, for each DataLoader."""
     for one in leaves_of(loader):
         if isinstance(one, DataLoader):
             draw_seed(one)
 
 
 def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
-    """The sampler to replace: torch's own over all of the dataset, shuffled or in order; None where it is another."""
+    """Returns the sampler to replace: torch's Random- or SequentialSampler over the complete dataset; None for any other."""
     if type(loader) is not DataLoader:
         return None
     batches = loader.batch_sampler
@@ -142,9 +157,9 @@ def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
 
 
 def _in_order(loader: Any, overfit: float, *, speaks: bool) -> SequentialSampler | None:
-    """What reads ``loader`` in the order of its dataset, in place of a sampler of its own; None where it does not shuffle.
+    """Returns a sampler in the order of the dataset, to replace the loader's own sampler; None if the loader does not shuffle.
 
-    Raises :class:`ConfigError` for a loader that may shuffle and cannot be rebuilt.
+    ``speaks`` reports the replacement.  Raises :class:`ConfigError` for a loader that may shuffle and cannot be rebuilt.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
@@ -188,7 +203,7 @@ def _train_sampler(
     at_once: int,
     from_first: Callable[[Any], Any] | None,
 ) -> TrainSampler:
-    """The sampler of a rank; it knows the orders of other numbers of ranks too, as a run may have begun with another."""
+    """Returns a rank's sampler; it also has the order of a single process or of several ranks, in which the run may have begun."""
     dataset: Any = loader.dataset
     size = len(dataset)
     own_generator = loader.generator or getattr(sampler, "generator", None)
@@ -219,7 +234,7 @@ def _resident_sampler(
 
 
 def _samples_ahead(loader: DataLoader[Any], at_once: int) -> int:
-    """How many samples may have been asked for that no step has seen: those of the workers, and of batches that are read ahead."""
+    """Returns the largest number of samples requested but not yet in a step: those of the workers and of prefetched batches."""
     return (loader.batch_size or 1) * (at_once + MOST_AHEAD + loader.num_workers * (loader.prefetch_factor or 0))
 
 
@@ -231,7 +246,7 @@ def _rebuilt(
     if isinstance(batches, BatchSampler):
         batching = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
     init = loader.worker_init_fn
-    # Torch seeds worker i of every rank alike where the ranks have one seed; rank 0 keeps what a single process has.
+    # With one seed for all ranks, torch gives worker i the same seed on every rank; rank 0 keeps that of a single process.
     if init is None and rank > 0 and loader.num_workers > 0 and seeds_workers():
         init = functools.partial(seed_worker, rank=rank)
     tags = isinstance(sampler, TrainSampler) and sampler.tags
@@ -254,25 +269,25 @@ def _rebuilt(
 
 
 def _gains_by_pinning(loader: DataLoader[Any], device: torch.device | None) -> bool:
-    """Whether a thread beside the workers should pin batches, so that their copy to the GPU waits for nothing.
+    """Whether torch's thread should pin the workers' batches, so that their copy to the GPU is asynchronous.
 
-    Not where workers are started in a way that lets them use the GPU: what lies there cannot be pinned.
+    False with a ``multiprocessing_context``: such workers may use the GPU, and tensors on the GPU cannot be pinned.
     """
     on_gpu = device is not None and device.type == "cuda"
     return on_gpu and loader.num_workers > 0 and loader.multiprocessing_context is None
 
 
 def _loses_nothing_by_keeping(loader: DataLoader[Any]) -> bool:
-    """Whether workers may outlive an epoch where each sample is seeded by itself.
+    """Whether workers may persist across epochs, given that each sample is seeded by itself.
 
-    Not those of a dataset that is told the epoch, nor where batches are put together by a function that may draw.
+    False for a dataset with ``set_epoch``, and for a custom ``collate_fn``, which may consume random numbers.
     """
     told = callable(getattr(loader.dataset, "set_epoch", None))
     return loader.num_workers > 0 and not told and loader.collate_fn is default_collate
 
 
 def _kind(loader: Any) -> str:
-    """What ``loader`` is, with what makes it one that is used as it is."""
+    """Returns the type names of ``loader``, its dataset and its sampler, for messages."""
     parts = [getattr(loader, "dataset", None), getattr(loader, "sampler", None)]
     return " with ".join(type(part).__name__ for part in (loader, *parts) if part is not None)
 
@@ -280,7 +295,7 @@ def _kind(loader: Any) -> str:
 def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: bool) -> None:
     dataset = getattr(loader, "dataset", None)
     if unshared and not train and isinstance(loader, DataLoader) and isinstance(dataset, IterableDataset):
-        # Training looks at what the ranks begin with.
+        # In training, look_for_doubles compares the first batches of the ranks.
         name = type(dataset).__name__
         say_once(
             f"{name} is evaluated as it is: each rank sees all that it gives there, which is every sample unless it shares itself "
@@ -299,7 +314,7 @@ def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: boo
 
 
 def _is_shared_out(loader: Any) -> bool:
-    """Whether the loader's sampler looks as if it knew of ranks."""
+    """Whether one of the loader's samplers seems to shard by rank."""
     parts = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     parts += [getattr(part, "sampler", None) for part in parts]
     return any(isinstance(part, DistributedSampler) or hasattr(part, "num_replicas") for part in parts)

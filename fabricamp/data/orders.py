@@ -1,4 +1,4 @@
-"""How the samples of an epoch are ordered: drawn by torch's own sampler, or by a seed and the epoch as DistributedSampler does."""
+"""Orders of an epoch's samples: drawn by torch's RandomSampler, or from (seed, epoch) as in DistributedSampler."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ DRAWN = "drawn"
 SEEDED = "seeded"
 IN_ORDER = "in order"
 _CHUNK = 1 << 16
-"""Indices turned into Python integers at a time: a list of all of them takes five times the memory of the tensor."""
+"""Indices converted to Python integers at a time: a list of all indices takes five times the memory of their tensor."""
 
 
 class Draw(NamedTuple):
-    """The generator's ``state`` from just before a draw, and how many samples had been handed out by then."""
+    """The generator's ``state`` just before an RNG draw, and the number of samples yielded by then (``at``)."""
 
     at: int
     state: Tensor
 
 
 class SeededOrder:
-    """The order of torch's ``DistributedSampler``: a permutation of (seed + epoch), or the data set's own."""
+    """The order of torch's ``DistributedSampler``: a permutation from seed + epoch, or the dataset's own order."""
 
     draws: Sequence[Draw] = ()
     together = False
@@ -39,25 +39,25 @@ class SeededOrder:
 
     @property
     def tag(self) -> tuple[int, ...]:
-        """What the random numbers of the pass's samples follow from, beside the sample."""
+        """The numbers that, with the sample's index, seed the augmentation of the pass's samples."""
         return self.seed, self.epoch
 
     def all(self) -> Tensor:
-        """The samples of the epoch, int64."""
+        """Returns the samples of the epoch, int64."""
         if self.rule == IN_ORDER:
             return torch.arange(self.size, dtype=torch.int64, device="cpu")
         generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
         return torch.randperm(self.size, generator=generator, dtype=torch.int64, device="cpu")
 
     def behind(self, start: int) -> Iterator[int]:
-        """The samples of the epoch but for the first ``start``."""
+        """Returns the samples of the epoch without the first ``start``."""
         return numbers(self.all()[start:])
 
     def enter(self, start: int, draws: Sequence[Draw]) -> None:
-        """Nothing has to be known of a pass that was begun: the epoch says it all."""
+        """Does nothing: the order follows from the epoch alone."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what another process needs to go on by this rule."""
+        """Returns the state with which another process can continue in this order."""
         return {"rule": self.rule, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
@@ -66,12 +66,14 @@ class SeededOrder:
 
 
 class DrawnOrder:
-    """The order that torch's ``RandomSampler`` draws, from the global generator or from its own, when it is asked for samples.
+    """The order that torch's ``RandomSampler`` draws from the global generator, or from its own, when samples are requested.
 
-    It notes the generator's state before each draw, from which a resumed pass draws the same again; ``window`` is how many samples
-    may have been drawn and not been trained on yet.  Where several ranks share the order, ``from_first`` returns the first one's
-    value on each of them: its generator draws as that of a single process would, and the others', who draw from its state, are
-    left as they are.  :meth:`draw_apart` lets passes be drawn one after the other from a state that all have.
+    Records the generator's state before each draw, so that a resumed pass can repeat the draws.  ``window`` is the largest number
+    of samples that are drawn, but not trained on yet.
+
+    If several ranks share the order, ``from_first`` returns the first rank's value on every rank.  All ranks draw from the state of
+    the first rank's generator.  That generator advances as in a single process; the generators of the other ranks are restored.
+    :meth:`draw_apart` draws passes one after the other from a separate state that all ranks have.
     """
 
     rule = DRAWN
@@ -88,7 +90,7 @@ class DrawnOrder:
         self.generator: Generator | None = sampler.generator
         self.draws: list[Draw] = []
         self.together = False
-        """Whether the pass that begins next is one of all ranks; others, which a user begins on one, draw for themselves."""
+        """Whether all ranks begin the next pass; a pass that a user begins on a single rank draws from its own generator."""
         self.epoch = 0
         self._sampler = sampler
         self._window = window
@@ -96,26 +98,27 @@ class DrawnOrder:
         self._is_first = is_first
         self._apart: Tensor | None = None
         self._entered: list[Draw] = []
-        # All but one permutation from a generator that nobody else has come to be while the samples are read.
+        # From a generator of its own, torch's sampler draws while the samples are read, unless a pass is a single permutation.
+        # From the global generator it only draws a seed, at the first sample.
         self._draws_on = self.generator is not None and (sampler.replacement or self.size > len(sampler.data_source))
 
     @property
     def once(self) -> bool:
-        """Whether a pass has every sample once."""
+        """Whether a pass has every sample exactly once."""
         return not self._sampler.replacement and self.size == len(self._sampler.data_source)
 
     @property
     def tag(self) -> tuple[int, ...]:
-        """What the random numbers of the pass's samples follow from, beside the sample; known from the first draw on."""
+        """The number that, with the sample's index, seeds the augmentation of the pass's samples; known after the first draw."""
         digest = hashlib.sha256(self.draws[0].state.numpy().tobytes()).digest()
         return (int.from_bytes(digest[:8], "little"),)
 
     def draw_apart(self, state: Tensor) -> None:
-        """Lets every pass from now on be drawn behind the one before, the next from ``state``; the generator is left as it is."""
+        """Draws the next pass from ``state`` and each later pass from the state after the one before; restores the generator."""
         self._apart = state.cpu()
 
     def all(self) -> Tensor:
-        """The samples of a pass, int64, drawn at once and by all ranks alike."""
+        """Returns the samples of a pass, int64, drawn at once and equal on all ranks."""
         generator, before = self._generator, self._generator.get_state()
         entered, after = bool(self._entered), before
         try:
@@ -123,14 +126,14 @@ class DrawnOrder:
             samples = torch.tensor(list(self._drawn_on_its_device()), dtype=torch.int64, device="cpu")
             if self._apart is not None:
                 self._apart = generator.get_state()
-            elif self._is_first and not entered:  # a pass that was begun before was drawn then
+            elif self._is_first and not entered:  # a resumed pass consumed its random numbers when it began
                 after = generator.get_state()
         finally:
             generator.set_state(after)
         return samples
 
     def behind(self, start: int) -> Iterator[int]:
-        """The samples of a pass but for the first ``start``."""
+        """Returns the samples of a pass without the first ``start``."""
         if self._apart is not None or self._from_first is not None:
             return numbers(self.all()[start:])
         if not self._entered:
@@ -139,19 +142,19 @@ class DrawnOrder:
             return samples
         generator, before = self._generator, self._generator.get_state()
         samples = self._drawn_on_its_device()
-        # The draws that lie behind are made here, and leave no trace.
+        # The draws of the skipped samples are repeated here, without an effect on the generator.
         next(itertools.islice(samples, start, start), None)
         generator.set_state(before)
         return samples
 
     def enter(self, start: int, draws: Sequence[Draw]) -> None:
-        """Lets the next pass be the one of which ``draws`` were noted."""
+        """Makes the next pass repeat the recorded ``draws``."""
         self._entered = list(draws)
         if self._entered and self._apart is not None:
             self._apart = self._entered[0].state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what another process needs to go on by this rule."""
+        """Returns the state with which another process can continue in this order."""
         return {
             "rule": self.rule,
             "apart": self._apart is not None,
@@ -159,10 +162,10 @@ class DrawnOrder:
         }
 
     def load_state_dict(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
-        """Takes back what :meth:`state_dict` gave in a pass of which ``draws`` were noted, but for the generator.
+        """Restores the state that :meth:`state_dict` returned in a pass with the recorded ``draws``, except for the generator.
 
-        A run restores that with all others.  Where one process drew the pass, and several are to go on, what it would have drawn
-        by the end of the pass is drawn here, if the generator is the sampler's own.
+        The run restores the generator with all others.  If a single process drew the pass and several ranks resume it, the draws
+        that it would have made by the end of the pass are made here, if the generator is the sampler's own.
         """
         self._apart = state["state"].cpu() if state["apart"] else None
         own = self.generator is not None and self.generator is not torch.default_generator
@@ -175,7 +178,7 @@ class DrawnOrder:
         return torch.default_generator if self.generator is None else self.generator
 
     def _common_state(self, own: Tensor) -> Tensor:
-        """What all ranks draw the next pass from."""
+        """Returns the generator state from which all ranks draw the next pass."""
         together, self.together = self.together, False
         if self._entered:
             return self._entered[0].state
@@ -184,7 +187,7 @@ class DrawnOrder:
         return self._from_first(own) if self._from_first is not None and together else own
 
     def _drawn_on_its_device(self) -> Iterator[int]:
-        """The samples of a pass, whatever torch's default device is: a generator draws for its own device only."""
+        """Yields the samples of a pass under any default device of torch: a generator only draws on its own device."""
         device = self._generator.device
         if torch.get_default_device().type == device.type:
             return self._drawn()
@@ -209,7 +212,7 @@ class DrawnOrder:
                 return
 
     def _note(self, draw: Draw) -> None:
-        """Keeps the first draw, and of the others those that are still needed."""
+        """Records a draw; drops draws that no resume point needs any more, but keeps the first."""
         while len(self.draws) > 2 and self.draws[2].at + self._window <= draw.at:
             del self.draws[1]
         self.draws.append(draw)
@@ -219,7 +222,7 @@ Order = SeededOrder | DrawnOrder
 
 
 def numbers(indices: Tensor) -> Iterator[int]:
-    """``indices`` as Python's integers."""
+    """Yields ``indices`` as Python integers."""
     return itertools.chain.from_iterable(chunk.tolist() for chunk in torch.split(indices, _CHUNK))
 
 

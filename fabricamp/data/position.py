@@ -1,9 +1,14 @@
-"""Where in a loader a pass stands, as plain values that another process can go on from.
+"""The position of a pass within a loader, as plain values from which another process can resume.
 
-A place is a dict: ``batches`` that this rank got; for a loader with fabricamp's sampler also ``samples``, those of all ranks,
-so that other batch sizes and other numbers of ranks go on behind the same sample, and the ``draws`` that the order came from;
-for one with :class:`LengthGroups` also ``groups``, the batches of all ranks; for one that keeps its own position ``state``.
-``begun`` stands in a place without batches, of a pass whose order is drawn: its first batch is out, and not done.
+A position (``place``) is a dict with these keys:
+
+- ``batches``: the number of batches that this rank got.
+- ``samples``, for a loader with fabricamp's sampler: the number of samples of all ranks, so that a run with another batch size or
+  another number of ranks resumes after the same sample.
+- ``draws``, for the same loaders: the RNG draws that the order came from.
+- ``groups``, for a loader with :class:`LengthGroups`: the number of batches of all ranks.
+- ``state``, for a loader that keeps its own position.
+- ``begun``, with ``batches`` 0: the order of the pass is drawn; its first batch is out, but not done.
 """
 
 from __future__ import annotations
@@ -26,37 +31,37 @@ from fabricamp.data.seeding import SeededDataset
 from fabricamp.rng import capture_rng, isolate_rng, restore_rng
 
 BEGUN = "begun"
-"""In a place without batches: the pass was begun, its order is drawn, and its first batch is out but not done."""
+"""Key of a position with 0 batches: the pass has begun, its order is drawn, and its first batch is out but not done."""
 
 
 def own_sampler(loader: Any) -> TrainSampler | None:
-    """Returns the sampler by which a pass can begin anywhere."""
+    """Returns the loader's :class:`TrainSampler`, with which a pass can begin at any position; None if it has none."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, TrainSampler) else None
 
 
 def is_enterable(loader: Any) -> bool:
-    """Whether a pass can begin anywhere without reading what lies before."""
+    """Whether a pass can begin at any position without reading the batches before it."""
     return own_sampler(loader) is not None or _groups_of(loader) is not None
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether ``loader`` keeps its own position (``state_dict`` and ``load_state_dict``, its own or its stream's)."""
+    """Whether ``loader`` keeps its own position: it or its stream has ``state_dict`` and ``load_state_dict``."""
     return _stateful_part(loader) is not None
 
 
 def goes_on_behind_a_pass(loader: Any) -> bool:
-    """Whether a pass that a number ended may be gone on behind by the next one, as a stream is."""
+    """Whether the next pass may continue where a limit ended the one before, as with a stream."""
     return is_stateful(loader) and own_sampler(loader) is None
 
 
 def is_read_past(loader: Any) -> bool:
-    """Whether nothing but reading leads to a place in ``loader``."""
+    """Whether a position in ``loader`` can only be reached by reading the batches before it."""
     return not is_enterable(loader) and not is_stateful(loader) and type(loader) not in (list, tuple)
 
 
 def place_of(loader: Any, entered: dict[str, Any], given: int) -> dict[str, Any]:
-    """Returns the place of a pass that began at ``entered`` and has handed out ``given`` batches since."""
+    """Returns the position of a pass that began at ``entered`` and has yielded ``given`` batches since."""
     place: dict[str, Any] = {"batches": entered.get("batches", 0) + given}
     sampler, part = own_sampler(loader), _stateful_part(loader)
     if sampler is not None:
@@ -70,10 +75,11 @@ def place_of(loader: Any, entered: dict[str, Any], given: int) -> dict[str, Any]
 
 
 def begin(loader: Any, *, again: bool) -> Any:
-    """Returns a new pass over ``loader``; ``again`` where the run has begun one before, in this process or in an earlier one.
+    """Returns a new pass over ``loader``; ``again``: the run has begun an earlier pass, in this or in an earlier process.
 
-    Torch draws a seed where it starts workers; persistent ones, which a resumed run starts again, have had theirs.  Those that a
-    loader keeps because each sample has its own seed draw as new ones would.
+    Torch draws a seed when it starts workers.  Persistent workers that a resumed run starts again draw none from the run's
+    generator, since the run has drawn theirs before.  Workers that are kept because each sample has its own seed
+    (:func:`keeps_workers`) draw one in each pass, as new workers would.
     """
     if (sampler := own_sampler(loader)) is not None:
         sampler.order.together = True
@@ -92,22 +98,22 @@ def begin(loader: Any, *, again: bool) -> Any:
 
 
 def keeps_workers(loader: Any) -> bool:
-    """Whether the workers of one of torch's loaders outlive an epoch because each sample is seeded by itself."""
+    """Whether a loader's workers persist across epochs because each sample is seeded by itself."""
     sampler = own_sampler(loader)
     return sampler is not None and sampler.tags and bool(loader.persistent_workers)
 
 
 def draw_seed(loader: DataLoader[Any]) -> None:
-    """Draws what torch does where a pass begins: the seed that it gives to workers."""
+    """Consumes the random number that torch draws at the beginning of a pass: the base seed of the workers."""
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
 
 
 def enter(loader: Any, place: dict[str, Any]) -> int:
-    """Makes the next pass over ``loader`` begin at ``place``; returns how many batches have to be read past instead."""
+    """Makes the next pass over ``loader`` begin at ``place``; returns how many batches the caller has to read and drop instead."""
     sampler, part = own_sampler(loader), _stateful_part(loader)
     if sampler is not None and not sampler.read_past:
         samples = _samples(loader, sampler, place)
-        # Where nothing of a pass lies behind, the draws are those of the pass before, unless it was begun.
+        # At the beginning of a pass that has not begun, the draws in the position are those of the pass before.
         sampler.enter(samples, draws_of(place) if samples or place.get(BEGUN) else [])
         return 0
     if sampler is None and part is not None and "state" in place:
@@ -122,12 +128,12 @@ def enter(loader: Any, place: dict[str, Any]) -> int:
 
 
 def draws_of(place: dict[str, Any]) -> list[Draw]:
-    """Returns the draws that the order of the pass came from."""
+    """Returns the RNG draws in ``place`` that the order of the pass came from."""
     return [Draw(**draw) for draw in place.get("draws", ())]
 
 
 def batches_behind(loader: Any, place: dict[str, Any]) -> int:
-    """Returns the number of ``loader``'s batches that lie behind ``place``, whoever counted them."""
+    """Returns the number of ``loader``'s batches before ``place``, also for a place from another batch size or world size."""
     sampler, groups = own_sampler(loader), _groups_of(loader)
     order: Any = groups if sampler is None else sampler
     if order is None or (sampler is not None and sampler.read_past):
@@ -140,7 +146,7 @@ def batches_behind(loader: Any, place: dict[str, Any]) -> int:
 
 
 def draws_while_reading(loader: Any) -> bool:
-    """Whether reading a batch may draw from this process's generators, and a resumed pass could draw the same again."""
+    """Whether reading a batch may consume random numbers of this process, and a resumed pass can repeat these draws."""
     if not is_enterable(loader):
         return is_stateful(loader)
     if isinstance(loader, ResidentLoader):
@@ -150,20 +156,20 @@ def draws_while_reading(loader: Any) -> bool:
 
 
 def without_first(batches: Any, unread: int) -> Any:
-    """``batches`` without the first ``unread``."""
+    """Reads and drops the first ``unread`` of ``batches``; returns ``batches``."""
     next(itertools.islice(batches, unread, unread), None)
     return batches
 
 
 def end_workers(loader: Any, batches: Any) -> None:
-    """Ends the workers of one pass now: left to the collector, a traceback that is kept would keep them too."""
+    """Ends the workers of one pass now, unless they are persistent: a kept traceback would keep them from the garbage collector."""
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None and not loader.persistent_workers:
         shut_down()
 
 
 def generators_of(loaders: Sequence[Any]) -> list[Generator]:
-    """Returns the generators that ``loaders`` were built with, each once."""
+    """Returns the generators of ``loaders``, their samplers and batch samplers, each once."""
     found: dict[int, Generator] = {}
     for loader in loaders:
         batch_sampler = getattr(loader, "batch_sampler", None)
@@ -175,24 +181,24 @@ def generators_of(loaders: Sequence[Any]) -> list[Generator]:
 
 
 def states_of(generators: Sequence[Generator]) -> list[Tensor]:
-    """Returns what :func:`restore_states` takes."""
+    """Returns the states of ``generators``, for :func:`restore_states`."""
     return [generator.get_state() for generator in generators]
 
 
 def restore_states(generators: Sequence[Generator], states: Sequence[Tensor]) -> None:
-    """Gives generators their states back, as far as there are as many as before."""
+    """Restores the states of generators, pairwise; surplus generators or states are left out."""
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state.cpu())
 
 
 def as_saved(mark: dict[str, Any]) -> dict[str, Any]:
-    """A mark as a checkpoint holds it."""
+    """Returns a recorded position (with ``drawn``) in the form that a checkpoint stores."""
     rng = mark["drawn"]["rng"]
     return {**mark, "drawn": {**mark["drawn"], "rng": None if rng is None else capture_rng(rng)}}
 
 
 def restore(drawn: dict[str, Any], generators: Sequence[Generator]) -> None:
-    """Takes back what was noted of the global generators (``rng``, or None) and of ``generators``."""
+    """Restores the recorded states of the global generators (``rng``, may be None) and of ``generators``."""
     if drawn.get("rng"):
         restore_rng(drawn["rng"])
     restore_states(generators, drawn.get("generators", []))
@@ -200,7 +206,7 @@ def restore(drawn: dict[str, Any], generators: Sequence[Generator]) -> None:
 
 @contextlib.contextmanager
 def isolate(generators: Sequence[Generator]) -> Iterator[None]:
-    """A context that leaves the global generators and ``generators`` as it found them."""
+    """A context that restores the global generators and ``generators`` at its end."""
     before = states_of(generators)
     with isolate_rng():
         try:
@@ -211,7 +217,7 @@ def isolate(generators: Sequence[Generator]) -> Iterator[None]:
 
 def _stateful_part(loader: Any) -> Any:
     parts = [loader]
-    # Worker processes have the stream's copies, whose positions are not known here.
+    # With workers, the copies of the stream are in their processes, and their positions are not known here.
     if isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
         parts.append(loader.dataset)
     for part in parts:
@@ -226,12 +232,12 @@ def _groups_of(loader: Any) -> LengthGroups | None:
 
 
 def _batches_of_all(groups: LengthGroups, place: dict[str, Any]) -> int:
-    """The batches of all ranks behind ``place``."""
+    """Returns the number of batches of all ranks before ``place``."""
     return int(place.get("groups", place.get("batches", 0) * groups.num_replicas))
 
 
 def _samples(loader: Any, sampler: TrainSampler, place: dict[str, Any]) -> int:
-    """The samples behind ``place``; a file of another program tells batches only."""
+    """Returns the number of samples before ``place``; a checkpoint of another program may only have the number of batches."""
     return int(place.get("samples", place.get("batches", 0) * _samples_of_a_batch(loader, sampler)))
 
 

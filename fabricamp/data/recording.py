@@ -1,4 +1,4 @@
-"""Which samples a loader's batches have, noted as the loader asks for them."""
+"""Records the sample indices of a loader's batches as the loader requests them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabricamp.data.resident import ResidentLoader
 
 
 class NotedIndices:
-    """Stands in for a loader's sampler and notes the indices of each batch; a loader may ask for batches ahead.
+    """Wraps a loader's sampler and records the indices of each batch; the loader may request batches ahead.
 
     >>> noted = NotedIndices([[3, 1], [2]])
     >>> batches = list(noted)
@@ -38,7 +38,7 @@ class NotedIndices:
             yield asked
 
     def of_batch(self, batch_idx: int) -> list[Any]:
-        """The indices of a batch; those of the batches before it are forgotten."""
+        """Returns the indices of a batch and forgets those of earlier batches."""
         while self._first < batch_idx:
             self._noted.popleft()
             self._first += 1
@@ -46,7 +46,7 @@ class NotedIndices:
 
 
 def note_indices(loader: Any) -> tuple[Any, NotedIndices | None]:
-    """Returns a copy of ``loader`` that notes its batches' indices, and the notes; ``loader`` and None where nobody can know."""
+    """Returns a copy of ``loader`` that records its batches' indices, and the record; (``loader``, None) if they are unknowable."""
     if isinstance(loader, ResidentLoader):
         batches = NotedIndices(torch.split(loader.sampler.taken(), loader.batch_size))
         list(batches)
@@ -55,14 +55,14 @@ def note_indices(loader: Any) -> tuple[Any, NotedIndices | None]:
         return loader, None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     noted, copied = NotedIndices(getattr(loader, name)), copy.copy(loader)
-    # Past DataLoader's __setattr__, which refuses another sampler.  Workers that wait for another pass are the loader's own, and
-    # know its own sampler: the copy has workers for its one pass.
+    # vars() bypasses DataLoader's __setattr__, which refuses another sampler.  The loader's persistent workers have the loader's
+    # own sampler, so the copy starts workers for its single pass.
     vars(copied).update({name: noted, "_iterator": None, "persistent_workers": False})
     return copied, noted
 
 
 def _asks_in_order(loader: Any) -> bool:
-    """Whether the batches of ``loader`` are those that its sampler asks for, one after the other."""
+    """Whether ``loader`` yields its batches in the order in which its sampler yields indices."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     own = all(getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
@@ -70,7 +70,7 @@ def _asks_in_order(loader: Any) -> bool:
 
 
 def _listed(asked: Any) -> list[Any]:
-    """The indices of one batch; without a batch size a sampler may ask for one sample by itself."""
+    """Returns the indices of one batch as a list; without a batch size, a sampler may yield a single index."""
     if hasattr(asked, "tolist"):
         asked = asked.tolist()
     return list(asked) if isinstance(asked, list | tuple | range) else [asked]

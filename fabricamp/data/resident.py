@@ -1,4 +1,4 @@
-"""A data set that lies on the device of the run: a batch is gathered there, and nothing has to be read or moved."""
+"""A loader for a dataset in the memory of the run's device: batches are gathered there, without reads or copies from the host."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ResidentLoader(NamesKeywords):
     resumed run continues at its sample.  Evaluations read in order.
 
     Args:
-        *tensors: with the same number of samples each, along the first dimension; a batch is a tuple of tensors, or the tensor if
-            there is one.  With a single (nested) dict, list, tuple or data class of tensors, batches have that form.
-        batch_size: samples in a batch, of each rank.
-        shuffle: shuffles, anew in each epoch.
+        *tensors: tensors with the same number of samples along the first dimension; a batch is a tuple of tensors, or a tensor if
+            one is given.  With a single (nested) dict, list, tuple or data class of tensors, batches have that form.
+        batch_size: number of samples in a batch of one rank.
+        shuffle: shuffles, in another order for each epoch.
         drop_last: leaves out a shorter last batch.
         transform: called with each batch, on the device; returns the batch to use.
-        seed: the seed of the orders; None is that of ``seed_everything``, else 0.
+        seed: the seed of the orders; None: the seed of ``seed_everything``, else 0.
 
     Raises:
         ConfigError: for anything but tensors with the same number of samples, and for tensors that do not fit on the device.
@@ -68,21 +68,21 @@ class ResidentLoader(NamesKeywords):
         self.dataset_size = _common_size(data)
         self._device = next(tensors_within(data)).device
         self._together = 1
-        self._placed: dict[torch.device, Any] = {}  # shared with the loaders that are made of this one
+        self._placed: dict[torch.device, Any] = {}  # shared with the copies that shared_out makes
         self._given = data
         order = SeededOrder(self.dataset_size, shuffle=self.shuffle, seed=seed or 0)
         self.sampler: TrainSampler | EvalSampler = TrainSampler(order)
-        """Which samples come, in which order."""
+        """The samples of this rank and their order."""
 
     def shared_out(self, sampler: TrainSampler | EvalSampler, device: torch.device | None) -> ResidentLoader:
-        """Returns this loader with the samples of ``sampler``, its data on ``device`` (None: where they are)."""
+        """Returns a copy of this loader with ``sampler`` and with its data on ``device`` (None: their present device)."""
         made = copy.copy(self)
         made.sampler, made._device = sampler, device or self._device
-        made._data()  # where they do not fit, before the first batch
+        made._data()  # data that do not fit raise here, before the first batch
         return made
 
     def gather_together(self, batches: int) -> None:
-        """Lets so many batches be gathered at once from the next iteration on: parts of one tensor, each as by itself."""
+        """Gathers ``batches`` batches at once from the next iteration on; each is a view of one tensor, with unchanged values."""
         self._together = batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -102,7 +102,7 @@ class ResidentLoader(NamesKeywords):
             self.transform,
         )
         end = len(indices) - (len(indices) % size if self.drop_last else 0)
-        if self._device.type == "cuda":  # from pinned memory, so that the host waits for nothing
+        if self._device.type == "cuda":  # from pinned memory, so that the host does not wait for the copy
             indices = indices.pin_memory().to(self._device, non_blocking=True)
         else:
             indices = indices.to(self._device)
@@ -112,7 +112,7 @@ class ResidentLoader(NamesKeywords):
                 yield batch if transform is None else transform(batch)
 
     def _data(self) -> Any:
-        """The data on the device."""
+        """Returns the data on the device; moves them there once."""
         if self._device not in self._placed:
             try:
                 self._placed[self._device] = move_to_device(self._given, self._device)
@@ -126,13 +126,13 @@ class ResidentLoader(NamesKeywords):
 
 
 def is_resident(loader: Any) -> bool:
-    """Whether every batch of ``loader``, a combined one too, is made on the device."""
+    """Whether ``loader`` is a ResidentLoader, or a combined loader of only these."""
     members = getattr(loader, "flattened", [loader])
     return all(isinstance(one, ResidentLoader) for one in members)
 
 
 def _gatherer(data: Any) -> Callable[[Tensor, int], Sequence[Any]]:
-    """Returns what gathers the samples of ``data`` at some indices, in batches of a size: usual forms are looked at only now."""
+    """Returns a function (indices, batch size) -> batches of ``data``; the usual forms are recognised once, not per batch."""
     if isinstance(data, Tensor):
         return functools.partial(_gathered, data)
     if type(data) in (tuple, list):
@@ -151,7 +151,7 @@ def _gatherer(data: Any) -> Callable[[Tensor, int], Sequence[Any]]:
 
 def _gathered(data: Tensor, indices: Tensor, size: int) -> Sequence[Tensor]:
     found = data.index_select(0, indices)
-    return [found] if len(indices) <= size else found.unsafe_split(size)  # autograd takes them for tensors of their own
+    return [found] if len(indices) <= size else found.unsafe_split(size)  # autograd does not track them as views
 
 
 def _batch_of(data: Any, indices: Tensor) -> Any:
@@ -159,7 +159,7 @@ def _batch_of(data: Any, indices: Tensor) -> Any:
 
 
 def _checked(value: Any) -> Any:
-    """Returns ``value``; raises for what is neither a tensor that samples can be taken from nor a collection of such."""
+    """Returns ``value``; raises unless it is a tensor with samples along its first dimension, or a collection of these."""
     if not isinstance(value, Tensor):
         if isinstance(value, CONTAINERS) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
             return with_parts(value, _checked)

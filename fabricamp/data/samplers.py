@@ -1,4 +1,4 @@
-"""Which samples a rank reads: its share of an epoch's order, from any place on."""
+"""Samplers for a rank's share of an epoch's order, from any position on."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, DrawnOrder, Ord
 
 
 class TrainSampler(Sampler[Any]):
-    """This rank's share of an epoch's order, which a resumed run can enter at any place.
+    """Samples this rank's share of an epoch's order, which a resumed run can enter at any position.
 
-    Every rank gets the same number of samples: the first ones are repeated at the end, or (``drop_last``) the last ones
-    left out.  ``start`` is how many samples, those of all ranks together, the next iteration leaves out (and ``len``, until
-    then); no data is read for them.  It may be any number, so another number of ranks can go on in the same order.
-    With ``tags`` each index comes as (tag, index): for :class:`SeededDataset`.
+    Every rank gets the same number of samples: the first samples are repeated at the end, or (``drop_last``) the last ones are
+    left out.  ``start`` is the number of samples, of all ranks together, that the next iteration skips without reading data;
+    ``len`` leaves them out until then, too.  It may be any number, so another number of ranks can continue in the same order.
+    With ``tags``, each index comes as (tag, index), for :class:`SeededDataset`.
 
-    The order is ``order`` until :meth:`go_on` is told of a run that has another of ``orders``.  ``earlier_seed`` is what runs
-    shuffled by whose checkpoints have no word of it.
+    The order is ``order`` until :meth:`go_on` gets the state of a run with one of ``others``.  ``earlier_seed`` is the shuffle seed
+    of runs with checkpoints that do not store the order.
     """
 
     def __init__(
@@ -41,32 +41,35 @@ class TrainSampler(Sampler[Any]):
         self.tags = tags
         self.start = 0
         self.read_past = False
-        """Whether a place in a pass is come to by reading: one that was begun before such orders could be entered."""
+        """Whether a resume point is reached by reading past batches: its checkpoint does not store how the order was drawn."""
         self._orders: dict[str, Order] = {one.rule: one for one in (order, *others)}
         self._earlier_seed = earlier_seed
         self._rounding = 0 if drop_last else world_size - 1
 
     @property
     def dataset_size(self) -> int:
-        """The number of samples in an epoch, those of all ranks together."""
+        """The number of samples in an epoch, of all ranks together."""
         return self.order.size
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next iteration."""
+        """Sets the epoch, from which the order of the next iteration follows."""
         self.order.epoch = epoch
 
     def enter(self, start: int, draws: Sequence[Draw]) -> None:
-        """Makes the next iteration go on behind ``start`` samples of the one of which ``draws`` were noted."""
+        """Makes the next iteration continue, after ``start`` samples, the iteration with the recorded ``draws``."""
         self.start = start
         self.order.enter(start, draws)
 
     def go_on_as_before(self) -> None:
-        """Goes on by the rule of runs whose checkpoints have no word of it: shuffled by a seed, or used as they were."""
+        """Continues a run with a checkpoint that does not store its order: shuffled by ``earlier_seed`` if that order is known.
+
+        Else the own order stays, and a drawn order is read past up to the resume point.
+        """
         self.go_on({"rule": SEEDED, "seed": self._earlier_seed})
         self.read_past = self.order.rule == DRAWN
 
     def go_on(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
-        """Goes on by the rule of the run whose order gave ``state``, whatever the number of its ranks."""
+        """Continues with the order that returned ``state``, whatever the number of ranks in that run."""
         order = self._orders.get(state["rule"])
         if order is not None:
             order.load_state_dict(state, draws)
@@ -84,7 +87,7 @@ class TrainSampler(Sampler[Any]):
         return self._tagged(indices) if self.tags else indices
 
     def taken(self) -> Tensor:
-        """All that the next iteration would give, int64."""
+        """Returns all indices of the next iteration at once, int64."""
         start, length, self.start = self.start, len(self), 0
         places = torch.arange(length, dtype=torch.int64, device="cpu") * self.world_size + start + self.rank
         if self.order.size > 0:
@@ -92,12 +95,12 @@ class TrainSampler(Sampler[Any]):
         return self.order.all()[places]
 
     def _tagged(self, indices: Iterator[int]) -> Iterator[Any]:
-        for index in indices:  # the order knows its tag once it is drawn
+        for index in indices:  # the order has its tag only after its first index is drawn
             yield from zip(itertools.repeat(self.order.tag), itertools.chain([index], indices), strict=False)
 
 
 class DrawingSampler(TrainSampler, RandomSampler):
-    """One process's samples in the order that torch's ``RandomSampler`` draws; to others it is the loader's own sampler."""
+    """The samples of a single process in the order that torch's ``RandomSampler`` draws; an instance of it for other code."""
 
     def __init__(self, sampler: RandomSampler, *orders: Order, **options: Any) -> None:
         RandomSampler.__init__(self, sampler.data_source, sampler.replacement, len(sampler), sampler.generator)
@@ -105,21 +108,21 @@ class DrawingSampler(TrainSampler, RandomSampler):
 
 
 class SharingSampler(TrainSampler, DistributedSampler[Any]):
-    """One rank's share of the samples; to others it is torch's ``DistributedSampler``."""
+    """One rank's share of the samples; an instance of torch's ``DistributedSampler`` for other code."""
 
     def __init__(self, dataset: Any, *orders: Order, rank: int, world_size: int, **options: Any) -> None:
         shuffle, seed = orders[0].rule != IN_ORDER, getattr(orders[0], "seed", 0)
         DistributedSampler.__init__(self, dataset, world_size, rank, shuffle=shuffle, seed=seed)
         TrainSampler.__init__(self, *orders, rank=rank, world_size=world_size, **options)
-        # That of a run which one process began, as RandomSampler has it.
+        # The generator of a run that began in a single process, under RandomSampler's name for it.
         self.generator = next((one.generator for one in orders if isinstance(one, DrawnOrder)), None)
 
 
 class EvalSampler(Sampler[int]):
-    """This rank's share of an evaluation, in order: each sample is on one rank.
+    """Samples this rank's share of an evaluation, in order, with each sample on exactly one rank.
 
-    Samples are dealt out one by one, so that a rank may get one less than another; or in batches, ``block`` samples each, so that
-    batch 0 of every rank, then batch 1 and so on are in the order of the dataset.
+    Samples are dealt out one by one, so that a rank may get one sample less than another.  With ``block`` above 1 they are dealt
+    out in batches of ``block`` samples: batch 0 of every rank, then batch 1 of every rank and so on are in the dataset's order.
     """
 
     def __init__(self, dataset_size: int, *, rank: int, world_size: int, block: int = 1) -> None:
@@ -134,5 +137,5 @@ class EvalSampler(Sampler[int]):
         return itertools.chain.from_iterable(self._blocks)
 
     def taken(self) -> Tensor:
-        """All that an iteration gives, int64."""
+        """Returns all indices of an iteration at once, int64."""
         return torch.tensor([*self], dtype=torch.int64, device="cpu")

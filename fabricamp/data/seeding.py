@@ -1,4 +1,4 @@
-"""Random augmentation that is the same wherever and whenever a sample is read."""
+"""Random augmentation that depends only on the sample and the epoch, not on the process or the time of the read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fabricamp.rng import seeded
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style ``dataset`` whose samples are read with Python, NumPy and torch (CPU) seeded from their index and a tag.
+    """A map-style ``dataset`` that reads each sample with Python, NumPy and torch (CPU) seeded from its index and a tag.
 
-    Its indices are pairs (tag, index), where the tag, a tuple of numbers, is the epoch's: so workers which outlive an epoch know
-    of it too.  Around each sample every generator is left as it was.  Whatever else is asked of it is the dataset's.
+    Its indices are pairs (tag, index).  The tag is a tuple of numbers for the epoch; it comes with the index so that persistent
+    workers know the current epoch.  The generators are restored after each sample.  Other attributes are those of ``dataset``.
 
     >>> SeededDataset(["a", "b"])[(0, 3), 1]
     'b'
@@ -31,7 +31,8 @@ class SeededDataset(Dataset[Any]):
             return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        # Not for what is missing while a copy or a pickle is being built; and samples are never read past __getitem__.
+        # "dataset" is missing while copy or pickle builds the object, which look for dunder methods.  Torch's loader looks for the
+        # dataset's __getitems__, which would read samples without the seeds.
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)

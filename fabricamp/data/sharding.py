@@ -1,4 +1,4 @@
-"""Streams shared out among ranks and workers, and a look at whether two of them give the same samples."""
+"""Sharding of streams among ranks and workers, and a check for ranks or workers that read the same samples."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from fabricamp.strategies.base import Strategy
 
 
 class Sharded(NamesKeywords, IterableDataset[Any]):
-    """A stream of which every worker of every rank gets its own share: each sample is seen once.
+    """A stream that is sharded among all workers of all ranks, each sample to exactly one of them.
 
-    All of them read the whole stream, which has to come in the same order everywhere, and each keeps one sample of every round.  To
-    train on, a last round that is not whole is left out, so that all get as many; validation sees every sample.  A stream that
-    shards itself (WebDataset's ``split_by_node``, ``datasets``' ``split_dataset_by_node``) reads less, and is given as it is.
+    Each worker reads the complete stream and keeps one sample of every round; the stream must have the same order everywhere.  In
+    training, an incomplete last round is left out, so that all workers get the same number of samples; validation sees every
+    sample.  A stream that shards itself (WebDataset's ``split_by_node``, ``datasets``' ``split_dataset_by_node``) reads less, and
+    needs no ``Sharded``.
 
     Args:
-        dataset: an ``IterableDataset``, or anything else that can be iterated again and again.
+        dataset: an ``IterableDataset``, or another object that can be iterated repeatedly.
 
     Example:
         >>> list(Sharded([10, 11, 12]))
@@ -52,20 +53,20 @@ class Sharded(NamesKeywords, IterableDataset[Any]):
                 yield own
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the stream of the epoch, where it wants to know."""
+        """Calls the stream's ``set_epoch``, if it has one."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def share_out(self, rank: int, world_size: int, *, train: bool) -> None:
-        """Takes its place among the ranks; the Trainer calls it."""
+        """Sets this rank's share; called by the Trainer.  ``train`` leaves out an incomplete last round."""
         self._rank, self._world_size, self._whole_rounds = rank, world_size, train
 
 
 def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy, *, among_ranks: bool) -> None:
-    """Lets the first pass of ``feed`` raise :class:`ConfigError` where ranks, or workers, begin with the same batch.
+    """Makes the first pass of ``feed`` raise :class:`ConfigError` if two ranks or two workers begin with the same batch.
 
-    Looked at are streams that shard themselves, or do not.  A batch of equal numbers tells nothing.  ``among_ranks``: all ranks
-    make this pass, and exchange what they begin with; else each looks at its own workers.
+    Checks streams that are not a :class:`Sharded`.  A batch of all-equal numbers is never counted as the same.  ``among_ranks``:
+    all ranks make this pass and compare their first batches; else each rank compares only its own workers.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or isinstance(dataset, Sharded):
@@ -83,7 +84,7 @@ def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy, *, among_ranks
         words = _words(type(dataset).__name__)
         return _looked_at(behind(count), loader.num_workers, strategy if exchanges else None, words)
 
-    feed.behind = first_pass  # type: ignore[method-assign]  # of this one
+    feed.behind = first_pass  # type: ignore[method-assign]  # of this instance
 
 
 def _looked_at(
@@ -100,7 +101,7 @@ def _looked_at(
         return
     yield first
     del first
-    for batch in itertools.islice(batches, max(workers - 1, 0)):  # one of each worker, in turn
+    for batch in itertools.islice(batches, max(workers - 1, 0)):  # the workers deliver in turn: one batch of each
         seen.append(_digest(batch))
         if seen[-1] is not None and seen[-1] in seen[:-1]:
             raise words(f"workers {seen.index(seen[-1])} and {len(seen) - 1} begin with the same batch")
@@ -116,7 +117,7 @@ def _words(name: str) -> Callable[[str], ConfigError]:
 
 
 def _digest(batch: Any) -> bytes | None:
-    """Tells batches apart; None for one that tells nothing, or cannot be read."""
+    """Returns a hash of ``batch``; None if all its numbers are equal or it cannot be pickled."""
     digest = hashlib.sha256()
     tensors = [one.detach() for one in tensors_within(batch) if one.layout is torch.strided]
     if tensors:
@@ -127,7 +128,7 @@ def _digest(batch: Any) -> bytes | None:
         return digest.digest()
     try:
         digest.update(pickle.dumps(batch))
-    except Exception:  # noqa: BLE001 - whatever a class of batches raises: there is nothing to compare
+    except Exception:  # noqa: BLE001 - a batch class may raise anything; there is nothing to compare then
         return None
     return digest.digest()
 

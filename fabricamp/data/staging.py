@@ -1,4 +1,4 @@
-"""Batches prepared before their step, on a GPU beside the steps that run there."""
+"""Prepares batches ahead of their step; on a GPU, concurrently with the steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Runs ``prepare`` on a stream of its own; the stream of the step waits for it, the host never.
+    """Runs ``prepare`` on a side stream; the stream of the step waits for it, the host never does.
 
-    A small batch goes the way of the step instead: it has arrived before two streams have met.
-    ``hooked`` says that hooks of the user are in it: what they read may have been written by a step, and in what they
-    return there may be tensors that nobody can find.  They run behind the steps that were launched before.
+    A small batch is prepared on the stream of the step instead: its copy takes less time than the synchronisation of two streams.
+    ``hooked``: ``prepare`` contains hooks of the user.  They run after the steps that were launched before, since they may read
+    what a step has written, and may return tensors that cannot be found in the batch.
     """
 
     def __init__(self, device: torch.device, prepare: Callable[[Any], Any] | None, *, hooked: bool) -> None:
@@ -31,7 +31,7 @@ class Staging:
             self._side.wait_stream(stream_in_use(self._side.device))
 
     def put(self, batch: Any) -> list[Any]:
-        """Prepares a batch; returns what :meth:`take` takes."""
+        """Prepares a batch; returns a list for :meth:`take`."""
         side, prepare = self._side, self._prepare
         if side is None:
             return [batch if prepare is None else prepare(batch)]
@@ -40,23 +40,23 @@ class Staging:
             return [batch if prepare is None else prepare(batch), stream]
         copied = torch.cuda.Event()
         if self._hooked or lies_on_gpu(batch):
-            # Also keeps memory that tensors nobody knows of have left from being written to while a step reads it.
+            # Also for tensors that record_stream cannot find: their freed memory is not written while a step still reads it.
             side.wait_stream(stream)
-        torch.cuda.set_stream(side)  # torch.cuda.stream looks for the current one in ten times as long
+        torch.cuda.set_stream(side)  # torch.cuda.stream() takes ten times as long to find the current stream
         try:
             ready = batch if prepare is None else prepare(batch)
             copied.record(side)
         finally:
             torch.cuda.set_stream(stream)
-        # What was given stays as long as it may be read: memory of the step's stream would be used again too early.
+        # The given batch is kept while the side stream may read it: memory of the step's stream would be reused too early.
         return [ready, copied, batch]
 
     def take(self, staged: list[Any]) -> Any:
-        """Returns the batch for the stream in use, and leaves ``staged`` empty."""
+        """Returns the batch, ready for the current stream, and empties ``staged``."""
         ready = staged[0]
         if self._side is not None:
             stream, behind = stream_in_use(self._side.device), staged[1]
-            if behind is not stream:  # an event of the side stream, or a stream that is not the step's any more
+            if behind is not stream:  # an event of the side stream, or the step's former stream
                 stream.wait_event(behind) if isinstance(behind, torch.cuda.Event) else stream.wait_stream(behind)
                 record_stream(ready, stream)
         staged.clear()
@@ -65,5 +65,5 @@ class Staging:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all passes: torch has 32, and gives the first one again after that."""
+    """Returns one stream for all passes: torch has 32 streams, and after these returns the first one again."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""A batch and the tensors in it, whatever holds them."""
+"""Moves the tensors of a batch to a device, and finds those that are on a GPU."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fabricamp.containers import with_parts
 _FLAT: Final = (list, tuple)
 _TENSORS: Final = {Tensor}
 _SMALL: Final = 2**16
-"""Bytes that CUDA copies to a GPU without a wait of the host, from any memory (CUDA Driver API, synchronization behavior)."""
+"""Largest size in bytes that CUDA copies from any memory without a host wait (CUDA Driver API, synchronization behavior)."""
 
 _PLAIN = (str, bytes, int, float, bool, type, type(None))
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Returns ``batch`` with every tensor in it on ``device``; ``batch`` itself where nothing has to move.
+    """Returns ``batch`` with every tensor in it on ``device``; ``batch`` itself if nothing has to move.
 
-    Walks mappings, lists, tuples, namedtuples and dataclasses, whose types are kept, and calls ``to(device)`` of what
-    else has it.  The host does not wait for a copy to a GPU; from pinned memory it runs beside the computation.
+    Walks mappings, lists, tuples, namedtuples and dataclasses, and keeps their types.  Calls ``to(device)`` on other objects that
+    have it.  The host does not wait for a copy to a GPU; a copy from pinned memory runs concurrently with the computation.
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=batch.is_cpu and device.type == "cuda")
-    if _is_flat(batch):  # the usual form, in half the time
+    if _is_flat(batch):  # a fast path for the usual form: half the time
         waits_not = device.type == "cuda"
         moved = [one.to(device, non_blocking=waits_not and one.is_cpu) for one in batch]
         return batch if all(map(operator.is_, moved, batch)) else type(batch)(moved)
@@ -47,13 +47,13 @@ def _is_flat(batch: Any) -> bool:
 
 
 def record_stream(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Tells the allocator that ``stream`` uses what is in ``batch``: its memory is not handed out again too early."""
+    """Records for the allocator that ``stream`` uses the tensors in ``batch``, so that their memory is not reused too early."""
     for item in _recordable(batch, set()):
         item.record_stream(stream)
 
 
 def is_small(batch: Any) -> bool:
-    """Whether ``batch`` is a tensor on the CPU, or a flat container of such, with a few kilobytes in all."""
+    """Whether ``batch`` is a dense CPU tensor, or a flat list, tuple or dict of these, with at most 64 KiB in total."""
     kind, size = type(batch), 0
     parts: Iterable[Any] = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
     for one in parts:
@@ -64,8 +64,8 @@ def is_small(batch: Any) -> bool:
 
 
 def lies_on_gpu(batch: Any) -> bool:
-    """Whether anything in ``batch`` knows streams."""
-    if type(batch) in (list, tuple):  # the usual form, in a tenth of the time
+    """Whether ``batch`` contains a CUDA tensor or an object with ``record_stream``."""
+    if type(batch) in (list, tuple):  # a fast path for the usual form: a tenth of the time
         for one in batch:
             if type(one) is not Tensor:
                 break
@@ -77,7 +77,7 @@ def lies_on_gpu(batch: Any) -> bool:
 
 
 def _recordable(item: Any, seen: set[int]) -> Iterator[Any]:
-    """What in ``item`` knows streams: CUDA tensors, and objects with a ``record_stream`` of their own."""
+    """Yields the CUDA tensors in ``item``, and objects with their own ``record_stream``."""
     if isinstance(item, Tensor):
         if item.is_cuda:
             yield item

@@ -1,4 +1,4 @@
-"""What ties a module to the run that it is in."""
+"""A module's references to the run that it is in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """What ties a module to the run that it is in.  It never travels with copies or pickles of the module."""
+    """A module's references to the run that it is in.  Copies and pickles of the module never contain them."""
 
     __slots__ = ("lent", "manual_backward", "manual_clip", "metrics", "optimizers", "schedulers", "toggled", "trainer")
 
@@ -31,13 +31,13 @@ class Attachment:
         self.toggled: list[Tensor] = []
         """What ``toggle_optimizer`` froze."""
         self.lent: list[tuple[object, str]] = []
-        """Callbacks that have methods of the module's for the run, and the methods' names."""
+        """Methods of the module that are temporarily attached to callbacks: (callback, the method's name)."""
 
     def show_dtypes(self) -> None:
-        """Lets ``self.dtype`` say what the parameters are now; a module of ours looks at them itself."""
+        """Updates ``self.dtype`` after a conversion; nothing to do for fabricamp's modules, which look at their parameters."""
 
     def release(self) -> None:
-        """Takes back what was lent for the run: callbacks the module's methods; a second time changes nothing."""
+        """Removes the module's methods from callbacks, to which they were attached for the run; a second call changes nothing."""
         for callback, name in self.lent:
             vars(callback).pop(name, None)
         self.lent = []

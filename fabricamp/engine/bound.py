@@ -1,4 +1,4 @@
-"""Looks up what an update calls before the first batch, so that a hook or method that nobody overrides costs nothing in it."""
+"""Looks up, before the first batch, the hooks and methods that an update calls; those that nobody overrides then cost nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEP = methodcaller("step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Hooks that somebody has, and methods that the module overrides (None: it does not)."""
+    """Hooks that are overridden anywhere, and methods that the module overrides (None: it does not)."""
 
     before_zero_grad: Sequence[Callable[..., Any]]
     before_backward: Sequence[Callable[..., Any]]
@@ -37,22 +37,22 @@ class Bound:
     step: Callable[..., Any] | None
     run_backward: Callable[..., Any]
     backward: Callable[..., Any]
-    """What is called with the loss: ``run_backward``, through the precision where that has a part in it."""
+    """Called with the loss: ``run_backward``, through ``precision.backward`` if the precision overrides it."""
     wants_outputs: bool
-    """Whether a hook after the batch gets what the step returned."""
+    """Whether a hook after the batch gets the step's output."""
     shows_gradients: bool
-    """Whether somebody looks at gradients before the update: only then are they unscaled in a pass of their own."""
+    """Whether hooks or overridden methods see gradients before the update: only then a separate pass unscales them."""
     plain_zero_grad: Callable[[], Any] | None
     plain_step: Callable[[], Any] | None
-    """The optimizer's own methods, where nothing of the Trainer's or the user's stands around them."""
+    """The optimizer's own methods, if neither the Trainer nor the user does anything around them."""
 
 
 def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool) -> Bound:
-    """Looks up what an update of ``optimizer`` calls; ``steps_alone``: nothing of the Trainer's stands around its step."""
+    """Looks up what an update of ``optimizer`` calls; ``steps_alone``: the Trainer does nothing around the optimizer's step."""
     hooks, module, precision = parts.hooks, parts.module, parts.precision
     own = partial(overrides, module, base=TrainingModule)
     run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
-    # What only passes a call on is left out of it: a Python call costs as much as three hooks.
+    # Methods that only pass a call on are left out: a Python call costs as much as three hooks.
     scales = overrides(precision, "backward", Precision)
     before_zero_grad, before_step = hooks("on_before_zero_grad"), hooks("on_before_optimizer_step")
     zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
@@ -73,7 +73,7 @@ def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool)
         wants_outputs=bool(hooks("on_train_batch_end")),
         shows_gradients=shown,
         plain_zero_grad=None if optimizer is None or before_zero_grad or zero_grad else optimizer.zero_grad,
-        # Looked up at each step: a schedule that is made within a run puts torch's own function around it.
+        # ``step`` is looked up at each call: a scheduler that is created within a run replaces it by torch's wrapper.
         plain_step=partial(_STEP, optimizer) if optimizer is not None and plain else None,
     )
 

@@ -1,4 +1,4 @@
-"""A training step that ``torch.compile`` has made: what it logs is kept behind it, and the module stays as it is."""
+"""A training step compiled by ``torch.compile``: its logged values are kept after the step, and the module is not changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HeldLogs:
-    """Stands before the metrics of a run while compiled code runs: that only appends, which breaks no graph."""
+    """Replaces the metrics of a run while compiled code runs: it only appends to a list, which causes no graph break."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[Any, ...], Any, int | None]] = []
@@ -30,7 +30,7 @@ class HeldLogs:
 
 
 def as_compile(name: str, value: Any) -> dict[str, Any] | None:
-    """Returns the keywords of ``torch.compile`` that the Trainer's ``compile`` stands for; None where nothing is compiled."""
+    """Returns the keywords of ``torch.compile`` for the Trainer's ``compile``; None if nothing is compiled."""
     if isinstance(value, bool):
         return {} if value else None
     if not isinstance(value, Mapping):
@@ -45,7 +45,7 @@ def as_compile(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def step_of(session: Session) -> Callable[..., Any]:
-    """Returns the module's ``training_step``, compiled where the Trainer is told to; raises where that cannot be."""
+    """Returns the module's ``training_step``, compiled if the Trainer's ``compile`` says so; raises if that is impossible."""
     step, options = session.module.training_step, session.settings.compile
     if options is None:
         return step
@@ -57,7 +57,7 @@ def step_of(session: Session) -> Callable[..., Any]:
     stand_in: Any = held
 
     def run(*batch: Any) -> Any:
-        if dispatch_modes():  # what looks on, such as a counter of FLOPs, has to see the step as it is written
+        if dispatch_modes():  # these, such as a counter of FLOPs, have to see the uncompiled step
             return step(*batch)
         metrics, attachment.metrics = attachment.metrics, stand_in
         try:

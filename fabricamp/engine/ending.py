@@ -29,7 +29,7 @@ _LOG = logging.getLogger("fabricamp")
 
 @contextlib.contextmanager
 def giving_back(trainer: Trainer, session: Session) -> Iterator[None]:
-    """Gives the session's parts back however it ends; a signal before the first batch ends it here, without an exception."""
+    """Releases the session's parts however the run ends; a signal before the first batch ends the run without an exception."""
     agreement = session.agreement
     try:
         yield
@@ -50,7 +50,7 @@ def giving_back(trainer: Trainer, session: Session) -> Iterator[None]:
 
 
 def end_fit(trainer: Trainer, session: Session, loop: FitLoop) -> None:
-    """What follows the loop; an interrupted run gets ``on_exception``, and the hooks of the end in the run that goes on."""
+    """Ends a fit after its loop; an interrupted run gets ``on_exception``, and the resumed run calls the hooks at the end."""
     state, hooks, agreement = trainer.state, session.hooks, session.agreement
     if agreement.came_late():
         call_all(hooks.callbacks("on_exception"), KeyboardInterrupt(state.interruption))
@@ -67,10 +67,10 @@ def end_fit(trainer: Trainer, session: Session, loop: FitLoop) -> None:
 
 
 def leave_interrupted(trainer: Trainer) -> None:
-    """After a signal the process ends here (exit code 143); so does a script after Ctrl-C (130), a prompt gets its turn."""
+    """Ends the process after a signal (exit code 143), and a script after Ctrl-C (130); returns to an interactive prompt."""
     reason = trainer.state.interruption
     goes_on = reason == "interrupted" and launch.interactive()
-    if not reason or (goes_on and launch.in_call()):  # the caller tells
+    if not reason or (goes_on and launch.in_call()):  # the caller reports it
         return
     if trainer.is_global_zero:
         _tell_of_interruption(trainer, "Interrupted" if reason == "interrupted" else f"Ended by {reason}")
@@ -83,7 +83,7 @@ def leave_interrupted(trainer: Trainer) -> None:
 
 
 def _requeue(trainer: Trainer, reason: str) -> None:
-    """Asks for the job to be run again; all ranks wait for that, since a starter may end the others where the first one leaves."""
+    """Requeues the job; all ranks wait for that, since a launcher may end the others when the first one exits."""
     try:
         if not hand_on(reason) and trainer.is_global_zero and (said := launch.requeue_job()):
             _LOG.info(said)
@@ -107,7 +107,7 @@ def _tell_of_nonfinite(trainer: Trainer, session: Session) -> None:
 
 
 def _close(trainer: Trainer, session: Session) -> None:
-    """Closes a run that came to its end; where its teardown raises, the module is given back all the same."""
+    """Closes a run that ended without an error; if its ``teardown`` raises, the module is restored all the same."""
     try:
         session.end(failed=False)
     except BaseException:
@@ -121,18 +121,18 @@ def _fail(trainer: Trainer, session: Session, error: BaseException) -> None:
     explain(error, session.module, trainer.precision)
     launch.record_failure(error, in_a_run=trainer.world_size > 1)
     if before := session.watchdog.fail(error):
-        launch.record_failure(error)  # now with a note
+        launch.record_failure(error)  # again: the error has a note now
         launch.record_others(before=before)
     state = trainer.state
     if isinstance(error, KeyboardInterrupt) or state.batches_done < state.committed:
-        # In the middle of anything, perhaps of an update, or of a launch of several steps: no state to save.
+        # Interrupted anywhere, perhaps within an update or a launch of several steps: this state must not be saved.
         state.stage = None
     _give_back(session, error)
 
 
 def _abandon(trainer: Trainer, session: Session) -> None:
-    """Ends what a signal found before its first batch; what this rank failed with may be that another one has left."""
-    # Nobody leaves before all know why.
+    """Ends a run that a signal interrupted before its first batch; this rank's own error may be that another rank has left."""
+    # No rank leaves before all know why.
     session.agreement.wait_for_answers()
     trainer.state.stage = None
     trainer.state.interrupt(session.agreement.reason)

@@ -56,12 +56,12 @@ class EvaluationLoop:
         step = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
         self._arguments = _count_arguments(step)
         self.forward: Callable[..., Any] = partial(precision.forward, step)
-        """Calls the step with a batch, its number and that of its loader, or as many of these as it takes."""
+        """Calls the step with (batch, batch_idx, dataloader_idx), or as many of these as it takes."""
         self._in_fit = state.fitting
-        # The sanity check is short: it runs to its end.
+        # The sanity check is short: it is never stopped early.
         self._stops = self._in_fit or state.fn is not TrainerFn.FITTING
         self.cut_short = False
-        """Whether the ranks agreed not to end the last run: no hook of its end is called, and within fit it is as if not begun."""
+        """Whether the ranks agreed to stop the last run early: no end hook is called, and within fit it counts as not begun."""
         self._contexts = hooks.callbacks("evaluation_context")
         self._start = hooks(f"on_{kind}_start")
         self._end = hooks(f"on_{kind}_end")
@@ -75,7 +75,7 @@ class EvaluationLoop:
             self._batch_end = (*self._batch_end, record.end_batch)
 
     def run(self, feeds: Sequence[Feed], *, keep: bool = False) -> list[list[Any]]:
-        """Runs every loader once; returns what the steps returned, a list per loader, where ``keep``."""
+        """Runs every loader once; returns one list per loader, with the steps' outputs if ``keep``."""
         state = self._state
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         getattr(self._module, f"on_{self._kind}_model_eval")()
@@ -96,7 +96,7 @@ class EvaluationLoop:
         return outputs
 
     def _within(self, contexts: Sequence[Callable[[], Any]], run: Callable[[], list[list[Any]]]) -> list[list[Any]]:
-        """Calls ``run`` within all contexts; an ExitStack forgets one where an interruption comes right behind its entry."""
+        """Calls ``run`` within all contexts; an ExitStack loses a context if an interruption comes right after its entry."""
         if not contexts:
             return run()
         with contexts[0]():
@@ -120,7 +120,7 @@ class EvaluationLoop:
         return outputs
 
     def _agree_on_the_end(self) -> None:
-        """Learns whether a rank stopped on the way; all ranks have to know it before the next exchange."""
+        """Finds out whether any rank stopped early; all ranks have to know before the next collective."""
         if self._stops:
             self.cut_short = self._agreement.ended_early(here=self.cut_short)
 
@@ -130,19 +130,19 @@ class EvaluationLoop:
         call_all(self._epoch_end)
         if self._kind != "predict":
             self._metrics.end_evaluation(self._state.global_step)
-            self._state.scope = Scope.NOWHERE  # what is logged now would get lost
+            self._state.scope = Scope.NOWHERE  # values logged from here on would get lost
         call_all(self._end)
 
     def _run_loader(self, feed: Feed, dataloader_idx: int, outputs: list[Any] | None) -> None:
         state = self._state
         state.dataloader_idx = dataloader_idx
-        # As in Lightning: hooks that do not take the loader's number do with one loader.
+        # As in Lightning: with one loader, hooks need not take dataloader_idx.
         number = (dataloader_idx,) if state.num_dataloaders > 1 else ()
         if self._kind != "predict":
             state.scope = Scope.EVAL_STEP
         if self.cut_short:
             return
-        # Later loaders may have fewer batches on one rank than on another, whose turn comes at another time.
+        # The first loader only: ranks reach later ones at different times, as a loader may have fewer batches on one rank.
         batches = self._together(feed) if dataloader_idx == 0 else feed
         for batch_idx, batch in enumerate(batches):
             state.batch = batch
@@ -160,7 +160,7 @@ class EvaluationLoop:
             state.scope = Scope.EVAL_EPOCH
 
     def _count_and_stop(self) -> bool:
-        """Counts a batch as the stop agreement does; returns whether all ranks agreed to end here."""
+        """Counts a batch for the stop agreement; returns whether all ranks agreed to stop here."""
         state = self._state
         if self._in_fit:
             state.evaluated += 1
@@ -173,7 +173,7 @@ class EvaluationLoop:
 
     def _restore_modes(self, modes: list[tuple[torch.nn.Module, bool]]) -> None:
         name = f"on_{self._kind}_model_train"
-        # As in Lightning a prediction has no such hook.
+        # As in Lightning, predict has no such hook.
         if self._kind != "predict" and overrides(self._module, name, ModuleHooks):
             getattr(self._module, name)()
         else:
@@ -186,7 +186,7 @@ def _set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:
 
 
 def _count_arguments(step: Callable[..., Any]) -> int:
-    """How many of (batch, batch_idx, dataloader_idx) the step takes by position; 0 for ``*args``, which takes what there is."""
+    """Returns how many of (batch, batch_idx, dataloader_idx) the step takes by position; 0 for ``*args``, which takes all."""
     parameters = inspect.signature(step).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return 0
@@ -201,7 +201,7 @@ def _count_arguments(step: Callable[..., Any]) -> int:
 
 
 def gather_predictions(everyone: list[list[list[Any]]], strategy: Strategy) -> list[Any]:
-    """Returns the predictions of all ranks: batch 0 of every rank, then batch 1, as the samples were dealt out."""
+    """Returns the predictions of all ranks: batch 0 of every rank, then batch 1, in the order in which samples were distributed."""
     merged = []
     for ranks in zip(*everyone[:: strategy.tensor_parallel], strict=True):
         longest = max(map(len, ranks))
@@ -212,7 +212,7 @@ def gather_predictions(everyone: list[list[list[Any]]], strategy: Strategy) -> l
 
 
 def print_results(kind: str, results: list[dict[str, float]]) -> None:
-    """Shows the logged values as a table, a column a loader; where stdout leads to no screen, line by line through the logger."""
+    """Prints the logged values as a table, one column per loader; logs it line by line if stdout is not a screen."""
     from rich import get_console
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""What Python's and torch's errors out of a step mean here: a note beneath them, once training has failed by one."""
+"""Explains errors that Python or torch raised in a step: a note is added to the error, once training has failed by it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRUE_NAMES = {torch.float64: "64-true", torch.float16: "16-true", torch.bfloat1
 
 
 def explain(error: BaseException, module: nn.Module, precision: str) -> None:
-    """Adds to ``error`` what to change, where its own words do not say; ``precision`` is Lightning's name of the run's."""
+    """Adds notes on what to change to ``error``, if its text does not say; ``precision`` is a name such as "32-true" or "O2"."""
     found = (
         _unknown_option(error),
         _dtypes_that_differ(error, module, precision),
@@ -76,7 +76,7 @@ def _schedule_at_its_end(error: BaseException) -> Iterator[str]:
 
 
 def _batch_of_a_dead_worker(error: BaseException) -> Iterator[str]:
-    """The tensors of a batch are fetched from the worker that made it, and what fails then is a connection."""
+    """Explains a failed connection to a worker: the tensors of a batch are fetched from the worker that made it."""
     if not isinstance(error, OSError | EOFError):
         return
     if any(frame.f_code.co_filename.endswith(_FETCHES) for frame, _ in traceback.walk_tb(error.__traceback__)):

@@ -24,13 +24,13 @@ class ExportMixin:
     """Gives a module :meth:`to_torchscript` and :meth:`to_onnx`."""
 
     example_input_array: Any = None
-    """What ``forward`` takes, as a tensor or a tuple of its arguments: for exports that are given no other."""
+    """Default input of exports: a tensor, or a tuple of ``forward``'s arguments."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if ExportMixin in cls.__bases__:  # TrainingModule: forwards may use properties of classes below it
+        if ExportMixin in cls.__bases__:  # TrainingModule alone: forwards may use properties of its subclasses
             names = [name for name in dir(cls) if isinstance(getattr(cls, name, None), property)]
-            # torch.jit.script would look at each of them, and compile it.
+            # Else torch.jit.script would look at each property, and compile it.
             cls.__jit_unused_properties__ = names  # type: ignore[attr-defined]  # torch's name
             cls.__jit_ignored_attributes__ = [*names, "_attachment"]  # type: ignore[attr-defined]  # likewise
 
@@ -62,7 +62,7 @@ class ExportMixin:
             else None
         )
         with self._evaluated() as module, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # who calls this has chosen TorchScript
+            warnings.simplefilter("ignore", DeprecationWarning)  # the caller has chosen TorchScript
             script = (
                 torch.jit.script(module, **kwargs) if method == "script" else torch.jit.trace(module, inputs, **kwargs)
             )
@@ -80,7 +80,7 @@ class ExportMixin:
             **kwargs: further arguments of ``torch.onnx.export``, such as ``dynamic_shapes``.
 
         Raises:
-            ConfigError: without inputs, or where the packages onnx and onnxscript are missing.
+            ConfigError: without inputs, or if the packages onnx and onnxscript are missing.
 
         Example:
             >>> module.to_onnx("model.onnx", torch.zeros(1, 8))  # doctest: +SKIP
@@ -97,7 +97,7 @@ class ExportMixin:
             return torch.onnx.export(module, arguments, target, **{"verbose": False, **kwargs})
 
     def _inputs(self, given: Any, caller: str, argument: str) -> Any:
-        """The inputs on the module's device, through the hooks that move batches."""
+        """Returns the inputs on the module's device, passed through the batch-transfer hooks."""
         own = cast("Any", self)
         inputs = own.example_input_array if given is None else given
         if inputs is None:
@@ -109,10 +109,10 @@ class ExportMixin:
 
     @contextlib.contextmanager
     def _evaluated(self) -> Iterator[nn.Module]:
-        """The module in evaluation mode, without gradients, in no run; after it all is as it was."""
+        """Yields the module in evaluation mode, without gradients, detached from its run; restores everything afterwards."""
         module = cast("nn.Module", self)
         modes, attachment = [(one, one.training) for one in module.modules()], cast("Any", self)._attachment
-        # torch looks at every attribute, and takes those for missing that raise an AttributeError: so do this one's.
+        # torch reads every attribute, and treats one that raises AttributeError as missing; reading this trainer's raises it.
         nowhere = Attachment()
         nowhere.trainer = cast("Any", object())
         object.__setattr__(module, "_attachment", nowhere)

@@ -1,4 +1,4 @@
-"""A pass over the training data that changes nothing but what forward itself does."""
+"""A pass over the training data that changes only what ``forward`` itself changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def forward_train_batches(session: Session) -> None:
     state.scope, metrics.muted = Scope.TRAIN_STEP, True
     try:
         for number, batch in enumerate(feed):
-            state.batch, state.batch_idx = batch, number  # the watchdog sees by the number that the run comes further
+            state.batch, state.batch_idx = batch, number  # the watchdog sees progress by this number
             session.precision.forward(step, batch, number)
         feed.finish()
     finally:

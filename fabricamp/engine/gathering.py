@@ -1,4 +1,4 @@
-"""``self.all_gather``: values of every rank, whose shapes are compared where they may differ."""
+"""``self.all_gather``: gathers tensors of every rank, and compares their shapes where they may differ."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _DIMENSIONS = 8
 
 
 def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
-    """Returns every rank's tensor, stacked; raises :class:`ConfigError` where shapes differ, but in a training step.
+    """Returns every rank's tensor, stacked; raises :class:`ConfigError` if shapes differ, except in a training step.
 
-    There the host would wait for the answer, and batches are of one size.  It may not wait in steps that are captured either.
+    In a training step the host would have to wait for the comparison, and batches have one size.  With CUDA graphs shapes are
+    never compared: the host must not wait in captured steps.
     """
     strategy, session = trainer.strategy, trainer._runner.session
     captures = session is not None and session.settings.cuda_graph is not None
@@ -31,7 +32,7 @@ def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
 
 
 def check_shapes(strategy: Strategy, tensor: Tensor) -> None:
-    """Compares shapes over ranks: the backends end the process, or wait for ever, where they differ."""
+    """Raises :class:`ConfigError` if shapes differ over ranks: the backends would end the process, or wait forever."""
     sizes = [tensor.ndim, *tensor.shape[:_DIMENSIONS]]
     own = torch.tensor([*sizes, *[0] * (_DIMENSIONS + 1 - len(sizes))], dtype=torch.int64, device="cpu")
     shapes = [tuple(found[1 : found[0] + 1]) for found in strategy.all_gather(own).tolist()]

@@ -1,4 +1,4 @@
-"""A run among replica groups that come and go: what it gives to one that comes, and what it takes from one that runs."""
+"""Elastic replica groups: a run sends its state to a group that joins, or takes the state of a group that runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
 
 PEER: Final = "a replica group that runs"
-"""What stands for the path of a state that came from one."""
+"""Replaces the path of a checkpoint, for a state that came from a running group."""
 
 Found = tuple[str | None, dict[str, Any] | None]
 
 
 def join_groups(session: Session, path: str | None, checkpoint: dict[str, Any] | None) -> Found:
-    """Returns what a fit goes on from: ``path`` and its ``checkpoint``, or where others know better the state that they have.
+    """Returns what a fit resumes from: ``path`` and its ``checkpoint``, or the state that another group sends.
 
-    Groups that begin together go by what one of them was given.  Raises :class:`ConfigError` for what cannot work among groups.
+    Groups that start together use what one of them was given.  Raises :class:`ConfigError` for what cannot work among groups.
     """
     strategy = session.strategy
     if not strategy.heals:
@@ -46,14 +46,14 @@ def join_groups(session: Session, path: str | None, checkpoint: dict[str, Any] |
 
 @torch.no_grad()
 def _present(session: Session) -> dict[str, Any]:
-    """The state of this run, but for that of its loggers, whose files are its own."""
+    """Returns the state of this run, without that of its loggers, whose files belong to this run alone."""
     kept: list[dict[str, Any]] = []
     session.save_checkpoint(PEER, weights_only=False, write=lambda _, checkpoint: kept.append(checkpoint))
     return {name: value for name, value in kept[0].items() if name != "loggers"}
 
 
 def _packed(content: dict[str, Any]) -> Tensor:
-    """As bytes: what comes of it later does not follow the training."""
+    """Returns ``content`` as bytes, which later training does not change."""
     file = io.BytesIO()
     torch.save(on_host(content), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)

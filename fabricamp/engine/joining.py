@@ -1,4 +1,4 @@
-"""What loggers are told before a run: which one it is for all ranks, and the hyper-parameters."""
+"""Prepares loggers before a run: every rank gets the identity of rank 0's run, and hyper-parameters are logged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def join_loggers(trainer: Trainer) -> None:
-    """Tells every rank which runs rank 0's loggers have, such as the next free folder; called on every rank."""
+    """Gives every rank the run identities of rank 0's loggers, such as the next free folder; called on every rank."""
     identities = trainer.strategy.on_rank_zero(lambda: [one.identity() for one in trainer.loggers])
     for one, identity in zip(trainer.loggers, identities, strict=True):
         one.join(identity)
@@ -27,18 +27,18 @@ def join_loggers(trainer: Trainer) -> None:
 
 
 def kept_of(session: Session) -> list[tuple[str, Kept]]:
-    """The hyper-parameters of data and module, where they have some, with the names of their classes."""
+    """Returns the hyper-parameters of DataModule and module, if they have any, with the names of their classes."""
     owners = [one for one in (session.source.datamodule, session.module) if one is not None]
     return [(type(one).__name__, kept) for one in owners if (kept := kept_by(one)).values]
 
 
 def log_hyperparams(session: Session) -> None:
-    """Tells the loggers, and raises for what no checkpoint could hold."""
+    """Logs the hyper-parameters; raises for values that no checkpoint could hold."""
     logged: dict[str, Any] = {}
     shows = session.settings.enable_autolog_hparams and bool(session.trainer.loggers)
     for owner, kept in kept_of(session):
         written = plain(kept.values, private=kept.private)
-        # Before training, not at the first checkpoint.
+        # Raises before training, not at the first checkpoint.
         check_content(written, f"hyper-parameters of {owner}")
         if kept.logged:
             if shows:
@@ -49,7 +49,7 @@ def log_hyperparams(session: Session) -> None:
 
 
 def _check_shared(owner: str, logged: dict[str, Any], more: dict[str, Any]) -> None:
-    """A logger shows one value under a name: a run would go by one that it did not have."""
+    """Raises :class:`ConfigError` for a name with two values: a logger shows only one, which would be wrong for one owner."""
     other = [name for name in logged if name in more and str(logged[name]) != str(more[name])]
     if other:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a run weighs where a norm may be a kernel or torch's: one answer from its first step to its last, saved with it."""
+"""How a run chooses between a norm's kernel and torch's: one rule from its first step to its last, saved with the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def kernel_choice(session: Session) -> Iterator[None]:
-    """A context for a run: the GPU's time alone is weighed where steps are captured, also in those that run eagerly."""
+    """A context for a run: if steps are captured, the choice counts GPU time alone, also in steps that run eagerly."""
     before = dispatch.settings.mode
     settings, strategy = session.settings, session.strategy
     if settings.cuda_graph is not None and not reason_against(strategy.device.type, strategy, settings):
@@ -31,16 +31,16 @@ def kernel_choice(session: Session) -> Iterator[None]:
 
 
 class KernelChoice(Section):
-    """The answer, which a run that goes on keeps, captured or not: another one would be other bits."""
+    """The rule of the choice.  A resumed run keeps it, captured or not: another rule would give other bits."""
 
     name = "choice of kernels"
 
     def save(self) -> dict[str, Any]:
-        """Returns it."""
+        """Returns the rule."""
         return {"loops.fit.kernel_choice": dispatch.settings.mode}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Takes it; other programs' files have none, and earlier runs weighed the GPU's time alone."""
+        """Restores the rule; other programs' files have none, and runs of earlier versions counted GPU time alone."""
         earlier = "graph" if "fabricamp_version" in checkpoint else dispatch.settings.mode
         saved = checkpoint.get("loops", {}).get("fit", {}).get("kernel_choice", earlier)
         try:

@@ -1,4 +1,4 @@
-"""Where on the loggers' axis a value stands: at the number of its step, from 0, with the epoch as one more value."""
+"""Places values on the loggers' axis: at the number of their step, from 0, with the epoch as one more value."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def deliver(state: RunState, delivery: Delivery, values: Mapping[str, float], step: int) -> None:
-    """Gives ``delivery`` the values of a flush, an epoch or an evaluation, as Lightning does; "step" is the axis itself.
+    """Logs the values of a flush, an epoch or an evaluation, as Lightning does; a value called "step" sets the axis position.
 
-    ``step`` is the number of steps that were done.
+    ``step`` is the number of optimizer steps done.
     """
     rest = {name: value for name, value in values.items() if name != "step"}
     if "step" in values:

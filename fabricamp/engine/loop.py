@@ -1,4 +1,4 @@
-"""The hot path: fit -> epoch -> batch; update.py has what a batch goes through.  Hooks are looked up before the first one."""
+"""The hot path: fit -> epoch -> batch; update.py runs a single micro-batch.  Hooks are looked up before the first batch."""
 
 from __future__ import annotations
 
@@ -52,19 +52,21 @@ class FitLoop:
     def run(self) -> None:
         """Trains until a limit or a stop."""
         state, hooks = self.state, self.parts.hooks
-        # limit_train_batches=0, or an earlier fit came to the limit; a resumed run may have been cut before its last hooks.
+        # Idle: limit_train_batches=0, or an earlier fit reached the limit.  A resumed run at its limit is not idle, as it may have
+        # been cut before its last hooks.
         self._idle = self.parts.feed.limit == 0 or not (self.parts.moments.resumed or self._goes_on())
         if self._idle:
             return
         state.scope = Scope.TRAIN_EPOCH
-        # Within an epoch, what the hooks of its beginning log is among the values that were saved.
+        # Resumed within an epoch: the checkpoint has what on_train_start and on_train_epoch_start log; they must not log it twice.
         self.metrics.muted = self.parts.moments.resumed and state.batch_idx > 0
         call_all(hooks("on_train_start"))
         epoch_start = hooks("on_train_epoch_start")
-        # The order at the end of an epoch: reduction over ranks, callbacks, module, reduction of what these have logged, then those
-        # that decide by the reduced values.
+        # Order at the end of an epoch: reduction over ranks, callbacks' hooks, the module's hook, reduction of the values logged by
+        # these hooks, then the callbacks that decide by reduced values.
         epoch_end = hooks.callbacks("on_train_epoch_end", monitors=False) + hooks.module("on_train_epoch_end")
         monitors = hooks.callbacks("on_train_epoch_end", monitors=True)
+        # At an epoch's beginning the saved RNG states precede its start hooks; within an epoch they follow them (_catch_up).
         if state.batch_idx == 0:
             self._take_up()
         self.parts.agreement.begin()
@@ -79,11 +81,11 @@ class FitLoop:
             self._close_epoch(complete, epoch_end, monitors)
         self.parts.moments.stay_ended()
         state.scope = Scope.NOWHERE
-        if not state.interrupted:  # else the run that goes on delivers what is under way, where this one would have
+        if not state.interrupted:  # else the resumed run delivers the pending values, at the same steps
             self._deliver()
 
     def _open_epoch(self, hooks: Calls) -> None:
-        """What comes before the first batch of an epoch, or before the next one of an epoch that goes on."""
+        """Prepares an epoch and runs its start hooks: before its first batch, or before the next batch of a resumed epoch."""
         state = self.state
         state.scope = Scope.TRAIN_EPOCH
         self.parts.moments.go_on()
@@ -91,13 +93,13 @@ class FitLoop:
         set_epoch(self.parts.loader, state.epoch)
         before = self.parts.moments.callback_states("on_train_epoch_start") if state.batch_idx else None
         call_all(hooks)
-        if before is not None:  # the epoch goes on: what they count of it is counted
+        if before is not None:  # resumed epoch: the callbacks' states have counted its start already
             before.restore()
         self._follow_freezing()
         self.update.schedules.sort()
 
     def _close_epoch(self, complete: bool, hooks: Calls, monitors: Calls) -> None:
-        """What comes behind the last batch of an epoch; only a complete one counts."""
+        """Reduces logged values and runs the end hooks after an epoch's last batch; only a complete epoch is counted."""
         state = self.state
         state.scope = Scope.TRAIN_EPOCH
         self.metrics.reduce_train_epoch(state.global_step)
@@ -106,7 +108,7 @@ class FitLoop:
         if complete:
             self.update.schedules.end_epoch_monitored(state.epoch)
         state.epoch_ended, state.closed_at = complete, state.batches_done
-        state.scope = Scope.NOWHERE  # what is logged now would be in no epoch
+        state.scope = Scope.NOWHERE  # values logged from here on would belong to no epoch
         call_all(monitors)
         if complete:
             state.epoch += 1
@@ -114,48 +116,48 @@ class FitLoop:
         state.epoch_ended = False
 
     def _deliver(self) -> None:
-        """Acts on the outcomes and values of the last steps, which are under way yet."""
-        if not self.state.should_stop:  # a limit, which the others have come to as well
+        """Waits for the step statuses and logged values of the last steps, and acts on them."""
+        if not self.state.should_stop:  # a limit ended the run, which the other ranks have reached too
             self.parts.strategy.end_steps()
         if self.update.outcomes is not None:
             self.update.outcomes.finish()
         self.metrics.drain()
 
     def end(self) -> None:
-        """The hooks behind a training that was not interrupted."""
+        """Runs ``on_train_end``, unless there was nothing to train; not called for an interrupted run."""
         if not self._idle:
             call_all(self.parts.hooks("on_train_end"))
 
     def _goes_on(self) -> bool:
-        """Whether there is an epoch to run, or one to end that a resumed run was cut in behind its last step."""
+        """Whether there is an epoch to run, or to finish: a resumed run may have been cut after an epoch's last step."""
         state = self.state
         begun = state.batch_idx > 0 and not 0 <= self._settings.max_epochs <= state.epoch
         return not self._done() or (begun and state.closed_at != state.batches_done)
 
     def _is_cut(self) -> bool:
-        """Whether a signal that came since the last batch ends the run here."""
+        """Whether a signal received since the last batch ends the run here."""
         return self.state.batches_done >= self.state.hold_at and self.parts.agreement.hold()
 
     def _follow_freezing(self) -> None:
-        """Hooks may have frozen or unfrozen parameters; the strategy then wraps the step anew."""
+        """Lets the strategy rewrap the step if hooks have frozen or unfrozen parameters."""
         step = self.parts.strategy.rewrap_module(self._step)
         if step is not self._step:
             self._step = step
             self.update.use(step)
-        # AccumulateGrad nodes, where autograd's graph ends.  A parameter has only a weak pointer to its own (grad_accumulator_), so
-        # each step would make them anew, under the interpreter's lock.  Other kinds of parameters (quantised, sharded) may have no
-        # view to find it by.
+        # Keeps AccumulateGrad nodes, the leaves of autograd's graph, alive: a parameter has only a weak pointer to its node
+        # (grad_accumulator_), so each step would create the nodes again, holding the GIL.  Other types of parameters (quantised,
+        # sharded) may have no view through which to find the node.
         trained = [one for one in self.parts.module.parameters() if type(one) is Parameter and one.requires_grad]
         self._accumulate_grad_nodes = [get_gradient_edge(one) for one in trained]
 
     def _take_up(self) -> None:
-        """Once in a resumed run: its generators, and what the step before the cut has still to be followed by."""
+        """In a resumed run, once: restores RNG states, and calls ``_after_step`` if the run was cut between a step and the call."""
         self.metrics.muted = False
         if self.parts.moments.take_up():
             self._after_step()
 
     def _catch_up(self) -> bool | None:
-        """Does what a resumed run was cut before; returns None where batches follow, else whether those of the epoch are done."""
+        """Does the work that the run was cut before; returns None if batches follow, else whether all of the epoch's are done."""
         state, feed = self.state, self.parts.feed
         self._take_up()
         if state.batch_idx == 0:
@@ -167,12 +169,12 @@ class FitLoop:
         return at_end if self._done(in_epoch=True) else None
 
     def _run_epoch(self) -> bool:
-        """Runs the micro-batches of an epoch; returns whether it came to the loader's end."""
+        """Runs the micro-batches of an epoch; returns whether the loader's end was reached."""
         state, feed, update = self.state, self.parts.feed, self.update
         batch_end, run_batch = self._batch_end, update.run_batch
         starts, validates, limits = bool(self._batch_start), self._validates, self._settings
         state.scope = Scope.TRAIN_STEP
-        # A resumed epoch may have been saved after its last batch: then there is nothing left but to end it.
+        # A resumed epoch may have been saved after its last batch: then no batch is left, and the epoch only has to be finished.
         first, steps, last = state.batch_idx, state.global_step, state.batch_idx > 0
         update.begin_epoch(first)
         state.batches = enumerate(update.read(self.parts.together(feed.behind(first))), first)
@@ -184,7 +186,7 @@ class FitLoop:
             outputs = run_batch(batch, batch_idx, last)
             if last:
                 self._end_data(batch_idx + 1)
-            # Counted before the hooks: a checkpoint that one of them writes goes on behind this batch.
+            # Counted before the hooks: a run resumed from a checkpoint that a hook writes continues after this batch.
             state.batch_idx = batch_idx + 1
             state.batches_done += 1
             for hook in batch_end:
@@ -192,11 +194,11 @@ class FitLoop:
             stepped = update.stepped
             if stepped and state.global_step >= self._due:
                 self._after_step()
-            if state.batches_done < state.committed:  # nothing comes between this step and the next
+            if state.batches_done < state.committed:  # the next step is in the same launch: nothing runs in between
                 update.stepped = False
                 continue
             if validates and self._validation_is_due(last) and self._validate():
-                last = False  # a run that goes on from here begins with this validation
+                last = False  # the validation was cut short: a resumed run begins with it
                 break
             update.stepped, bound = False, stepped or last
             full = state.should_stop or state.global_step >= limits.max_steps >= 0
@@ -205,12 +207,13 @@ class FitLoop:
             state.passed = state.batches_done if bound else state.passed
             if state.batches_done >= state.hold_at and self.parts.agreement.hold():
                 break
+        # No warning for a resumed epoch that had no batch left.
         self._check_fed(steps, ended=last and not first == state.batch_idx > 0)
         state.batch = state.batches = None
         return last
 
     def _end_data(self, batches: int, *, skipped: bool = False) -> None:
-        """Once an epoch, at its last batch, or before the one that a hook ``skipped`` with the rest of the epoch."""
+        """Ends an epoch's data, once: at its last batch, or before a batch that a hook ``skipped`` with the rest of the epoch."""
         if not skipped:
             self.parts.feed.finish()
         self.parts.meet_at_end_of_data(batches)
@@ -219,7 +222,7 @@ class FitLoop:
         self.update.end_epoch()
 
     def _skips(self, batch: Any, batch_idx: int) -> bool:
-        """Runs every hook before the batch; returns whether one of them answered -1, which ends the epoch's data here."""
+        """Runs every ``on_train_batch_start``; returns whether one of them returned -1, which ends the epoch's data here."""
         skips = False
         for hook in self._batch_start:
             skips = hook(batch, batch_idx) == -1 or skips
@@ -233,7 +236,7 @@ class FitLoop:
         return skips
 
     def _check_fed(self, steps: int, *, ended: bool) -> None:
-        """Raises where an epoch had no batch; warns, once, where it has ended with no step more than ``steps``, nor begun one."""
+        """Raises if the epoch had no batch; warns, once, if it ended with no step beyond ``steps`` and no accumulation begun."""
         if self.state.batch is None and not self.state.batch_idx:
             raise ConfigError(
                 f"the train loader gave no batch in epoch {self.state.epoch}; check the data set and the batch size (an iterator "
@@ -246,7 +249,7 @@ class FitLoop:
         if not self.state.batch_idx:
             why = "on_train_batch_start returned -1 before its first batch"
         elif self._settings.partial_window == "drop" and self.state.batch_idx < self._settings.accumulate_grad_batches:
-            why = f"its {self.state.batch_idx} batches are fewer than a window's, and partial_window='drop'"
+            why = f"its {self.state.batch_idx} batches are too few for a step, and partial_window='drop'"
         elif self.parts.module.automatic_optimization:
             why = "training_step returned None for each of its batches; return the loss"
         else:
@@ -254,8 +257,9 @@ class FitLoop:
         _LOG.warning("epoch %d ended without a step: %s", self.state.epoch + 1, why)
 
     def _done(self, *, in_epoch: bool = False) -> bool:
-        """Whether training ends at this boundary: behind a step ``in_epoch``, or between two epochs."""
+        """Whether training ends at this boundary: after a step (``in_epoch``), or between two epochs."""
         state, settings, requests = self.state, self._settings, self.parts.requests
+        # The boundary between two epochs comes after that of the last step, and before the next step's.
         boundary = state.batches_done + (0.0 if in_epoch else 0.5)
         if state.global_step >= settings.max_steps >= 0 or (state.epoch >= settings.max_epochs >= 0 and not in_epoch):
             return True
@@ -270,7 +274,7 @@ class FitLoop:
         return False
 
     def _after_step(self) -> None:
-        """What is not to be done at every step: flushes and their arrival, the look at the clock."""
+        """Does what most steps skip: takes values that have arrived, starts a flush, checks the deadline."""
         step, deadline = self.state.global_step, self.parts.limits.deadline
         every = self._settings.log_every_n_steps or math.inf
         self.metrics.poll(step)
@@ -295,9 +299,9 @@ class FitLoop:
     def _validate(self) -> bool:
         """Runs validation; returns whether a stop cut it short."""
         validate = cast("Callable[[], bool]", self.parts.validate)
-        if self.update.window_state() is None:
+        if self.update.window_state() is None:  # else the gradients of an accumulation in progress are still needed
             self.parts.module.on_validation_model_zero_grad()
-        # Callbacks of the validation see what the last step has logged; it waits for that step, once a validation.
+        # Validation callbacks see what the last step logged; this waits for that step, once per validation.
         self.metrics.drain()
         self.metrics.reduce_steps(self.state.global_step)
         self.state.batch = None

@@ -1,4 +1,4 @@
-"""Losses as sums with a weight: a window is divided once, by the weight of all its micro-batches on all ranks."""
+"""Losses given as (sum, weight): gradients of an accumulation are divided once, by its weight over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class LossWeights:
-    """What the losses of a window weigh, on the device; nothing of it is read by the host.
+    """The weights of an accumulation's losses, on the device; the host reads none of them.
 
-    Before backward a sum is divided by ``reference``: the last window's mean weight, so that gradients have the size that those of
-    a mean have.  It is a power of two, which changes no digit.  What is left is divided by in the update, with the loss scale.
+    Before backward a sum is divided by ``reference``, the last accumulation's mean weight: gradients then have the magnitude of
+    those of a mean.  ``reference`` is a power of two, since dividing by it changes no digit.  The update divides by the remaining
+    factor, together with the loss scale.
     """
 
     def __init__(self, strategy: Strategy, accumulate: int, reference: Tensor | None = None) -> None:
@@ -41,16 +42,16 @@ class LossWeights:
         self._strategy = strategy
         self.accumulate = accumulate
         self.total = torch.zeros((), dtype=torch.float64, device=strategy.device)
-        """What this rank's micro-batches of the window weigh."""
+        """The sum of the weights of this rank's micro-batches in the accumulation."""
         self.reference = torch.zeros_like(self.total)
         if reference is not None:
             self.reference.copy_(reference)
         self._knows_reference = reference is not None
         self.number: float | None = None
-        """The last micro-batch's weight, where it came as a number of the host."""
+        """The last micro-batch's weight, if it was given as a number on the host; else None."""
 
     def take(self, loss: Tensor, weight: Any) -> Tensor:
-        """Takes note of a micro-batch; returns what backward runs on, but for the number of micro-batches."""
+        """Adds a micro-batch's weight; returns the loss for backward, not yet divided by the number of micro-batches."""
         own = self._on_device(weight)
         if not self._knows_reference:
             self._knows_reference = True
@@ -60,7 +61,7 @@ class LossWeights:
         return loss / self.reference.to(loss.dtype)
 
     def dividing(self, reduce: Callable[[GradientMemory | None], Gradients]) -> Callable[..., Gradients]:
-        """Returns what ``reduce`` (a strategy's ``reduce_gradients``) returns, with what the weights leave to divide by."""
+        """Returns ``reduce`` (a strategy's ``reduce_gradients``), wrapped to return the remaining divisor as ``weight`` too."""
 
         def reduce_weighted(memory: GradientMemory | None = None) -> Gradients:
             return reduce(memory)._replace(weight=self._close())
@@ -68,19 +69,19 @@ class LossWeights:
         return reduce_weighted
 
     def _close(self) -> Tensor:
-        """Ends a window; returns its divisor: infinite without any weight (gradients are 0 then), not a number below 0."""
+        """Ends an accumulation; returns its divisor: inf if its weight is 0 (gradients are 0 then), nan if it is below 0."""
         mean = self._strategy.reduce(self.total, "sum") / (self.accumulate * self._strategy.world_size)
         divisor = mean / self.reference
-        self.reference.copy_(_power_of_two(mean, self.reference))  # in its place: a graph reads it there
+        self.reference.copy_(_power_of_two(mean, self.reference))  # in place: a captured graph reads this memory
         self.forget()
         return divisor.masked_fill(divisor == 0, math.inf).masked_fill(divisor < 0, math.nan)
 
     def forget(self) -> None:
-        """Begins a new window."""
+        """Begins a new accumulation."""
         self.total.zero_()
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``forward`` with a look at what it returns: a loss without a weight would count as one with another weight."""
+        """Returns ``forward``, wrapped to raise for a loss without a weight: it would be counted with a wrong weight."""
 
         def run(*args: Any) -> Any:
             output = forward(*args)
@@ -92,7 +93,7 @@ class LossWeights:
         return run
 
     def shown(self, output: Any) -> dict[str, Any]:
-        """Returns what hooks get: the mean as "loss", the weight, and what else is in a dict; nothing of the graph."""
+        """Returns the outputs for hooks, detached: the mean as "loss", the weight, and the other values of a dict."""
         others = output if isinstance(output, dict) else {}
         total, weight = output["loss"] if others else output
         weight = weight.reshape(()) if isinstance(weight, Tensor) else weight
@@ -115,7 +116,7 @@ class LossWeights:
 
 
 def mixed() -> ConfigError:
-    """Returns what is raised where some losses have a weight and others do not."""
+    """Returns the error for losses of which some have a weight and others do not."""
     return ConfigError(
         "training_step returned (sum, weight) for some batches and a loss without a weight for others; return (sum, weight) for "
         "all of them, or the mean"
@@ -123,7 +124,7 @@ def mixed() -> ConfigError:
 
 
 def compare_kinds(strategy: Strategy, *, weighted: bool) -> None:
-    """Raises where losses have a weight on some ranks and none on others, which would wait for each other for ever."""
+    """Raises :class:`ConfigError` if losses have a weight on some ranks only: the ranks would wait for each other forever."""
     kinds = strategy.all_gather_object(weighted)
     if not all(kinds) and any(kinds):
         raise ConfigError(
@@ -133,7 +134,7 @@ def compare_kinds(strategy: Strategy, *, weighted: bool) -> None:
 
 
 def _power_of_two(mean: Tensor, otherwise: Tensor) -> Tensor:
-    """The power of two at or below ``mean``; ``otherwise`` where that is no number above 0."""
+    """Returns the largest power of two not above ``mean``; ``otherwise`` if that is not finite or not above 0."""
     power = mean.log2().floor().exp2()
     return torch.where((power > 0) & power.isfinite(), power, otherwise)
 

@@ -1,4 +1,4 @@
-"""The other ways to make an update: in the user's own training_step, or by an optimizer that calls the forward itself."""
+"""Other ways to make an update: in the user's training_step (manual optimization), or by an optimizer that calls the forward."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ManualUpdate(Update):
         super().__init__(parts)
         self._clips: dict[Optimizer, Clip] = {}
         self._not_stepped = set(parts.optimizers)
-        self._accumulates = False  # whether a training_step has ended with gradients that no step had used
+        self._accumulates = False  # whether a training_step has ended with gradients that no step used
         self._scales = parts.precision.state_dict().get("loss_scale", 1.0) != 1.0
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
-        """Runs the user's step; one in which an optimizer stepped makes a window."""
+        """Runs the user's ``training_step``; counts as one step if any optimizer stepped in it."""
         output = self._forward(batch, batch_idx)
         if self._not_stepped and not self._whole:
             self._accumulates = True
@@ -45,7 +45,7 @@ class ManualUpdate(Update):
         return self._detached(output) if self._bound.wants_outputs else None
 
     def backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **options: Any) -> None:
-        """What ``TrainingModule.manual_backward`` runs."""
+        """Implements ``TrainingModule.manual_backward``."""
         self.loss = loss.detach()
         self._whole = False
         bound = self._bound
@@ -57,7 +57,7 @@ class ManualUpdate(Update):
             hook()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """What ``step`` of an optimizer from ``TrainingModule.optimizers()`` runs."""
+        """Implements ``step`` of an optimizer from ``TrainingModule.optimizers()``."""
         if closure is not None and demands_closure(optimizer):
             self.stepped = True
             self._not_stepped.discard(optimizer)
@@ -78,7 +78,7 @@ class ManualUpdate(Update):
         return result
 
     def _check_unscaled(self, optimizer: Optimizer) -> None:
-        """Raises :class:`ConfigError` for gradients that were never multiplied by the loss scale, and would be divided by it."""
+        """Raises :class:`ConfigError` for gradients that were never multiplied by the loss scale, but would be divided by it."""
         precision = self._parts.precision
         if any(one.grad is not None for one in precision.gradients(optimizer).parameters):
             raise ConfigError(
@@ -93,21 +93,21 @@ class ManualUpdate(Update):
         return self._clips.pop(optimizer, None)
 
     def window_state(self) -> dict[str, Any] | None:
-        """Returns the state of a window where the user lets gradients stay from one training_step to the next."""
+        """Returns the accumulation's state if the user keeps gradients from one training_step to the next; else None."""
         if not self._accumulates or not self._whole:
             return None
         loss = torch.zeros((), dtype=torch.float32, device="cpu") if self.loss is None else self.loss
         return self._window_tensors().taken(loss)
 
     def load_window_state(self, window: dict[str, Any]) -> str:
-        """Takes back what :meth:`window_state` gave; returns why it cannot, or an empty string."""
+        """Restores the result of :meth:`window_state`; returns why that is impossible, or an empty string."""
         self._accumulates = True
         problem = super().load_window_state(window)
-        self.loss = None  # the loss of the last backward, which a verdict shows, is that of a step to come
+        self.loss = None  # a step status shows the loss of its last backward, which is still to come
         return problem
 
     def clip(self, optimizer: Optimizer, clip: Clip) -> None:
-        """What ``TrainingModule.clip_gradients`` runs: the next step clips, once gradients are averaged and unscaled."""
+        """Implements ``TrainingModule.clip_gradients``: the next step clips, once gradients are averaged and unscaled."""
         if demands_closure(optimizer):
             clip_gradients(optimizer, clip)
         else:
@@ -115,14 +115,14 @@ class ManualUpdate(Update):
 
 
 class ClosureUpdate(Update):
-    """LBFGS and its like: the optimizer calls forward and backward itself, as often as it likes."""
+    """LBFGS and similar: the optimizer calls forward and backward itself, any number of times per step."""
 
     def _weigh(self) -> LossWeights:
         name = type(self._optimizer).__name__
         raise ConfigError(f"training_step returned (sum, weight), but {name} runs backward itself; return the mean")
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
-        """Runs the optimizer on one batch; ``self.log`` counts the first forward."""
+        """Runs the optimizer on one batch; ``self.log`` counts only the first forward."""
         optimizer = cast("Optimizer", self._optimizer)
         outputs: list[Any] = []
 

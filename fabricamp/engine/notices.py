@@ -1,4 +1,4 @@
-"""The lines that tell, on rank 0, how a run begins and why it ended: one each, all of them from here."""
+"""The lines that rank 0 logs on how a run begins and why it ended: one line each, all of them from here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOG = logging.getLogger("fabricamp")
 
 
 class Notices:
-    """Tells of one run; says nothing on other ranks, nor where both progress bar and model summary are switched off."""
+    """Logs lines about one run; silent on other ranks, and if both progress bar and model summary are switched off."""
 
     def __init__(self, session: Session) -> None:
         self._trainer = session.trainer
@@ -38,17 +38,17 @@ class Notices:
         self._speaks = session.trainer.is_global_zero and any(map(_shows, session.trainer.callbacks))
 
     def begin(self) -> None:
-        """What a fit runs on, where its files go, and what it goes on from."""
+        """Logs what a fit runs on, where its files go, and what it resumes from."""
         self._first = self._trainer.state.batches_done
         self.say(*self._beginning())
 
     def workers(self, loader: Any) -> None:
-        """Which workers are started anew in each epoch; told once the ``loader`` to train on has been asked for."""
+        """Logs which workers are started again in each epoch; called once the training ``loader`` has been asked for."""
         if self._session.settings.max_epochs != 1 and not self._trainer.fast_dev_run:
             self.say(*_workers_of(loader))
 
     def rows(self) -> None:
-        """That no step will be logged, where the run ends before the first row; told once its number of steps is known."""
+        """Logs that no step will be logged, if the run ends before its first flush; called once its number of steps is known."""
         trainer, every = self._trainer, self._session.settings.log_every_n_steps
         done, end = trainer.global_step, trainer.estimated_stepping_batches
         if not trainer.loggers or trainer.fast_dev_run or not every or not done < end < (done // every + 1) * every:
@@ -59,7 +59,7 @@ class Notices:
         )
 
     def weights(self, *, chosen: bool) -> None:
-        """Which file an evaluation takes its weights from, if it takes them from one; ``chosen``: nobody named it."""
+        """Logs from which file an evaluation takes its weights, if from any; ``chosen``: the user did not name the file."""
         checkpoint = self._session.checkpoint
         if checkpoint is None:
             return
@@ -68,12 +68,12 @@ class Notices:
         if not chosen:
             self.say(line)
         elif self._trainer.is_global_zero:
-            # Also where bar and summary are switched off: the module has other weights than its training ended with.
+            # Logged even if bar and summary are switched off: the module's weights are not those that its training ended with.
             name = self._session.fn.value
             _LOG.info("%s: the best of the last fit (%s(module) or ckpt_path='last' takes others)", line, name)
 
     def end(self) -> None:
-        """Why a fit ended, and which checkpoint to take; that of a trial run is known."""
+        """Logs why a fit ended, and its best checkpoint; the end of a ``fast_dev_run`` is known."""
         if not self._trainer.fast_dev_run:
             self.say("; ".join(part for part in (self._ending(), best_checkpoint(self._trainer)) if part))
 
@@ -98,7 +98,7 @@ class Notices:
             yield f"Resumed from {shown(trainer.ckpt_path)}: {place}, step {trainer.state.global_step}"
 
     def reason(self) -> str:
-        """Why the fit ended."""
+        """Returns why the fit ended."""
         state, settings = self._trainer.state, self._session.settings
         if self._session.data.num_training_batches == 0:
             return "limit_train_batches=0"
@@ -117,13 +117,13 @@ class Notices:
         return f"Ended at step {state.global_step}: {self.reason()}"
 
     def say(self, *lines: str) -> None:
-        """Logs lines as information, where this run speaks."""
+        """Logs lines at level INFO, unless this run is silent."""
         for line in lines if self._speaks else ():
             _LOG.info(line)
 
 
 def _workers_of(loader: Any) -> Iterator[str]:
-    """A line for each of torch's loaders whose workers do not stay, or stay because each sample has its own seed."""
+    """Yields a line for each of torch's loaders whose workers do not stay, or stay because of ``per_sample_seed``."""
     for one in leaves_of(loader):
         if not isinstance(one, DataLoader) or one.num_workers == 0:
             continue
@@ -136,17 +136,17 @@ def _workers_of(loader: Any) -> Iterator[str]:
 
 
 def _shows(callback: Callback) -> bool:
-    """Whether it is a bar or summary; a bar that is switched off is none."""
+    """Whether ``callback`` is a model summary, or a progress bar that is switched on."""
     return isinstance(callback, ModelSummary) or (isinstance(callback, ProgressBar) and callback.is_enabled)
 
 
 def shown(path: str | Path | None) -> str:
-    """The path as one would type it here."""
+    """Returns the path as a user would type it in the current folder."""
     return str(path).removeprefix(str(Path.cwd()) + os.sep)
 
 
 def best_checkpoint(trainer: Trainer) -> str:
-    """Names the best checkpoint with its score, or the newest one where nothing is monitored."""
+    """Names the best checkpoint with its score, or the newest one if nothing is monitored."""
     callback = trainer.checkpoint_callback
     if callback is None or not callback.best_model_path:
         return ""
@@ -164,7 +164,7 @@ def _machine(trainer: Trainer) -> str:
 
 
 def _folders(trainer: Trainer) -> Iterator[str]:
-    """Where logs and checkpoints go: one line where the checkpoints lie within the logs."""
+    """Yields where logs and checkpoints go: one line if the checkpoints are within the logs' folder."""
     logs = next((folder for one in trainer.loggers if (folder := folder_of(one))), "")
     saving = next((one.dirpath for one in model_checkpoints(trainer) if one.dirpath), "")
     if logs and saving.startswith(logs):
@@ -174,7 +174,7 @@ def _folders(trainer: Trainer) -> Iterator[str]:
 
 
 def _logs_of_others(trainer: Trainer) -> Iterator[str]:
-    """Where a run that begins writes into a folder in which another one has begun: their values share files and curves."""
+    """Yields a line for each folder into which an earlier run has logged: the values of both share files and curves."""
     folders = (one.folder for one in trainer.loggers if isinstance(one, RunFolderLogger))
     for folder in dict.fromkeys(one for one in folders if (one / NAME).is_file()):
-        yield f"An earlier run has logged into {shown(folder)}: values go behind its own; another name or version keeps runs apart"
+        yield f"An earlier run has logged into {shown(folder)}: new values follow its own; another name or version keeps runs apart"

@@ -1,4 +1,4 @@
-"""The accumulation window that is open when a checkpoint is written: its gradients are saved, so nothing is replayed."""
+"""The accumulation in progress when a checkpoint is written: its gradients are saved, so nothing is replayed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOG = logging.getLogger("fabricamp")
 
 
 class OpenWindow(Section):
-    """The open window of a fit; ``update`` is there while the loop runs, and the gradients with it."""
+    """Saves and restores the accumulation in progress; ``update`` is set while the loop runs, as gradients exist only then."""
 
     name = "open window"
 
@@ -37,9 +37,9 @@ class OpenWindow(Section):
         self._stepped = False
 
     def repeated_batches(self) -> int:
-        """How many micro-batches a run that goes on from here has to repeat: those of a window whose gradients cannot be saved.
+        """Returns how many micro-batches a resumed run has to repeat: those of an accumulation whose gradients cannot be saved.
 
-        Of a window that was carried over from another epoch those of this one.
+        Of an accumulation that was carried over from another epoch, only the micro-batches of this epoch.
         """
         return 0 if self._is_saved() else min(self._state.open_batches, self._state.batch_idx)
 
@@ -47,12 +47,12 @@ class OpenWindow(Section):
         return self.update is not None and self.update.window_state() is not None
 
     def take_stepped(self) -> bool:
-        """Returns, once, whether the step before the cut is still to be followed by what follows steps."""
+        """Returns, once, whether the run was cut between a step and the work that follows it."""
         stepped, self._stepped = self._stepped, False
         return stepped
 
     def save(self) -> dict[str, Any]:
-        """Returns the gradients, stacked over the ranks, which meet here."""
+        """Returns the gradients, stacked over the ranks, with the accumulation's counters; every rank has to call it."""
         update = self.update
         weights = update.weights if update is not None else None
         return {
@@ -64,12 +64,12 @@ class OpenWindow(Section):
         }
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Goes on within the window; says where that cannot be.  Other libraries' files have none."""
+        """Restores the accumulation; warns if that is impossible.  Other libraries' files have none."""
         loop = checkpoint.get("loops", {}).get("fit", {})
         self._stepped = bool(loop.get("stepped"))
         if loop.get("failed") and self._strategy.rank == 0:
             _LOG.warning(
-                "fabricamp: the checkpoint was written when an exception ended the run: the run goes on behind the last whole "
+                "fabricamp: the checkpoint was written when an exception ended the run: the run continues after the last complete "
                 "micro-batch, but what a step, a validation or hooks had changed by then stays, so it need not equal a run without "
                 "the exception"
             )
@@ -85,14 +85,14 @@ class OpenWindow(Section):
         self._state.open_batches = 0 if problem else int(loop["open_batches"])
         if problem and self._strategy.rank == 0:
             _LOG.warning(
-                "the checkpoint was written within an accumulation window, whose gradients are left out, of %s "
-                "micro-batches: %s",
+                "the checkpoint was written within an accumulation step, and the gradients of its %s micro-batches "
+                "are left out: %s",
                 loop["open_batches"], problem,
             )  # fmt: skip
 
 
 def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dict[str, Any] | None:
-    """Returns the gradients of the open window, stacked over the ranks; None where no window is open."""
+    """Returns the gradients of the accumulation in progress, stacked over the ranks; None if there is none."""
     window = update.window_state()
     if window is None:
         return None
@@ -111,7 +111,7 @@ def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dic
     for name, parameter in parameters.items():
         if name in wanted:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            # What is sharded is averaged over the ranks already.
+            # Sharded gradients are averaged over the ranks already.
             gradients[name] = own.detach() if is_shard(own) else _stacked(own.detach(), strategy)
     return {
         **window,
@@ -123,9 +123,9 @@ def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dic
 
 
 def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, strategy: Strategy) -> str:
-    """Gives the open window back to this rank; returns why that cannot be, or an empty string.
+    """Restores the accumulation on this rank; returns why that is impossible, or an empty string.
 
-    Another number of ranks gets the mean of all: what the average over the ranks makes of it is the same.
+    With another number of ranks, each gets the mean of all saved ranks: the average over the ranks is the same then.
     """
     same_ranks = len(window["held"]) == strategy.world_size
     own = strategy.rank if same_ranks else None
@@ -154,25 +154,25 @@ def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, 
 
 
 def _of_shards(gradients: dict[str, Any]) -> dict[str, Any]:
-    """What a window says of gradients that are sharded: torch lays parts one behind the other, not each on an address of its own.
+    """Returns the memory offsets of sharded gradients: torch lays shards one after the other, without aligning each.
 
-    Kernels sum what is not aligned in another order, so a run that goes on has them at the same offsets.
+    Kernels sum unaligned memory in another order, so a resumed run puts the shards at the same offsets.
     """
     offsets = {name: local(one).data_ptr() % _ALIGNMENT for name, one in gradients.items() if is_shard(one)}
     return {"sharded": True, "offsets": offsets} if offsets else {}
 
 
 def at_offset(tensor: Tensor, offset: int) -> Tensor:
-    """Returns a copy of ``tensor`` that begins so many bytes behind a multiple of 16."""
+    """Returns a copy of ``tensor`` that begins ``offset`` bytes after a multiple of 16."""
     start = offset // tensor.element_size()
     memory = torch.empty(start + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     return memory[start:].view(tensor.shape).copy_(tensor)
 
 
 def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, strategy: Strategy) -> dict[str, Any]:
-    """The open window of ``checkpoint`` with gradients as a sharded module has them, averaged over the ranks that wrote them.
+    """Returns the accumulation of ``checkpoint`` with gradients for a sharded module, averaged over the ranks that wrote them.
 
-    Those that are kept whole are each rank's own, where there are as many ranks.
+    Full gradients, which parameters do not hold as shards yet, stay each rank's own if the number of ranks is the same.
     """
     fit = checkpoint["loops"]["fit"]
     window = fit["window"]
@@ -190,12 +190,12 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
 
 
 def _stacked(tensor: Tensor, strategy: Strategy) -> Tensor:
-    """``tensor`` of every rank, behind a new first dimension; in host memory where there are several."""
+    """Returns every rank's ``tensor``, stacked in a new first dimension; in host memory if there are several ranks."""
     return tensor.unsqueeze(0) if strategy.world_size == 1 else strategy.all_gather(tensor).cpu()
 
 
 def _unstacked(stacked: Tensor, rank: int | None) -> Tensor:
-    """One rank's tensor, or the mean of all; of integers, which have no mean, rank 0's."""
+    """Returns one rank's tensor, or the mean of all if ``rank`` is None; for integers, which have no mean, rank 0's."""
     if rank is not None or not stacked.is_floating_point():
         return stacked[rank or 0]
     return stacked.float().mean(0).to(stacked.dtype) if stacked.dtype != torch.float64 else stacked.mean(0)

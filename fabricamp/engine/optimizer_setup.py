@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` returned, checked and in one form; and the optimizer as manual optimization sees it."""
+"""Checks what ``configure_optimizers`` returned and brings it to one form; wraps optimizers for manual optimization."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ManagedOptimizer:
         self.update: Callable[[Optimizer, Callable[[], Any] | None], Any] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes one update from the gradients that ``manual_backward`` left; runs ``closure`` first where one is given."""
+        """Makes one update from the gradients that ``manual_backward`` left; runs ``closure`` first if one is given."""
         if self.update is None:
             raise ConfigError(
                 "the Trainer steps the optimizer under automatic optimization; to call step yourself, in training_step, set "
@@ -58,12 +58,12 @@ class ManagedOptimizer:
         return self.update(self.optimizer, closure)
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
-        """The module's ``toggled_optimizer`` for this one; gradients are exchanged by :meth:`step`, whatever ``sync_grad`` says."""
+        """Returns the module's ``toggled_optimizer`` for this one; :meth:`step` exchanges gradients, whatever ``sync_grad`` is."""
         return self._module.toggled_optimizer(self)
 
     @property  # type: ignore[misc]  # read only, as Python's is not
     def __class__(self) -> Any:
-        """The optimizer's: schedulers of torch ask for an Optimizer by ``isinstance``."""
+        """The optimizer's class: torch's schedulers check by ``isinstance`` that they get an Optimizer."""
         return type(self.__dict__["optimizer"])
 
     def __getattr__(self, name: str) -> Any:
@@ -79,13 +79,13 @@ def parse_optimizers(returned: Any, *, own_step: bool = False) -> tuple[list[Opt
     One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists; a dict with ``"optimizer"`` and
     ``"lr_scheduler"``; a list or tuple of such dicts; None.  A scheduler is any object if ``own_step``, that is if the module
     overrides ``lr_scheduler_step``, else one with ``step()``.  Raises :class:`ConfigError` for anything else, and for a scheduler
-    whose optimizer is not among them.
+    of an optimizer that was not returned.
     """
     optimizers, schedulers = _parts(returned)
     for config in schedulers:
         _check_scheduler(config.scheduler, own_step=own_step)
         followed = getattr(config.scheduler, "optimizer", None)
-        # By their groups: LARC shares those of the optimizer that it wraps.
+        # Compared by their groups: LARC shares those of the optimizer that it wraps.
         if followed is not None and not any(followed.param_groups is one.param_groups for one in optimizers):
             raise ConfigError(
                 f"the lr_scheduler {type(config.scheduler).__name__} belongs to a {type(followed).__name__} that "
@@ -115,7 +115,7 @@ def _parts(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
 
 
 def check_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
-    """Raises :class:`ConfigError` where an optimizer updates tensors that are not the module's parameters, or one stands twice."""
+    """Raises :class:`ConfigError` if an optimizer updates tensors that are not the module's parameters, or was returned twice."""
     mine = {id(parameter) for parameter in module.parameters()}
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise ConfigError("configure_optimizers returned the same optimizer twice; return each one once")
@@ -132,7 +132,7 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module) -> None:
 def check_optimization(
     optimizers: list[Optimizer], module: TrainingModule, settings: Settings, world_size: int
 ) -> None:
-    """Raises :class:`ConfigError` where these optimizers cannot work with the way of optimization that was asked for."""
+    """Raises :class:`ConfigError` if the optimizers do not work with automatic, or manual, optimization as it is set up."""
     if module.automatic_optimization and len(optimizers) > 1:
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization takes one; set "

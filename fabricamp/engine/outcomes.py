@@ -1,4 +1,4 @@
-"""Acts on the verdicts of update windows: schedules follow applied steps, skipped ones are told of, the policy ends a run."""
+"""Acts on step statuses: schedules follow applied steps, skipped steps are reported, the overflow policy ends a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger("fabricamp")
 
 
 class Outcomes:
-    """Acts on the verdicts of a Precision that may skip windows; every rank reads the same ones, at the same step."""
+    """Acts on the step statuses of a Precision that may skip steps; every rank reads the same status at the same step."""
 
     def __init__(self, verdicts: Verdicts, schedules: Schedules, state: RunState, strategy: Strategy) -> None:
         self.launch_close = verdicts.launch_close
-        """Ends an update window on the device; given its loss."""
+        """Ends a step on the device; takes the step's loss."""
         self._verdicts = verdicts
         self._schedules_follow = verdicts.schedules_follow and schedules.follow_steps
         self._schedules = schedules
@@ -32,7 +32,7 @@ class Outcomes:
         self._unreported_skips = 0
 
     def note_closed(self) -> None:
-        """Counts an update window, and acts on what became of the one two windows ago; its end is launched already."""
+        """Counts a step, whose end is launched already, and acts on the status of the step two before it."""
         verdict = self._verdicts.note_closed()
         if verdict is None:
             return
@@ -50,7 +50,7 @@ class Outcomes:
             self.report_skips()
 
     def finish(self) -> None:
-        """Tells of overflows that no step told of, and ends the run for them where it has to; after the last batch."""
+        """After the last batch: reports overflows that no step has reported, and ends the run for them if it has to."""
         skipped = [verdict for verdict in self._verdicts.drain() if not verdict.applied]
         ending = any(verdict.ends_run for verdict in skipped)
         self._unreported_skips += 0 if ending else len(skipped)
@@ -59,7 +59,7 @@ class Outcomes:
             self._end_run()
 
     def _end_run(self) -> None:
-        """Stops or raises, at the same step on every rank: every one has read the same verdict."""
+        """Stops the run or raises, at the same step on every rank: all have read the same step status."""
         state, policy = self._state, self._verdicts.policy
         if state.stop_reason == NON_FINITE:
             return
@@ -81,7 +81,7 @@ class Outcomes:
             )
 
     def report_skips(self) -> None:
-        """Logs how many steps were skipped for overflow since it was last said."""
+        """Logs how many steps were skipped for overflow since the last report."""
         if self._unreported_skips and self._strategy.rank == 0:
             verdicts, count = self._verdicts, self._unreported_skips
             moving = (

@@ -1,4 +1,4 @@
-"""What a module's or a callback's source gives away before the first batch: a forgotten ``return``, a misspelt hook."""
+"""Checks the source of module and callbacks before the first batch: a forgotten ``return``, a misspelt hook."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ _OTHER_WORDS = (
     ("optimizers", "optimizer", "optim"),
     ("dataloader", "dataloaders", "loader"),
 )
-"""Words that stand for each other in names of hooks."""
+"""Groups of words that users write for each other in names of hooks."""
 
 
 def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
-    """Raises :class:`ConfigError` where ``module`` lacks what an entry point calls."""
+    """Raises :class:`ConfigError` if ``module`` lacks a method that the entry point calls."""
     name, needs = type(module).__name__, fn.value
     step = _STEPS[fn]
     by_forward = fn is TrainerFn.PREDICTING and overrides(module, "forward", Module)
@@ -81,13 +81,13 @@ def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
 
 
 def _renaming(module: TrainingModule, missing: str) -> str:
-    """What to rename, where a method of the module's own was probably meant to be the missing one."""
+    """Returns the advice to rename the method that was probably meant to be ``missing``; an empty string if there is none."""
     found = misspelt_hooks(module, lightnings_base(type(module)) or TrainingModule)
     return next((f"rename {given} to {missing}" for given, meant in found if meant == missing), "")
 
 
 def _check_training_step(module: TrainingModule) -> None:
-    """Raises :class:`ConfigError` for one that wants an iterator, or has no loss to return."""
+    """Raises :class:`ConfigError` for a ``training_step`` that takes an iterator, or that never returns a value."""
     step = module.training_step
     name = f"{type(module).__name__}.training_step"
     if "dataloader_iter" in inspect.signature(step).parameters:
@@ -103,13 +103,13 @@ def _check_training_step(module: TrainingModule) -> None:
 
 
 def returns_nothing(call: Any) -> bool:
-    """Whether ``call`` is written in Python and every ``return`` in it, written or not, is one of None."""
+    """Whether ``call`` is written in Python and returns None at every ``return``, explicit or implicit."""
     function = getattr(call, "__func__", call)
     if not isinstance(function, FunctionType) or inspect.isgeneratorfunction(function):
         return False
     instructions = [one for one in dis.get_instructions(function) if one.opname != "NOP"]
     returned = [
-        # Where `return loss if ready else None` ends, either value is there.
+        # At a jump target, such as the end of `return loss if ready else None`, either value may be returned.
         before if one.opname == "RETURN_VALUE" and not one.is_jump_target else one
         for before, one in pairwise(instructions)
         if one.opname in ("RETURN_VALUE", "RETURN_CONST")
@@ -120,7 +120,7 @@ def returns_nothing(call: Any) -> bool:
 def warn_of_oversights(
     module: TrainingModule, optimizers: Sequence[Any], datamodule: DataModule | None, callbacks: Sequence[Callback]
 ) -> None:
-    """Warns where nothing will be trained, and of methods whose names are nearly those of hooks that their classes leave alone."""
+    """Warns if nothing will be trained, and of methods with nearly the name of a hook that their class does not define."""
     if module.automatic_optimization and not optimizers:
         _LOG.warning(
             "%s.configure_optimizers returned no optimizer: no weight will change; end it with 'return optimizer' where "
@@ -136,7 +136,7 @@ def warn_of_oversights(
 
 
 def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
-    """Yields each method of ``owner``'s own with the hook of ``base`` that it was probably meant to be."""
+    """Yields (method, hook) for each method of ``owner``'s own that was probably meant to be the hook of ``base``."""
     hooks = [name for name in dir(base) if _looks_like_a_hook(name)]
     classes = [one for one in type(owner).__mro__ if one not in base.__mro__]
     for name, value in {name: value for one in classes for name, value in vars(one).items()}.items():
@@ -154,7 +154,7 @@ def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
 
 
 def _by_other_words(name: str, hooks: Sequence[str]) -> list[str]:
-    """The first of ``hooks`` that ``name`` is in other words, or none."""
+    """Returns, in a list, the first of ``hooks`` that has the name ``name`` in other words; an empty list if none has."""
     words = [next((group for group in _OTHER_WORDS if word in group), (word,)) for word in name.split("_")]
     return next(([meant] for meant in map("_".join, product(*words)) if meant in hooks), [])
 

@@ -1,4 +1,4 @@
-"""What a fit is made of: the parts that the loop and the update work with, and the limits that end a fit."""
+"""The parts that the loop and the update of a fit work with, and the limits that end a fit."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When training ends, and what happens every so often: the Trainer's settings, which may change meanwhile, and the rest."""
+    """When training ends and validation runs: the Trainer's settings, which may change during a fit, and derived values."""
 
     settings: Settings
     deadline: float | None
     validate_every: float
     validation_times: Every | None
-    """What stands for :attr:`validate_every` where validations are asked for in steps, epochs or minutes."""
+    """Replaces :attr:`validate_every` if validations are asked for in steps, epochs or minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FitParts:
-    """What a fit is made of."""
+    """The parts of a fit."""
 
     module: TrainingModule
     state: RunState
@@ -62,7 +62,7 @@ class FitParts:
     """Makes the ranks begin a pass over their batches together."""
     meet_at_end_of_data: Callable[[int], None]
     renew: Callable[[FitParts], None]
-    """Called before each epoch: puts other loaders in place where the epoch is to have its own."""
+    """Called before each epoch: replaces the loaders if the epoch reloads them."""
 
 
 def limits_of(settings: Settings, length: float, started: float) -> Limits:

@@ -1,4 +1,4 @@
-"""What ``Trainer(performance=...)`` sets for a run: numbers of TF32, cuDNN's search, memory formats, garbage collection."""
+"""What ``Trainer(performance=...)`` sets for a run: TF32, cuDNN's search, memory formats, garbage collection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROFILES: Final[dict[str, dict[str, Any]]] = {
 }
 """``safe`` leaves every bit as it is."""
 _ALLOCATIONS: Final = 100_000
-"""Objects that may be made, beyond those that went, before Python looks for circles among them: by default it is some hundred."""
+"""Net number of new objects (created minus freed) before Python's gc looks for cycles; the default is some hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Performance:
 
     @property
     def line(self) -> str:
-        """What it sets, in a line."""
+        """One line on what the profile sets."""
         parts = []
         if self.tf32 is not None:
             parts.append(f"TF32 in convolutions {'on' if self.tf32 else 'off'}")
@@ -53,7 +53,7 @@ class Performance:
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
-        """A context with the settings of the process; what was set before comes back after it."""
+        """A context that applies the process-wide settings; restores the earlier ones afterwards."""
         cudnn = torch.backends.cudnn.benchmark
         with contextlib.ExitStack() as stack:
             if self.matmul_precision is not None or self.tf32 is not None:
@@ -66,7 +66,7 @@ class Performance:
             yield
 
     def convert(self, module: nn.Module) -> list[nn.Parameter]:
-        """Brings the weights of 2-d convolutions to channels_last; returns those for :func:`give_back`."""
+        """Converts the weights of 2-d convolutions to channels_last; returns the converted ones, for :func:`give_back`."""
         kinds = (nn.Conv2d, nn.ConvTranspose2d)
         found = [one.weight for one in module.modules() if isinstance(one, kinds)] if self.channels_last else []
         own = [one for one in found if type(one) is nn.Parameter]  # lazy ones have no format yet
@@ -77,13 +77,13 @@ class Performance:
 
 
 def give_back(weights: list[nn.Parameter]) -> None:
-    """Brings weights to the memory format that they came in."""
+    """Converts weights back to their original memory format."""
     for one in weights:
         one.data = one.data.contiguous()
 
 
 def as_performance(name: str, value: Any) -> Performance | None:
-    """Returns the profile that the Trainer's ``performance`` stands for; None where nothing is set."""
+    """Returns the profile for the Trainer's ``performance``; None if nothing is set."""
     if value is None:
         return None
     options = PROFILES.get(value) if isinstance(value, str) else value
@@ -110,7 +110,7 @@ def as_performance(name: str, value: Any) -> Performance | None:
 
 
 def check_performance(performance: Performance | None, benchmark: bool | None, deterministic: bool | str) -> None:
-    """Raises :class:`ConfigError` where another argument of the Trainer contradicts the profile."""
+    """Raises :class:`ConfigError` if another argument of the Trainer contradicts the profile."""
     if performance is None or performance.benchmark is None:
         return
     cure = "; leave it out, or give performance={...} without benchmark"
@@ -127,13 +127,13 @@ def check_performance(performance: Performance | None, benchmark: bool | None, d
 
 @contextlib.contextmanager
 def _precision_of_fp32(matmul: str | None, convolutions: bool | None) -> Iterator[None]:
-    """A context with torch's settings of fp32 products; under their old names they are read by most programs, and set here."""
+    """A context with torch's fp32 precision settings; sets them under their old names, which most programs read."""
     backends = torch.backends
-    others: Any = backends.mkldnn, backends.cudnn  # whose parts a type checker does not know
+    others: Any = backends.mkldnn, backends.cudnn  # a type checker does not know their attributes
     places = (backends.cuda.matmul, others[0].matmul, others[1].conv, others[1].rnn)
     before = [one.fp32_precision for one in places]
     old_name: str | None = None
-    with contextlib.suppress(RuntimeError):  # where somebody has set them under their new names
+    with contextlib.suppress(RuntimeError):  # raised if somebody has set them under their new names
         old_name = torch.get_float32_matmul_precision()
     try:
         if matmul is not None:
@@ -152,7 +152,7 @@ def _precision_of_fp32(matmul: str | None, convolutions: bool | None) -> Iterato
 
 @contextlib.contextmanager
 def _collection_held_off() -> Iterator[None]:
-    """A context in which what is there already is never looked through for garbage, and what comes seldom."""
+    """A context in which Python's gc never scans the objects that exist already, and seldom scans new ones."""
     threshold, frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     if not frozen:
         gc.collect()

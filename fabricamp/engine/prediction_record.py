@@ -1,4 +1,4 @@
-"""What a BasePredictionWriter is told: the samples of each batch, and what this rank predicted in an epoch."""
+"""Records for a BasePredictionWriter: the sample indices of each batch, and this rank's predictions of an epoch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _HOST = torch.device("cpu")
 
 
 class PredictionRecord:
-    """Follows the predict loop over ``loaders``, which are read in place of those given; ``keeps`` the whole epoch.
+    """Records the predict loop; its ``loaders`` are read in place of the given ones.  ``keeps``: it keeps the complete epoch.
 
-    Unless somebody ``writes`` there are no indices: the predictions are those that ``predict`` is to return, if it is.
+    Without a callback that ``writes`` there are no indices, and the predictions are those that ``predict`` returns, if it does.
     """
 
     def __init__(self, loaders: Sequence[Any], *, writes: bool, keeps: bool) -> None:
@@ -31,26 +31,26 @@ class PredictionRecord:
         self.writes = writes
         self.loaders = [loader for loader, _ in noted]
         self.indices: list[Any] | None = None
-        """Of the batch that is out; None where its loader does not tell."""
+        """The sample indices of the present batch; None if its loader does not know them."""
         self.epoch_indices: list[list[list[Any]] | None] = [None if one is None else [] for _, one in noted]
         self.predictions: list[list[Any]] = [[] for _ in loaders]
         self._noted = [one for _, one in noted]
         self._keeps = keeps
 
     def begin_batch(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Before the hooks of a batch's start."""
+        """Notes the batch's indices; called before the hooks of a batch's start."""
         noted, epoch = self._noted[dataloader_idx], self.epoch_indices[dataloader_idx]
         self.indices = None if noted is None else noted.of_batch(batch_idx)
         if self._keeps and epoch is not None and self.indices is not None:
             epoch.append(self.indices)
 
     def share(self, outputs: list[list[Any]]) -> None:
-        """Shows the lists that the loop fills, where the record has none of its own."""
+        """Makes the loop's ``outputs`` the predictions, unless the record keeps its own."""
         if not self._keeps:
             self.predictions = outputs
 
     def end_batch(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Behind the hooks of a batch's end."""
+        """Keeps the output, in host memory, if the epoch is kept; called after the hooks of a batch's end."""
         if self._keeps:
             self.predictions[dataloader_idx].append(move_to_device(output, _HOST))
 

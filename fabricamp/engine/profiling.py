@@ -1,4 +1,4 @@
-"""Tells a profiler what runs: calls are wrapped once before the run, and not at all without a profiler."""
+"""Reports calls to a profiler: they are wrapped once before the run, and not at all without a profiler."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def profiler_of(trainer: Trainer) -> Profiler | None:
-    """Returns the Trainer's profiler; None where it has none that records."""
+    """Returns the Trainer's profiler; None if it has none that records."""
     return None if isinstance(trainer.profiler, PassThroughProfiler) else trainer.profiler
 
 
 def profiled(profiler: Profiler, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``call`` as an action of this name."""
+    """Returns ``call``, wrapped as a profiled action called ``name``."""
 
     def action(*args: Any, **options: Any) -> Any:
         with profiler.profile(name):
@@ -39,7 +39,7 @@ def profiled(profiler: Profiler, name: str, call: Callable[..., Any]) -> Callabl
 
 @contextlib.contextmanager
 def reported(trainer: Trainer, fn: TrainerFn, module: TrainingModule) -> Iterator[None]:
-    """Around a run: opens the profiler, and lets it report at the end."""
+    """A context around a run: opens the profiler, and lets it report at the end."""
     profiler = profiler_of(trainer)
     if profiler is None:
         yield
@@ -52,14 +52,14 @@ def reported(trainer: Trainer, fn: TrainerFn, module: TrainingModule) -> Iterato
     except BaseException as error:
         try:
             profiler.teardown(fn.value)
-        except Exception as failure:  # noqa: BLE001 - what has ended the run is on its way
+        except Exception as failure:  # noqa: BLE001 - the error that ended the run is raised instead
             error.add_note(f"the profiler could not end either: {type(failure).__name__}: {failure}")
         raise
     profiler.describe()
 
 
 def profile_fit(session: Session, loop: FitLoop) -> FitLoop:
-    """Returns the loop, the parts of its epochs actions where there is a profiler: each on its object, for this fit."""
+    """Returns the loop; with a profiler, methods of the loop and its parts are wrapped as actions, on these objects only."""
     profiler = profiler_of(session.trainer)
     if profiler is None:
         return loop
@@ -96,7 +96,7 @@ def profile_fit(session: Session, loop: FitLoop) -> FitLoop:
 
 
 def profile_train_feed(trainer: Trainer, feed: Feed) -> Feed:
-    """Returns the feed of the steps, its batches actions where there is a profiler."""
+    """Returns the training feed; with a profiler, reading each batch is an action."""
     profiler = profiler_of(trainer)
     if profiler is not None:
         _profile_feed(profiler, feed, "[_TrainingEpochLoop].train_dataloader_next")
@@ -104,7 +104,7 @@ def profile_train_feed(trainer: Trainer, feed: Feed) -> Feed:
 
 
 def profile_evaluation(trainer: Trainer, loop: EvaluationLoop, kind: str, feeds: list[Feed]) -> EvaluationLoop:
-    """Returns the loop, its batches actions where there is a profiler."""
+    """Returns the loop; with a profiler, its steps and the reading of each batch are actions."""
     profiler = profiler_of(trainer)
     if profiler is None:
         return loop

@@ -1,4 +1,4 @@
-"""The loader that is trained on as a feed, and others in its place where epochs are to have loaders of their own."""
+"""Makes a feed of the training loader, and replaces it in epochs that reload their loaders."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 def train_feed(session: Session) -> Feed:
-    """Returns the way of batches into the steps of a fit."""
+    """Returns the feed of a fit's training batches."""
     data = session.data
     return profile_train_feed(session.trainer, data.feed(data.train_loader, data.num_training_batches))
 
 
 def renew(session: Session, parts: FitParts) -> None:
-    """Before an epoch: its ``accumulate_grad_batches``, and its loaders where it is to have some of its own."""
+    """Called before an epoch: sets its ``accumulate_grad_batches``, and its loaders if the epoch reloads them."""
     session.settings.begin_epoch(session.trainer.state.epoch)
     if not session.data.renew():
         return
     session.forget_validation()
-    if parts.feed is session.data.train_feed:  # loaders that were given
+    if parts.feed is session.data.train_feed:  # given loaders are not reloaded
         return
     parts.loader, parts.feed = session.data.train_loader, train_feed(session)
     parts.limits = limits_of(session.settings, session.data.num_training_batches, session.trainer.state.started)

@@ -1,9 +1,9 @@
-"""What makes a resumed run equal to one that was never cut: each rank's moment between two micro-batches, saved and given back.
+"""Makes a resumed run equal to an uninterrupted one: saves and restores each rank's resume point between two micro-batches.
 
-A moment is everything that is not weights, optimizers and counters: random numbers, the place in the data, logged values that
-are not published yet, and the gradients of a window that is still open.  These gradients are saved as they are, so a run that
-was cut within a window goes on within it: nothing is replayed that buffers (BatchNorm), hooks or generators have seen already,
-and a window's beginning costs training nothing, since no copy of the state there has to be kept.
+A resume point is everything besides weights, optimizers and counters: RNG states, the position in the data, logged values that
+are not published yet, and the gradients of an accumulation in progress.  These gradients are saved as they are, so a run that was
+cut within an accumulation continues within it: nothing is replayed that buffers (BatchNorm), hooks or generators have seen
+already.  The beginning of an accumulation costs training nothing, since no copy of the state there has to be kept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CPU = torch.device("cpu")
 
 
 class Moments(Section):
-    """The moments of one fit on this rank: what a checkpoint takes of the present one, and how a resumed run gets back to it."""
+    """Saves this rank's resume point of a fit in a checkpoint, and restores it in a resumed run."""
 
     name = "position in training"
     per_rank = True
@@ -73,44 +73,47 @@ class Moments(Section):
         self._rng: dict[str, Any] | None = None
         self._ended: tuple[dict[str, Any], dict[str, Any]] | None = None
         self.resumed = False
-        """Whether the run goes on from a checkpoint and has not got to its first batch yet."""
+        """Whether the run was resumed from a checkpoint and has not reached its first batch yet."""
 
     # -- saving ------------------------------------------------------------------------------------------------------------------
 
     def begin(self, feed: Feed, update: Update) -> None:
-        """Takes the parts that come to be with the loop."""
+        """Sets the feed and the update, which are created together with the loop."""
         self._feed, self.window.update = feed, update
 
     def use(self, feed: Feed) -> None:
-        """Takes the feed of another loader, between two epochs."""
+        """Replaces the feed by that of another loader, between two epochs."""
         self._feed = feed
 
     def end(self) -> None:
-        """After the run: gradients are gone, so a window that is open is repeated by whoever goes on."""
+        """Ends the run: gradients are gone, so a resumed run repeats an accumulation in progress."""
         self.window.update = None
 
     def begin_validation(self) -> None:
-        """Before a validation within fit."""
+        """Keeps the state before a validation within fit."""
         self._before_validation = _BeforeValidation(self._module, self.callback_states(*_WITHIN_VALIDATION))
 
     def end_validation(self, *, cut_short: bool) -> None:
-        """After it; one that was cut short is as if it had not begun."""
+        """Ends a validation within fit; undoes one that was cut short, as if it had not begun."""
         if cut_short and self._before_validation is not None:
             self._metrics.clear_evaluation()
             self._before_validation.restore(self._module)
         self._before_validation = None
 
     def callback_states(self, *hooks: str) -> CallbackStates:
-        """What those callbacks have counted that have one of ``hooks``, which a run that goes on calls again."""
+        """Returns the states of callbacks that override one of ``hooks``, which a resumed run calls again."""
         return CallbackStates([one for one in self._callbacks if any(overrides(one, hook, Callback) for hook in hooks)])
 
     def note_cut(self) -> None:
-        """Keeps the present moment where training stops within an epoch: the hooks at its end publish and clear what goes on."""
+        """Keeps the present resume point, when training stops within an epoch.
+
+        The hooks at the epoch's end then publish and clear values that a resumed run continues.
+        """
         self._cut = self._present()
         self.loggers.note_cut()
 
     def save(self) -> dict[str, Any]:
-        """Returns this rank's moment."""
+        """Returns this rank's resume point."""
         own = self._cut or self._present()
         state, place = self._state, {}
         if self._feed is not None:
@@ -122,7 +125,7 @@ class Moments(Section):
         return own if self._strategy.world_size == 1 else move_to_device(own, _CPU)
 
     def _present(self) -> dict[str, Any]:
-        """This rank's moment; within a validation that is not over, the one before it."""
+        """Returns this rank's present resume point; within an unfinished validation, that before the validation."""
         unfinished = self._before_validation if self._state.scope is not Scope.NOWHERE else None
         objects = find_objects(self._module)
         return {
@@ -131,18 +134,19 @@ class Moments(Section):
             "loops.fit.objects": save_objects(objects if unfinished is None else unfinished.used(objects)),
         }
 
-    # -- going on ----------------------------------------------------------------------------------------------------------------
+    # -- resuming ----------------------------------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Brings the run to where ``checkpoint`` was written, but for the generators; says what cannot be as it was there."""
+        """Restores the resume point except RNG states (see :meth:`take_up`); warns about what cannot be restored exactly."""
         loop, ranks = checkpoint.get("loops", {}).get("fit", {}), len(checkpoint.get("rng", []))
         assert self._feed is not None
         if ranks == 0:
-            return  # another library's file: only counters
+            return  # another library's file has only counters
         strategy, state = self._strategy, self._state
         together = loop.get("tensor_parallel", [1])[0]
         same = (strategy.world_size, strategy.tensor_parallel) == (ranks, together)
-        # Whose logged values this rank goes on with; of ranks that computed one batch together the first has those of all.
+        # The saved ranks whose logged values this rank continues.  Of tensor-parallel ranks, which compute one batch together, the
+        # first has the values of all.
         chosen = [strategy.rank] if same else [*range(0, ranks, together)] if strategy.rank == 0 else []
         objects = find_objects(self._module)
         load_objects(objects, [loop["objects"][rank] for rank in chosen])
@@ -155,7 +159,8 @@ class Moments(Section):
         position = checkpoint["data"]["position"][min(strategy.rank, ranks - 1)]
         if position:
             state.batch_idx = self._feed.load_state_dict(position)
-        drawn_by = strategy.rank if same else strategy.data_rank * strategy.tensor_parallel  # neighbours draw alike
+        # With other numbers of ranks, tensor-parallel neighbours take the same RNG states.
+        drawn_by = strategy.rank if same else strategy.data_rank * strategy.tensor_parallel
         self._rng = checkpoint["rng"][drawn_by] if drawn_by < ranks else None
         self.resumed = True
         if strategy.rank == 0:
@@ -163,7 +168,7 @@ class Moments(Section):
             _tell_of_reading(self._feed, state.batch_idx)
 
     def take_up(self) -> bool:
-        """Restores the generators, once; returns whether the step before the cut is still to be followed by what follows steps."""
+        """Restores RNG states, once; returns whether the run was cut between a step and the work that follows it."""
         self.resumed = False
         rng, self._rng = self._rng, None
         if rng is not None:
@@ -171,12 +176,12 @@ class Moments(Section):
         return self.window.take_stepped()
 
     def go_on(self) -> None:
-        """Before an epoch: a run that goes on in one that was ended ends it a second time."""
+        """Called before an epoch: drops the saved end of the epoch, as a run resumed in a finished epoch finishes it again."""
         self._ended = None
         self.loggers.go_on()
 
     def stay_ended(self) -> None:
-        """Behind the loop: where the run had ended, and nothing was left to do, what it had published at its end stays."""
+        """Called after the loop: if the run had ended and nothing was left to do, the values published at its end stay."""
         if self._ended is None:
             return
         self.take_up()
@@ -187,9 +192,10 @@ class Moments(Section):
 
 
 class LoggerSection(Section):
-    """Where the loggers stand; where training was cut within an epoch, as of then: a resumed run writes the rest again.
+    """The loggers' positions; if training was cut within an epoch, those at the cut: a resumed run writes the rest again.
 
-    Unless it has nothing left to do: so it goes on behind the rest, and takes that back where an epoch begins.
+    A resumed run with nothing left to do would not write it.  So a resumed run continues after the rest, and goes back to the cut
+    only when an epoch begins.
     """
 
     name = "loggers"
@@ -201,46 +207,46 @@ class LoggerSection(Section):
         self._before_end: list[dict[str, Any]] | None = None
 
     def note_cut(self) -> None:
-        """Keeps where they stand now."""
+        """Keeps the loggers' present positions."""
         self._cut = self._delivery.state_dict()
 
     def save(self) -> dict[str, Any]:
-        """Returns where each one stands; on rank 0, which has them."""
+        """Returns each logger's position; only rank 0 has loggers."""
         now, cut = self._delivery.state_dict(), self._cut
         return {"loggers": now if cut is None else cut, "loops.fit.ended_logs": [] if cut is None else now}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Lets them go on from there; earlier files have no word of them."""
+        """Restores the loggers' positions; files of earlier versions have none."""
         stood, ended = checkpoint.get("loggers", ()), checkpoint.get("loops", {}).get("fit", {}).get("ended_logs")
         if ended and self._state.closed_at == self._state.batches_done:
             self._before_end, stood = stood, ended
         self._delivery.load_state_dict(stood)
 
     def go_on(self) -> None:
-        """Before an epoch: takes back what the end of this one has logged, in the run before."""
+        """Called before an epoch: takes back what the run before logged at the end of this epoch."""
         before, self._before_end = self._before_end, None
         if before is not None:
             self._delivery.load_state_dict(before)
 
     def stay_ended(self) -> None:
-        """Lets the next checkpoint say what the one before did."""
+        """Makes the next checkpoint hold the positions of the loaded one."""
         self._cut = self._before_end
 
 
 class CallbackStates:
-    """What callbacks would save now; hooks that are called a second time are undone with it."""
+    """A copy of callbacks' states, to undo hooks that are called a second time."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._states = [(one, copy.deepcopy(state)) for one in callbacks if (state := one.state_dict())]
 
     def restore(self) -> None:
-        """Gives it back."""
+        """Loads the copies into the callbacks."""
         for callback, state in self._states:
             callback.load_state_dict(state)
 
 
 class _BeforeValidation:
-    """What a validation changes, as it was before."""
+    """The state that a validation changes, as it was before."""
 
     def __init__(self, module: TrainingModule, callbacks: CallbackStates) -> None:
         self.rng = capture_rng()
@@ -248,11 +254,11 @@ class _BeforeValidation:
         self._used = {name for name, metric in find_objects(module).items() if metric.update_count}
 
     def used(self, objects: dict[str, Any]) -> dict[str, Any]:
-        """Those of the torchmetrics ``objects`` that had seen something before."""
+        """Returns the torchmetrics ``objects`` that had been updated before the validation."""
         return {name: metric for name, metric in objects.items() if name in self._used}
 
     def restore(self, module: TrainingModule) -> None:
-        """Undoes what was done of the validation."""
+        """Undoes a validation that was cut short."""
         restore_rng(self.rng)
         self._callbacks.restore()
         for name, metric in find_objects(module).items():
@@ -261,7 +267,7 @@ class _BeforeValidation:
 
 
 def _differing_buffers(module: TrainingModule, strategy: Strategy) -> dict[str, Tensor]:
-    """Returns the buffers that are not rank 0's here (BatchNorm's running values until they are shared again), on the host."""
+    """Returns, in host memory, the buffers that differ from rank 0's (BatchNorm's running values until they are shared again)."""
     if strategy.world_size == 1:
         return {}
     buffers = {name: buffer.detach().cpu().contiguous() for name, buffer in module.named_buffers()}
@@ -284,8 +290,8 @@ def _restore_buffers(module: TrainingModule, saved: dict[str, Tensor]) -> None:
 def _tell_of_ranks(before: int, now: int) -> None:
     if before != now:
         _LOG.warning(
-            "the checkpoint was written by %d process%s and is resumed by %d: data goes on in the same order behind the "
-            "same sample; a step has the samples that on_world_change says, random numbers and the rounding of sums are others",
+            "the checkpoint was written by %d process%s and is resumed by %d: data continues in the same order after the "
+            "same sample; on_world_change decides the samples of a step, random numbers and the rounding of sums differ",
             before, "" if before == 1 else "es", now,
         )  # fmt: skip
 

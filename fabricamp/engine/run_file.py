@@ -1,4 +1,4 @@
-"""``run.json`` in a run's folder: what it was started as and on, and how it ended."""
+"""``run.json`` in a run's folder: the run's command, settings and machine, and how it ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ _LOG = logging.getLogger("fabricamp")
 
 @contextlib.contextmanager
 def recorded(session: Session) -> Iterator[None]:
-    """Around the loop of a fit: writes the file before it, and how it ended behind it; on rank 0, where a logger has a folder."""
+    """A context around a fit's loop: writes the file before the loop, and how the run ended after it.
+
+    Only on rank 0, and only if a logger has a folder.
+    """
     folder = _folder_of(session)
     if folder is None:
         yield
@@ -58,7 +61,7 @@ def recorded(session: Session) -> Iterator[None]:
 
 
 def process_start(pid: int) -> str:
-    """When a process of this machine started, in the kernel's words; nothing where there is none."""
+    """Returns when a process of this machine started, as the kernel writes it (clock ticks since boot); empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -69,7 +72,7 @@ def process_start(pid: int) -> str:
 def _never_an_error() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - what a run is worth does not hang on a description of it
+    except Exception as error:  # noqa: BLE001 - a run must not fail for its description
         _LOG.warning("%s is not written: %s", NAME, error)
 
 
@@ -85,7 +88,7 @@ def _log_folders(trainer: Trainer) -> list[Path]:
 
 
 def _make_room(folder: Path) -> None:
-    """Keeps the file of an earlier fit in this folder, with a number."""
+    """Renames the file of an earlier fit in this folder to ``run-N.json``."""
     file = folder / NAME
     if file.exists():
         number = 1 + sum(1 for _ in folder.glob("run-*.json"))
@@ -161,7 +164,7 @@ def _name_of(thing: object) -> str:
 
 
 def _written(value: Any) -> Any:
-    """``value`` as JSON shows it; what it has no word for as its ``str``."""
+    """Returns ``value`` in types that JSON has; the ``str`` of values that JSON cannot express."""
     if isinstance(value, dict):
         return {str(key): _written(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Puts the state of a run together, as a checkpoint holds it: a list of sections, each from the part that knows it."""
+"""Puts together the state of a run for a checkpoint: a list of sections, each from the part that owns it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def record_of(session: Session) -> Record:
 
 @dataclass
 class Counters(Section):
-    """Where the run stands; an epoch that is over counts as the next one's beginning."""
+    """The run's counters; a finished epoch counts as the beginning of the next one."""
 
     name = "counters"
 
@@ -67,7 +67,7 @@ class Counters(Section):
     data: DataSource
 
     def save(self) -> dict[str, Any]:
-        """Returns them as a run that goes on from here has to count; ``epoch``, as in Lightning's, is the one that runs."""
+        """Returns the counters of a run resumed from here; ``epoch`` is the running epoch, as in Lightning's files."""
         state, repeated = self.state, self.window.repeated_batches()
         in_its_end = state.validating_in_fit and state.scope is Scope.NOWHERE
         epochs, batches = state.epoch + state.epoch_ended, 0 if state.epoch_ended else state.batch_idx - repeated
@@ -96,10 +96,10 @@ class Counters(Section):
         }
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Puts the run where the checkpoint was written.
+        """Restores the counters, and a request to stop that was not fulfilled.
 
-        What asked it to stop asks again if it was still waiting for ``min_steps`` or ``min_epochs``, or if a signal was quicker; a
-        run that it has ended can go on.
+        The request is repeated if it was still waiting for ``min_steps`` or ``min_epochs``, or if a signal came first.  A run that
+        the request has ended can continue.
         """
         missing = [name for name in _COMPLETE if name not in checkpoint]
         if missing and "source" not in checkpoint and "optimizer_states" in checkpoint:
@@ -122,7 +122,7 @@ class Counters(Section):
 
 @dataclass
 class CallbackSection(Section):
-    """What callbacks have counted, of those that count."""
+    """The states of callbacks that have one."""
 
     name = "callbacks"
 
@@ -134,7 +134,7 @@ class CallbackSection(Section):
         return {"callbacks": {one.state_key: state for one in self.callbacks if (state := one.state_dict())}}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Gives each its own; an evaluation gives none to fabricamp's callbacks, which count what a training has done."""
+        """Loads each callback's state; not into fabricamp's own callbacks in an evaluation, as these count what training did."""
         for callback, state in matched_states(self.callbacks, checkpoint.get("callbacks", {})):
             ours = type(callback).load_state_dict.__module__.startswith("fabricamp.")
             if self.fn is TrainerFn.FITTING or not ours:
@@ -142,7 +142,7 @@ class CallbackSection(Section):
 
 
 def _counter(values: dict[str, Any], name: str, path: str, within: str = "") -> int:
-    """The counter, 0 where another library's file has none; raises :class:`CheckpointError` where it is no whole number from 0."""
+    """Returns the counter, 0 if another library's file has none; raises :class:`CheckpointError` unless it is an int from 0."""
     value = values.get(name, 0)
     if type(value) is not int or value < 0:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What a Trainer's entry points share: this process's place, the callbacks, and the session of a run."""
+"""What a Trainer's entry points share: this process's rank, the callbacks, and the session of a run."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ _LOG = logging.getLogger("fabricamp")
 
 
 class Runner:
-    """What fit, validate, test and predict of a Trainer need and its users do not.
+    """Holds what fit, validate, test and predict of a Trainer need and its users do not.
 
-    ``session`` is the running, or last, one on this process; ``launches`` says that workers have to be started for each.
+    ``session`` is the running or last session on this process; ``launches``: each call has to start worker processes.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Runner:
         self.trainer = trainer
         self.settings = settings
         self.environment = environment
-        self.root_folder = places.normal(settings.default_root_dir)  # that of now: a script may change its folder later
+        self.root_folder = places.normal(settings.default_root_dir)  # now: a script may change its folder later
         self.num_processes = len(device_indices)  # of this node
         self.launches = environment is None and self.num_processes > 1
         self.session: Session | None = None
@@ -84,12 +84,12 @@ class Runner:
         self.take_callbacks(None)
 
     def become_worker(self) -> None:
-        """Takes its rank from the variables that a starter has set; for workers that were forked or spawned with the Trainer."""
+        """Takes the rank from the launcher's environment variables, in a worker forked or spawned with the Trainer."""
         self.environment = launch.detect() or self.trainer.strategy.environment
         self.launches = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the last run, whose threads and loops stay in their process."""
+        """Returns all state except the last session, whose threads and loops stay in their process."""
         earlier = {"_earlier_lengths": self._lengths(), "_earlier_metrics": self._published()}
         return {**self.__dict__, "session": None, **earlier}
 
@@ -101,12 +101,12 @@ class Runner:
             self.root_folder = places.normal(self.settings.default_root_dir)
 
     def take_session(self, session: Session) -> None:
-        """Has ``session`` in place of the last run's, whose numbers of batches stay known."""
+        """Replaces the last run's session by ``session``; the last run's numbers of batches stay known."""
         self._earlier_lengths = self._lengths()
         self.session = session
 
     def lengths(self, fn: TrainerFn) -> dict[str, Any]:
-        """The numbers of batches in the running, or last, run of an entry point; empty where there was none."""
+        """Returns the numbers of batches in the running or last run of an entry point; empty if there was none."""
         return self._lengths().get(fn, {})
 
     def _lengths(self) -> dict[TrainerFn, dict[str, Any]]:
@@ -115,24 +115,25 @@ class Runner:
         return {**self._earlier_lengths, self.session.fn: self.session.data.lengths()}
 
     def _published(self) -> dict[str, Any] | None:
-        """The values that the last run has logged; None where there was none."""
+        """Returns the values that the last run logged; None if there was no run."""
         return self._earlier_metrics if self.session is None else self.session.metrics.published()
 
     def take_callbacks(self, module: TrainingModule | None) -> None:
-        """Puts together the given ones, the module's in place of those of the same class, the default ones, monitors last.
+        """Sets ``trainer.callbacks``: the given callbacks, the module's, the default ones; monitors last.
 
-        What somebody has added to ``trainer.callbacks``, or removed from it, since the last time is as if given so.
+        A callback of the module replaces given ones of the same class.  A callback that was added to ``trainer.callbacks``, or
+        removed from it, since the last call counts as given, or as not given.
         """
         listed = self.trainer.callbacks
         self._given_callbacks += [adopted(one) for one in listed if not _holds(self._put, one)]
         gone = [one for one in self._put if not _holds(listed, one)]
         self._given_callbacks = [one for one in self._given_callbacks if not _holds(gone, one)]
-        # Who takes a ModelCheckpoint out wants none, not another.
+        # A user who removes a ModelCheckpoint wants none, not the default one.
         self._default_callbacks = [
             one for one in self._default_callbacks if not any(isinstance(other, _kind(one)) for other in gone)
         ]
         if module is not None and module is not self._callbacks_of:
-            # Once per module: what they have seen lasts from one run to the next, as with those that were given.
+            # Once per module: its callbacks keep their state from run to run, as given ones do.
             self._own_callbacks = callbacks_of(module, self.trainer)
             self._callbacks_of = module
         own = self._own_callbacks
@@ -148,7 +149,7 @@ class Runner:
 
     @contextlib.contextmanager
     def apart(self, module: TrainingModule, callbacks: Iterable[Callback]) -> Iterator[None]:
-        """A context for runs of ``module`` with these callbacks alone; after it settings, counters and so on are what they were."""
+        """A context for runs of ``module`` with only these callbacks; restores settings, counters and so on afterwards."""
         trainer, own = self.trainer, dict(vars(self))
         names = ("state", "precision_plugin", "ckpt_path", "log_dir", "log_folder", "loggers", "profiler")
         before, listed = {name: getattr(trainer, name) for name in names}, list(trainer.callbacks)
@@ -171,12 +172,12 @@ class Runner:
 
     @contextlib.contextmanager
     def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
-        """Takes this process's place and makes a session, whose parts are given back however it ends."""
+        """Sets up this process's rank and yields a session; releases the session's parts however the run ends."""
         launch.hold_logging_at_fork()
         try:
             session = self._enter(fn, module, source)
         except BaseException:
-            leave_at_exit(self.trainer.strategy)  # nobody else gives back what was taken until then
+            leave_at_exit(self.trainer.strategy)  # nothing else releases what was set up until then
             raise
         self.take_session(session)
         with (
@@ -185,18 +186,18 @@ class Runner:
             self._anomalies(),
             self._performance(),
             kernel_choice(session),
-            # Before there are loader workers: these then leave Ctrl-C to this process.
+            # Before loader workers start: they then leave Ctrl-C to this process.
             interrupts(session.agreement),
             giving_back(self.trainer, session),
         ):
             yield session
-        if session.agreement.asked and not self.trainer.state.interrupted:  # since the last place to stop at
+        if session.agreement.asked and not self.trainer.state.interrupted:  # after the last position to stop at
             self.trainer.state.interrupt(session.agreement.asked)
 
     def check_call(
         self, fn: TrainerFn, module: TrainingModule | None, train: Any, evaluation: Any, datamodule: DataModule | None
     ) -> tuple[TrainingModule, GivenData]:
-        """Returns the module and the data that an entry point was given; raises :class:`ConfigError` for what cannot work."""
+        """Returns the module and the data given to an entry point; raises :class:`ConfigError` if they cannot work."""
         if module is None and self.session is not None:
             module = self.session.module
             datamodule = datamodule or (self.session.source.datamodule if evaluation is None else None)
@@ -249,14 +250,13 @@ class Runner:
         if fn is not TrainerFn.FITTING and self.session is not None and self.session.module is module:
             session.optimizers, session.schedulers = self.session.optimizers, self.session.schedulers  # the last fit's
         if (published := self._published()) is not None:
-            session.metrics.show_earlier(
-                published
-            )  # in setup, as in Lightning: a test may be set up by what the fit has reached
+            # Visible in setup, as in Lightning: the setup of a test may read what the fit has reached.
+            session.metrics.show_earlier(published)
         session.watchdog.start()
         return session
 
     def resolve(self, ckpt_path: str | Path | None) -> tuple[str | None, dict[str, Any] | None]:
-        """Notes and returns the file to load, and what it holds where that was read in choosing it."""
+        """Returns the file to load, and its content if that was read in choosing the file; sets ``trainer.ckpt_path``."""
         if self.trainer.state.fn is TrainerFn.FITTING and (plan := the_plan()) is not None:
             ckpt_path = plan.resume_from or ckpt_path
         found = resolve_checkpoint(self.trainer, None if ckpt_path is None else str(ckpt_path))
@@ -273,7 +273,7 @@ class Runner:
 
 
 def _shown(value: object) -> str:
-    """The kind of what was given; of a class its own name."""
+    """Returns the name of the value's class; for a class, its own name."""
     return f"the class {value.__name__}, not an instance" if isinstance(value, type) else type(value).__name__
 
 
@@ -282,7 +282,7 @@ def _is_datamodule(value: object) -> bool:
 
 
 def _kind(default: Callback) -> type[Callback]:
-    """Of which class one is enough: who writes checkpoints by a callback of their own wants no other one."""
+    """Returns the class whose instances replace ``default``: a user's own Checkpoint callback replaces the default one."""
     return Checkpoint if isinstance(default, Checkpoint) else type(default)
 
 

@@ -1,4 +1,4 @@
-"""When learning-rate schedulers step: every so many applied steps, or epochs, or when a watched value is known."""
+"""Steps learning-rate schedulers: every N applied steps or epochs, or when a monitored value is known."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class Schedules:
         self.sort()
 
     def sort(self) -> None:
-        """Looks anew at which schedulers there are: hooks before an epoch may have put another one in place."""
+        """Sorts the present schedulers by interval: hooks before an epoch may have replaced them."""
         configs = self._configs
         self.by_step = [config for config in configs if config.interval == "step"]
-        """Those that follow steps."""
+        """The schedulers that step by steps."""
         self._by_epoch = [config for config in configs if config.interval == "epoch" and not config.reduce_on_plateau]
         self._watching = [config for config in configs if config.interval == "epoch" and config.reduce_on_plateau]
 
     @property
     def follow_steps(self) -> bool:
-        """Whether any of them steps by steps."""
+        """Whether any scheduler steps by steps."""
         return bool(self.by_step)
 
     def advance(self, applied_steps: int) -> None:
-        """Steps those that follow steps; ``applied_steps`` is the number of steps that were not skipped."""
+        """Steps the schedulers that step by steps; ``applied_steps`` is the number of steps that were not skipped."""
         for config in self.by_step:
             if applied_steps % config.frequency == 0:
                 self._step(config)
 
     def end_epoch(self, epoch: int) -> None:
-        """Steps those that follow epochs, at the epoch's last batch."""
+        """Steps the schedulers that step by epochs, at the epoch's last batch."""
         for config in self._by_epoch:
             if (epoch + 1) % config.frequency == 0:
                 self._step(config)
 
     def end_epoch_monitored(self, epoch: int) -> None:
-        """Steps those that watch a value, once the epoch's values are reduced over ranks."""
+        """Steps the schedulers that monitor a value, once the epoch's values are reduced over ranks."""
         for config in self._watching:
             if (epoch + 1) % config.frequency == 0:
                 self._step(config)
@@ -87,12 +87,12 @@ class Schedules:
 
 
 def schedule_lengths(configs: Sequence[SchedulerConfig]) -> list[int | None]:
-    """How many steps each schedule has; None for one that has no end."""
+    """Returns how many steps each schedule has; None for one without an end."""
     return [getattr(config.scheduler, "total_steps", None) for config in configs]
 
 
 def check_schedule_lengths(trainer: Trainer, configured: list[int | None]) -> None:
-    """Raises :class:`ConfigError` where a checkpoint has put a shorter schedule in place of the configured one."""
+    """Raises :class:`ConfigError` if a checkpoint has replaced the configured schedule by one that is too short for the run."""
     restored = schedule_lengths(trainer.lr_scheduler_configs)
     for config, before, length in zip(trainer.lr_scheduler_configs, configured, restored, strict=True):
         if length is None or length == before:

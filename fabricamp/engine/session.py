@@ -1,4 +1,4 @@
-"""One fit, validate, test or predict of one module: opens the parts in Lightning's order, and gives them back."""
+"""One fit, validate, test or predict of one module: sets up the parts in Lightning's order, and releases them."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Session:
         self.checkpoint: dict[str, Any] | None = None
         self.resumed = self.closed = False
         self.attachment = DETACHED  # until attach
-        self.step: Callable[..., Any] = module.training_step  # as the strategy wraps it, in fit
-        self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # the one within fit
+        self.step: Callable[..., Any] = module.training_step  # in fit: as wrapped by the strategy
+        self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # of the validation within fit
         self._synchronised: list[nn.Module] = []
         self._channels_last: list[nn.Parameter] = []
         self.graphs = Graphs(self)
@@ -104,20 +104,20 @@ class Session:
     # -- opening, in order -------------------------------------------------------------------------------------------------------
 
     def open(self, ckpt_path: str | None, checkpoint: dict[str, Any] | None) -> None:
-        """Brings everything up to, not including, ``on_fit_start``; ``checkpoint`` is ``ckpt_path``'s where it was read already."""
+        """Sets up everything before ``on_fit_start``; ``checkpoint`` is the content of ``ckpt_path`` if it was read already."""
         self.checkpoint = checkpoint
         if self.fn is TrainerFn.FITTING:
-            # Those of an earlier fit, which may have failed in the middle of a window, are no part of this one's sums.
+            # Gradients of an earlier fit, which may have failed within an accumulation, must not enter this fit's sums.
             self.module.zero_grad()
         self._prepare_data()
         self._call_setup("setup")
         self.precision.forward(self.module.configure_model)
         if self.settings.sync_batchnorm and self.strategy.world_size > 1:
-            self._synchronise_batchnorm()  # before it may be sharded
+            self._synchronise_batchnorm()  # before the module may be sharded
         shard_module(self, filled_later=ckpt_path is not None)
         private = any(one.logged and one.private for _, one in kept_of(self))
         for logger in self.trainer.loggers:
-            # Before they write or take up a file; one that has shown such values shows them in a later run too.
+            # Set before loggers write or reopen a file.  A logger that has shown private values shows them in a later run too.
             logger.private = logger.private or private
         if ckpt_path is not None:
             self._load(ckpt_path)
@@ -125,23 +125,23 @@ class Session:
         self.strategy.place_module(self.module)
         if self.settings.performance is not None:
             self._channels_last = self.settings.performance.convert(self.module)
-        # Before any masters are taken: these have to be the same on every rank too.
+        # Before master weights are taken, since these have to be the same on every rank too.
         self.strategy.share_module(self.module)
         self.conversion = self.precision.convert_module(self.module) or NOT_CONVERTED
         self.attachment.show_dtypes()
         if ckpt_path is not None and self.module.dtype is torch.float64:
-            self._restore("weights")  # once more: fp32 could not hold them
+            self._restore("weights")  # again: the first time they were rounded to fp32
         if self.fn is TrainerFn.FITTING:
             keep_samples_of_a_step(self)
             self._open_optimizers()
-            # Before the rest: callbacks add the groups of parameters, and put in the schedule, that its state is of.
+            # Callbacks first: they add parameter groups and replace the schedule, to which the states restored below belong.
             self._restore(*CALLBACKS)
             self._wrap_step()
             lengths = schedule_lengths(self.schedulers)
             self._restore(*TRAINING)
             check_schedule_lengths(self.trainer, lengths)
             if ckpt_path is not None and self.trainer.loggers:
-                join_loggers(self.trainer)  # a logger may go on in the run that the checkpoint is of
+                join_loggers(self.trainer)  # a logger may continue the checkpoint's run
         else:
             self._restore("callbacks")
         log_hyperparams(self)
@@ -149,7 +149,7 @@ class Session:
             self.delivery.begin(self.module)
 
     def attach(self) -> None:
-        """Ties module and data to this run, which signals may end from here on."""
+        """Attaches module and data to this run; from here on signals may end it."""
         self.agreement.guard()
         fits = self.fn is TrainerFn.FITTING
         metrics = None if self.settings.barebones else self.metrics
@@ -165,20 +165,20 @@ class Session:
         self.strategy.barrier("prepare_data")
 
     def _call_setup(self, name: str) -> None:
-        """The DataModule, whose data callbacks may look at, then callbacks, then the module, for ``setup`` and ``teardown``."""
+        """Calls ``setup`` or ``teardown`` of the DataModule first, as callbacks may look at its data; of the module last."""
         data = [one for one in (self.source.datamodule,) if one is not None]
         for call in (*(getattr(one, name) for one in data), *self.hooks.callbacks(name), getattr(self.module, name)):
             call(self.fn.value)
 
     def _load(self, path: str) -> None:
-        """Reads the checkpoint and loads its weights, into fp32: the masters are taken from them."""
+        """Reads the checkpoint and loads its weights into the fp32 module, from which master weights are taken."""
         if self.checkpoint is None:
             self.checkpoint = read_together(path, self.strategy)
         if self.strategy.checkpoint_form == "folder":
             self.checkpoint = placed_weights(self.checkpoint, path, self.module.state_dict())
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
         self.module.on_load_checkpoint(self.checkpoint)
-        # The data's state here, too: configure_optimizers may ask for loaders, to know how many steps there will be.
+        # The DataModule's state too: configure_optimizers may ask for loaders, to learn the number of steps.
         self._restore("weights", "datamodule")
 
     def _restore(self, *sections: str) -> None:
@@ -186,7 +186,7 @@ class Session:
             self.record.restore(self.checkpoint, str(self.trainer.ckpt_path), *sections)
 
     def _synchronise_batchnorm(self) -> None:
-        """Replaces every BatchNorm until :meth:`give_back`; those that the user made SyncBatchNorm stay what they are."""
+        """Replaces every BatchNorm by SyncBatchNorm until :meth:`give_back`; the user's own SyncBatchNorm modules stay."""
         before = set(self.module.modules())
         convert_syncbn_model(self.module)
         self._synchronised = [one for one in self.module.modules() if one not in before]
@@ -201,18 +201,18 @@ class Session:
         state = self.trainer.state
         skipped, state.skipped_before = self.trainer.skipped_steps, 0
         self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=self.settings.accumulates)
-        state.skipped_before = skipped - self.trainer.skipped_steps  # a second fit's scaler counts anew
+        state.skipped_before = skipped - self.trainer.skipped_steps  # a second fit's scaler counts from 0
         self.attachment.optimizers = [ManagedOptimizer(one, module) for one in self.optimizers]
         self.attachment.schedulers = [config.scheduler for config in self.schedulers]
 
     def replace_schedules(self, scheduler: Any) -> None:
-        """Puts a scheduler that steps by epochs in the place of those that there are; in hooks before an epoch."""
+        """Replaces all schedulers by one that steps per epoch; for hooks before an epoch."""
         self.schedulers[:] = [SchedulerConfig(scheduler)]
         self.attachment.schedulers = [scheduler]
 
     def _wrap_step(self) -> None:
         self.graphs.enter_stream()
-        # Asking takes in groups that callbacks have added: their state is loaded for fp32 masters then.
+        # This also takes in parameter groups that callbacks added, so that their state is loaded for fp32 masters.
         memories = [self.precision.gradients(one) for one in self.optimizers]
         sums = any(memory.flat is not None for memory in memories)
         self.step = self.strategy.wrap_module(
@@ -225,22 +225,22 @@ class Session:
     # -- loops -------------------------------------------------------------------------------------------------------------------
 
     def fit_loop(self) -> FitLoop:
-        """Runs what comes before the first batch, and returns the loop."""
+        """Does the work before the first batch (``on_fit_start``, sanity check, loaders, resume point); returns the loop."""
         if self.trainer.is_global_zero:
             warn_of_oversights(self.module, self.optimizers, self.source.datamodule, self.trainer.callbacks)
         self.notices.begin()
         call_all(self.hooks("on_fit_start"))
         if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.batches_done == 0):
             self._sanity_check()
-        self.settings.begin_epoch(self.trainer.state.epoch)  # which a run that goes on knows only now
+        self.settings.begin_epoch(self.trainer.state.epoch)  # a resumed run knows its epoch only now
         self.data.renew()
         if self.settings.num_sanity_val_steps and self.trainer.enable_validation and self.data.defines("val"):
-            # Asked for already, unless the run is resumed: then here, so that it is asked first in every run, and in the same
-            # state of the generators as in the sanity check of the run that was cut.
+            # A new run has asked for these loaders in its sanity check.  A resumed run asks here, so that every run asks for them
+            # first, and with the RNG state that the sanity check of the cut run had.
             with isolate_rng():
                 self.data.evaluation_loaders("val")
         if self.trainer.state.epoch and self.checkpoint is None:
-            # A second fit: Lightning begins a pass there that it then leaves alone, and the orders that follow are drawn behind it.
+            # A second fit: Lightning begins a pass here and drops it; the orders that follow are drawn after it.
             draw_a_pass(self.data.train_loader)
         parts = self._fit_parts()
         update = open_update(parts, self)
@@ -251,7 +251,7 @@ class Session:
         return profile_fit(self, FitLoop(parts, update))
 
     def _fit_parts(self) -> FitParts:
-        """What the loop works with; the loader to train on is asked for before those to validate on."""
+        """Returns the loop's parts; asks for the training loader before the validation loaders."""
         length = self.data.num_training_batches
         self.notices.workers(self.data.train_loader)
         self.notices.rows()
@@ -282,7 +282,7 @@ class Session:
         )
 
     def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
-        """Returns the loop for ``kind`` ("validation", "test" or "predict") and what it runs over."""
+        """Returns the loop for ``kind`` ("validation", "test" or "predict") and its feeds."""
         name = LOADERS[kind]
         loaders, lengths = self.data.evaluation(name)
         record = self.predicted = open_record(self.trainer, loaders) if kind == "predict" else None
@@ -295,7 +295,7 @@ class Session:
             hooks=self.hooks,
             agreement=self.agreement,
             together=self.watchdog.together,
-            # What is kept of a validation within fit is used in training, as in Lightning.
+            # Not within fit, as in Lightning: tensors kept from a validation may be used in training.
             inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
             record=record,
         )
@@ -320,13 +320,13 @@ class Session:
                 self.metrics.clear_evaluation()
                 loop.run(feeds)
             for loader in self.data.evaluation_loaders("val"):
-                release_workers(loader)  # the first validation starts others, and draws what that draws
+                release_workers(loader)  # the first validation starts its own workers, with the RNG draws of that
             call_all(self.hooks("on_sanity_check_end"))
             self.metrics.forget()
         state.stage = RunningStage.TRAINING
 
     def forget_validation(self) -> None:
-        """Lets the next validation ask for its loaders anew."""
+        """Makes the next validation ask for its loaders again."""
         self._validation = None
 
     def _validate(self) -> bool:
@@ -336,7 +336,7 @@ class Session:
         loop, feeds = self._validation
         if self.data.validates_on_training:
             for loader in self.data.evaluation_loaders("val"):
-                set_epoch(loader, self.trainer.state.epoch)  # samples with seeds of their own are drawn as in the steps
+                set_epoch(loader, self.trainer.state.epoch)  # per-sample seeds are those of training
         self.metrics.clear_evaluation()
         self.moments.begin_validation()
         self.trainer.state.stage = RunningStage.VALIDATING
@@ -352,7 +352,7 @@ class Session:
     # -- evaluation as an entry point --------------------------------------------------------------------------------------------
 
     def evaluate(self, *, verbose: bool = False, keep: bool = False, chosen: bool = False) -> Any:
-        """Runs ``validate``, ``test`` or ``predict``, and returns what that returns; ``chosen``: nobody named the checkpoint."""
+        """Runs ``validate``, ``test`` or ``predict`` and returns its result; ``chosen``: the user did not name the checkpoint."""
         kind = KINDS[self.fn]
         loop, feeds = self.evaluation_loop(kind)
         if not feeds:
@@ -374,9 +374,12 @@ class Session:
     def save_checkpoint(
         self, filepath: str, *, weights_only: bool, write: Callable[[str, dict[str, Any]], None] | None
     ) -> None:
-        """Writes a checkpoint, or lets ``write`` do it: on rank 0, of a folder on every rank; all call it, and all raise."""
+        """Writes a checkpoint, or lets ``write`` do it: a file on rank 0, a folder on every rank.
+
+        Every rank has to call it; an error is raised on all of them.
+        """
         check_saving(self)
-        check_peers()  # nothing is kept that was computed without a rank
+        check_peers()  # raises if anything was computed without one of the ranks
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
         self.module.on_save_checkpoint(checkpoint)
@@ -390,7 +393,7 @@ class Session:
             self.strategy.on_rank_zero(lambda: write(filepath, checkpoint))
 
     def end(self, *, failed: bool) -> None:
-        """Ends what runs beside the loops, and calls ``teardown``."""
+        """Ends what runs beside the loops, and calls ``teardown`` unless the run ``failed``."""
         self.closed = True
         self.watchdog.close()
         self.graphs.close(failed=failed)
@@ -400,13 +403,13 @@ class Session:
             self._call_setup("teardown")
 
     def give_back(self, *, failed: bool) -> None:
-        """Gives the parts back; after a failure only what cannot fail on its own."""
+        """Releases the parts and restores the module; after a failure, leaves out the steps that may fail themselves."""
         self.attachment.manual_backward = self.attachment.manual_clip = self.attachment.metrics = None
         self.moments.end()
         self.conversion.undo()
         give_back(self._channels_last)
         if not failed:
-            # A process that was interrupted has little time left, and a checkpoint.
+            # An interrupted process has little time left, and a checkpoint: it does not gather full weights.
             self.strategy.unshard_module(self.module, whole=not self.trainer.state.interrupted)
         revert_syncbn_model(self.module, self._synchronised)
         if not failed:

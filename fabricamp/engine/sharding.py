@@ -1,4 +1,4 @@
-"""What a run whose strategy shards the module has to be, looked at before anything is sharded."""
+"""Checks a run whose strategy shards the module, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _REFUSED = {
     AmpState: "a script's file holds whole weights; use ModelCheckpoint",
     BatchSizeFinder: "find it with strategy='single' on a smaller model",
     LearningRateFinder: "find it with strategy='single' on a smaller model",
-    DivergenceCheck: "leave it out: every rank has other parts, and none that could diverge",
+    DivergenceCheck: "leave it out: every rank has its own shards, and none that could diverge",
 }
 
 
 def shard_module(session: Session, *, filled_later: bool) -> None:
-    """Lets a strategy that shards do so, and says what came of it; raises :class:`ConfigError` for what cannot work so."""
+    """Shards the module if the strategy does so, and logs the result; raises :class:`ConfigError` for what cannot be sharded."""
     if session.strategy.checkpoint_form != "folder":
         return
     _check(session)
@@ -43,11 +43,11 @@ def shard_module(session: Session, *, filled_later: bool) -> None:
 
 
 def check_saving(session: Session) -> None:
-    """Raises :class:`CheckpointError` where weights and counters are not of one step, or nothing is left to write a folder from."""
+    """Raises :class:`CheckpointError` if weights and counters are not of the same step, or the shards for a folder are gone."""
     state = session.trainer.state
     if state.batches_done < state.committed:
         raise CheckpointError(
-            f"save_checkpoint behind step {state.global_step}, within a launch of several steps: the weights are those of the "
+            f"save_checkpoint after step {state.global_step}, within a launch of several steps: the weights are those of the "
             "last; let the callback's holds_at name the step, or give CudaGraph(steps=1)"
         )
     if session.closed and session.strategy.checkpoint_form == "folder":
@@ -95,9 +95,9 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
     if session.strategy.offload and (session.settings.nan_policy is not None or (level is not None and level.dynamic)):
         raise ConfigError(
             f"FSDP(offload=True) with precision {precision.name!r} and nan_policy={session.settings.nan_policy!r} is not offered: "
-            "gradients that are in host memory are not judged; give 'O0', 'O4' or 'O5' with nan_policy=None"
+            "gradients in host memory are not checked for overflow; give 'O0', 'O4' or 'O5' with nan_policy=None"
         )
-    # A run that goes on with fewer ranks may have windows only then.
+    # A run resumed with fewer ranks may begin to accumulate only then.
     accumulates = session.settings.accumulates or (
         filled_later and session.settings.on_world_change == KEEP_GLOBAL_BATCH
     )
@@ -113,7 +113,7 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
             f"OptLevel({level.name!r}, cast_model_outputs=...) with a strategy that shards is not offered; leave the option out"
         )
     elif level.autocast is not None:
-        # Within autocast it takes half inputs, and weights in the dtype of its running values.
+        # Within autocast a BatchNorm takes half inputs, and weights in the dtype of its running values.
         kept = [one for one in module.modules() if isinstance(one, AnyBatchNorm)]
     return ShardPlan(
         compute_dtype=level.cast_model_type or level.autocast,

@@ -1,4 +1,4 @@
-"""Where batches come from: which loader, how much of it, and what happens to a batch on its way to the device."""
+"""Where batches come from: finds and wires loaders, limits their lengths, prepares batches on their way to the device."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _RUNS = {
     "test": (TrainerFn.TESTING,),
     "predict": (TrainerFn.PREDICTING,),
 }
-"""What the loaders of each name are for."""
+"""The entry points that use the loaders of each name."""
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 @dataclass(slots=True, kw_only=True)
 class GivenData:
-    """What an entry point was given: loaders go before the DataModule's, these before the module's."""
+    """The data given to an entry point; given loaders take precedence over the DataModule's, and these over the module's."""
 
     train: Any = None
     evaluation: Any = None
@@ -62,7 +62,7 @@ class GivenData:
     fn: TrainerFn = TrainerFn.FITTING
 
     def given(self, name: str) -> Any:
-        """What was given as loaders for ``name`` ("train", "val", "test" or "predict")."""
+        """Returns the loaders given for ``name`` ("train", "val", "test" or "predict"), or None."""
         kind = {TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(self.fn, "val")
         return self.train if name == "train" else self.evaluation if name == kind else None
 
@@ -91,13 +91,13 @@ class DataSource:
         self._num_training_batches: float | None = None
         self._feeds: list[tuple[Any, Feed]] = []
         self.train_feed: Feed | None = None
-        """The batches to train on; None until they are asked for, and where an epoch is to have others."""
+        """The batches to train on; None before they are asked for, and after their loader was released for another one."""
         self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
         self._collections: dict[str, Any] = {}
 
     @property
     def train_loader(self) -> Any:
-        """The loader to train on; the same number of batches on every rank, or an error on each."""
+        """The training loader; raises on every rank if the number of batches differs over ranks."""
         if self._train_loader is None:
             loader = self._ask("train")
             if loader is None:
@@ -113,7 +113,7 @@ class DataSource:
     @property
     def num_training_batches(self) -> float:
         """The micro-batches in an epoch on this rank."""
-        # Known once: a resumed epoch makes the loader shorter.
+        # Computed once: a resumed epoch makes the loader shorter.
         if self._num_training_batches is None:
             _ = self.train_loader
         assert self._num_training_batches is not None
@@ -121,7 +121,7 @@ class DataSource:
 
     @property
     def batch_sizes(self) -> list[int] | None:
-        """The samples of a batch to train on, by loader; None where one does not tell, or before it is asked for."""
+        """The batch size of each training loader; None if one is unknown, or before the loaders are asked for."""
         return None if self._train_loader is None else batch_sizes(self._train_loader)
 
     @property
@@ -130,16 +130,16 @@ class DataSource:
         return self.train_feed is not None and self.train_feed.last
 
     def is_trained_on(self, batches: int) -> bool:
-        """Whether these are all micro-batches of an epoch."""
+        """Whether ``batches`` micro-batches are all of an epoch."""
         feed, length = self.train_feed, self._num_training_batches
         return feed is not None and batches > 0 and (feed.is_over(batches) or batches == length)
 
     def lengths(self) -> dict[str, Any]:
-        """The numbers of batches that are known, for a caller whose workers had the loaders."""
+        """Returns the known numbers of batches, for a caller whose worker processes had the loaders."""
         return {"train": self._num_training_batches, **{name: found[1] for name, found in self._evaluation.items()}}
 
     def take_lengths(self, lengths: dict[str, Any]) -> None:
-        """Takes back what :meth:`lengths` gave in a worker."""
+        """Sets the numbers of batches that :meth:`lengths` returned in a worker process."""
         self._num_training_batches = lengths.pop("train")
         self._evaluation = {name: ([], own) for name, own in lengths.items()}
 
@@ -148,9 +148,9 @@ class DataSource:
         return self.evaluation(name)[0]
 
     def as_given(self, name: str) -> Any:
-        """The loaders of ``name`` ("train" too) in the collection that they came in; None where this run has none of them.
+        """The loaders of ``name`` (or "train") in their original collection; None if this run does not use them.
 
-        Nobody is asked for another run's: a DataModule has not set up what they are made of.
+        Loaders of other entry points are not asked for: the DataModule has not set up their data.
         """
         if self._source.fn not in _RUNS[name]:
             return None
@@ -160,7 +160,7 @@ class DataSource:
         return self.train_loader.iterables if isinstance(self.train_loader, CombinedLoader) else self.train_loader
 
     def evaluation_lengths(self, name: str) -> list[float]:
-        """Their numbers of batches on this rank."""
+        """The numbers of batches of the loaders of ``name``, on this rank."""
         return self.evaluation(name)[1]
 
     def evaluation(self, name: str) -> tuple[list[Any], list[float]]:
@@ -185,18 +185,18 @@ class DataSource:
 
     @property
     def validates_on_training(self) -> bool:
-        """Whether a validation has the batches of the steps, and not those of its own loaders."""
+        """Whether validation within fit runs on training batches instead of its own loaders' (``overfit_batches``)."""
         return bool(self._settings.overfit_batches) and self._source.fn is TrainerFn.FITTING
 
     def _training_again(self) -> tuple[list[Any], list[float]]:
-        """A second loader like the one to train on, and its number of batches; a validation is a pass of its own."""
-        length = self.num_training_batches  # has made the loader to train on, if it was not there yet
+        """Returns a second training loader and its number of batches: validation makes a pass of its own."""
+        length = self.num_training_batches  # creates the training loader if there is none yet
         loader = self._wire(combine(self._asked_for_train), train=True)
         self._collections["val"] = loader.iterables if isinstance(loader, CombinedLoader) else loader
         return [loader], [length]
 
     def _wired_apart(self, found: Any, *, in_batches: bool) -> tuple[list[Any], Any]:
-        """Returns the loaders to evaluate on one by one, and the same in the collection that they came in."""
+        """Returns the evaluation loaders as a list, and in their original collection."""
         if found is None or (isinstance(found, dict | list | tuple) and not found):  # no loaders, as in Lightning
             return [], None
         wired = self._wire(combine(found, "sequential"), train=False, in_batches=in_batches)
@@ -205,9 +205,9 @@ class DataSource:
         return (wired.flattened if wired.mode == "sequential" else [wired]), wired.iterables
 
     def feed(self, loader: Any, limit: float, dataloader_idx: int = 0, *, begun: bool = False) -> Feed:
-        """Returns the loader's batches on the device, on a GPU moved ahead unless they lie there.
+        """Returns a feed of the loader's batches on the device; on a GPU it prefetches them unless they are there already.
 
-        ``begun``: the run had passes over it before it was resumed.
+        ``begun``: the run had passes over the loader before it was resumed.
         """
         owners, own = self._transfer_hooks()
         device, lies_there = self._strategy.device, is_resident(loader)
@@ -237,12 +237,12 @@ class DataSource:
         if trains:
             self.train_feed = feed
         if self._settings.use_distributed_sampler:
-            # A rank that was stopped in one loader to evaluate on does not come to the next.
+            # No comparison among ranks in evaluation: a rank that was stopped in one loader does not come to the next.
             look_for_doubles(feed, loader, self._strategy, among_ranks=trains)
         return feed
 
     def _ahead_of_steps(self, owners: list[Any], own: list[bool], ahead: int) -> int:
-        """How many batches the user's hooks may move ahead: none where one reads how many steps were made."""
+        """Returns how many batches the user's hooks may prefetch: 0 if one of the hooks reads ``global_step``."""
         for name, owner in itertools.compress(zip(TRANSFER_HOOKS[:2], owners, strict=False), own):
             if reads(getattr(owner, name), "global_step"):
                 if self._strategy.rank == 0:
@@ -254,7 +254,7 @@ class DataSource:
         return ahead
 
     def close(self) -> None:
-        """Ends the passes that are still open, and the workers that wait for the next one."""
+        """Ends the passes in progress, and the workers that wait for the next pass."""
         self._let_go(self._train_loader, *(one for loaders, _ in self._evaluation.values() for one in loaders))
 
     def _let_go(self, *loaders: Any) -> None:
@@ -266,9 +266,9 @@ class DataSource:
             release_workers(loader)
 
     def renew(self) -> bool:
-        """Lets go of loaders that this epoch is to have its own of; whether it is, by ``reload_dataloaders_every_n_epochs``.
+        """Releases loaders if this epoch reloads them (``reload_dataloaders_every_n_epochs``); returns whether it does.
 
-        Loaders that were given stay: nobody can be asked for others.
+        Loaders given to the entry point stay: nobody can be asked for others.
         """
         if self._asked_in == self._epoch_to_ask_in:
             return False
@@ -282,12 +282,12 @@ class DataSource:
 
     @property
     def _epoch_to_ask_in(self) -> int:
-        """The epoch whose loaders are those of the present one; -1 where loaders stay."""
+        """The epoch in which the present epoch's loaders are asked for; -1 if loaders are never reloaded."""
         every = self._settings.reload_dataloaders_every_n_epochs if self._source.fn is TrainerFn.FITTING else 0
         return self._state.epoch // every * every if every else -1
 
     def _transfer_hooks(self) -> tuple[list[Any], list[bool]]:
-        """Whose hook each one is, the DataModule's where it overrides it, else the module's, and whether it is overridden."""
+        """Returns each hook's owner (the DataModule if it overrides the hook, else the module), and whether it is overridden."""
         owners: list[Any] = []
         own: list[bool] = []
         for name in TRANSFER_HOOKS:
@@ -318,7 +318,7 @@ class DataSource:
         return prepare
 
     def defines(self, name: str) -> bool:
-        """Whether somebody says what the loaders of ``name`` are; nobody is asked for them."""
+        """Whether loaders of ``name`` were given, or a method returns them; does not call the method."""
         owners = ((self._source.datamodule, DataModule), (self._module, ModuleHooks))
         written = any(one is not None and overrides(one, f"{name}_dataloader", base) for one, base in owners)
         return written or self._source.given(name) is not None
@@ -328,21 +328,21 @@ class DataSource:
         if given is not None:
             return given
         epoch = self._epoch_to_ask_in
-        # A run that goes on asks in another state of the generators than the one that was cut.
+        # Seeded, since a resumed run asks with another RNG state than the run that was cut.
         with seeded(global_seed(), epoch) if epoch >= 0 else contextlib.nullcontext():
             return self._written(name)
 
     def _written(self, name: str) -> Any:
-        """What the DataModule's, or the module's, own method gives."""
+        """Returns the result of the DataModule's, or the module's, own method."""
         datamodule = self._source.datamodule
         if datamodule is not None and overrides(datamodule, f"{name}_dataloader", DataModule):
             return own_loader(getattr(datamodule, f"{name}_dataloader")())
         if not overrides(self._module, f"{name}_dataloader", ModuleHooks):
-            return None  # Lightning's base raises
+            return None  # Lightning's base method would raise
         return own_loader(getattr(self._module, f"{name}_dataloader")())
 
     def what_to_write(self, name: str, argument: str) -> str:
-        """Returns the cure for loaders of ``name`` that are not there; ``argument`` is the entry point's."""
+        """Returns advice for missing loaders of ``name``; ``argument`` is the entry point's name for them."""
         hook = f"{name}_dataloader"
         datamodule = self._source.datamodule
         for owner, base in ((datamodule, DataModule), (self._module, ModuleHooks)):

@@ -1,4 +1,4 @@
-"""Hooks of the user that move batches ahead of their steps, and what they may not read then."""
+"""The user's hooks that prefetch batches ahead of their steps, and what the hooks must not read then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def reads(hook: Callable[..., Any], name: str) -> bool:
-    """Whether an attribute or a global of this name stands in the text of ``hook``.
+    """Whether the code of ``hook`` uses an attribute or a global called ``name``.
 
     >>> reads(lambda trainer: [trainer.global_step for _ in range(2)], "global_step")
     True
@@ -22,7 +22,7 @@ def reads(hook: Callable[..., Any], name: str) -> bool:
 
 
 def watched(prepare: Callable[[Any], Any] | None, state: RunState) -> Callable[[Any], Any] | None:
-    """Returns ``prepare`` with ``state`` told that it runs ahead of the step."""
+    """Returns ``prepare``, wrapped to set ``state.ahead`` while it runs ahead of the step."""
     if prepare is None:
         return None
 

@@ -1,4 +1,4 @@
-"""What a run stands on: revision and changes of its code, installed packages, the machine."""
+"""The environment of a run: revision and changes of its code, installed packages, the machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATUS = ("status", "--porcelain", "--untracked-files=normal")
 
 
 def code_of(module: Any) -> dict[str, Any]:
-    """Returns revision, changed files and diff of the repository that the module's class, or else the current folder, is in."""
+    """Returns revision, changed files and diff of the repository of the module's class, or else of the current folder."""
     try:
         folders = [str(Path(inspect.getfile(type(module))).resolve().parent), str(Path.cwd())]
     except (TypeError, OSError):  # a class of a notebook, a folder that is gone
@@ -34,9 +34,9 @@ def code_of(module: Any) -> dict[str, Any]:
 
 @functools.cache
 def packages() -> dict[str, str]:
-    """Returns the version of every installed package, as the folders of their metadata are named; torch's with its build."""
+    """Returns the version of every installed package, from the names of the metadata folders; torch's with its build."""
     found = {}
-    for place in map(Path, reversed(sys.path)):  # what stands first is imported
+    for place in map(Path, reversed(sys.path)):  # the first one found is imported
         if place.is_dir():
             entries = (one.name.removesuffix(".dist-info").partition("-") for one in place.glob("*.dist-info"))
             found.update({name: version for name, dash, version in entries if dash})
@@ -45,7 +45,7 @@ def packages() -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns the machine's name and parts; asks for GPUs only where the run is on one."""
+    """Returns the machine's name and hardware; asks for GPUs only if the run is on one."""
     system = os.uname()
     found: dict[str, Any] = {
         "host": system.nodename,
@@ -63,7 +63,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def _repository(folder: str) -> dict[str, Any]:
-    """Asked once in a process: what it imported is the code as it was then."""
+    """Returns the state of the repository; cached, since a process runs the code as it was at the import."""
     git = shutil.which("git")
     top = _answer(git, folder, "rev-parse", "--show-toplevel", "HEAD") if git else []
     if not git or not top:
@@ -79,7 +79,10 @@ def _repository(folder: str) -> dict[str, Any]:
 
 
 def _answer(git: str, folder: str, *words: str) -> list[str]:
-    """Returns the lines that git prints: none where it fails, the first ones with a last that says so where they are many."""
+    """Returns the lines that git prints: none if it fails; only the first ones, and a line on why, if it is cut off.
+
+    Output is cut off after ``_SECONDS``, ``_MOST_BYTES`` or ``_MOST_LINES``.
+    """
     command = [git, "-c", "core.fsmonitor=false", "-C", folder, *words]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, **options) as process:  # noqa: S603

@@ -1,4 +1,4 @@
-"""From a micro-batch to a loss, and at the end of a window to an update: automatic optimization."""
+"""Automatic optimization: runs a micro-batch's forward and backward, and at the end of an accumulation the update."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 
 class Update:
-    """Runs micro-batches and makes an update of each window: the only mediator between strategy and precision.
+    """Runs micro-batches and makes one update per accumulation: the only mediator between strategy and precision.
 
-    Whatever can be looked up is, before the first batch.
+    Everything that can be looked up is looked up before the first batch.
 
-    ``stepped`` is True from an update until the loop takes note of it; ``loss`` is that of an open window's last micro-batch.
-    ``weights`` are there once a loss came with a weight; ``reference`` is what a run that goes on has of them.
+    ``stepped`` is True from an update until the loop has noted it.  ``loss`` is the loss of the last micro-batch in the
+    accumulation in progress.  ``weights`` is set once a loss came with a weight; ``reference`` is their saved reference weight, in
+    a resumed run.
     """
 
     def __init__(self, parts: FitParts) -> None:
@@ -51,8 +52,8 @@ class Update:
         self._accumulate = parts.limits.settings.accumulate_grad_batches
         self._partial = parts.limits.settings.partial_window
         self._steps_at_end = self._partial == "step"
-        self._ahead = 1  # of batch_idx, in micro-batches since a window began
-        self._whole = True
+        self._ahead = 1  # an accumulation ends where (batch_idx + _ahead) % _accumulate == 0
+        self._whole = True  # False from a micro-batch's backward to its end
         self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
         self._sums = self._optimizer is not None and precision.gradients(self._optimizer).flat is not None
         self._memory: Callable[[], GradientMemory] | None = None
@@ -65,20 +66,20 @@ class Update:
         self.outcomes: Outcomes | None = None
         verdicts = precision.verdicts
         if verdicts is None:
-            parts.metrics.sinks.append(LossWatch())  # what nothing looks at on the device
+            parts.metrics.sinks.append(LossWatch())  # nothing checks losses on the device
         else:
             self.outcomes = Outcomes(verdicts, self.schedules, parts.state, parts.strategy)
         self._advances_at_once = self.schedules.follow_steps and not (verdicts and verdicts.schedules_follow)
         alone = not (self._exchanges or self.outcomes or clip or self._advances_at_once)
         self._bound = bound_to(parts, self._optimizer, steps_alone=alone)
-        # Whether no rank knows yet of another whether its losses have a weight.
+        # True until the ranks have compared whether their losses have weights.
         self._compares = automatic and parts.strategy.world_size > 1
         if self._compares:
             self._bound = replace(self._bound, before_backward=[self._settle_kind, *self._bound.before_backward])
         self.use(parts.step)
 
     def use(self, step: Callable[..., Any]) -> None:
-        """Takes the step to run: ``training_step``, as the strategy has wrapped it."""
+        """Sets the step to run: ``training_step``, as wrapped by the strategy."""
         precision = self._parts.precision
         step = with_index(step, self._parts.module.training_step)
         through = overrides(precision, "forward", Precision)
@@ -87,11 +88,11 @@ class Update:
             self._forward = self.weights.watched(self._forward)
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Returns the batches of an epoch as the loop takes them."""
+        """Returns an epoch's batches for the loop; an elastic strategy (``heals``) begins each step before its batch is read."""
         return self._begun(batches) if self._parts.strategy.heals else batches
 
     def _begun(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Lets the strategy begin each step before its first batch is read: where everything is as a checkpoint would have it."""
+        """Lets the strategy begin each step before its first batch is read, when the run's state is as in a checkpoint."""
         end = object()
         while True:
             if self._state.open_batches == 0 and not self._parts.feed.last:
@@ -103,7 +104,7 @@ class Update:
             del batch
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
-        """Runs a micro-batch, the ``last`` of its epoch or not; returns what the hooks after it get."""
+        """Runs a micro-batch (``last``: the last one of its epoch); returns the outputs for the hooks after it."""
         ends_window = self._ends_window(batch_idx, last)
         if ends_window and not self._sums:
             outputs = self._forward_backward(batch, batch_idx)
@@ -131,23 +132,24 @@ class Update:
         return (batch_idx + self._ahead) % self._accumulate == 0 or (last and self._steps_at_end)
 
     def begin_epoch(self, batch_idx: int) -> None:
-        """Called before an epoch's first batch, or that which a resumed run goes on with."""
+        """Prepares for an epoch whose next batch is ``batch_idx``: 0, or more in a resumed epoch."""
         settings = self._parts.limits.settings
         if settings.accumulation_schedule is not None:
             self._accumulate = settings.accumulate_grad_batches
             if self.weights is not None:
                 self.weights.accumulate = self._accumulate
-        # Where a window was carried over, and where other ranks or batch sizes go on at a place that is no window's end to them.
+        # An accumulation need not begin at a multiple of _accumulate: it may be carried over from the last epoch, or a resumed run
+        # may start between two multiples, as the number of ranks or the batch size changed.
         self._ahead = 1 + (self._state.open_batches - batch_idx) % self._accumulate
 
     def end_epoch(self) -> None:
-        """Called behind the loader's last batch."""
+        """Drops an accumulation in progress under ``partial_window="drop"``, and steps schedulers; after the epoch's last batch."""
         if self._partial == "drop":
             self.drop_window()
         self.schedules.end_epoch(self._state.epoch)
 
     def drop_window(self) -> None:
-        """Forgets a window that was begun."""
+        """Drops the accumulation in progress."""
         self.loss = None
         self._state.open_batches = 0
         self._parts.strategy.note_window(begun=False)
@@ -155,13 +157,13 @@ class Update:
             self.weights.forget()
 
     def window_state(self) -> dict[str, Any] | None:
-        """Returns what the open window has beside ``.grad``; None where none is open, or a micro-batch is in the middle of it."""
+        """Returns the state of the accumulation in progress beside ``.grad``; None if there is none, or within a micro-batch."""
         if self.loss is None or not self._whole:
             return None
         return self._window_tensors().taken(self.loss.detach())
 
     def load_window_state(self, window: dict[str, Any]) -> str:
-        """Takes back what :meth:`window_state` gave; returns why it cannot, or an empty string."""
+        """Restores the result of :meth:`window_state`; returns why that is impossible, or an empty string."""
         if window.get("weighted"):
             self._weigh()
         problem = self._window_tensors().give_back(window)
@@ -200,14 +202,14 @@ class Update:
         return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
 
     def _settle_kind(self, _: Tensor) -> None:
-        """Stands before the first backward, and is gone behind it: losses have a weight on all ranks or on none."""
+        """Checks that losses have weights on all ranks or on none; runs once, before the first backward."""
         self._bound = replace(self._bound, before_backward=self._bound.before_backward[1:])
         if self.weights is None:
             self._compares = False
             compare_kinds(self._parts.strategy, weighted=False)
 
     def _clear_gradients(self, batch_idx: int) -> None:
-        """Clears what the window before left: called by its first micro-batch that has a loss, after the forward."""
+        """Clears the last accumulation's gradients; called after the forward of the first micro-batch that has a loss."""
         optimizer = self._optimizer
         if optimizer is None:
             return
@@ -219,7 +221,7 @@ class Update:
             optimizer.zero_grad()
 
     def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
-        """What an update does on the device: exchange, step, the end of the window."""
+        """Launches an update's work on the device: exchange, step, end of the accumulation."""
         optimizer, parts = self._optimizer, self._parts
         if optimizer is not None:
             memory = None if self._memory is None else self._memory()
@@ -232,7 +234,7 @@ class Update:
             self.outcomes.launch_close(loss)
 
     def _note_update(self) -> None:
-        """What only the host does behind an update: counters, schedules, and what became of earlier ones."""
+        """Does the host's work after an update: counters, schedules, step statuses of earlier updates."""
         self._state.global_step += 1
         self.stepped = True
         if self._advances_at_once:
@@ -241,7 +243,7 @@ class Update:
             self.outcomes.note_closed()
 
     def _show_gradients(self, optimizer: Optimizer, gradients: Gradients, batch_idx: int, loss: Tensor | None) -> None:
-        """Updates where hooks or overridden methods look at the gradients first: unscaled, in ``.grad``."""
+        """Runs an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""
         bound, clip, run = self._bound, self._parts.clip, None
 
         def look() -> Clip | None:
@@ -257,7 +259,7 @@ class Update:
         self._parts.precision.step(optimizer, gradients, run=run, look=look)
 
     def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
-        """Runs a forward that the optimizer asks for, perhaps again and again: ``self.log`` counts the first of a step."""
+        """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step."""
         result = forward_backward()
         self._parts.metrics.muted = True
         for hook in self._bound.before_step:
@@ -285,7 +287,7 @@ class Update:
         )
 
     def _weigh(self) -> LossWeights:
-        """Returns the weights of losses; from the first call on windows are divided by theirs."""
+        """Returns the loss weights; from the first call on, the gradients of each accumulation are divided by its weight."""
         if self.weights is None:
             if self.loss is not None or (self._parts.strategy.world_size > 1 and not self._compares):
                 raise mixed()
@@ -307,7 +309,7 @@ class Update:
         )
 
     def _detached(self, output: Any) -> Any:
-        """What hooks get: always a dict, nothing of the graph."""
+        """Returns what hooks get, detached from the graph: a loss becomes a dict."""
         if self.weights is not None:
             return self.weights.shown(output)
         if isinstance(output, Tensor):
@@ -318,7 +320,7 @@ class Update:
 
 
 def with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``step`` as a call with (batch, batch_idx), whichever of them ``training_step`` takes."""
+    """Returns ``step`` as a callable of (batch, batch_idx), also if ``training_step`` takes only the batch."""
     signature = inspect.signature(training_step)
     for arguments in ((None, 0), (None,)):
         try:

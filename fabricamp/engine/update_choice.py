@@ -1,4 +1,4 @@
-"""Chooses how the updates of a fit are made: automatic or by hand, by closures, eagerly or as a CUDA graph."""
+"""Chooses how the updates of a fit are made: automatic or manual optimization, by closures, eagerly or as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def open_update(parts: FitParts, session: Session) -> Update:
-    """Returns what makes the updates of ``session``, and gives the module its part in it.
+    """Returns the update object of ``session``; under manual optimization, gives the module the methods that it calls.
 
-    Raises :class:`ConfigError` where a CUDA graph is required and cannot be.
+    Raises :class:`ConfigError` if a CUDA graph is required and impossible.
     """
     parts.state.runs_as = ""
     captures = _captures(parts, session)

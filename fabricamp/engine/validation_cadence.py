@@ -1,4 +1,4 @@
-"""When a validation within fit is due that was asked for in steps, epochs or minutes."""
+"""Decides when a validation within fit is due, if it was asked for in steps, epochs or minutes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class ValidationCadence:
-    """Says behind which micro-batch a validation is due; every rank gets the same answer, by rank 0's clock.
+    """Says after which micro-batch a validation is due; every rank gets the same answer, by rank 0's clock.
 
-    Steps are counted over the run and epochs from its first; time begins with each fit.
+    Steps and epochs are counted from the beginning of the run, time from the beginning of each fit.
     """
 
     def __init__(self, every: Every, state: RunState, strategy: Strategy) -> None:
@@ -27,7 +27,7 @@ class ValidationCadence:
         self._last_step = 0
 
     def is_due(self, last: bool) -> bool:
-        """Whether one is due behind this micro-batch, the ``last`` of its epoch or not."""
+        """Whether a validation is due after this micro-batch; ``last``: it is the last one of its epoch."""
         state, every = self._state, self._every
         step = state.global_step
         ends_step = state.open_batches == 0 and step != self._last_step

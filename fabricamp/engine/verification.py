@@ -1,6 +1,6 @@
-"""What a fit does under ``fabricamp verify``: writes a digest of its state behind each batch, and is killed where it was told.
+"""A fit under ``fabricamp verify``: writes digests of its state after each batch, and kills its process at a given batch.
 
-The command says by one environment variable what is to be done; a fit without it does nothing of this.
+The command passes its plan in one environment variable; without the variable a fit does none of this.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ START, DONE = "start", "done"
 _SECTIONS = ("weights", "optimizers", "learning-rate schedules", "precision")
 _STATE = ("state_dict", "optimizer_states", "lr_schedulers", "amp")
 _TOLD = ("first_loss", "loss", "ring")
-"""What a loss scaler tells of the losses of its rank: a run that goes on has rank 0's on all of them."""
+"""Entries of a loss scaler about the losses of its own rank: a resumed run has rank 0's values on all ranks."""
 
 
 class Plan(NamedTuple):
-    """What one fit is to do; places are those of batches, as ``epoch/batch``, or nothing."""
+    """What one fit has to do; a position is a batch, as ``epoch/batch``, or empty."""
 
     folder: str
-    """Where the digests go, and the checkpoint."""
+    """The folder of the digests and the checkpoint."""
     batches: int
-    """Behind so many it ends."""
+    """The number of batches after which the fit ends."""
     save_at: str = ""
     kill_at: str = ""
     resume_from: str = ""
 
 
 def the_plan() -> Plan | None:
-    """Returns what the command has asked for, if it runs."""
+    """Returns the command's plan; None without the command."""
     text = os.environ.get(VARIABLE)
     return Plan(**json.loads(text)) if text else None
 
 
 def take_part(runner: Runner, trainer: Trainer) -> None:
-    """Before a fit under the command: leaves its logs and checkpoints out, and records it."""
+    """Prepares a fit under the command: removes its loggers and checkpoint callbacks, and adds a :class:`Recorder`."""
     plan = the_plan()
     if plan is None:
         return
@@ -67,7 +67,7 @@ def take_part(runner: Runner, trainer: Trainer) -> None:
 
 
 class Recorder(Callback):
-    """Writes a line of digests for each batch, and kills its process at the end of what it was asked for."""
+    """Writes a line of digests for each batch, and kills its process at the end of the plan."""
 
     def __init__(self, plan: Plan, runner: Runner) -> None:
         self._plan = plan
@@ -76,17 +76,17 @@ class Recorder(Callback):
         self._batches = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """What the fit begins with: that of its checkpoint, where it has one."""
+        """Writes the state that the fit begins with; a resumed fit begins with that of its checkpoint."""
         self._write(trainer, {"at": START, "state": self._state()})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
-        """The batch, and the random numbers it meets."""
+        """Keeps the digests of the batch, and of the RNG states before it."""
         self._before = {"data": digests(batch, "batch"), "rng": digests(capture_rng(), "random")}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """What became of it."""
+        """Writes the digests of the batch and of the state after it; saves, or ends the run, at the plan's batches."""
         self._batches += 1
         place = f"{trainer.current_epoch}/{batch_idx}"
         self._write(trainer, {"at": place, "step": trainer.global_step, **self._before, "state": self._state()})
@@ -96,7 +96,7 @@ class Recorder(Callback):
             self._end(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """What the script does behind the fit is not looked at."""
+        """Ends the process: what the script does after the fit is not verified."""
         self._end(trainer)
 
     def _state(self) -> dict[str, str]:
@@ -105,7 +105,7 @@ class Recorder(Callback):
 
     def _end(self, trainer: Trainer) -> None:
         self._write(trainer, {"at": DONE})
-        trainer.strategy.barrier("verified")  # a rank that is gone would end the others before they are here
+        trainer.strategy.barrier("verified")  # a rank that exits would end others that are not here yet
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _write(self, trainer: Trainer, line: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class Recorder(Callback):
 
 
 def digests_of_state(session: Session) -> dict[str, str]:
-    """Digests of what a checkpoint holds of weights, optimizers, schedules and loss scale, by their names; every rank calls it."""
+    """Returns digests, by name, of a checkpoint's weights, optimizers, schedules and loss scale; every rank has to call it."""
     saved = session.record.save(*_SECTIONS)
     found = {name: one for key in _STATE for name, one in digests(saved.get(key), key).items()}
     if session.trainer.is_global_zero:
@@ -124,7 +124,7 @@ def digests_of_state(session: Session) -> dict[str, str]:
 
 
 def digests(value: Any, name: str) -> dict[str, str]:
-    """Digests of the tensors, numbers and texts in ``value``, by their names."""
+    """Returns digests, by name, of the tensors, numbers and texts in ``value``."""
     return {where: hashlib.blake2b(content, digest_size=8).hexdigest() for where, content in _contents(value, name)}
 
 

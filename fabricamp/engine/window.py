@@ -1,4 +1,4 @@
-"""Saves and gives back the tensors of an open window beside ``.grad``: sums of gradients, scalers of several losses, weights."""
+"""Saves and restores an accumulation's tensors beside ``.grad``: sums of gradients, scalers of several losses, loss weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WindowTensors:
-    """The tensors of the open window of a fit that makes steps of so many micro-batches (``accumulate``)."""
+    """The tensors of the accumulation in progress; ``accumulate`` is the number of micro-batches per step."""
 
     def __init__(
         self, precision: Precision, optimizers: Sequence[Optimizer], accumulate: int, weights: LossWeights | None = None
@@ -28,14 +28,14 @@ class WindowTensors:
         self._accumulate = accumulate
 
     def taken(self, loss: Tensor) -> dict[str, Any]:
-        """Returns them as they are, with the last micro-batch's ``loss`` behind them, and what they are of."""
+        """Returns the tensors, not copied, followed by the last micro-batch's ``loss``, with precision and ``accumulate``."""
         sums = [tensor for memory in self._memories() for tensor in memory.tensors]
         tensors = [*sums, *self._beside(), loss]
         window = {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
         return window if self._weights is None else {**window, "weighted": True}
 
     def give_back(self, window: dict[str, Any]) -> str:
-        """Goes on with what :meth:`taken` returned; returns why that cannot be, or an empty string."""
+        """Restores the result of :meth:`taken`; returns why that is impossible, or an empty string."""
         for name, here in (("level", self._precision.name), ("accumulate", self._accumulate)):
             if window[name] != here:
                 return f"{name} was {window[name]!r} there and is {here!r} here"

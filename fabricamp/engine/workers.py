@@ -27,9 +27,9 @@ _CPU = torch.device("cpu")
 def start_workers(
     runner: Runner, run: Callable[[], Any], fn: TrainerFn, module: TrainingModule, source: GivenData
 ) -> Any:
-    """Starts the processes that the Trainer wants, each of which calls ``run``; returns its result, module and callbacks updated.
+    """Starts the Trainer's worker processes, which call ``run``; returns its result, and updates module and callbacks.
 
-    A script is run again in every process, and this one ends with them: then there is no return.
+    Start method "script" runs the script again in every process; this process then ends with them and does not return.
     """
     method = launch.choose_start_method(runner.settings.start_method)
     if method == "script":
@@ -72,7 +72,7 @@ def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "result": result,
-        # The caller gets rank 0's; where the module was sharded, no other has the weights.
+        # The caller gets rank 0's state: of a sharded module no other rank has the weights.
         "sections": move_to_device(session.record.save(*_SECTIONS), _CPU) if trainer.is_global_zero else {},
         "state": {name: getattr(trainer.state, name) for name in counters},
         "log_dir": trainer.log_dir,

@@ -1,4 +1,4 @@
-"""What stays the same where a run goes on with another number of processes: each one's window, or the samples of a step."""
+"""Resuming with another number of processes: each process keeps its accumulation, or a step keeps its number of samples."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 KEEP_GLOBAL_BATCH: Final = "keep_global_batch"
 _SHOWN: Final = 4
-"""Numbers of processes that an error names."""
+"""How many possible numbers of processes an error names."""
 
 
 class StepSize(NamedTuple):
-    """What the samples of a step are the product of."""
+    """The factors of the number of samples in a step."""
 
     accumulated: int
     processes: int
     batch_sizes: list[int]
-    """Of each loader that a batch is combined from."""
+    """The batch size of each loader that a batch is combined from."""
 
     def __str__(self) -> str:
         batches = " and ".join(map(str, self.batch_sizes))
@@ -33,28 +33,28 @@ class StepSize(NamedTuple):
 
 @dataclass
 class StepSizes(Section):
-    """The numbers of :class:`StepSize`, for a run that goes on with others."""
+    """Saves a :class:`StepSize`, for a run that is resumed with other numbers."""
 
     name = "samples of a step"
 
     session: Session
 
     def save(self) -> dict[str, Any]:
-        """Returns them; None where the loader does not tell how large its batches are."""
+        """Returns the numbers; None if the loader's batch size is unknown."""
         session = self.session
         sizes = session.data.batch_sizes
         now = StepSize(session.settings.accumulate_grad_batches, session.strategy.data_ranks, sizes or [])
         return {"loops.fit.step_size": now._asdict() if sizes else None}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Nothing: :func:`keep_samples_of_a_step` reads them before there are optimizers."""
+        """Does nothing: :func:`keep_samples_of_a_step` reads the numbers before optimizers are made."""
 
 
 def keep_samples_of_a_step(session: Session) -> None:
-    """Under ``on_world_change="keep_global_batch"`` sets ``accumulate_grad_batches`` so that a step has the checkpoint's samples.
+    """Under ``on_world_change="keep_global_batch"`` sets ``accumulate_grad_batches`` to keep the checkpoint's samples per step.
 
-    Called before optimizers are made.  Raises :class:`ConfigError` where no number of micro-batches does that, and, without a
-    checkpoint too, where the samples of a step cannot be known.
+    Called before optimizers are made.  Raises :class:`ConfigError` if no number of micro-batches does that, and, also without a
+    checkpoint, if the samples of a step cannot be known.
     """
     settings = session.settings
     if settings.on_world_change != KEEP_GLOBAL_BATCH:
@@ -73,7 +73,7 @@ def keep_samples_of_a_step(session: Session) -> None:
 
 
 def _known_here(session: Session) -> StepSize:
-    """The samples of a step by the Trainer's arguments and the loader."""
+    """Returns the step size given by the Trainer's arguments and the loader."""
     settings = session.settings
     if not session.module.automatic_optimization:
         raise ConfigError(
@@ -85,7 +85,7 @@ def _known_here(session: Session) -> StepSize:
             f"on_world_change={KEEP_GLOBAL_BATCH!r} counts on batches of one size, and reload_dataloaders_every_n_epochs="
             f"{settings.reload_dataloaders_every_n_epochs} may bring others; leave one of them out"
         )
-    _ = session.data.train_loader  # asked for here
+    _ = session.data.train_loader  # creates the loader, so that batch_sizes knows it
     sizes = session.data.batch_sizes
     if sizes is None:
         raise ConfigError(
@@ -112,7 +112,7 @@ def _of_checkpoint(checkpoint: dict[str, Any], path: str) -> StepSize:
 
 
 def micro_batches(before: StepSize, here: StepSize) -> int:
-    """How many micro-batches make a step of as many samples as before."""
+    """Returns how many micro-batches give a step as many samples as before."""
     number = _number(before, here, here.processes)
     if number:
         return number
@@ -129,7 +129,7 @@ def micro_batches(before: StepSize, here: StepSize) -> int:
 
 
 def _number(before: StepSize, here: StepSize, processes: int) -> int:
-    """The micro-batches of so many processes that have the samples of a step before; 0 where no whole number has."""
+    """Returns how many micro-batches per process give ``processes`` the samples of a step before; 0 if no integer does."""
     if len(before.batch_sizes) != len(here.batch_sizes):
         return 0
     wholes = [before.accumulated * before.processes * size for size in before.batch_sizes]
@@ -138,9 +138,9 @@ def _number(before: StepSize, here: StepSize, processes: int) -> int:
 
 
 def _scale_open_window(loop: dict[str, Any], before: int, now: int) -> None:
-    """Counts the micro-batches of a window that was open in those of now, where that gives a whole number.
+    """Converts the saved accumulation's count of micro-batches to the present number per step, if that gives an integer.
 
-    A loss is divided by their number, so the gradients, averaged over the ranks, are of the same part of a step.
+    A loss is divided by the number per step, so the gradients, averaged over the ranks, are of the same fraction of a step.
     """
     window, done = loop.get("window"), loop.get("open_batches", 0) * now
     if window is None or window.get("weighted") or done % before:

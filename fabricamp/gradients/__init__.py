@@ -1,1 +1,1 @@
-"""Gradients between backward and update: where they are, how they are summed, what travels together."""
+"""Gradients between backward and update: their memory, their sums, and the buckets they are exchanged in."""

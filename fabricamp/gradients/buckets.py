@@ -1,4 +1,4 @@
-"""Plans which tensors share a bucket, and so a collective: from sizes, dtypes and devices alone, the same on every rank."""
+"""Plans which tensors share a bucket and its collective; depends only on sizes, dtypes and devices, so all ranks agree."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """What planning has to know of one tensor; only pieces of one ``kind`` (dtype and device) share a bucket."""
+    """Size and ``kind`` (dtype and device) of one tensor; only pieces of one kind share a bucket."""
 
     elements: int
     kind: Hashable
 
 
 class Bucket(NamedTuple):
-    """Pieces that travel as one flat tensor: their positions in the given sequence, and their lengths in elements."""
+    """Pieces that are exchanged as one flat tensor: their positions in the given sequence, and their lengths in elements."""
 
     indices: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -26,10 +26,10 @@ class Bucket(NamedTuple):
 
 
 def plan_messages(pieces: Sequence[Piece], elements: float, triggers: Collection[int] = ()) -> list[Bucket]:
-    """Returns buckets that together hold each piece once, in the order in which they are full as pieces come in order.
+    """Returns buckets that together hold each piece once, in the order in which they become full.
 
-    A bucket is full with the piece that brings it to so many ``elements``; with ``triggers`` (positions of pieces), however, with
-    one of these and with nothing else.  Those that never fill are the last ones.
+    Pieces are added in order.  A bucket is full when it holds at least ``elements`` elements.  With ``triggers`` (positions of
+    pieces) it is full only when it gets one of these.  Buckets that never become full come last.
 
     >>> plan_messages([Piece(3, "fp32"), Piece(2, "fp16"), Piece(2, "fp32")], elements=3)
     [Bucket(indices=(0,), lengths=(3,)), Bucket(indices=(1,), lengths=(2,)), Bucket(indices=(2,), lengths=(2,))]

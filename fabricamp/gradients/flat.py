@@ -1,7 +1,8 @@
-"""Gradients in flat buffers: every parameter has its place, one launch fills a buffer, one collective sends it.
+"""Gradients in flat buffers: every parameter has a fixed slot, one launch fills a buffer, one collective exchanges it.
 
-What arrives stays there: the update reads it through views.  One flag per parameter travels behind the gradients, so that ranks
-whose backwards reached different parameters still exchange the same, and the update knows which ones no rank reached.
+The averaged gradients stay in the buffer, and the update reads them through views.  One flag per parameter is sent after the
+gradients.  So ranks can exchange equal buffers although their backwards reached different parameters, and the update knows which
+parameters no rank reached.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _ALIGNMENT: Final = 64  # elements: a slot starts where a kernel can load 16 byt
 
 
 class Gradients(NamedTuple):
-    """What the update reads.
+    """The gradients that the update reads.
 
-    ``tensors`` None: each parameter's own ``.grad``; else one tensor (or None) a parameter, in the order asked for.
-    ``divisor``: what the values still have to be divided by (the average that a strategy folds into the update).
-    ``present`` None: a parameter takes part where its tensor is not None; else one flag per parameter, in device memory.
-    ``complete``: this rank knows, without a look at the flags, that every parameter with a tensor takes part.
-    ``weight``: what the values still have to be divided by beside ``divisor``, one number on the device; None: nothing.
+    ``tensors`` None: each parameter's own ``.grad``; else one tensor (or None) per parameter, in the order of the parameters.
+    ``divisor``: the update has to divide the values by it (a strategy leaves the average to the update).
+    ``present`` None: every parameter with a tensor is updated; else one flag per parameter, in device memory.
+    ``complete``: this rank knows without reading the flags that every parameter with a tensor is updated.
+    ``weight``: a second divisor, one number on the device; None: no second divisor.
     """
 
     tensors: Sequence[Tensor | None] | None = None
@@ -46,11 +47,11 @@ class Gradients(NamedTuple):
     weight: Tensor | None = None
 
     def carried(self, scale: Tensor) -> Tensor:
-        """Returns what the values still carry on the device: ``scale`` times :attr:`weight`."""
+        """Returns the factor to divide the values by, beside ``divisor``: ``scale`` times :attr:`weight`, on the device."""
         return scale if self.weight is None else scale * self.weight.to(scale.dtype)
 
     def values(self) -> Sequence[Tensor | None]:
-        """Returns ``tensors``, None where a parameter takes no part; waits for the flags where this rank cannot know."""
+        """Returns ``tensors`` with None for parameters without a gradient; waits for the flags unless ``complete``."""
         assert self.tensors is not None
         if self.present is None or self.complete:
             return self.tensors
@@ -58,15 +59,15 @@ class Gradients(NamedTuple):
 
 
 IN_PLACE = Gradients()
-"""Gradients that are ready where autograd left them."""
+"""Gradients that are ready in each ``.grad``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """In which dtype gradients travel, and when they are divided.
+    """The dtype in which gradients are exchanged, and when they are divided.
 
-    ``dtype`` takes the place of fp32 and half ones.  ``predivide``: what gradients are divided by before the sum, the rest of the
-    average comes after it; None: all of it comes before, so that half gradients do not overflow in the sum.
+    ``dtype`` replaces fp32 and half dtypes.  ``predivide``: gradients are divided by it before the sum, and by the rest of the
+    average after it.  None: the complete division comes before the sum, so half gradients do not overflow in the sum.
     """
 
     dtype: torch.dtype | None = None
@@ -75,7 +76,7 @@ class Transport:
     predivide: float | None = None
 
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns what gradients of ``dtype`` travel in."""
+        """Returns the dtype in which gradients of ``dtype`` are exchanged."""
         if dtype not in (torch.float32, *HALF_DTYPES):
             return dtype.to_real() if dtype.is_complex else dtype
         if self.always_fp32:
@@ -83,9 +84,10 @@ class Transport:
         return self.dtype or dtype
 
     def factors(self, world_size: int, *, half: bool) -> tuple[float, float]:
-        """Returns what gradients are multiplied by on their way in, and what their sums have to be divided by.
+        """Returns (factor for gradients before the sum, divisor for the sums).
 
-        Without ``half`` ones it makes no difference when they are divided: all of it costs nothing on the way in.
+        Without ``half`` gradients the complete division comes before the sum: the copy into the buffer applies it for free, and
+        the order makes no difference.
         """
         if not self.average:
             return 1.0 / (self.predivide or 1.0), 1.0
@@ -95,10 +97,10 @@ class Transport:
 
 
 class Message:
-    """Gradients of one dtype that travel as one tensor, ``flat``; ``indices`` say which parameters they are of.
+    """Gradients of one dtype, exchanged as one tensor ``flat``; ``indices`` are the positions of their parameters.
 
-    ``slots`` are where they are written, ``views`` the same memory in the parameters' shapes.  The ``flags``, where the message
-    carries them, are behind the gradients, one for every parameter of the whole exchange.
+    Gradients are written to ``slots``; ``views`` are the same memory in the parameters' shapes.  If the message has ``flags``,
+    they follow the gradients, one flag for every parameter of the complete exchange.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Message:
         self._narrow: Tensor | None = None
 
     def fill(self, factor: float) -> list[int]:
-        """Writes the members' ``.grad`` times ``factor`` into the slots, zeros where there is none; returns which these are."""
+        """Writes the members' ``.grad`` times ``factor`` into the slots, zeros for None; returns the indices of the Nones."""
         gradients: list[Tensor | None] = list(map(_grad, self.members))
         missing: list[int] = []
         if not all(map(operator.is_not, gradients, repeat(None))):
@@ -148,7 +150,7 @@ class Message:
             raise
 
     def travelling(self, dtype: torch.dtype) -> Tensor:
-        """Returns the memory that sums travel in as ``dtype``: their own, or a second one."""
+        """Returns the buffer to exchange in ``dtype``: ``flat`` if it has this dtype, else a second buffer."""
         if dtype == self.flat.dtype:
             return self.flat
         if self._narrow is None or self._narrow.dtype != dtype:
@@ -156,7 +158,7 @@ class Message:
         return self._narrow
 
     def convert(self, divisor: float) -> list[Tensor]:
-        """Divides what has arrived; returns it in the members' own dtype and shapes, views of :attr:`result`."""
+        """Divides the received sums; returns them in the members' own dtype and shapes, as views of :attr:`result`."""
         if self.result is not self.values:
             self.result.copy_(self.values)
         if divisor != 1:
@@ -165,7 +167,7 @@ class Message:
 
     @functools.cached_property
     def result(self) -> Tensor:
-        """The gradients in the members' own dtype: ``values`` themselves where they travel in it."""
+        """The gradients in the members' own dtype: ``values`` itself if they are exchanged in this dtype."""
         if self.flat.dtype == self._dtype.to_real():
             return self.values
         return torch.empty_like(self.values, dtype=self._dtype)
@@ -176,7 +178,7 @@ class Message:
 
 
 def cut(flat: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-    """Returns views of ``flat`` from ``starts`` on, each in the shape of one of ``like``, and in its strides where it is dense."""
+    """Returns views of ``flat`` from each of ``starts``, in the shapes of ``like``, and in their strides if they are dense."""
     views = []
     for tensor, start in zip(like, starts, strict=False):
         size = tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -191,10 +193,10 @@ def cut(flat: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> list[Ten
 
 
 class FlatGradients:
-    """The exchange of the gradients of ``parameters``, but for those that are ``frozen`` (ids; None: those that are now).
+    """Exchanges the gradients of ``parameters``, except the ``frozen`` ones (ids; None: those frozen now).
 
-    Messages are planned over the parameters in the order of ``key``, highest first; None: the last one given first.  ``sums``:
-    what is in them is added up there and not copied from ``.grad``, so that gradients of several dtypes may share one.
+    Messages are planned over the parameters in the order of ``key``, highest first; None: in reverse of the order given.
+    ``sums``: gradients are accumulated in the messages and not copied from ``.grad``, so several dtypes may share one message.
     """
 
     def __init__(
@@ -219,9 +221,9 @@ class FlatGradients:
         self._rank_sums = RankSums()
         self._missing: list[int] = []
         self.missing: Sequence[int] = ()
-        """Which parameters had no gradient on this rank in the last exchange."""
+        """Positions of the parameters without a gradient on this rank in the last exchange."""
         self._marked: list[int] = []
-        self._captured: list[Tensor] = []  # flags that a graph writes as long as it lives
+        self._captured: list[Tensor] = []  # flags that captured graphs write at each replay: kept alive here
         self.messages = self._plan(order, transport, message_size, {id(self.parameters[one]) for one in triggers})
         half = any(one.flat.dtype in HALF_DTYPES for one in self.messages)
         self._factor, self.divisor = transport.factors(world_size, half=half)
@@ -255,16 +257,16 @@ class FlatGradients:
 
     @property
     def views(self) -> tuple[Tensor, ...]:
-        """The flat memory in the parameters' shapes, where none is frozen."""
+        """The flat memory in the parameters' shapes; only if no parameter is frozen."""
         return cast("tuple[Tensor, ...]", self.tensors)
 
     @property
     def flags(self) -> Tensor:
-        """One number per parameter, behind the gradients of the last message: 0 where it takes no part."""
+        """One number per parameter, after the gradients of the last message: 0 for a parameter without a gradient."""
         return self.messages[-1].flags if self.messages else self._marks
 
     def write_flags(self, present: Sequence[bool]) -> None:
-        """Writes which parameters take part; without a wait."""
+        """Writes the flags of the parameters with a gradient; does not wait."""
         if all(present):
             self.flags.fill_(1)
             return
@@ -278,7 +280,7 @@ class FlatGradients:
             self.flags.copy_(marks.pin_memory() if self.flags.is_cuda else marks, non_blocking=True)
 
     def take_flags(self) -> Tensor:
-        """Returns the flags as fp32 numbers, always the same memory."""
+        """Returns the flags as fp32 numbers, always in the same memory."""
         if self.messages and self.messages[-1].flags is not self.present:
             self.present.copy_(self.messages[-1].flags)
         return self.present
@@ -286,12 +288,12 @@ class FlatGradients:
     def sum_over_ranks(
         self, transport: Transport, world_size: int, *, update_divides: bool, through: RankSums | None = None
     ) -> float:
-        """Sums the messages as they are over the ranks, in place, all under way at once; returns what is left to divide by."""
+        """Sums the messages over the ranks, in place and concurrently; returns the divisor that is left for the update."""
         dtypes = [transport.dtype_for(message.flat.dtype) for message in self.messages]
         half = any(dtype in HALF_DTYPES for dtype in dtypes)
         factor, divisor = transport.factors(world_size, half=half)
         if update_divides and transport.average and not half:
-            factor, divisor = 1.0, float(world_size)  # no pass of its own
+            factor, divisor = 1.0, float(world_size)  # saves a separate pass for the division
         travelling = [message.travelling(dtype) for message, dtype in zip(self.messages, dtypes, strict=True)]
         (through or self._rank_sums).run(
             one if one is message.flat and factor == 1 else torch.mul(message.flat, factor, out=one)
@@ -303,12 +305,12 @@ class FlatGradients:
         return divisor
 
     def exchange(self, through: RankSums | None = None) -> Gradients:
-        """Sums every ``.grad`` over the ranks, or whatever ``through`` sums over; returns what has arrived."""
+        """Sums every ``.grad`` over the ranks, or by ``through``; returns the received gradients."""
         (through or self._rank_sums).run(map(self._filled, self.messages), alone=len(self.messages) == 1)
         return self.receive()
 
     def send(self, message: Message, group: dist.ProcessGroup | None = None) -> None:
-        """Fills a message and sends it; ``messages`` go in their order, on every rank."""
+        """Fills a message and starts its all-reduce; every rank has to send ``messages`` in their order."""
         self._rank_sums.start(self._filled(message), group)
 
     def _filled(self, message: Message) -> Tensor:
@@ -318,7 +320,7 @@ class FlatGradients:
         return message.flat
 
     def _mark(self, message: Message) -> None:
-        """Writes which parameters have a gradient here, as the last message carries it; most often nothing has changed."""
+        """Writes the flags of the parameters with a gradient on this rank, if they changed since the last exchange."""
         pairs = zip(message.indices, message.members, strict=True)
         missing = [*self._missing, *(index for index, member in pairs if member.grad is None)]
         if missing == self._marked:
@@ -329,13 +331,13 @@ class FlatGradients:
         self._marked = missing
 
     def receive(self) -> Gradients:
-        """Makes torch's current stream wait for all messages; returns what has arrived."""
+        """Makes torch's current stream wait for all messages; returns the received gradients."""
         self._rank_sums.wait()
         self.missing, self._missing = self._missing, []
         return Gradients(self.tensors, self.divisor, self.take_flags(), complete=not self.missing)
 
     def write_back(self, gradients: Gradients) -> None:
-        """Makes each ``.grad`` the average that has arrived, a view of the flat memory; None where no rank had one."""
+        """Sets each ``.grad`` to the received average, a view of the flat memory; None if no rank had a gradient."""
         here = [True] * len(self.parameters) if gradients.complete else self.present.tolist()
         for message in self.messages:
             results = message.convert(self.divisor)
@@ -343,7 +345,7 @@ class FlatGradients:
                 member.grad = result if here[index] else None
 
     def copy_back(self, gradients: Gradients) -> None:
-        """Copies what has arrived into each ``.grad``; new ones where only other ranks had one, None where no rank had."""
+        """Copies the received average into each ``.grad``; creates it if only other ranks had one, leaves None if no rank had."""
         here = [True] * len(self.parameters) if gradients.complete else self.present.tolist()
         arrived: list[tuple[Tensor, Tensor]] = []
         for message in self.messages:

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer's window, in ``.grad`` or summed in flat memory."""
+"""The accumulated gradients of one optimizer, in ``.grad`` or summed in flat memory."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _grad: Final = operator.attrgetter("grad")
 
 
 class Presence(NamedTuple):
-    """Whether the sums have to be cleared, and which parameters are among them."""
+    """Whether the sums have to be cleared (``filled``), and one bool per parameter: it has a gradient in the sums."""
 
     filled: bool
     parameters: tuple[bool, ...]
 
 
 class GradientMemory:
-    """Where the gradients of ``parameters`` are: autograd sums them in each ``.grad``, or ``sums``: :meth:`add` does, in fp32.
+    """The gradients of ``parameters``: autograd sums them in each ``.grad``, or with ``sums`` :meth:`add` sums them in fp32.
 
-    A Precision gives one an optimizer, and a Strategy exchanges it.
+    A Precision makes one memory per optimizer, and a Strategy exchanges it.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, sums: bool = False) -> None:
         self.parameters = list(parameters)
         self.flat = _flat_sums(self.parameters) if sums else None
-        """The flat fp32 (fp64 where parameters are) sums, with one flag per parameter behind them; None where ``.grad`` is all."""
+        """The flat sums (fp32; fp64 for fp64 parameters), followed by one flag per parameter; None without ``sums``."""
         self._present = [False] * len(self.parameters)
         self._filled = False
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The flat tensors that an open window is in, beside ``.grad``."""
+        """The flat tensors of an accumulation in progress, beside ``.grad``."""
         return [] if self.flat is None else [message.flat for message in self.flat.messages]
 
     @property
     def presence(self) -> Presence:
-        """Which parameters are summed so far, as the host knows it; who repeats launches by a graph sets it behind them."""
+        """The host's record of the parameters in the sums; after a graph replay the caller has to set it."""
         return Presence(self._filled, tuple(self._present))
 
     @presence.setter
@@ -52,7 +52,7 @@ class GradientMemory:
         self._filled, self._present = presence.filled, list(presence.parameters)
 
     def hold(self, parameters: Sequence[Tensor]) -> None:
-        """Takes other parameters; what is summed so far of those that it had is kept."""
+        """Replaces the parameters; keeps the sums of those that were held before."""
         before, places = self.flat, {id(one): place for place, one in enumerate(self.parameters)}
         self.parameters = list(parameters)
         if before is None:
@@ -67,7 +67,7 @@ class GradientMemory:
 
     @torch.no_grad()
     def add(self, multiplier: Tensor | None = None) -> list[Tensor]:
-        """Adds every ``.grad``, times ``multiplier``, to its sum, and clears it; returns the gradients added."""
+        """Adds every ``.grad``, times ``multiplier``, to its sum, and clears ``.grad``; returns the gradients added."""
         assert self.flat is not None
         found = list(map(_grad, self.parameters))
         filled = [place for place, gradient in enumerate(found) if gradient is not None]
@@ -85,7 +85,7 @@ class GradientMemory:
         return gradients
 
     def clear(self) -> None:
-        """Forgets the sums, and leaves ``.grad`` as it is."""
+        """Clears the sums, and leaves ``.grad`` unchanged."""
         if self._filled and self.flat is not None:
             self._filled = False
             self._present = [False] * len(self._present)
@@ -93,7 +93,7 @@ class GradientMemory:
                 tensor.zero_()
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether :meth:`take` can go on with these."""
+        """Returns whether :meth:`take` accepts these tensors."""
         if self.flat is None or not self.flat.messages:
             return not tensors
         sizes = [tensor.numel() for tensor in tensors]
@@ -101,7 +101,7 @@ class GradientMemory:
         return sizes in ([one.flat.numel() for one in messages], [_packed(one)[-1].stop for one in messages])
 
     def take(self, tensors: Sequence[Tensor]) -> None:
-        """Goes on with a window whose :attr:`tensors` these were; their flags say which parameters they have."""
+        """Resumes an accumulation from its saved :attr:`tensors`; their flags mark the parameters with a gradient."""
         if self.flat is None:
             return
         messages = self.flat.messages
@@ -113,7 +113,7 @@ class GradientMemory:
         self._filled, self._present = True, [flag != 0 for flag in self.flat.flags.tolist()]
 
     def _take_packed(self, tensors: Sequence[Tensor]) -> None:
-        """Takes what an older version saved: without gaps, and behind each tensor the flags of its own parameters."""
+        """Reads the layout of an older version: no gaps, and after each tensor the flags of its own parameters."""
         assert self.flat is not None
         for message, value in zip(self.flat.messages, tensors, strict=True):
             *places, flags = _packed(message)
@@ -122,7 +122,7 @@ class GradientMemory:
             self.flat.flags[message.indices] = value[flags].to(self.flat.flags)
 
     def local(self) -> Gradients:
-        """This process's gradients, as they are."""
+        """Returns this process's own gradients, not exchanged."""
         if self.flat is None:
             return IN_PLACE
         if all(self._present):
@@ -132,15 +132,15 @@ class GradientMemory:
     def sum_over_ranks(
         self, transport: Transport, world_size: int, *, update_divides: bool = False, through: RankSums | None = None
     ) -> Gradients:
-        """Averages the sums over the ranks, in place; ``update_divides`` where that saves a pass."""
+        """Averages the sums over the ranks, in place; ``update_divides`` leaves the division to the update if that saves a pass."""
         assert self.flat is not None
-        self._filled = True  # other ranks may have had what this one had not
+        self._filled = True  # other ranks may have had gradients that this rank lacks
         divisor = self.flat.sum_over_ranks(transport, world_size, update_divides=update_divides, through=through)
         return Gradients(self.flat.tensors, divisor, self.flat.take_flags(), complete=all(self._present))
 
 
 def _packed(message: Message) -> list[slice]:
-    """Where the members of a message are without gaps, and behind them one flag each."""
+    """Returns the slices of a message's members in the layout without gaps, and last the slice of their flags."""
     ends = list(accumulate([member.numel() for member in message.members], initial=0))
     return [slice(start, end) for start, end in pairwise([*ends, ends[-1] + len(message.members)])]
 

@@ -1,4 +1,4 @@
-"""Norms and histograms of gradients, computed where these are: nothing of it is read by the host."""
+"""Norms and histograms of gradients, computed on the gradients' device without a host read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BINS = 64
 
 
 class Histogram(NamedTuple):
-    """How many of a tensor's finite values are in each of equal bins from ``low`` to ``high``, with their sums; fp64."""
+    """Counts of a tensor's finite values in equal bins from ``low`` to ``high``, their sum and sum of squares; all fp64."""
 
     counts: Tensor
     low: Tensor
@@ -24,7 +24,7 @@ class Histogram(NamedTuple):
 
 
 def norms_of(gradients: Mapping[str, Tensor], order: float) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Returns the norm of each gradient, and that of all together; None where there is none."""
+    """Returns the norm of each gradient, and the total norm (None without gradients)."""
     norms = {name: _of_all(torch.linalg.vector_norm(_values(one), order)) for name, one in gradients.items()}
     if not norms:
         return {}, None
@@ -48,10 +48,10 @@ def histogram_of(gradient: Tensor) -> Histogram:
 
 
 def _of_all(norm: Tensor) -> Tensor:
-    """The norm of all parts of a gradient that is sharded."""
+    """Returns the norm over all shards of a sharded gradient."""
     return whole(norm) if is_shard(norm) else norm
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, of a sparse one too."""
+    """Returns the values of a dense or sparse gradient."""
     return gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()

@@ -1,4 +1,4 @@
-"""Starts and awaits all-reduces of flat tensors: every sum of gradients over the ranks, but for torch's own wrapper."""
+"""Starts and awaits all-reduces of flat tensors; used for all gradient sums over ranks, except those of torch's wrapper."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from torch import Tensor
 
 
 class RankSums:
-    """Sums over the ranks that are under way, each in place; all ranks start the same ones, in the same order."""
+    """All-reduces in flight, each in place; all ranks have to start the same ones in the same order."""
 
     def __init__(self) -> None:
         self._works: list[dist.Work] = []
 
     def start(self, flat: Tensor, group: dist.ProcessGroup | None = None, *, wait: bool = False) -> None:
-        """Sends ``flat`` off, through ``group`` (None: the default one); ``wait``: it is summed when this returns."""
+        """Starts the all-reduce of ``flat`` in ``group`` (None: the default group); ``wait``: returns after the sum is done."""
         work = dist.all_reduce(flat, group=group, async_op=not wait)
         if not wait:
             self._works.append(cast("dist.Work", work))
 
     def wait(self) -> None:
-        """Makes torch's current stream (on a CPU the host) wait for all that were started."""
+        """Makes torch's current stream (on a CPU the host) wait for all started sums."""
         for work in self._works:
             work.wait()
         self._works.clear()
 
     def run(self, flats: Iterable[Tensor], *, alone: bool = False) -> None:
-        """Starts all ``flats``, each as soon as it is made, and waits; ``alone``: there is one, and nothing to do meanwhile."""
+        """Starts the all-reduce of each of ``flats`` as soon as it is yielded, then waits for all.
+
+        ``alone``: there is only one, so the call is synchronous.
+        """
         for flat in flats:
             self.start(flat, wait=alone)
         self.wait()

@@ -1,4 +1,4 @@
-"""Where this process stands among others, which devices it may use, and how further processes are started."""
+"""This process's rank among others, the devices that it may use, and the start of further processes."""
 
 from fabricamp.launch.devices import resolve_devices as resolve_devices
 from fabricamp.launch.environment import check_environment as check_environment

@@ -1,4 +1,4 @@
-"""Lightning's objects for kinds of devices: what a Trainer runs on, and how many of them there are."""
+"""Lightning's accelerator objects: the device type that a Trainer runs on, and the number of such devices."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fabricamp.errors import ConfigError
 
 
 class Accelerator:
-    """A kind of devices."""
+    """A device type."""
 
     name: ClassVar[str] = ""
 
     @staticmethod
     def is_available() -> bool:
-        """Whether there is such a device."""
+        """Returns whether there is such a device."""
         return False
 
     @staticmethod
     def auto_device_count() -> int:
-        """How many of them there are."""
+        """Returns the number of such devices."""
         return 0
 
 
@@ -32,12 +32,12 @@ class CPUAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     @staticmethod
     def auto_device_count() -> int:
-        """1: that is how many processes run on it where no number is given."""
+        """Returns 1, the default number of processes on the CPU."""
         return 1
 
 
@@ -48,24 +48,24 @@ class CUDAAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether torch sees one."""
+        """Returns whether torch sees a GPU."""
         return torch.cuda.device_count() > 0
 
     @staticmethod
     def auto_device_count() -> int:
-        """How many torch sees; CUDA is not initialised by that."""
+        """Returns the number of GPUs that torch sees, without initialising CUDA."""
         return torch.cuda.device_count()
 
 
 def accelerator_of(device_type: str) -> Accelerator:
-    """Returns the object for a torch device type."""
+    """Returns the accelerator object for a torch device type."""
     return CUDAAccelerator() if device_type == "cuda" else CPUAccelerator()
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Returns the numbers of GPUs on which a tensor can be made, as ``Trainer(devices=...)`` takes them; -1 for all.
+    """Returns the numbers of GPUs on which a tensor can be created, for ``Trainer(devices=...)``; ``num_devices`` -1 means all.
 
-    A GPU in exclusive mode that another process holds is left out.  Raises :class:`ConfigError` where there are not that many.
+    Skips a GPU in exclusive mode that another process holds.  Raises :class:`ConfigError` if there are fewer than ``num_devices``.
     """
     found: list[int] = []
     for number in range(torch.cuda.device_count()):

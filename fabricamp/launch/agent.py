@@ -1,4 +1,4 @@
-"""torch's elastic agent over workers of this machine: without its log lines, with Ctrl-C passed on once."""
+"""Runs torch's elastic agent over this machine's workers: without its log lines, with Ctrl-C passed on once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 ENDINGS = ("SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals on which the agent ends its workers."""
 
-# A rank that was asked to end may have a checkpoint to write.
+# Long, because a rank that was asked to end may have a checkpoint to write.
 _SHUTDOWN_SECONDS = 60
 
 
 class Outcome(NamedTuple):
-    """How the workers ended: failures by rank in the order of their discovery, and how often Ctrl-C was passed on."""
+    """How the workers ended: failures by rank in the order of their discovery, and the number of Ctrl-Cs passed on."""
 
     failures: dict[int, ProcessFailure]
     interrupts: int
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 def run_agent(
     num_processes: int, entrypoint: Callable[..., Any] | str, args: tuple[Any, ...], method: StartMethod, folder: Path
 ) -> Outcome:
-    """Returns how the workers ended; they write errors below ``folder``.  A signal that ends the agent exits here."""
+    """Runs the workers and returns how they ended; they write errors below ``folder``.  A signal that ends the agent exits here."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
@@ -69,7 +69,7 @@ def run_agent(
 
 
 def _unreported(agent: LocalElasticAgent) -> dict[int, ProcessFailure]:
-    """Every rank that failed: of functions the agent tells of one alone, whichever it saw first."""
+    """Returns every rank that failed when workers run a function: there the agent reports only the first failure it saw."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     started = getattr(getattr(agent, "_pcontext", None), "_pc", None)
@@ -99,11 +99,11 @@ def _worker_spec(num_processes: int, entrypoint: Callable[..., Any] | str, args:
 
 @contextlib.contextmanager
 def _variables(num_processes: int, method: StartMethod) -> Iterator[None]:
-    """The variables that workers inherit, on top of those that the agent sets for each rank."""
+    """Sets the environment variables that workers inherit, in addition to those that the agent sets for each rank."""
     before = dict(os.environ)
     os.environ[STARTED_BY] = method
     os.environ[STARTER] = str(os.getpid())
-    # SIGINT is not the agent's: it would end the workers instead of letting them finish their step.
+    # SIGINT is left out: on it the agent would end the workers instead of letting them finish their step.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(ENDINGS)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
@@ -119,12 +119,12 @@ def _variables(num_processes: int, method: StartMethod) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the loggers of the agent: what failed is said once, by the caller."""
+    """Silences the agent's loggers: the caller reports a failure once."""
     known = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     noisy = [
         logger for logger in known if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
     ]
-    # The agent makes this one on its way, for one line of JSON an event.
+    # The agent creates this logger while it runs, and writes one line of JSON per event to it.
     noisy.append(logging.getLogger("torchelastic-events-null"))
     noisy = [logger for logger in noisy if not logger.disabled]
     for logger in noisy:
@@ -138,9 +138,9 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(agent: LocalElasticAgent) -> Iterator[list[int]]:
-    """Passes each Ctrl-C on to the workers (they finish their step; the third kills), and gives all handlers back.
+    """Passes each Ctrl-C on to the workers (they finish their step; the third kills), and restores all handlers afterwards.
 
-    Yields a list that grows by one with each.
+    Yields a list that grows by one entry with each Ctrl-C.
     """
     interrupts: list[int] = []
     starter = os.getpid()

@@ -1,4 +1,4 @@
-"""From the arguments ``accelerator`` and ``devices`` to the devices that are really there."""
+"""Resolves the arguments ``accelerator`` and ``devices`` to existing devices."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def resolve_devices(
 ) -> tuple[str, list[int]]:
     """Returns the torch device type and one device number per process of this machine.
 
-    On the CPU the numbers only count the processes.  ``environment``: who started this process decides what "auto" means.
-    GPUs are counted without initialising CUDA, so that the process can still be forked afterwards.
+    On the CPU the numbers only count the processes.  With an ``environment`` (this process was started by torchrun, SLURM, ...),
+    "auto" means one device per started process.  GPUs are counted without initialising CUDA: the process can still be forked.
     """
     if accelerator not in ACCELERATORS and (cure := meant("accelerator", accelerator)):
         raise ConfigError(f"accelerator={accelerator!r} is not known{cure}")
@@ -40,14 +40,14 @@ def resolve_devices(
     if not available:
         return "cpu", _cpu_processes(devices, wanted, started or 1)
     if available == 1 and started is not None and wanted == started:
-        # SLURM may show each of its tasks only the one GPU that is the task's own.
+        # SLURM may make only one GPU visible to each task: the task's own.
         return "cuda", [0] * started
     numbers = _gpu_numbers(devices, wanted, available)
     return "cuda", numbers[:started] if devices == "auto" else numbers
 
 
 def _parse(devices: object) -> int | list[int]:
-    """``devices`` as a count (-1: all there are; "auto" counts as that) or as a list of numbers."""
+    """Returns ``devices`` as a count (-1 for all, also for "auto") or as a list of device numbers."""
     if devices == "auto":
         return -1
     if isinstance(devices, str):

@@ -1,4 +1,4 @@
-"""Which process of which run this is, as the starter's environment variables say: torchrun's, SLURM's, or none."""
+"""Reads this process's rank and world size from the starter's environment variables (torchrun, SLURM, submitit, or none)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID")
 
 
 def detect() -> Environment | None:
-    """Returns this process's place among those that torchrun, SLURM, submitit or fabricamp started; None for a plain process.
+    """Returns this process's rank data if torchrun, SLURM, submitit or fabricamp started it; None for a plain process.
 
-    Contradicting variables raise :class:`ConfigError`.  Under srun, MASTER_ADDR and MASTER_PORT are set where they are
-    missing.  In a worker that runs a script again, exceptions that nobody catches go to the starter; elsewhere the sentence of a
-    fabricamp error is shown before its traceback.
+    Raises :class:`ConfigError` for contradicting variables.  Under srun it sets MASTER_ADDR and MASTER_PORT if they are missing.
+    In a worker that fabricamp started by rerunning the script, it routes uncaught exceptions to the starter; under other starters
+    an uncaught fabricamp error is shown with its message before its traceback.
     """
     started_by = os.environ.get(STARTED_BY)
     if started_by == "script":
@@ -44,15 +44,15 @@ def _found() -> Environment | None:
 
 
 def restarts() -> int:
-    """Returns how often torchrun's agent of this machine has counted a restart of its workers."""
+    """Returns the number of worker restarts that torchrun's agent on this machine has counted."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdigit() else 0
 
 
 def check_environment(environment: Environment | None, num_processes: int | None, num_nodes: int | None = None) -> None:
-    """Raises :class:`ConfigError` where ``Trainer(devices=, num_nodes=)`` contradict who started this process.
+    """Raises :class:`ConfigError` if ``Trainer(devices=, num_nodes=)`` contradict what the starter started.
 
-    ``num_processes``: processes per machine that ``devices`` asks for; None for "auto", which takes what is there.
+    ``num_processes``: processes per machine that ``devices`` asks for; None for "auto", which accepts any number.
     """
     if environment is None:
         if num_nodes is not None and num_nodes > 1:
@@ -100,10 +100,10 @@ def _torchrun(variables: Mapping[str, str]) -> Environment:
 
 
 def _under_srun(variables: Mapping[str, str]) -> bool:
-    """Whether srun started this process beside others.
+    """Returns whether srun started this process together with others.
 
-    The shell of an sbatch script or of salloc carries the job's SLURM variables too (SLURM_PROCID=0 of SLURM_NTASKS=4 with nobody
-    else running): waiting for the other ranks there would hang for ever.  Only a job step has a step id.
+    The shell of an sbatch script or of salloc has the job's SLURM variables too (SLURM_PROCID=0 of SLURM_NTASKS=4 with no other
+    task running): waiting for the other ranks there would hang forever.  Only a job step has a step id.
     """
     if "SLURM_PROCID" not in variables or variables.get("SLURM_NTASKS", "1") == "1":
         return False
@@ -134,7 +134,7 @@ def _slurm(variables: Mapping[str, str]) -> Environment:
 
 
 def _submitits_local(variables: Mapping[str, str]) -> Environment:
-    """One of the tasks that submitit's ``LocalExecutor`` has started on this machine; those of its SLURM jobs are srun's."""
+    """Returns the rank data of a task of submitit's ``LocalExecutor`` on this machine; tasks of its SLURM jobs count as srun's."""
     rank, tasks, job = _numbers(variables, _SUBMITIT, "submitit")
     environment = Environment(rank=rank, local_rank=rank, world_size=tasks, local_world_size=tasks, name="submitit")
     _consistent(environment, variables, _SUBMITIT)
@@ -144,12 +144,12 @@ def _submitits_local(variables: Mapping[str, str]) -> Environment:
 
 
 def _port_of(job: int) -> int:
-    """Below the range from which Linux hands out ports by itself, and different for neighbouring jobs on a shared machine."""
+    """Returns a port below Linux's ephemeral range, and different for neighbouring jobs on a shared machine."""
     return 12000 + job % 20000
 
 
 def _tasks_on_node(variables: Mapping[str, str], node_rank: int, world_size: int) -> int:
-    """Reads SLURM's ``"2(x3),1"`` (two tasks on each of three machines, one on the fourth)."""
+    """Returns a node's number of tasks from SLURM's ``"2(x3),1"`` (two tasks on each of three machines, one on the fourth)."""
     text = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
     if text is None:
         nodes = int(variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES") or 1)

@@ -1,4 +1,4 @@
-"""Which rank's failure began it, and how that is told."""
+"""Finds the rank whose failure caused the others', and reports it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit code of a rank that saved after SIGTERM, or that was ended because of another."""
+"""The exit code of a rank that saved after SIGTERM, or that was ended because of another rank."""
 
 _FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
@@ -27,7 +27,7 @@ _ENDED = (-signal.SIGTERM, TERMINATED)
 
 
 class Cause(NamedTuple):
-    """The failure that began it; ``message`` and ``trace`` are the exception's, empty where the process left none."""
+    """The failure that caused the others; ``message`` and ``trace`` are the exception's, empty if the process recorded none."""
 
     rank: int
     exit_code: int
@@ -35,10 +35,10 @@ class Cause(NamedTuple):
     trace: str
     ended_with_it: list[int]
     witness: str = ""
-    """What another rank left, where this one left nothing."""
+    """Another rank's recorded traceback, if this rank recorded nothing."""
 
     def report(self) -> str:
-        """Says in a few lines and a traceback what happened."""
+        """Returns a report of a few lines and a traceback."""
         if self.exit_code < 0:
             how = f"was killed by {signal.Signals(-self.exit_code).name}"
             hint = " (the system kills what takes too much memory)" if self.exit_code == -signal.SIGKILL else ""
@@ -53,28 +53,30 @@ class Cause(NamedTuple):
 
     @property
     def on_request(self) -> bool:
-        """Whether all ranks ended because they were asked to, and nothing went wrong."""
+        """Whether all ranks ended on request, without an error."""
         return self.shell_code() == TERMINATED and not self.trace and not self.witness
 
     def shell_code(self) -> int:
-        """The exit code as a shell gives it; a failure's, also where it was a rank that left early without one."""
+        """Returns the exit code as a shell does, never 0: 1 if a rank left early with exit code 0."""
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code or 1
 
 
 def find_cause(failures: Mapping[int, ProcessFailure], folder: Path) -> Cause | None:
-    """Returns the failure that began it, or None where there is none; ``failures`` has all ranks that failed.
+    """Returns the failure that caused the others, or None if there is none; ``failures`` has all ranks that failed.
 
-    Nobody is killed, or calls ``sys.exit``, because another rank is gone: these come first.  Then who left in the middle with
-    exit code 0, as those say that missed it; then the exception that was written down first, since the others often only lost
-    their peer.  Ranks that were ended (SIGTERM, or SIGKILL by a rank that gave up a stopped one) are no cause.
+    First come ranks that were killed or called ``sys.exit``: neither happens because another rank is gone.  Then comes a rank that
+    left mid-run with exit code 0, as reported by the ranks that missed it; then the rank whose exception was recorded first, since
+    other ranks often only lost their peer.  Ranks that were ended (SIGTERM, or SIGKILL by a rank that gave up on a stopped one) are
+    never the cause.
     """
     if not failures:
         return None
     files = sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
     exited = [rank for rank, failure in failures.items() if failure.exitcode not in _ENDED]
-    # The script may have caught what was written down.
+    # Only failed ranks count: the script may have caught a recorded exception.
     written = [rank for rank in (int(file.parent.name) for file in files) if rank in failures]
-    written.sort(key=lambda rank: failures[rank].exitcode == TERMINATED)  # by force, because of another rank
+    # Last come ranks that were ended by force, because of another rank.
+    written.sort(key=lambda rank: failures[rank].exitcode == TERMINATED)
     left = [rank for rank in exited if failures[rank].exitcode > 0 and rank not in written]
     killed = [rank for rank in exited if -failures[rank].exitcode in _FATAL and rank not in _others(folder, "killed")]
     if not (killed or left) and (early := _early(files, folder, failures)) is not None:
@@ -83,8 +85,8 @@ def find_cause(failures: Mapping[int, ProcessFailure], folder: Path) -> Cause | 
     message, trace = _read(files, rank)
     code = failures[rank].exitcode
     if trace and code <= 0:
-        # After an exception a rank may have been ended before it could exit: sys.exit and the command say their code, and of what
-        # another exception becomes in this script another's code tells.
+        # A rank may have been ended after its exception, before it could exit.  Its code is then the recorded one, or that given to
+        # sys.exit; for other exceptions it is the code with which another rank of this script exited.
         others = (failures[other].exitcode for other in exited if failures[other].exitcode > 0)
         code = _code_on_record(files, rank) or _code_of_sys_exit(message) or next(others, 1)
     witness = "" if trace else _witness([file for file in files if int(file.parent.name) in written], rank)
@@ -92,17 +94,17 @@ def find_cause(failures: Mapping[int, ProcessFailure], folder: Path) -> Cause | 
 
 
 def as_error(cause: Cause) -> FabricampError:
-    """Returns what to raise in the starter: fabricamp's own errors as what they were, others as :class:`DistributedError`."""
+    """Returns the error to raise in the starter: fabricamp's errors keep their class, others become :class:`DistributedError`."""
     for kind in (ConfigError, CheckpointError, DistributedError):
         if cause.message.startswith(f"{kind.__name__}: "):
-            # The sentence is the error's own here, and need not be said again by the report.
+            # The raised error already has the message, so the report leaves it out.
             rest = cause._replace(trace=cause.trace.removeprefix(cause.message).lstrip("\n"))
             return kind(f"{cause.message.removeprefix(f'{kind.__name__}: ')}\n(in a worker:)\n{rest.report()}")
     return DistributedError(cause.report())
 
 
 def _early(files: list[Path], folder: Path, failures: Mapping[int, ProcessFailure]) -> int | None:
-    """The rank that left with exit code 0: as the first record says, or those of the ranks that missed one that left nothing."""
+    """Returns the rank that left with exit code 0, from the first record, or from the ranks that missed a rank without a record."""
     if files and _content(files[0])["message"] in _NO_FAILURE:
         return int(files[0].parent.name)
     recorded = {int(file.parent.name) for file in files}
@@ -110,12 +112,12 @@ def _early(files: list[Path], folder: Path, failures: Mapping[int, ProcessFailur
 
 
 def _others(folder: Path, which: str) -> list[int]:
-    """The ranks that any record says to have ended before it, or to have killed."""
+    """Returns the ranks that any record lists as ended "before" its rank, or as "killed" by it."""
     return [rank for file in sorted(folder.rglob(OTHERS)) for rank in json.loads(file.read_text())[which]]
 
 
 def _code_of_sys_exit(message: str) -> int | None:
-    """The code given to ``sys.exit``, as it was recorded; None where the record is of something else."""
+    """Returns the recorded code that was given to ``sys.exit``; None if the record is of another exception."""
     kind, _, given = message.partition(": ")
     if kind != "SystemExit":
         return None
@@ -123,13 +125,13 @@ def _code_of_sys_exit(message: str) -> int | None:
 
 
 def _code_on_record(files: list[Path], rank: int) -> int | None:
-    """The exit code that the rank's own record says it ends with, where it says one."""
+    """Returns the exit code in the rank's own record, or None."""
     codes = [_content(file)["extraInfo"].get("exit_code") for file in files if file.parent.name == str(rank)]
     return codes[0] if codes else None
 
 
 def _witness(files: list[Path], cause: int) -> str:
-    """What the first rank but this one left."""
+    """Returns the recorded traceback of the first rank other than ``cause``, with a heading; empty if there is none."""
     others = [int(file.parent.name) for file in files if file.parent.name != str(cause)]
     return f"what rank {others[0]} left:\n{_read(files, others[0])[1]}" if others else ""
 

@@ -1,4 +1,4 @@
-"""What is locked while this process forks a loader worker."""
+"""Holds the logging locks while this process forks a loader worker."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _held: list[logging.Handler] = []
 
 
 def hold_logging_at_fork() -> None:
-    """From here on this process forks only while no thread is writing a line of a log.
+    """Makes this process fork only while no thread is writing a log line.
 
-    A thread that writes holds the lock of its stream.  Python gives a forked process new locks of handlers, but not of streams: a
-    loader worker whose data set logs, too, would wait for ever for a thread that it does not have.
+    A writing thread holds the lock of its stream.  Python gives a forked process new handler locks, but no new stream locks: a
+    loader worker whose data set logs too would wait forever for a thread that it does not have.
     """
     global _registered  # noqa: PLW0603 - such a registration is for the life of the process
     if not _registered:
         _registered = True
-        # In the child logging itself gives the handlers new locks.
+        # In the child, logging itself replaces the handlers' locks.
         os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_held.clear)
 
 

@@ -30,11 +30,11 @@ _FORK_SECONDS = 60
 def run_script(num_processes: int) -> NoReturn:
     """Runs this process's script again in ``num_processes`` workers and exits with their code.
 
-    The workers have the same command line, directory, environment and terminal.  Where one fails, the others are ended
-    and its traceback is shown.
+    The workers have the same command line, directory, environment and terminal.  If one fails, the others are ended
+    and the traceback of the failed worker is shown.
     """
     command, directory = rerun_command()
-    # The agent fills in ${local_rank} in arguments: a doubled dollar comes out as the one that was given.
+    # The agent substitutes ${local_rank} in arguments; a doubled dollar stands for a literal one.
     arguments = tuple(word.replace("$", "$$") for word in command[1:])
     with contextlib.chdir(directory), tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
         outcome = run_agent(num_processes, command[0], arguments, "script", Path(name))
@@ -54,10 +54,10 @@ def run_function(
     num_processes: int,
     start_method: Literal["fork", "spawn"] = "fork",
 ) -> Any:
-    """Returns what ``function(*args)`` returned on rank 0, after it ran in ``num_processes`` workers.
+    """Runs ``function(*args)`` in ``num_processes`` workers and returns rank 0's result.
 
-    A failure is raised here, with its rank and traceback: fabricamp's own errors as what they are, others as
-    :class:`DistributedError`.  With "spawn" function and arguments have to pickle, the result with either.
+    A failure is raised here, with its rank and traceback: fabricamp's own errors keep their class, others become
+    :class:`DistributedError`.  The result has to pickle; with "spawn" also function and arguments.
     """
     if start_method == "spawn":
         _check_not_being_imported()
@@ -70,14 +70,14 @@ def run_function(
             )
         else:
             job = _Job(function, args, capture_rng(), level())
-            # Saved, not handed over: tensors handed to a spawned process are shared with it, and all ranks would train the same.
+            # Saved to a file: tensors passed to a spawned process are shared memory, and all ranks would train the same weights.
             _save_job(job, folder)
         outcome = run_agent(
             num_processes, _work, (folder, job if start_method == "fork" else None), start_method, folder
         )
         cause = find_cause(outcome.failures, folder)
         if cause is None and not (folder / "result").exists():
-            sys.exit(0)  # as the function did on rank 0
+            sys.exit(0)  # rank 0's function called sys.exit(0)
         if cause is None:
             return torch.load(folder / "result", weights_only=False)
     if outcome.interrupts and not cause.trace:
@@ -88,7 +88,7 @@ def run_function(
 
 
 def _check_not_being_imported() -> None:
-    """Raises :class:`ConfigError` in a process that Python's spawn has started, and that still imports the script it is of."""
+    """Raises :class:`ConfigError` in a spawned process that is still importing its script."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(
             "start_method='spawn' imports the script in each process that it starts, and this call would start others there; put "
@@ -98,7 +98,7 @@ def _check_not_being_imported() -> None:
 
 @contextlib.contextmanager
 def _main_without_a_made_up_file() -> Iterator[None]:
-    """Standard input is a main module called "<stdin>", and spawned processes would look for a file of that name."""
+    """Hides the main module's file name "<stdin>" in this block: spawned processes would look for a file of that name."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None or not file.startswith("<"):
@@ -112,49 +112,50 @@ def _main_without_a_made_up_file() -> Iterator[None]:
 
 
 class _Job(NamedTuple):
-    """What the workers have to do."""
+    """The job of the workers."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     rng: dict[str, Any]
-    """The starter's random numbers: a spawned worker has others, and Python draws a new seed behind a fork."""
+    """The starter's RNG states: a spawned worker has different ones, and Python reseeds after a fork."""
     level: int
-    """What the starter shows: a spawned worker knows nothing of how logging was configured."""
+    """The starter's log level: a spawned worker does not inherit the logging configuration."""
     all_here: Any = None
-    """A barrier of all ranks, where they are forked."""
+    """With fork, a barrier of all ranks; else None."""
 
 
 def _work(folder: Path, job: _Job | None) -> None:
-    """Runs the job in a worker; rank 0 leaves the result in ``folder``."""
+    """Runs the job in a worker; rank 0 saves the result in ``folder``."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ENDINGS:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
-    # Out of the terminal's group: Ctrl-C reaches the starter alone, which passes it on once.
+    # Leave the terminal's process group: Ctrl-C then reaches only the starter, which passes it on once.
     os.setpgrp()
     end_with_starter()
     if job is None:
         job = _load_job(folder)
         LOGGER.setLevel(job.level)
     else:
-        # Garbage of the starter is not a rank's to collect: stores and groups would wait for threads that were not forked.
+        # A rank must not collect the starter's garbage: stores and groups would wait for threads that were not forked.
         gc.freeze()
-        # OpenMP's threads do not survive a fork: a parallel region would wait for them for ever.
+        # OpenMP's threads do not survive a fork: a parallel region would wait for them forever.
         torch.set_num_threads(1)
         _show_text_only()
-        # A rank forked while a thread of the starter serves an earlier one would inherit that thread's locks, for ever closed.
+        # No rank starts before all are forked: a rank forked while a starter thread serves an earlier rank would inherit that
+        # thread's locks, locked forever.
         job.all_here.wait(_FORK_SECONDS)
     restore_rng(job.rng)
     try:
         result = job.function(*job.args)
     except KeyboardInterrupt:
-        # torch.multiprocessing would turn it into a good end without a result, for which the agent waits for ever.
+        # torch.multiprocessing would report success without a result, for which the agent waits forever.
         sys.exit(128 + signal.SIGINT)
     if os.environ["RANK"] == "0":
         torch.save(result, folder / "result")
 
 
 def _show_text_only() -> None:
-    """A notebook takes pictures from its kernel alone, and drops those of a forked copy; what is printed arrives."""
+    """Makes rich print plain text: a notebook drops rich output of a forked kernel, but shows printed text."""
     if "IPython" in sys.modules:
         import rich
 

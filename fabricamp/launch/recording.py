@@ -1,4 +1,4 @@
-"""The worker's side of a failure: what happened goes to the file in which the starter looks for it."""
+"""The worker's side of a failure: writes the error to the file in which the starter looks for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fabricamp.errors import FabricampError
 from fabricamp.launch.starter import STARTED_BY
 
 OTHERS = "others.json"
-"""What a worker knows of the others, beside its error file, which torch's agent may write again."""
+"""File with what a worker knows about other ranks; separate from its error file, which torch's agent may overwrite."""
 
 
 BEFORE = "before that: "
-"""How the note of an error begins that says what became of other ranks, where that is why this one failed."""
+"""Prefix of an error's note about other ranks whose end caused this rank's failure."""
 
 _EXPLAINED: dict[type[BaseException], int] = {}
 _last_code = 1
@@ -30,9 +30,9 @@ _last_code = 1
 
 @contextlib.contextmanager
 def explained_without_traceback(codes: Mapping[type[BaseException], int]) -> Iterator[None]:
-    """Within it errors of these classes end the process without a traceback, and with these exit codes.
+    """Makes errors of these classes end the process without a traceback and with these exit codes, within this block.
 
-    They are written down so from the first moment: the process may be ended by its starter before it comes to its own words.
+    :func:`record_failure` records them in this form at once: the starter may end the process before it prints its own message.
     """
     before = dict(_EXPLAINED)
     _EXPLAINED.update(codes)
@@ -44,10 +44,10 @@ def explained_without_traceback(codes: Mapping[type[BaseException], int]) -> Ite
 
 
 def record_failure(error: BaseException, *, in_a_run: bool = False) -> None:
-    """Writes ``error`` down where torch's elastic agent looks for it, and notes the exit code that it leads to.
+    """Writes ``error`` to the file that torch's elastic agent reads, and notes the resulting exit code.
 
-    In a process that no agent started, nothing is written.  ``in_a_run`` of several ranks an exit with code 0 is a failure too.
-    To be called where the failure happens, before anything is given back: the earliest file names the rank that began it.
+    Writes nothing in a process that no agent started.  ``in_a_run``: within a run of several ranks exit code 0 is a failure too.
+    Call it where the failure happens, before any cleanup: the earliest file names the rank that failed first.
     ``torch.distributed.elastic``'s decorator ``record`` writes the same, but adds a frame and turns ``sys.exit(0)`` into a
     return.
     """
@@ -60,20 +60,20 @@ def record_failure(error: BaseException, *, in_a_run: bool = False) -> None:
         return
     first_time = getattr(error, "_first_recorded_ns", 0) or time.time_ns()
     error._first_recorded_ns = first_time  # type: ignore[attr-defined]
-    # Of others the script may make any code.
+    # For other errors the script may choose any exit code.
     code = _last_code if isinstance(error, tuple(_EXPLAINED)) else None
     _write(Path(path), f"{type(error).__name__}: {error}", told(error), first_time, code)
 
 
 def exit_code_on_record() -> int:
-    """Returns what a process exits with because of the error that was recorded last; 1 where there is none."""
+    """Returns the exit code that belongs to the error recorded last; 1 if there is none."""
     return _last_code
 
 
 def told(error: BaseException) -> str:
-    """Returns what happened and the way there: the sentence that says it comes first.
+    """Returns the error's text and traceback; the message of a fabricamp error comes before the traceback.
 
-    Python's traceback ends with the sentence.  It stays as it is where the error is the user's, and no other rank's end led to it.
+    Python's traceback ends with the message.  That order stays for errors of the user's code, unless another rank caused them.
     """
     if isinstance(error, tuple(_EXPLAINED)):
         return f"{type(error).__name__}: {error}\n"
@@ -99,23 +99,23 @@ def _exit_code_of(error: BaseException) -> int:
 
 
 def record_others(*, before: Sequence[int] = (), killed: Sequence[int] = ()) -> None:
-    """Writes down which ranks had ended before this one failed, and which it has to kill."""
+    """Records which ranks had ended before this one failed, and which ranks it has to kill."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         _put(Path(path).with_name(OTHERS), {"before": list(before), "killed": list(killed)}, time.time_ns())
 
 
 def record_end(message: str, stack: str, before: Sequence[int] = (), killed: Sequence[int] = ()) -> None:
-    """Writes down why this process is about to end by force, and says so where no starter of fabricamp's shows it.
+    """Records why this process is about to end by force; prints it too, unless a fabricamp starter will show the record.
 
-    ``before`` are the ranks because of which it ends, ``killed`` those that it kills.
+    ``before`` are the ranks because of which it ends, ``killed`` the ranks that it kills.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
         _write(Path(path), message, f"{message}\n{stack}\n", time.time_ns())
         record_others(before=before, killed=killed)
     if not path or STARTED_BY not in os.environ:
-        # Past Python's stream, whose lock the main thread may hold.
+        # Bypass Python's stream: the main thread may hold its lock.
         os.write(2, f"{message}\n{stack}\n".encode(errors="replace"))
 
 
@@ -127,9 +127,9 @@ def _write(target: Path, message: str, trace: str, nanoseconds: int, exit_code: 
 
 
 def _put(target: Path, content: dict[str, Any], nanoseconds: int) -> None:
-    """In one piece: the agent may end this process at any moment, and does not read half a file."""
+    """Writes a JSON file atomically: the agent may end this process at any moment, and must not read half a file."""
     part = target.with_suffix(".part")
-    # A full disk may be what is to be told: the exception itself must come through.
+    # The failure to record may be a full disk: writing must not hide that exception.
     with contextlib.suppress(OSError):
         part.write_text(json.dumps(content))
         os.utime(part, ns=(nanoseconds, nanoseconds))
@@ -137,9 +137,9 @@ def _put(target: Path, content: dict[str, Any], nanoseconds: int) -> None:
 
 
 def report_uncaught(*, to_the_starter: bool) -> None:
-    """Decides how an exception is shown that nobody catches: once with its rank by a starter of fabricamp's, else here.
+    """Sets how an uncaught exception is shown: by a fabricamp starter, once and with its rank, or by this process.
 
-    Here the sentence of a fabricamp error comes first, unless somebody else decides already how exceptions are shown.
+    In this process the message of a fabricamp error comes first, unless another ``sys.excepthook`` is already installed.
     """
     if to_the_starter:
         sys.excepthook = _to_the_starter

@@ -1,4 +1,4 @@
-"""What SLURM does for a job that it is about to end."""
+"""Requeues a SLURM job that SLURM is about to end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SECONDS = 60
 
 
 def requeue_job() -> str:
-    """Asks SLURM to run this job again, and returns what came of it in words; nothing outside a SLURM job."""
+    """Asks SLURM to requeue this job, and returns the result as text; empty outside a SLURM job."""
     variables = os.environ
     job = variables.get("SLURM_JOB_ID")
     if job is None:

@@ -1,4 +1,4 @@
-"""How further processes are started: by running the script again, by fork, or by spawn."""
+"""Chooses how further processes are started: by running the script again, by fork, or by spawn."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ StartMethod = Literal["script", "spawn", "fork"]
 
 _METHODS: dict[str, StartMethod] = {"script": "script", "spawn": "spawn", "fork": "fork"}
 
-# Scripts change directory, as a rule after their imports; a relative path in their command line means the first one.
+# The directory at import: scripts usually change it later, and relative paths in their command line refer to this one.
 _STARTED_IN = Path.cwd()
 
 
 def choose_start_method(requested: str | None = None) -> StartMethod:
-    """Returns how to start the other processes: as ``Trainer(start_method=)`` asks, or what fits (None, "auto").
+    """Returns how to start the other processes: as ``Trainer(start_method=)`` asks, or a suitable method (None, "auto").
 
-    "script" runs the script again; "fork" is for notebooks and pytest (nothing there could be run again); "spawn" for
+    "script" runs the script again; "fork" is for notebooks and pytest (which cannot be run again); "spawn" is for
     ``python -c``, stdin and an interactive interpreter.
     """
     if requested is None or requested == "auto":
@@ -44,7 +44,7 @@ def choose_start_method(requested: str | None = None) -> StartMethod:
 
 
 def check_fork() -> None:
-    """Raises :class:`ConfigError` where a forked process could not work."""
+    """Raises :class:`ConfigError` if CUDA is initialised: a forked process could not use it."""
     if torch.cuda.is_initialized():
         raise ConfigError(
             "processes cannot be forked once CUDA is initialised here, because they could not use it; in a notebook: "
@@ -54,7 +54,7 @@ def check_fork() -> None:
 
 
 def script_can_rerun() -> bool:
-    """Whether this process runs a script, module or console command that can be started again by its command line."""
+    """Returns whether this process runs a script, module or console command that can be started again by its command line."""
     file = getattr(sys.modules.get("__main__"), "__file__", None) or "<nothing>"
     from_a_file = not file.startswith("<") and sys.argv[0] not in ("", "-", "-c")
     is_child = multiprocessing.parent_process() is not None
@@ -62,26 +62,26 @@ def script_can_rerun() -> bool:
 
 
 def in_call() -> bool:
-    """Whether this is a worker that a call forked or spawned, which gets the result."""
+    """Returns whether this is a worker that a call forked or spawned; that call returns the result."""
     return os.environ.get(STARTED_BY) in ("fork", "spawn")
 
 
 def interactive() -> bool:
-    """Whether someone waits at a prompt, a test or a caller for what this process computes, so that it should not exit."""
+    """Returns whether a prompt, a test or a caller waits for this process's result; such a process should not exit."""
     return in_call() or hasattr(sys, "ps1") or bool(sys.flags.interactive) or _in_notebook() or _under_pytest()
 
 
 def rerun_command() -> tuple[list[str], Path]:
-    """Returns the command line of this process word by word (interpreter flags, ``-m``, arguments), and its directory."""
+    """Returns the command line of this process as a list (interpreter flags, ``-m``, arguments), and its start directory."""
     return [sys.executable, *sys.orig_argv[1:]], _STARTED_IN
 
 
 def _in_notebook() -> bool:
-    """Whether an IPython kernel or shell runs this; asks only packages that are already imported."""
+    """Returns whether an IPython kernel or shell runs this; imports nothing to find out."""
     package = sys.modules.get("IPython")
     return package is not None and package.get_ipython() is not None
 
 
 def _under_pytest() -> bool:
-    """Whether pytest runs this; scripts that a test starts inherit the variable, but not the module."""
+    """Returns whether pytest runs this; scripts that a test starts inherit the variable, but not the module."""
     return "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules

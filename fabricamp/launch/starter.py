@@ -1,4 +1,4 @@
-"""What a worker knows of the process that started it, and how it ends with it."""
+"""What a worker knows about its starter, the process that started it; ends the worker together with it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import signal
 import sys
 
 STARTED_BY = "FABRICAMP_STARTED_BY"
-"""Set in workers that fabricamp started itself, to the start method."""
+"""Variable with the start method, set in workers that fabricamp started itself."""
 
 STARTER = "FABRICAMP_STARTER"
-"""The process id of their starter."""
+"""Variable with the process id of the starter."""
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
 def end_with_starter() -> None:
-    """Makes the system kill this worker when its starter is killed, where it can: nobody would be left to end it."""
+    """Makes Linux kill this worker when its starter dies, because nobody else would end it; does nothing on other systems."""
     if not sys.platform.startswith("linux") or STARTER not in os.environ:
         return
     if os.getppid() == int(os.environ[STARTER]):

@@ -1,1 +1,1 @@
-"""Lightning's objects in fabricamp's Trainer, and ``python -m fabricamp.lightning script.py``.  It never imports Lightning."""
+"""Runs Lightning's objects in fabricamp's Trainer, and ``python -m fabricamp.lightning script.py``.  Never imports Lightning."""

@@ -1,4 +1,4 @@
-"""Runs a script of Lightning's as it is: ``python -m fabricamp.lightning train.py --args``, or under torchrun with ``-m``."""
+"""Runs an unchanged Lightning script: ``python -m fabricamp.lightning train.py --args``, or under torchrun with ``-m``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ whether Lightning is installed or not."""
 
 
 def main() -> None:
-    """Runs what the command line names as ``__main__``, as Python itself would."""
+    """Runs the script or module of the command line as ``__main__``, as Python does."""
     script.run_as_main(sys.argv[1:], "fabricamp.lightning", _WHAT, _prepare)
 
 

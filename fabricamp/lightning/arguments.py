@@ -1,4 +1,4 @@
-"""The arguments that an object of Lightning's own classes was made with, read from what it keeps."""
+"""Reads the constructor arguments of an object of Lightning's classes from its attributes."""
 
 from __future__ import annotations
 
@@ -62,13 +62,16 @@ KNOWN: Final = {
         "add_file_policy", "kwargs",
     ),
 }  # fmt: skip
-"""Arguments by classes of Lightning's that there is one of ours for.  The objects keep them under these names, or behind a dash."""
+"""The constructor arguments of Lightning's classes that fabricamp has a class for.
+
+Objects keep an argument as an attribute of this name, with or without a leading underscore.
+"""
 
 _CADENCES: Final = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 
 
 def arguments_of(value: Any, name: str, ours: type) -> dict[str, Any] | None:
-    """Returns the arguments of ``value``, but for those that are defaults of ``ours``; None where it keeps them elsewhere."""
+    """Returns the arguments of ``value`` that differ from the defaults of ``ours``; None if one is not among its attributes."""
     kept = {"_save_dir": vars(value).get("_root_dir"), **vars(value)}
     if name in _ELSEWHERE:
         kept |= _ELSEWHERE[name](kept)
@@ -76,38 +79,38 @@ def arguments_of(value: Any, name: str, ours: type) -> dict[str, Any] | None:
     for argument in KNOWN[name]:
         place = f"_{argument}" if f"_{argument}" in kept else argument
         if place not in kept:
-            return None  # of another release
+            return None  # an object of another Lightning release
         found[argument] = kept[place]
     found.update(found.pop("kwargs", {}))
-    if "min_delta" in found:  # kept with the sign of its mode
+    if "min_delta" in found:  # Lightning stores it with the sign of the mode
         found["min_delta"] = abs(found["min_delta"])
-    if found.get("name") == "":  # no folder of that name
+    if found.get("name") == "":  # Lightning's form of no name folder
         found["name"] = None
-    if any(found.get(cadence) for cadence in _CADENCES):  # the others are kept as 0
+    if any(found.get(cadence) for cadence in _CADENCES):  # Lightning stores 0 for the others
         found.update({cadence: None for cadence in _CADENCES if not found[cadence]})
     defaults = inspect.signature(ours).parameters
     return {key: one for key, one in found.items() if key not in defaults or one != defaults[key].default}
 
 
 def _of_comet(kept: dict[str, Any]) -> dict[str, Any]:
-    """The project; the experiment is there by now, so whether it was to be made is over."""
+    """Returns the project, and no mode: the mode says whether to create the experiment, which exists already."""
     return {"_project": kept["_project_name"], "_mode": None}
 
 
 def _of_ema(kept: dict[str, Any]) -> dict[str, Any]:
-    """The decay, which is kept in torch's function alone."""
+    """Returns the decay, which only the closure of torch's averaging function holds."""
     cells = inspect.getclosurevars(inspect.unwrap(kept["_kwargs"]["avg_fn"])).nonlocals
     return {"decay": cells["decay"]} if "decay" in cells else {}
 
 
 def _of_swa(kept: dict[str, Any]) -> dict[str, Any]:
-    """None in the place of Lightning's own mean."""
+    """Returns the averaging function, or None for Lightning's own."""
     function = kept["_avg_fn"]
     return {"_avg_fn": None if function.__module__.endswith("callbacks.stochastic_weight_avg") else function}
 
 
 def _of_timer(kept: dict[str, Any]) -> dict[str, Any]:
-    """Its duration, which is kept in seconds, and its interval, which may be a member of Lightning's enum."""
+    """Returns the duration as a timedelta (Lightning stores seconds) and the interval as a string (it may be Lightning's enum)."""
     seconds, interval = kept["_duration"], kept["_interval"]
     return {
         "_duration": None if seconds is None else timedelta(seconds=seconds),
@@ -120,7 +123,7 @@ def _of_mlflow(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_wandb(kept: dict[str, Any]) -> dict[str, Any]:
-    """What goes to ``wandb.init``; "resume" is ours as it is theirs."""
+    """Returns the arguments taken out of those for ``wandb.init``; resume="allow" is left out, as both loggers set it."""
     options = dict(kept["_wandb_init"])
     own = {"_save_dir": options.pop("dir"), "anonymous": options.pop("anonymous") is not None or None}
     own |= {f"_{name}": options.pop(name) for name in ("name", "id", "project")}

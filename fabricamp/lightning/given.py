@@ -1,4 +1,4 @@
-"""Objects of Lightning's own classes: those that a class of ours can stand for, by its name and arguments."""
+"""Replaces callbacks, loggers and loaders of Lightning's classes by fabricamp's of the same name and arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AS_THEY_ARE: Final = {
     ("callbacks.lambda_function", "LambdaCallback"),
     ("callbacks.prediction_writer", "BasePredictionWriter"),
 }
-"""Classes whose own methods ask only for what our Trainer has; users' subclasses of them run."""
+"""Lightning classes that work with fabricamp's Trainer as they are; users' subclasses of them run."""
 
 _ANSWERS: Final = {
     "callbacks.BaseFinetuning": {"freeze_before_training", "finetune_function"},
@@ -30,7 +30,7 @@ _ANSWERS: Final = {
     "callbacks.TQDMProgressBar": {"get_metrics"},
     "callbacks.WeightAveraging": {"should_update"},
 }
-"""What ours asks, and a user's subclass of Lightning's may answer."""
+"""Methods that fabricamp's class calls, and that a user's subclass of Lightning's class may override."""
 
 _FINDINGS: Final = {
     "callbacks.BatchSizeFinder": ("optimal_batch_size",),
@@ -47,19 +47,20 @@ _FINDINGS: Final = {
     "loggers.TensorBoardLogger": ("_version",),
     "loggers.WandbLogger": ("_experiment", "_id"),
 }  # fmt: skip
-"""What scripts read of the object that they gave, once the run is over."""
+"""Attributes that scripts read from the Lightning object after the run."""
 
 _FINDERS: Final = ("callbacks.BatchSizeFinder", "callbacks.LearningRateFinder")
 
 _GIVEN: Final[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
-"""Lightning's objects by those of ours that stand for them: not an attribute, for copies and pickles have nothing of it."""
+"""Maps fabricamp's objects to the Lightning objects that they replace; not an attribute, so that copies and pickles lack it."""
 _LINE: Final = "_line_on_lightnings"
 
 
 def adopted(value: Any) -> Any:
-    """Returns ours of the same name and arguments in the place of a callback or logger of Lightning's own.
+    """Returns fabricamp's callback or logger of the same name and arguments for one of Lightning's.
 
-    A user's subclass of one becomes ours where ours asks all that it overrides.  Everything else is returned as it is.
+    A user's subclass is replaced too, if fabricamp's class calls every method that the subclass overrides.  Any other value is
+    returned as it is.
     """
     users: Any = type(value)
     base = own_class(value)
@@ -78,34 +79,37 @@ def adopted(value: Any) -> Any:
     hidden = module == "loggers"  # an address may hold a password
     shown = ", ".join(f"{key}=..." if hidden else f"{key}={one!r}" for key, one in arguments.items())
     whose = f"Lightning's {known}" if users is base else f"{users.__name__}, of Lightning's {known},"
-    asked = f" and is asked for {', '.join(answers)}" if answers else ""
-    told = "; the object that was given is told its results where the run ends" if name in _FINDINGS else ""
-    vars(ours)[_LINE] = f"{whose} runs as fabricamp.{name}({shown}), which stands in trainer.{module}{asked}{told}"
+    asked = f", which calls its {', '.join(answers)}" if answers else ""
+    told = "; the given object gets the results at the end of the run" if name in _FINDINGS else ""
+    vars(ours)[_LINE] = f"{whose} runs as fabricamp.{name}({shown}) in trainer.{module}{asked}{told}"
     return ours
 
 
 def lines_of(parts: Iterable[object]) -> list[str]:
-    """Returns, once each, what is to be said of callbacks and loggers that stand for Lightning's."""
+    """Returns the messages about callbacks and loggers that replace Lightning's; each message only once."""
     return [vars(one).pop(_LINE) for one in parts if _LINE in vars(one)]
 
 
 def hand_back(parts: Iterable[object]) -> None:
-    """Writes what callbacks and loggers have found into the objects of Lightning's that they stand for."""
-    there = {id(one) for one in parts}  # what a user wrote may have no hash
+    """Writes the results of callbacks and loggers into the Lightning objects that they replace."""
+    there = {id(one) for one in parts}  # by id, because users' objects may be unhashable
     for ours, given in [*_GIVEN.items()]:
         for name in _FINDINGS.get(_name_of(own_class(given)) or "", ()) if id(ours) in there else ():
             vars(given)[name] = getattr(ours, name)
 
 
 def _name_of(base: type | None) -> str | None:
-    """Which of :data:`KNOWN` a class of Lightning's is."""
+    """Returns the key in :data:`KNOWN` of a class of Lightning, or None."""
     place = None if base is None else place_of(base)
     name = "" if place is None else f"{place[0].partition('.')[0]}.{place[1]}"
     return name if name in KNOWN else None
 
 
 def _answers(value: Any, base: type, kind: type, name: str) -> list[str] | None:
-    """What a user's subclass overrides: answers, and hooks that stand empty there and here; None where it overrides more."""
+    """Returns the methods that a user's subclass overrides, or None if one of them cannot be forwarded.
+
+    A method can be forwarded if ``_ANSWERS`` has it, or if it is a hook that is empty in Lightning's class and in fabricamp's.
+    """
     classes = type(value).__mro__
     own = {one for part in classes[: classes.index(base)] for one in vars(part) if hasattr(base, one)}
     found = sorted(one for one in own if not one.startswith("__") and one != "_abc_impl")
@@ -118,7 +122,7 @@ def _answers(value: Any, base: type, kind: type, name: str) -> list[str] | None:
 
 
 def _answer(given: Any, kind: type, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a user's method; the helpers that it inherits of Lightning are ours meanwhile, which know master parameters."""
+    """Calls a user's method; meanwhile its inherited helpers are fabricamp's, which handle master parameters."""
     with _helped(given, kind):
         return getattr(given, name)(*args, **kwargs)
 
@@ -138,7 +142,10 @@ def _helped(given: Any, kind: type) -> Iterator[None]:
 
 @functools.cache
 def _named_as(given: Any, kind: Any) -> Any:
-    """A class of ours by the name of a user's: states in checkpoints have it, and a module's callback replaces its like."""
+    """Returns a subclass of fabricamp's ``kind`` with the name of the user's class ``given``.
+
+    Checkpoints store callback states under the class name, and a module's callback replaces the Trainer's of the same class.
+    """
     return type(
         given.__name__,
         (kind,),
@@ -155,25 +162,25 @@ def _blank(given: Any, kind: Any) -> Any:
 
 
 def searches_alone(callback: object) -> bool:
-    """Whether Lightning's Tuner put it into the Trainer, for a search that nothing follows."""
+    """Returns whether Lightning's Tuner added ``callback`` to the Trainer for a search without a fit after it."""
     return _name_of(own_class(callback)) in _FINDERS and bool(vars(callback).get("_early_exit"))
 
 
 def own_loader(value: Any) -> Any:
-    """Returns our CombinedLoader in the place of Lightning's; any other loader as it is."""
+    """Returns fabricamp's CombinedLoader for one of Lightning's; any other loader as it is."""
     if place_of(type(value)) != ("utilities.combined_loader", "CombinedLoader"):
         return value
     return CombinedLoader(value.iterables, vars(value)["_mode"])
 
 
 def runs_as_it_is(callback: object) -> bool:
-    """Whether it is a callback that a user wrote on a base of Lightning's which needs nothing else of Lightning."""
+    """Returns whether ``callback`` is a user's callback on a Lightning base class that needs nothing else of Lightning."""
     kind = own_class(callback)
     return kind is not None and place_of(kind) in _AS_THEY_ARE
 
 
 def writes_predictions(callback: object) -> bool:
-    """Whether it derives from Lightning's BasePredictionWriter."""
+    """Returns whether ``callback`` derives from Lightning's BasePredictionWriter."""
     return any(
         place_of(one) == ("callbacks.prediction_writer", "BasePredictionWriter") for one in type(callback).__mro__
     )

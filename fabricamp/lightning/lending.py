@@ -1,4 +1,4 @@
-"""What an object of Lightning's is lent for a run, so that its own methods work: a face of the Trainer, and ``log``."""
+"""Temporary attributes of Lightning's objects during a run, so that their own methods work: a Trainer proxy, and ``log``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 _METHODS = ("log", "log_dict", "print", "toggle_optimizer", "untoggle_optimizer")
-"""Ours in the place of Lightning's: what these need is not what a Trainer of ours has."""
+"""Methods replaced by TrainingModule's, because Lightning's need attributes that fabricamp's Trainer does not have."""
 
 _LOGS = ("log", "log_dict")
-"""The module's methods that callbacks have in a run, where they have none of these names themselves."""
+"""The module's methods attached to callbacks during a run, unless a callback has a method of this name."""
 
 _HOOKS = {
     Scope.TRAIN_EPOCH: "on_train_epoch_end",
@@ -38,7 +38,7 @@ _HOOKS = {
 
 
 def attach(module: Any, source: GivenData, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> Attachment:
-    """Ties module, data and callbacks to a run; what Lightning's objects and callbacks are lent goes back by :func:`detach`."""
+    """Attaches module, data and callbacks to a run; :func:`detach` removes the temporary attributes again."""
     if source.datamodule is not None:
         source.datamodule.trainer = trainer
     attachment = _tied(module, trainer, metrics, fits=fits)
@@ -50,7 +50,7 @@ def attach(module: Any, source: GivenData, trainer: Trainer, metrics: Metrics | 
 
 
 def callbacks_of(module: Any, trainer: Trainer) -> list[Callback]:
-    """Returns what ``configure_callbacks`` does, in which ``self.trainer`` is the Trainer already."""
+    """Returns the callbacks of ``configure_callbacks``, called with ``self.trainer`` set."""
     attachment = _tied(module, trainer, None, fits=False)
     try:
         found = module.configure_callbacks()
@@ -66,8 +66,8 @@ def _tied(module: Any, trainer: Trainer, metrics: Metrics | None, *, fits: bool)
 
 
 def detach(attachment: Attachment, source: GivenData) -> None:
-    """Takes back what Lightning's objects were lent, however the run ended; modules of ours stay attached."""
-    while attachment.toggled:  # by a step that raised
+    """Removes the temporary attributes from Lightning's objects, however the run ended; fabricamp's modules stay attached."""
+    while attachment.toggled:  # left by a step that raised
         attachment.toggled.pop().requires_grad_(True)
     attachment.release()
     if derives_from(source.datamodule, DATA):
@@ -75,7 +75,7 @@ def detach(attachment: Attachment, source: GivenData) -> None:
 
 
 class Loan(Attachment):
-    """An attachment that knows what was lent, and to which modules: LightningModules within the module log, too."""
+    """An attachment that records the temporary attributes of every LightningModule in the module, so that inner ones log too."""
 
     __slots__ = ("_borrowers",)
 
@@ -87,11 +87,11 @@ class Loan(Attachment):
             if lightnings_base(type(one)) is not None:
                 lent = self._lent(one) | {"_trainer": _trainer_face(trainer, one, self)}
                 self._borrowers.append((one, lent, {name: vars(one)[name] for name in lent if name in vars(one)}))
-                # Past nn.Module's own __setattr__: these are neither parameters nor submodules.
+                # Bypasses nn.Module.__setattr__: these are neither parameters nor submodules.
                 vars(one).update(lent)
 
     def _lent(self, module: Any) -> dict[str, Any]:
-        """Attributes of the object, where neither it nor its class has its own; the class stays as it is."""
+        """Returns the attributes to attach; a method only if neither the object nor its class overrides it."""
         base = lightnings_base(type(module))
         lent: dict[str, Any] = {
             name: MethodType(getattr(TrainingModule, name), module)
@@ -103,13 +103,13 @@ class Loan(Attachment):
         return lent
 
     def show_dtypes(self) -> None:
-        """Lightning's modules keep a dtype apart from their parameters, which we convert past ``to``."""
+        """Updates the separate dtype of LightningModules: the precision converts parameters without calling ``to``."""
         for one, *_ in self._borrowers:
             if any(parameter.is_floating_point() for parameter in one.parameters()):
                 vars(one)["_dtype"] = TrainingModule.dtype.fget(one)  # type: ignore[attr-defined]  # a property's
 
     def release(self) -> None:
-        """Takes back what was lent; a second time changes nothing."""
+        """Removes the temporary attributes; a second call has no effect."""
         super().release()
         self.show_dtypes()
         for one, lent, before in self._borrowers:
@@ -125,7 +125,7 @@ def _call_hook(module: Any, name: str, *args: Any) -> Any:
 
 
 def _state_without(module: Any, lent: frozenset[str]) -> Any:
-    """What a copy or a pickle of the module gets: all but what was lent."""
+    """Returns the state for a copy or pickle of the module, without the temporary attributes."""
     kind: Any = type(module)
     state = kind.__getstate__(module)
     if not isinstance(state, dict):
@@ -134,7 +134,7 @@ def _state_without(module: Any, lent: frozenset[str]) -> Any:
 
 
 class _Face:
-    """A part of ours, beside which, or in the place of which, there is what LightningModule's own methods reach for."""
+    """A proxy of a fabricamp object, with attributes added or replaced for LightningModule's own methods."""
 
     def __init__(self, ours: object, **beside: Any) -> None:
         vars(self).update(_ours=ours, **beside)
@@ -152,14 +152,14 @@ class _Face:
 class _TrainerFace(_Face):
     @property
     def _results(self) -> Any:
-        """Where ``super().log`` of a module that overrides ``log`` arrives; it asks for the hook's name next."""
+        """The object that ``super().log`` calls in a module that overrides ``log``; sets the hook's name, which it reads next."""
         module, trainer = vars(self)["_module"], vars(self)["_ours"]
         vars(module)["_current_fx_name"] = _HOOKS.get(trainer.state.scope, "training_step")
         return SimpleNamespace(log=partial(_log, module))
 
     @property
     def gradient_clip_algorithm(self) -> Any:
-        """None without clipping by the Trainer, as there."""
+        """The Trainer's clipping algorithm; None without clipping by the Trainer, as in Lightning."""
         trainer = vars(self)["_ours"]
         return trainer.gradient_clip_algorithm if trainer.gradient_clip_val else None
 
@@ -167,7 +167,7 @@ class _TrainerFace(_Face):
 class _StrategyFace(_Face):
     @property
     def _lightning_optimizers(self) -> Any:
-        """What ``self.optimizers()`` returns: it knows a single one by its class alone."""
+        """The optimizers that ``self.optimizers()`` returns: a single one without a list, as that method recognises it by class."""
         optimizers = vars(self)["_attachment"].optimizers
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
@@ -190,7 +190,7 @@ def _trainer_face(trainer: Trainer, module: Any, attachment: Attachment) -> _Fac
 
 
 def _log(module: Any, _: str, name: str, value: Any, **options: Any) -> None:
-    """Keeps what Lightning's ``log`` hands over, behind the hook's name."""
+    """Logs the value that Lightning's ``log`` passes on; the hook's name comes first and is ignored."""
     TrainingModule.log(module, name, value, **{key: one for key, one in options.items() if key != "sync_dist_fn"})
 
 
@@ -203,7 +203,7 @@ def _clip(module: Any, optimizer: Any, value: float = 0.0, algorithm: Any = "nor
 
 
 def _all_gather(trainer: Trainer, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-    """Lightning's: in one process the tensor as it is."""
+    """Returns the tensors of all ranks, stacked; with one process the tensor as it is, as in Lightning."""
     if trainer.world_size == 1:
         return tensor
     if sync_grads or group not in (None, torch.distributed.group.WORLD):

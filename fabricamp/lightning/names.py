@@ -1,4 +1,4 @@
-"""An import hook: ``import lightning.pytorch as pl`` finds fabricamp, in this process and in those that it spawns."""
+"""An import hook: ``import lightning.pytorch as pl`` finds fabricamp, in this process and in processes spawned from it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 PATH: Final = str(Path(__file__).parent / "_path")
-"""A folder with modules of Lightning's names: a spawned process gets this one's ``sys.path``, and finds the hook by it."""
+"""A folder with modules of Lightning's names: a spawned process inherits ``sys.path``, and finds the hook through this folder."""
 
 
 class _Loader:
-    """Puts fabricamp's module into ``sys.modules`` under Lightning's name; without a home it is the package around them."""
+    """Puts fabricamp's module ``home`` into ``sys.modules`` under Lightning's name; None is for the package ``lightning``."""
 
     def __init__(self, home: str | None) -> None:
         self._home = home
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Python's own kind of module."""
+        """Returns None, so that Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replaces the new module: what is in ``sys.modules`` behind this is what is imported."""
+        """Replaces the new module in ``sys.modules``: the import returns the module that is there afterwards."""
         if self._home is not None:
             sys.modules[module.__name__] = importlib.import_module(self._home)
             return
@@ -39,24 +39,24 @@ class _Loader:
 
 
 def _of_package(name: str) -> Any:
-    """What ``import lightning as L`` offers: all that ``lightning.pytorch`` does, and that itself."""
+    """Returns an attribute of the package ``lightning``: ``pytorch``, or any attribute of ``lightning.pytorch``."""
     if name == "pytorch":
         return importlib.import_module("lightning.pytorch")
     return getattr(importlib.import_module("fabricamp"), name)
 
 
 class Names:
-    """Stands first on ``sys.meta_path``."""
+    """The first finder on ``sys.meta_path``."""
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        """Finds fabricamp's module of Lightning's name; raises as the import of fabricamp's own would where there is none."""
+        """Returns the spec of fabricamp's module for a Lightning name; raises the error of fabricamp's import if there is none."""
         package, *parts = name.split(".")
         if package not in PACKAGES:
             return None
         if name == "lightning":
             return ModuleSpec(name, _Loader(None), is_package=True)  # type: ignore[arg-type]  # a loader by its methods
-        asked = sys._getframe(2).f_globals.get("__name__") == "importlib.util"  # only whether there is such a module
+        asked = sys._getframe(2).f_globals.get("__name__") == "importlib.util"  # asks only whether the module exists
         if package == "lightning" and parts.pop(0) != "pytorch":
             words = words_for(name.split(".")[1])
             if words is not None and not asked:
@@ -69,7 +69,7 @@ class Names:
 
 
 def install() -> None:
-    """Lets the imports that follow find fabricamp by Lightning's names; raises ConfigError where Lightning is imported already."""
+    """Makes later imports of Lightning's names find fabricamp; raises ConfigError if Lightning is imported already."""
     if Names in sys.meta_path:
         return
     for package in PACKAGES:
@@ -82,7 +82,7 @@ def install() -> None:
 
 
 def take_over(name: str) -> None:
-    """Puts fabricamp's in the place of a module of :data:`PATH` that is being imported; by another path nothing asks for that."""
+    """Replaces a module of :data:`PATH` by fabricamp's while it is imported; does nothing if it is imported under another name."""
     if name not in PACKAGES:
         return
     install()

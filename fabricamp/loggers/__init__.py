@@ -1,4 +1,4 @@
-"""Loggers: one file each; what they need is imported when they first write."""
+"""Loggers: one file each; the packages they need are imported when they first write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a file: a thread of its own appends it, so that no step waits for a disk that is slow, full or gone."""
+"""Queues records for a file: a separate thread appends them, so no step waits for a disk that is slow, full or gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 class Record(NamedTuple):
-    """What stands for one step in a file, and how much of what may wait in memory it is."""
+    """The content of one step in a file; ``weight`` counts towards the limit of records that wait in memory."""
 
     step: int
     content: Any
@@ -32,16 +32,16 @@ class _Loss(NamedTuple):
 
 
 class Backlog(Generic[Place]):
-    """Records on their way to a file, which a thread appends them to when it is asked to.
+    """A queue of records for a file; a thread appends them when asked to.
 
-    ``look`` is called by the thread and returns the place where the file ends; ``append``, with what all waiting records hold,
-    the place behind them.  After an ``OSError`` they wait for the next attempt; no more wait than weigh ``most``, the newest.  Any
-    other error is a mistake: the records are dropped, and :meth:`report` raises it.  All that touches the files goes through the
-    thread, in order.
+    The thread calls ``look``, which returns the end position of the file, and ``append``, which takes the contents of all waiting
+    records and returns the new end position.  After an ``OSError`` the records wait for the next attempt; only the newest wait, up
+    to a total weight of ``most``.  Any other error is a bug: the records are dropped, and :meth:`report` raises the error.  Only
+    the thread touches the files, in order.
     """
 
     SECONDS = 30.0
-    """How long the end of a run, and who asks for what is in a file, wait for the disk."""
+    """How long the end of a run, and a read of the file's position, wait for the disk."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Backlog(Generic[Place]):
         self.process = os.getpid()
         self._look, self._append, self._most, self._folder = look, append, most, folder
         self._lock = threading.Lock()
-        self._touching = threading.Lock()  # a thread that was given up may still be at it
+        self._touching = threading.Lock()  # an abandoned thread may still use the files
         self._generation = 0
         self._clear()
         for record in records:
@@ -65,14 +65,14 @@ class Backlog(Generic[Place]):
         self._outbox: Outbox[Call] = Outbox(partial(self._send, self._generation), most_at_once=1)
         self._place: Place | None = None
         self._records: list[Record] = []
-        self._weight = self._asked = self._busy = 0  # of the records, how many are to be written, and are being written
+        self._weight = self._asked = self._busy = 0  # numbers of records requested to be written, and being written
         self._requested = False
         self._losses: list[_Loss] = []
 
-    # -- of the thread that trains -----------------------------------------------------------------------------------------------
+    # -- called by the training thread -------------------------------------------------------------------------------------------
 
     def add(self, record: Record) -> int:
-        """Keeps it in memory, and returns how many wait there that nobody writes."""
+        """Keeps ``record`` in memory; returns the number of waiting records that are not being written."""
         with self._lock:
             self._records.append(record)
             self._weight += record.weight
@@ -81,7 +81,7 @@ class Backlog(Generic[Place]):
             return len(self._records) - self._busy
 
     def write_soon(self) -> None:
-        """Lets the thread append what waits, and returns at once."""
+        """Asks the thread to append the waiting records; returns at once."""
         with self._lock:
             self._asked = len(self._records)
             if self._requested or not self._records:
@@ -90,22 +90,22 @@ class Backlog(Generic[Place]):
         self.do(self._write)
 
     def do(self, call: Callable[[], object]) -> None:
-        """Lets the thread call it."""
+        """Asks the thread to call ``call``; returns at once."""
         self._outbox.put(Call(lambda _: call()))
 
     def ask(self, call: Callable[[], Answer], *, patient: bool = False) -> Answer:
-        """Returns the answer of ``call`` in the thread, or raises its error; :meth:`wait` says how long it waits."""
+        """Returns the result of ``call`` in the thread, or raises its error; waits like :meth:`wait`."""
         answer: Future[Answer] = Future()
         self.do(partial(settle, answer, call))
         self.wait(patient=patient)
         return answer.result(0)
 
     def find(self, look: Callable[[], Place], *, patient: bool = False) -> None:
-        """Takes the answer of ``look`` in the thread for the place where the file ends."""
+        """Calls ``look`` in the thread and stores its result as the end position of the file."""
         self.ask(lambda: self._publish(look()), patient=patient)
 
     def state(self) -> tuple[Place, list[Any]]:
-        """Where the file ends, and what is still to stand behind that."""
+        """Returns the end position of the file, and the contents that are still to be appended."""
         if self._place is None:
             try:
                 self.find(self._look)
@@ -117,14 +117,14 @@ class Backlog(Generic[Place]):
             return self._place, [one.content for one in self._records]
 
     def wait(self, *, patient: bool = False) -> None:
-        """Returns once the thread has done what it was given so far; ``TimeoutError`` after 30 seconds, if not ``patient``."""
+        """Returns once the thread has done all requests so far; raises ``TimeoutError`` after 30 seconds unless ``patient``."""
         if not self._outbox.wait(None if patient else self.SECONDS):
             raise TimeoutError(
                 errno.ETIMEDOUT, f"the disk has not answered within {self.SECONDS:g} s", str(self._folder())
             )
 
     def report(self, trouble: Trouble) -> None:
-        """Tells ``trouble`` what failed since the last call, and raises what was a mistake."""
+        """Reports the failures since the last call to ``trouble``; raises an error that is no ``OSError``."""
         with self._lock:
             losses, self._losses = self._losses, []
         for reason, rows, steps in losses:
@@ -137,7 +137,7 @@ class Backlog(Generic[Place]):
             trouble.tell(failure.reason)
 
     def close(self, trouble: Trouble) -> None:
-        """Writes what waits, for which it takes no more than 30 seconds; the rest is lost.  It may be used again."""
+        """Writes the waiting records, for up to 30 seconds; the rest is lost.  The backlog may be used again."""
         self.write_soon()
         self._outbox.close(self.SECONDS)
         with self._lock:
@@ -150,13 +150,13 @@ class Backlog(Generic[Place]):
                 self._clear()
 
     def left_behind(self) -> list[Record]:
-        """What another process has to write: this one, which began it or which it was forked of, was not asked to."""
+        """Returns the records that the thread was not asked to write; a forked or unpickled copy has to write them."""
         return self._records[self._asked :]
 
-    # -- of both -----------------------------------------------------------------------------------------------------------------
+    # -- called by both threads --------------------------------------------------------------------------------------------------
 
     def lose(self, reason: str, rows: int, steps: Sequence[int]) -> None:
-        """Notes that so many rows, of these steps, are gone from the disk."""
+        """Records that ``rows`` rows of these steps are lost from the disk."""
         with self._lock:
             self._losses.append(_Loss(reason, rows, steps))
 
@@ -172,11 +172,11 @@ class Backlog(Generic[Place]):
             dropped.append(one.step)
         self._asked = max(self._asked - len(dropped), 0)
         if dropped:
-            # Where it does answer, it is told what.
+            # If the disk does answer, its own error is reported.
             reason = f"{self._folder()}: the disk does not answer" if self._busy else ""
             self._losses.append(_Loss(reason, len(dropped), dropped))
 
-    # -- of the thread -----------------------------------------------------------------------------------------------------------
+    # -- called by the writing thread --------------------------------------------------------------------------------------------
 
     def _send(self, generation: int, calls: Sequence[Call]) -> None:
         with self._touching:
@@ -190,7 +190,7 @@ class Backlog(Generic[Place]):
             self._busy = len(records)
         place, gone = None, len(records)
         try:
-            self._publish(self._look())  # a checkpoint asks for it, also while the disk hangs
+            self._publish(self._look())  # a checkpoint reads this position, even while the disk hangs
             place = self._append([one.content for one in records]) if records else None
         except OSError:
             gone = 0

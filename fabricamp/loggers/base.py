@@ -1,4 +1,4 @@
-"""The face of a logger."""
+"""The base class of loggers."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ if TYPE_CHECKING:
 
 
 class Logger(NamesKeywords):
-    """Takes the values of a flush; called on rank 0 only (:meth:`join` on every rank), never in the middle of a step.
+    """Logs the values of each flush; called on rank 0 only (:meth:`join` on every rank), never in the middle of a step.
 
-    An ``OSError`` (a full disk, a server that cannot be reached) out of any method costs the values, not the run: one warning
-    names it, and another one at the end says what was lost.  Other errors end training.
+    If a method raises ``OSError`` (a full disk, a server that cannot be reached), the values are lost and the run continues: one
+    warning names the error, and another one at the end reports what was lost.  Other errors end training.
     """
 
     private = False
-    """Whether the hyper-parameters are for the eyes of this user alone: files that show them are made with mode 0600."""
+    """Whether only this user may read the hyper-parameters: files that contain them are created with mode 0600."""
     name: str | None = None
     """The name of the run's experiment."""
     version: Any = None
     """The number or name of the run."""
     save_dir: str | None = None
-    """The folder that all runs are in, where the logger writes files."""
+    """The folder of all runs, if the logger writes files."""
 
     _prefix = ""
     _step = 0
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of this run, where the logger writes files."""
+        """The folder of this run, if the logger writes files."""
         return None
 
     def run_folders(self) -> list[Path]:
-        """The folders of this run and of those before it, newest first: ``ckpt_path="last"`` looks for checkpoints in them."""
+        """Returns the folders of this run and earlier runs, newest first; ``ckpt_path="last"`` searches them for checkpoints."""
         return [] if self.log_dir is None else [Path(self.log_dir)]
 
     def identity(self) -> Any:
-        """Identifies this run to every process (the number of its folder, its name on a server); chosen on the first call.
+        """Returns a value that identifies this run (its folder's number, its name on a server); chosen on the first call.
 
-        Asked for on rank 0 before anything else; a plain value, which :meth:`join` gets on every rank, and in the process that
-        started the ranks.  An error here ends the run before it begins, on every rank.
+        Called on rank 0 before any other method.  The value must be plain: :meth:`join` gets it on every rank, and in the process
+        that started the ranks.  An error here ends the run before it begins, on every rank.
         """
         return None
 
@@ -54,66 +54,66 @@ class Logger(NamesKeywords):
         """Joins this logger to rank 0's run, by rank 0's ``identity``."""
 
     def give_back(self) -> None:
-        """Releases what :meth:`identity` took, if nothing was logged: the run failed before it began."""
+        """Releases what :meth:`identity` reserved, if the run failed before it began and nothing was logged."""
 
     @property
     def trouble(self) -> Trouble:
-        """What could not be written in this run."""
+        """The errors and lost values of this run."""
         trouble: Trouble = self.__dict__.setdefault("_trouble", Trouble(type(self).__name__))
         return trouble
 
     def begin(self) -> None:
-        """Called once before the first step of a fit, on rank 0: for what may take long, such as a server's answer."""
+        """Called once before the first step of a fit, on rank 0, for slow work such as waiting for a server."""
 
     def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The values by their names here, behind the logger's ``prefix``."""
+        """Returns the values with the logger's ``prefix`` before their names."""
         return {f"{self._prefix}-{name}": value for name, value in metrics.items()} if self._prefix else dict(metrics)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Takes the values of one flush, ``epoch`` among them; ``step`` is the number of the step they belong to, from 0.
+        """Logs the values of one flush, including ``epoch``; ``step`` is the number of their step, from 0.
 
-        A run always says it; None, of a call by hand, stands for the step of the values before.
+        The Trainer always passes ``step``; None, in a manual call, means the step of the previous values.
         """
 
     def _at(self, step: int | None) -> int:
-        """The step, or that of the call before where none is given."""
+        """Returns ``step``, or the previous call's step for None."""
         if step is not None:
             self._step = step
         return self._step
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Takes the run's hyper-parameters once, before the first step."""
+        """Logs the run's hyper-parameters; called once, before the first step."""
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Takes the module to draw, before the first step of a fit; here nothing is drawn."""
+        """Draws the module, before the first step of a fit; does nothing here."""
 
     def log_histogram(
         self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
     ) -> None:
-        """Takes a histogram: counts of equal bins between two limits, sum and sum of squares of the values; here ignored."""
+        """Logs a histogram: counts of equal bins between two limits, sum and sum of squares of the values; ignored here."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Called on rank 0 when a ModelCheckpoint has written a file and its paths name it: to upload it, for instance."""
+        """Called on rank 0 after a ModelCheckpoint wrote a file and updated its paths; may upload the file, for instance."""
 
     def save(self) -> None:
-        """Writes what is still in memory."""
+        """Writes the values that are still in memory."""
 
     def barrier(self, step: int) -> None:
-        """Returns once everything given so far is on disk; only then does a checkpoint of ``step`` get its name.
+        """Returns once all values so far are on disk; only then does a checkpoint of ``step`` get its name.
 
-        Called from another thread than the methods above, and beside them: here it does nothing, so that a logger need not
-        know of threads.  A checkpoint waits for 30 seconds, then it is written without.
+        Called from another thread than the methods above, and concurrently.  Does nothing here, so a logger need not handle
+        threads.  A checkpoint waits for at most 30 seconds, then is written anyway.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the log stands, for a checkpoint: plain values."""
+        """Returns the position in the log, for a checkpoint, as plain values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Removes what was logged after that place, if ``state_dict`` is from this log."""
+        """Removes the values logged after that position, if ``state_dict`` is from this log."""
 
     def finalize(self, status: str) -> None:
         """Called once at the end of a run, before :meth:`close`; ``status`` is "success" or "failed"."""
 
     def close(self) -> None:
-        """Ends the logger after ``fit``; it may be used again by a later one."""
+        """Closes the logger after ``fit``; a later ``fit`` may use the logger again."""

@@ -1,4 +1,4 @@
-"""Writes what is logged to Comet."""
+"""Logs to Comet."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 __all__ = ["CometLogger"]
 
 LAST_SECONDS = 30.0
-"""How long the end of a fit waits for what is not sent yet."""
+"""How long the end of a fit waits for unsent values."""
 
 _OWN = ("api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix")
 _QUIET = {"auto_metric_logging": False, "auto_output_logging": False}
-"""The package's own looks into torch and at the output: each would cost steps, or take part in the progress bar."""
+"""Disables the package's own logging of torch metrics and of output: each would slow steps, or disturb the progress bar."""
 
 
 class CometLogger(Logger):
-    """Logs to an experiment of Comet, in a thread of its own: no step waits for the server.
+    """Logs to an experiment of Comet, from a background thread: no step waits for the server.
 
-    A server that cannot be reached costs the values, with a warning, but not the run.  ``online=False`` needs no server: it
-    leaves an archive for ``comet upload`` when the experiment ends.  A resumed run continues its experiment, unless
+    If the server cannot be reached, values are lost with a warning, and the run continues.  ``online=False`` needs no server: the
+    logger leaves an archive for ``comet upload`` when the experiment ends.  A resumed run continues its experiment, unless
     ``experiment_key`` is given; values after the checkpoint appear twice.  The experiment stays open after ``fit``, and ends with
     the process.  Needs ``pip install "fabricamp[comet]"``.
 
     Args:
-        api_key: the key; None is what the package finds in the environment or its configuration.
-        workspace: the workspace; None is the default one.
-        project: the project; None is Comet's default.
-        experiment_key: the experiment to continue, or to begin; None makes a new one.
-        mode: "get", "create" or "get_or_create", as ``comet_ml.start`` has it.
-        online: False writes an archive; None is what the package's configuration says.
-        prefix: stands before each metric's name.
+        api_key: the key; None uses the one in the environment or in the package's configuration.
+        workspace: the workspace; None uses the default one.
+        project: the project; None uses Comet's default.
+        experiment_key: the experiment to continue, or to create; None creates a new one.
+        mode: "get", "create" or "get_or_create", as in ``comet_ml.start``.
+        online: False writes an archive; None follows the package's configuration.
+        prefix: a text before each metric's name.
         **kwargs: options of ``comet_ml.ExperimentConfig``, such as ``name``, ``tags`` and ``offline_directory``.
 
     Raises:
@@ -96,42 +96,45 @@ class CometLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The package's experiment, for what has no method here; does nothing on ranks other than 0.  Opens it, and waits."""
+        """The package's experiment, for calls without a method here; does nothing on ranks other than 0.
+
+        The first use opens the experiment, and waits for that.
+        """
         return self._opened() if writes() else Silent()
 
     @property
     def version(self) -> str | None:
-        """The key of the experiment; None until a run or the first use decides it."""
+        """The key of the experiment; None until a run or the first use chooses one."""
         return self._experiment_key
 
     def identity(self) -> str:
-        """The experiment's key; it is not open yet, for a checkpoint may name another."""
+        """Returns the experiment's key; the experiment is opened later, because a checkpoint may name another."""
         self._experiment_key = self._experiment_key or _package().generate_guid()
         return self._experiment_key
 
     def join(self, identity: str) -> None:
-        """Takes rank 0's key."""
+        """Adopts rank 0's key."""
         self._experiment_key = identity
 
     def state_dict(self) -> dict[str, Any]:
-        """The experiment's key."""
+        """Returns the experiment's key."""
         return {"experiment_key": self._experiment_key}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on in that experiment, where no key was given and none is open yet."""
+        """Continues that experiment, if no key was given and no experiment is open yet."""
         key = state_dict.get("experiment_key")
         if key and not self._given and self._experiment is None:
             self._goes_on = True
             self._experiment_key = key
 
-    # -- what is logged ----------------------------------------------------------------------------------------------------------
+    # -- logging -----------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Lets the thread open the experiment."""
         self._put(Call(lambda _: None))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """A point for each metric, by step and epoch."""
+        """Logs a point for each metric, by step and epoch."""
         values = self._named({name: float(value) for name, value in metrics.items() if name != "epoch"})
         epoch = int(metrics["epoch"]) if "epoch" in metrics else None
         if values:
@@ -139,7 +142,10 @@ class CometLogger(Logger):
             self._put(Call(lambda experiment: experiment.log_metrics(values, step=step, epoch=epoch), step))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Nested ones as ``outer/inner``; none where the environment decides a number or a flag among them: others would see it."""
+        """Logs the hyper-parameters, nested ones as ``outer/inner``.
+
+        Logs none if a number or a flag among them comes from the environment, because others would see that value.
+        """
         if self.private:
             say_once(
                 "CometLogger sends no hyper-parameters: a number or a flag among them comes from the environment, and Comet shows "
@@ -150,19 +156,19 @@ class CometLogger(Logger):
         self._put(Call(lambda experiment: experiment.log_parameters(values)))
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """The module as it is printed."""
+        """Logs the module's printed form."""
         if not self._goes_on:
             text = str(model)
             self._put(Call(lambda experiment: experiment.set_model_graph(text)))
 
     def barrier(self, step: int) -> None:
-        """Returns once the package has everything that was given so far, on disk or on the server."""
+        """Returns once the package has stored all values so far, on disk or on the server."""
         self._outbox.wait()
         if self._experiment is not None:
             self._experiment.flush()
 
     def close(self) -> None:
-        """Waits up to 30 seconds for what is not sent; ends the experiment in a process that was started for this fit only."""
+        """Waits up to 30 seconds for unsent values; ends the experiment in a process that was started only for this fit."""
         self._outbox.close(LAST_SECONDS)
         self._outbox.report(self.trouble)
         if self._experiment is not None and multiprocessing.parent_process() is not None:
@@ -170,14 +176,14 @@ class CometLogger(Logger):
             self._experiment = None
         self._clear()
 
-    # -- the thread's side -------------------------------------------------------------------------------------------------------
+    # -- called by the thread ----------------------------------------------------------------------------------------------------
 
     def _opened(self) -> Any:
         with self._lock:
             if self._experiment is None:
                 start = self._starter()
                 experiment = start()
-                if experiment.disabled:  # Lightning's logger has opened it offline, and let it write nothing
+                if experiment.disabled:  # Lightning's logger opened it offline and disabled it
                     experiment.end()
                     experiment = start()
                 self._experiment = experiment
@@ -198,7 +204,7 @@ class CometLogger(Logger):
     def _put(self, item: Call) -> None:
         if not writes():
             return
-        if self._process != os.getpid():  # forked: neither the thread nor those of the experiment came along
+        if self._process != os.getpid():  # forked: neither this thread nor the experiment's exist here
             self._experiment = None
             self._clear()
         self._outbox.put(item)
@@ -208,7 +214,7 @@ class CometLogger(Logger):
         self._lock, self._outbox, self._process = threading.RLock(), Outbox(self._send), os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_outbox", "_process")  # one of each a process
+        own = ("_lock", "_outbox", "_process")  # one of each per process
         return {name: value for name, value in self.__dict__.items() if name not in own} | {"_experiment": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

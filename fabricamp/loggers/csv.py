@@ -1,4 +1,4 @@
-"""Writes what is logged to a CSV file."""
+"""Logs to a CSV file."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fabricamp.loggers.row_file import Content, RowFileLogger, Rows
 class CSVLogger(RowFileLogger):
     """Logs to ``save_dir/name/version_N/metrics.csv``: a row per call, a column per metric, ``step`` first.
 
-    Rows are written every ``flush_logs_every_n_steps`` steps, before a checkpoint gets its name, and at the end.  They are
-    appended to a file that exists (an explicit ``version``).  A resumed run removes the rows after its checkpoint.  A metric that
-    is new later gets a new last column.  Rows that the disk refuses wait in memory.
+    Rows are written every ``flush_logs_every_n_steps`` steps, before a checkpoint gets its name, and at the end.  Rows are
+    appended to an existing file (of an explicit ``version``).  A resumed run removes the rows after its checkpoint.  A metric that
+    first appears later gets a new last column.  Rows that the disk refuses wait in memory.
 
     Args:
         save_dir: the folder of all runs.
         name: the folder of this experiment's runs in it.
         version: the number or name of this run; None is the next free number.
-        prefix: stands before each metric's name.
-        flush_logs_every_n_steps: how many steps wait in memory.
+        prefix: a text before each metric's name.
+        flush_logs_every_n_steps: number of steps whose rows wait in memory.
 
     Example:
         >>> logger = CSVLogger("runs", name="digits", flush_logs_every_n_steps=500)
@@ -35,7 +35,7 @@ class CSVLogger(RowFileLogger):
     FILE = "metrics.csv"
 
     _columns: Sequence[str] = ()
-    """Those of the file, once somebody has looked into it."""
+    """The columns of the file, once the file was read."""
 
     def _read(self) -> tuple[Rows, int]:
         self._columns, rows = _read(self.metrics_file)
@@ -67,7 +67,7 @@ class CSVLogger(RowFileLogger):
         self._file.append(_text(wanted, rows))
 
     def _rewrite(self, columns: Sequence[str], rows: Rows) -> None:
-        """Puts a file with these columns and rows in the place of the one that is there."""
+        """Replaces the file by one with these columns and rows."""
         path = self.metrics_file
         new = GrowingFile(path.with_name(f".{path.name}.partial"))
         try:
@@ -80,7 +80,7 @@ class CSVLogger(RowFileLogger):
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Returns columns and rows of the file."""
+    """Returns the columns and rows of the file."""
     with path.open(newline="", encoding="utf-8") as text:
         reader = csv.DictReader(text)
         return list(reader.fieldnames or ()), list(reader)

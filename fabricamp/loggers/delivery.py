@@ -1,4 +1,4 @@
-"""The way to the loggers: one whose disk or server fails costs its values, not the run, and holds no checkpoint up for long."""
+"""Passes values to the loggers: if a logger's disk or server fails, only its values are lost, and checkpoints wait briefly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BARRIER_SECONDS = 30.0
 
 
 class Delivery:
-    """The loggers of one run; on ranks other than 0 there are none."""
+    """The loggers of one run; empty on ranks other than 0."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = list(loggers)
@@ -25,14 +25,14 @@ class Delivery:
         self._error: BaseException | None = None
 
     def begin(self, module: nn.Module) -> None:
-        """Lets every logger do before the first step what may take long, and draw the module."""
+        """Lets every logger do slow preparations and draw the module, before the first step."""
         for one in self._loggers:
             with one.trouble.guard():
                 one.begin()
                 one.log_graph(module)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Gives every logger these values."""
+        """Passes the values to every logger."""
         self._raise_error()
         for one in self._loggers:
             with one.trouble.guard(step):
@@ -41,25 +41,25 @@ class Delivery:
     def log_histogram(
         self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
     ) -> None:
-        """Gives every logger this histogram."""
+        """Passes the histogram to every logger."""
         for one in self._loggers:
             with one.trouble.guard():
                 one.log_histogram(name, counts, limits, sums, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Gives every logger the hyper-parameters."""
+        """Passes the hyper-parameters to every logger."""
         for one in self._loggers:
             with one.trouble.guard():
                 one.log_hyperparams(params)
 
     def after_save_checkpoint(self, checkpoint_callback: object) -> None:
-        """Lets every logger know that a ModelCheckpoint has a new file."""
+        """Notifies every logger of a ModelCheckpoint's new file."""
         for one in self._loggers:
             with one.trouble.guard():
                 one.after_save_checkpoint(checkpoint_callback)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Where each log stands."""
+        """Returns the position in each log."""
         states = []
         for one in self._loggers:
             state: dict[str, Any] = {}
@@ -69,7 +69,7 @@ class Delivery:
         return states
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Lets each logger go on where one of its kind stood; others begin as they are."""
+        """Resumes each logger from the saved state of a logger of its class; others keep their state."""
         left = list(states)
         for one in self._loggers:
             found = next((saved for saved in left if saved["logger"] == type(one).__qualname__), None)
@@ -80,7 +80,7 @@ class Delivery:
                 one.load_state_dict(found["state"])
 
     def barrier(self, step: int) -> None:
-        """Waits until the disk has what all loggers were given, from any thread; gives a logger up that fails or is slow."""
+        """Waits, in any thread, until all loggers' values are on disk; abandons a logger that fails or is slow."""
         started = {
             number: self._start(number, one, step)
             for number, one in enumerate(self._loggers)
@@ -96,7 +96,7 @@ class Delivery:
                 )
 
     def close(self, *, failed: bool) -> None:
-        """Ends every logger, and says what was lost; a run that failed before it began gives its folder back."""
+        """Closes every logger and reports lost values; if the run failed before it began, loggers release its folder."""
         for one in self._loggers:
             with one.trouble.guard():
                 one.save()
@@ -116,7 +116,7 @@ class Delivery:
             try:
                 with logger.trouble.guard():
                     logger.barrier(step)
-            except BaseException as error:  # noqa: BLE001 - raised by the thread that trains; the checkpoint is written first
+            except BaseException as error:  # noqa: BLE001 - raised by the training thread; the checkpoint is written first
                 self._error = error
             self._waits.pop(number, None)
 

@@ -1,4 +1,4 @@
-"""What stands in the place of loggers where nothing is to be logged: calls for them do nothing."""
+"""Replacements for loggers if nothing is to be logged: calls do nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fabricamp.loggers.base import Logger
 
 
 class Silent:
-    """Takes any call and does nothing; what a call returns, and what an attribute holds, is such an object too."""
+    """Accepts any call and does nothing; results of calls, attributes and items are such objects too."""
 
     def __getattr__(self, name: str) -> Silent:
         if name.startswith("__"):
@@ -27,11 +27,11 @@ class Silent:
 
 
 class DummyLogger(Logger):
-    """A logger that logs nothing, and takes what any other would: of ``fast_dev_run``."""
+    """Logs nothing, and accepts the calls of any other logger; used by ``fast_dev_run``."""
 
     @property
     def experiment(self) -> Any:
-        """Takes any call."""
+        """An object that accepts any call."""
         return Silent()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""TensorBoard's event files: written by whole events, and taken up again behind a checkpoint's place."""
+"""TensorBoard's event files: written in complete events, and continued from a checkpoint's position."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from fabricamp.loggers.trouble import reason_of
 _SECONDS = re.compile(r"tfevents\.(\d+)")
 _numbers = itertools.count()
 _FRAME = 16
-"""Bytes of an event's record beside itself: its length and two checksums."""
+"""Bytes of a record besides the event itself: its length and two checksums."""
 
 
 class Scalars(NamedTuple):
-    """Points of curves; the thread that writes makes an event of them."""
+    """Points of curves; the writing thread converts them to an event."""
 
     step: int
     wall_time: float
     values: Mapping[str, float]
 
     def event(self) -> Any:
-        """One event for all of them: ``SummaryWriter.add_scalar`` makes one each, which costs several times as much."""
+        """Returns one event for all points; ``SummaryWriter.add_scalar`` makes one per point, at several times the cost."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in self.values.items()]
         return Event(step=self.step, wall_time=self.wall_time, summary=Summary(value=values))
 
 
 class Place(NamedTuple):
-    """A file, and so many bytes of it."""
+    """A position in an event file: the file's name and a number of bytes."""
 
     file: str
     bytes: int
 
 
 class EventFile:
-    """A new file in ``folder``, of whole events; a thread alone calls what is here.
+    """Appends complete events to a new file in ``folder``; only the writing thread calls its methods.
 
-    ``lost`` is told why how many events of which steps are gone, where somebody has removed the file.
+    If somebody has removed the file, ``lost`` is called with (reason, number of lost events, first and last step).
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class EventFile:
         self._steps: tuple[int, ...] = ()
 
     def look(self) -> Place:
-        """The place behind the last event that was written."""
+        """Returns the position after the last written event."""
         file = self._open()
         return Place(file.path.name, file.size or len(self._head))
 
     def append(self, events: list[Any]) -> Place:
-        """Writes these, and returns the place behind them."""
+        """Writes the events; returns the position after them."""
         events = [one.event() if isinstance(one, Scalars) else one for one in events]
         file = self._open()
         try:
@@ -79,7 +79,7 @@ class EventFile:
         except FileNotFoundError as error:
             if not file.size:
                 raise
-            # Somebody removed it: what was in it is lost, what comes goes into a new one.
+            # Somebody removed the file: its events are lost, and further events go into a new file.
             self._lost(reason_of(error), self._there, self._steps)
             self._file = None
             return self.append(events)
@@ -88,14 +88,15 @@ class EventFile:
         return self.look()
 
     def sync(self) -> None:
-        """Returns once the disk has every event that was written."""
+        """Returns once all written events are on disk."""
         if self._file is not None:
             self._file.sync()
 
     def go_on_from(self, name: str, size: int) -> list[Any] | None:
-        """The events that hide from TensorBoard what stands behind that place; None where it is not in this folder.
+        """Returns the events that hide everything after that position from TensorBoard; None if it is not in this folder.
 
-        What is behind may have any steps, and TensorBoard forgets all from one step on: what stood before it is written again.
+        The events after the position may have any steps, and TensorBoard drops everything from the smallest of these steps on.  So
+        the dropped events from before the position are written again.
         """
         file = self._open()
         others = sorted(path for path in self.folder.glob("*tfevents*") if path != file.path)
@@ -116,7 +117,7 @@ class EventFile:
     def _open(self) -> GrowingFile:
         if self._file is not None:
             return self._file
-        # TensorBoard reads files in the order of their names: this one comes last, whatever the clock says.
+        # TensorBoard reads files in the order of their names: this name sorts last, whatever the clock says.
         seconds = [int(match[1]) for path in self.folder.glob("*tfevents*") if (match := _SECONDS.search(path.name))]
         second = max([int(time.time()), *(one + 1 for one in seconds)])
         number = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{self._suffix}"
@@ -130,7 +131,7 @@ class EventFile:
 
 
 class EventWriter(SummaryWriter):
-    """torch's ``SummaryWriter`` over ``take``, which gets each event, instead of a thread that ends with the first full disk."""
+    """torch's ``SummaryWriter``, with each event passed to ``take``: torch's own thread ends with the first full disk."""
 
     def __init__(
         self, folder: Path, take: Callable[[Any], None], flush: Callable[[], None], purge_step: int | None
@@ -139,7 +140,7 @@ class EventWriter(SummaryWriter):
         super().__init__(str(folder), purge_step=purge_step)
 
     def _get_file_writer(self) -> Any:
-        this: Any = self  # its class says that both are None
+        this: Any = self  # its class declares both attributes as None
         if this.file_writer is None:
             this.file_writer = _FileWriter(self._events)
             this.all_writers = {self._events.get_logdir(): this.file_writer}
@@ -156,7 +157,7 @@ class _FileWriter(FileWriter):
 
 
 class _Events:
-    """What torch's ``FileWriter`` writes to."""
+    """The event writer that torch's ``FileWriter`` uses."""
 
     def __init__(self, folder: Path, take: Callable[[Any], None], flush: Callable[[], None]) -> None:
         self._folder = folder
@@ -164,15 +165,15 @@ class _Events:
         self.flush = self.close = flush
 
     def get_logdir(self) -> str:
-        """The folder."""
+        """Returns the folder."""
         return str(self._folder)
 
     def reopen(self) -> None:
-        """The file is opened for each write."""
+        """Does nothing: the file is opened for each write."""
 
 
 def purge(step: int, written: Iterable[Any] = ()) -> list[Any]:
-    """The events by which TensorBoard forgets everything from ``step`` on but for what is valid of ``written``."""
+    """Returns the events that make TensorBoard drop everything from ``step`` on, and the valid events of ``written`` again."""
     now = time.time()
     start = Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START))
     valid: list[Any] = []
@@ -185,20 +186,20 @@ def purge(step: int, written: Iterable[Any] = ()) -> list[Any]:
 
 
 def size_of(content: Any) -> int:
-    """How many bytes of a file it will be."""
+    """Returns the number of bytes that ``content`` takes in a file."""
     event = content.event() if isinstance(content, Scalars) else content
     return int(event.ByteSize()) + _FRAME
 
 
 def _record(event: Any) -> bytes:
-    """The event as it stands in a file, with its length and checksums."""
+    """Returns the bytes of an event in a file, with its length and checksums."""
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()
 
 
 def read_events(path: Path, since: int = 0, until: int | None = None) -> Iterator[Any]:
-    """The events of a file between two places; a last one that is not whole is left out."""
+    """Yields the events of a file between two positions; omits an incomplete last event."""
     content = path.read_bytes()[:until]
     while len(content) >= since + 12:
         (length,) = struct.unpack_from("<Q", content, since)

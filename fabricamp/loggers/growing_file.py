@@ -1,4 +1,4 @@
-"""A file to which whole records are appended: a disk that refuses half of one leaves none of it."""
+"""A file to which complete records are appended: if the disk refuses a part of a record, no part is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fabricamp.files import mode_of, sync
 
 
 class GrowingFile:
-    """The file at ``path``, of which the first ``size`` bytes were written here.  Raises ``OSError`` with the path."""
+    """Appends to the file at ``path``, after its ``size`` valid bytes; cuts off other bytes.  Raises ``OSError`` with the path."""
 
     def __init__(self, path: Path, size: int = 0, *, private: bool = False) -> None:
         self.path = path
@@ -19,12 +19,12 @@ class GrowingFile:
         self._is_new = True
 
     def cut_to_lines(self) -> None:
-        """Takes the file as it is, but for what stands behind its last end of a line: a killed run left it unfinished."""
+        """Adopts the existing file up to its last end of a line; cuts off a line that a killed run left unfinished."""
         self.size = self.path.read_bytes().rfind(b"\n") + 1
         os.truncate(self.path, self.size)
 
     def append(self, records: bytes) -> None:
-        """Puts ``records`` behind what is there: all of them or none."""
+        """Appends ``records``: all of them or none."""
         if self.size == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_WRONLY | (0 if self.size else os.O_CREAT), mode_of(private=self.private))
@@ -47,7 +47,7 @@ class GrowingFile:
         self.size += len(records)
 
     def sync(self) -> None:
-        """Waits until the disk has what was appended, and the file's name with it."""
+        """Waits until the appended records and the file's name are on disk."""
         if self.size == 0:
             return
         sync(self.path)

@@ -1,4 +1,4 @@
-"""Writes what is logged as lines of JSON."""
+"""Logs to a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fabricamp.loggers.row_file import STEP, Content, RowFileLogger, Rows
 class JSONLinesLogger(RowFileLogger):
     """Logs to ``save_dir/name/version_N/metrics.jsonl``: an object per call, with ``step`` and ``time`` (seconds since 1970).
 
-    JSON has no nan and inf: they are the strings "nan" and "inf", which ``float`` reads.  Lines are written every
+    JSON has no nan and inf: they are written as the strings "nan" and "inf", which ``float`` reads.  Lines are written every
     ``flush_logs_every_n_steps`` steps, before a checkpoint gets its name, and at the end.  A resumed run removes the lines after
     its checkpoint.  Lines that the disk refuses wait in memory.
 
@@ -24,8 +24,8 @@ class JSONLinesLogger(RowFileLogger):
         save_dir: the folder of all runs.
         name: the folder of this experiment's runs in it.
         version: the number or name of this run; None is the next free number.
-        prefix: stands before each metric's name.
-        flush_logs_every_n_steps: how many steps wait in memory.
+        prefix: a text before each metric's name.
+        flush_logs_every_n_steps: number of steps whose lines wait in memory.
 
     Example:
         >>> logger = JSONLinesLogger("runs", name="digits")

@@ -1,4 +1,4 @@
-"""Lightning's path to the base of loggers, and to a decorator for their ``experiment``."""
+"""Lightning's path to the base class of loggers, and to a decorator for their ``experiment``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fabricamp.loggers.run_folder import writes
 
 
 def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorates the ``experiment`` of a logger, below ``@property``: on ranks other than 0 it takes any call and does nothing."""
+    """Decorates a logger's ``experiment``, below ``@property``: on ranks other than 0, calls on the result do nothing."""
 
     @functools.wraps(experiment)
     def on_rank_zero(logger: Any) -> Any:

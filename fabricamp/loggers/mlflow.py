@@ -1,4 +1,4 @@
-"""Writes what is logged to MLflow."""
+"""Logs to MLflow."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fabricamp.loggers.uploads import Saved, Uploads
 from fabricamp.say_once import say_once
 
 ANSWER_SECONDS = 10.0
-"""How long the begin of a run waits for the server; what is logged waits for it in memory."""
+"""How long the start of a run waits for the server; logged values wait for the server in memory."""
 LAST_SECONDS = 30.0
-"""How long the end of a run waits for what is not sent yet."""
+"""How long the end of a run waits for unsent values."""
 
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
 _UNREACHABLE = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")
-"""MLflow's codes of what may be otherwise a minute later; it has none of its own for a server that cannot be reached."""
+"""MLflow's error codes for temporary problems; MLflow has no special code for a server that cannot be reached."""
 
 
 class _Item(NamedTuple):
-    """Values of a step, or hyper-parameters, or the status that ends the run."""
+    """The values of a step, or hyper-parameters, or the final status of the run."""
 
     step: int = 0
     milliseconds: int = 0
@@ -45,26 +45,26 @@ class _Item(NamedTuple):
 class MLFlowLogger(Logger):
     """Logs to MLflow: a tracking server, or files below ``save_dir`` that ``mlflow ui`` shows.
 
-    A thread of its own sends the values, so no step waits for a server.  A server that cannot be reached costs the values, with a
-    warning, but not the run.  A resumed run continues the same run of MLflow, where steps after the checkpoint have two points.
-    Newer versions of MLflow refuse files unless the variable ``MLFLOW_ALLOW_FILE_STORE`` is "true": if it is not set, this logger
-    sets it for its process.
+    A background thread sends the values, so no step waits for a server.  If the server cannot be reached, values are lost with a
+    warning, and the run continues.  A resumed run continues the same run of MLflow, where steps after the checkpoint have two
+    points.  Newer versions of MLflow refuse files unless the variable ``MLFLOW_ALLOW_FILE_STORE`` is "true": if the variable is
+    not set, this logger sets it for its process.
 
     Args:
-        experiment_name: the experiment; made if there is none.
+        experiment_name: the experiment; created if it does not exist.
         run_name: the name of the run; None lets MLflow choose.
-        tracking_uri: the server's address; None is ``MLFLOW_TRACKING_URI``, and without that files in ``save_dir``.
+        tracking_uri: the server's address; None uses ``MLFLOW_TRACKING_URI``, and without that variable files in ``save_dir``.
         tags: tags of the run.
         save_dir: the folder of the files, if there is no ``tracking_uri``.
         log_model: True uploads ModelCheckpoint's best and last files as artifacts when a fit ends, "all" each when it is saved.
-        prefix: stands before each metric's name.
+        prefix: a text before each metric's name.
         artifact_location: where a new experiment keeps its artifacts; None lets MLflow choose.
-        run_id: a run to continue; None makes a new one.
+        run_id: a run to continue; None creates a new one.
         synchronous: passed to MLflow; False uses MLflow's own queue.
 
     Raises:
         ModuleNotFoundError: MLflow is not installed.
-        ConfigError: ``log_model`` is none of these, or there is neither ``tracking_uri`` nor ``save_dir``.
+        ConfigError: ``log_model`` has another value, or there is neither ``tracking_uri`` nor ``save_dir``.
 
     Example:
         >>> logger = MLFlowLogger("digits", run_name="first", save_dir="mlruns")  # doctest: +SKIP
@@ -94,8 +94,8 @@ class MLFlowLogger(Logger):
         self._options = {} if synchronous is None else {"synchronous": synchronous}
         self._run_id, self._given = run_id, run_id is not None
         self._experiment_id: str | None = None
-        self._asked = False  # whether the run was asked for
-        self._made = False  # whether the run is one that this logger made, and nothing is in it
+        self._asked = False  # whether the run was requested
+        self._made = False  # whether this logger created the run, and the run is still empty
         self._goes_on = False
         self._lock = threading.RLock()
         self._outbox: Outbox[_Item] = Outbox(self._send)
@@ -106,7 +106,7 @@ class MLFlowLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The ``MlflowClient``, for what has no method here; does nothing on ranks other than 0."""
+        """The ``MlflowClient``, for calls without a method here; does nothing on ranks other than 0."""
         if not writes():
             return Silent()
         self.identity()
@@ -114,14 +114,14 @@ class MLFlowLogger(Logger):
 
     @property
     def run_id(self) -> str | None:
-        """MLflow's name of the run; on rank 0 the first use makes it.  None while the server cannot be reached."""
+        """MLflow's id of the run; the first use on rank 0 creates the run.  None while the server cannot be reached."""
         if writes():
             self.identity()
         return self._run_id
 
     @property
     def experiment_id(self) -> str | None:
-        """MLflow's name of the experiment, known as :attr:`run_id` is."""
+        """MLflow's id of the experiment; known whenever :attr:`run_id` is."""
         if writes():
             self.identity()
         return self._experiment_id
@@ -137,7 +137,7 @@ class MLFlowLogger(Logger):
         return self.run_id
 
     def identity(self) -> tuple[str | None, str | None]:
-        """Experiment and run; makes them once, where the server answers in time."""
+        """Returns the ids of experiment and run; the first call creates both, if the server answers in time."""
         if not self._asked:
             self._asked = True
             with self.trouble.guard():
@@ -145,39 +145,39 @@ class MLFlowLogger(Logger):
         return self._experiment_id, self._run_id
 
     def join(self, identity: tuple[str | None, str | None]) -> None:
-        """Takes rank 0's experiment and run."""
+        """Adopts rank 0's experiment and run."""
         self._experiment_id, self._run_id = identity
         self._asked = True
 
     def give_back(self) -> None:
         """Deletes a run that nothing was logged to."""
         if self._made:
-            with contextlib.suppress(ConfigError):  # it is not this that ended the run
+            with contextlib.suppress(ConfigError):  # the run has failed for another reason
                 self._ask(self._delete)
             self._run_id, self._made, self._asked = None, False, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The run."""
+        """Returns the run's id."""
         return {"run_id": self._run_id} if self._run_id is not None and writes() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on in that run, where it is in this experiment and no ``run_id`` was given."""
+        """Continues that run, if it is in this experiment and no ``run_id`` was given."""
         run_id = state_dict.get("run_id")
         if run_id is not None and run_id != self._run_id and not self._given and writes():
             self._ask(lambda: self._move_to(run_id))
 
-    # -- what is logged ----------------------------------------------------------------------------------------------------------
+    # -- logging -----------------------------------------------------------------------------------------------------------------
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """A point for each metric.  Of names, characters are left out that MLflow does not allow."""
+        """Logs a point for each metric; removes characters that MLflow does not allow from names."""
         if metrics and writes():
             values = {_allowed(name): float(value) for name, value in self._named(metrics).items()}
             self._put(_Item(self._at(step), int(time.time() * 1000), metrics=values))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Nested ones as ``outer/inner``, each as text, cut to the length that MLflow allows.
+        """Logs the hyper-parameters as texts, nested ones as ``outer/inner``, each cut to the length that MLflow allows.
 
-        They are left out where a number or a flag among them is the environment's: a server may show them to others.
+        Logs none if a number or a flag among them comes from the environment, because a server may show them to others.
         """
         if not writes() or self._goes_on:
             return
@@ -191,30 +191,30 @@ class MLFlowLogger(Logger):
         self._put(_Item(params=texts))
 
     def barrier(self, step: int) -> None:
-        """Returns once the server has everything that was given so far."""
+        """Returns once the server has all values so far."""
         self._outbox.wait()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Uploads the file with ``log_model="all"``; with True that is done at the end, where it is still kept."""
+        """Uploads the file if ``log_model="all"``; with True, files that are still kept are uploaded at the end."""
         if writes():
             self._uploads.after_save(checkpoint_callback, self.trouble)
 
     def finalize(self, status: str) -> None:
-        """Gives the run its last status: "success" is FINISHED, "failed" FAILED; others, such as "killed", stay as they are."""
+        """Sets the run's final status: "success" is FINISHED, "failed" FAILED; others, such as "killed", are upper-cased."""
         if self._asked and writes():
             self._uploads.finish(self.trouble, succeeded=status == "success")
             self._put(_Item(status=_STATUS.get(status, status.upper())))
 
     def close(self) -> None:
-        """Waits up to 30 seconds for what is not sent yet."""
+        """Waits up to 30 seconds for unsent values."""
         self._outbox.close(LAST_SECONDS)
         self._tell()
         self._clear()
 
-    # -- MLflow's side; of these each may wait for the server for minutes --------------------------------------------------------
+    # -- calls to MLflow; each may wait for the server for minutes ---------------------------------------------------------------
 
     def _ask(self, call: Callable[[], None]) -> None:
-        """Calls it; what MLflow refuses ends the run before it begins, what it could not be asked is an ``OSError``."""
+        """Calls ``call``; raises :class:`ConfigError` if MLflow refuses, ``OSError`` if MLflow cannot be reached in time."""
         try:
             in_time(call, ANSWER_SECONDS, self._uri)
         except TimeoutError:
@@ -255,7 +255,7 @@ class MLFlowLogger(Logger):
             try:
                 created: str = client.create_experiment(self._experiment_name, self._artifact_location)
             except Exception:
-                # Another run may have made it meanwhile.
+                # Another run may have created the experiment meanwhile.
                 found = client.get_experiment_by_name(self._experiment_name)
                 if found is None or found.lifecycle_stage == "deleted":
                     raise
@@ -269,7 +269,7 @@ class MLFlowLogger(Logger):
             try:
                 info = client.get_run(run_id).info
             except Exception as error:
-                if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # it is another store's
+                if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # the run is in another store
                     return
                 raise
             if info.lifecycle_stage == "deleted" or info.experiment_id != self._experiment_id:
@@ -294,7 +294,7 @@ class MLFlowLogger(Logger):
         ]
         longest = validation.MAX_PARAM_VAL_LENGTH
         params = [entities.Param(name, text[:longest]) for one in items for name, text in one.params.items()]
-        for kind, values, most in (("params", params, 100), ("metrics", metrics, 1000)):  # the most that MLflow takes
+        for kind, values, most in (("params", params, 100), ("metrics", metrics, 1000)):  # MLflow's limits
             for first in range(0, len(values), most):
                 self._made = False
                 pending = self._client().log_batch(
@@ -307,7 +307,7 @@ class MLFlowLogger(Logger):
                 self._client().set_terminated(self._run_id, one.status)
 
     def _upload(self, saved: Saved) -> None:
-        """Below ``model/checkpoints``, in a folder by its name; what its aliases are is a tag of the run's."""
+        """Uploads a file to ``model/checkpoints``, into a folder of its name; tags the run with the path of the best file."""
         self._begin()
         client, folder = self._client(), f"model/checkpoints/{saved.name}"
         if not saved.is_local:
@@ -316,7 +316,7 @@ class MLFlowLogger(Logger):
         if "best" in saved.aliases:
             client.set_tag(self._run_id, "best_checkpoint", f"{folder}/{Path(saved.path).name}")
 
-    # -- what waits --------------------------------------------------------------------------------------------------------------
+    # -- the queue ---------------------------------------------------------------------------------------------------------------
 
     def _put(self, item: _Item) -> None:
         self._asked = True
@@ -334,7 +334,7 @@ class MLFlowLogger(Logger):
         self._mlflow_client, self._begun = None, False
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_mlflow_client", "_lock", "_outbox", "_begun")  # one of each a process
+        own = ("_mlflow_client", "_lock", "_outbox", "_begun")  # one of each per process
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -362,7 +362,7 @@ def _files_in(save_dir: str | os.PathLike[str] | None) -> str:
 
 
 def _folder_of(uri: str) -> str | None:
-    """The folder that a ``file:`` address or a path means; None for a server or a database."""
+    """Returns the folder of a ``file:`` address or a path; None for a server or a database."""
     uris: Any = _import_mlflow("mlflow.utils.uri")
     if not uris.is_local_uri(uri):
         return None

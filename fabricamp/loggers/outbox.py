@@ -1,4 +1,4 @@
-"""What waits for a server or a disk: it is sent by a thread of its own, so that no step waits for an answer."""
+"""Queues items for a server or a disk: a separate thread sends them, so no step waits for an answer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _EXIT_SECONDS = 30.0
 
 
 class Call(NamedTuple):
-    """A call of what a logger writes to, and the step whose values it brings, where it brings some."""
+    """A call on the object that a logger writes to; ``step`` is the step of its values, if it has values."""
 
     call: Callable[[Any], object]
     step: int | None = None
 
 
 class Failure(NamedTuple):
-    """What was not sent, and why; with the error, where there was one."""
+    """The items that were not sent, and the reason; with the error, if there was one."""
 
     reason: str
     items: Sequence[object]
@@ -35,10 +35,10 @@ class Failure(NamedTuple):
 
 
 class Outbox(Generic[Item]):
-    """Sends what it was given, in order, so many of them at once; what ``send`` raises on is noted and not sent again.
+    """Sends items in order, up to ``most_at_once`` per call of ``send``; if ``send`` raises, its items failed for good.
 
-    Of what waits, no more than 10,000 are kept: the oldest are lost.  After a fork the child begins with an empty one.  A process
-    that ends without :meth:`close` waits for what waits, up to 30 seconds.
+    At most 10,000 items wait; the oldest are lost.  After a fork the child begins with an empty queue.  A process that ends without
+    :meth:`close` waits for the queue, up to 30 seconds.
     """
 
     def __init__(self, send: Callable[[Sequence[Item]], None], most_at_once: int = _MOST_AT_ONCE) -> None:
@@ -57,7 +57,7 @@ class Outbox(Generic[Item]):
         self._closed = self._in_vain = False
 
     def put(self, item: Item) -> None:
-        """Gives it ``item``, and returns at once."""
+        """Queues ``item``; returns at once."""
         with self._here():
             self._waiting.append(item)
             self._given += 1
@@ -70,9 +70,9 @@ class Outbox(Generic[Item]):
             self._changed.notify_all()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Returns whether everything that was given so far is sent, or noted as failed, within so many seconds.
+        """Returns whether all items so far were sent, or have failed, within ``seconds``.
 
-        Where one has waited in vain, the next with a limit does not wait until something was sent.
+        After a wait in vain, further calls with a limit return at once until something was sent.
         """
         with self._here():
             given = self._given
@@ -83,20 +83,20 @@ class Outbox(Generic[Item]):
         return answered
 
     def failures(self) -> list[Failure]:
-        """Returns what failed since the last call."""
+        """Returns the failures since the last call."""
         with self._here():
             failures, self._failures = self._failures, []
         return failures
 
     def report(self, trouble: Trouble) -> None:
-        """Tells ``trouble`` what failed since the last call; of calls, the steps whose values are lost by it."""
+        """Reports the failures since the last call to ``trouble``, with the steps whose values are lost."""
         for reason, items, _ in self.failures():
             trouble.tell(reason)
             steps = [one.step for one in items if isinstance(one, Call) and one.step is not None]
             trouble.lose(len(steps), steps)
 
     def close(self, seconds: float) -> bool:
-        """Waits so long, then gives up what is left; returns whether nothing was."""
+        """Waits up to ``seconds``, then drops the remaining items; returns whether none remained."""
         answered = self.wait(seconds)
         atexit.unregister(self._at_exit)
         with self._changed:
@@ -107,12 +107,12 @@ class Outbox(Generic[Item]):
         return answered
 
     def _here(self) -> threading.Condition:
-        if self._process != os.getpid():  # forked: the thread has not come along, and what waits is the parent's
+        if self._process != os.getpid():  # forked: the thread does not exist here, and the items are the parent's
             self._clear()
         return self._changed
 
     def _done(self) -> int:
-        """How many were given before the oldest of those that are waiting or being sent."""
+        """Returns the number of items given before the oldest one that is waiting or being sent."""
         return self._sending_from if self._sending else self._given - len(self._waiting)
 
     def _at_exit(self) -> None:
@@ -130,7 +130,7 @@ class Outbox(Generic[Item]):
             failed: Exception | None = None
             try:
                 self._send(items)
-            except Exception as error:  # noqa: BLE001 - told by the thread that trains; it costs values, not the run
+            except Exception as error:  # noqa: BLE001 - reported by the training thread; costs values, not the run
                 failed = error
             with self._changed:
                 if failed is not None and not self._closed:
@@ -144,7 +144,7 @@ def _reason(error: Exception) -> str:
 
 
 def in_time(call: Callable[[], Answer], seconds: float, whom: str) -> Answer:
-    """Returns the answer of ``call``, or raises its error; after so many seconds :class:`TimeoutError`, and it goes on alone."""
+    """Returns the result of ``call``, or raises its error; after ``seconds`` raises ``TimeoutError``, and the call runs on."""
     answer: Future[Answer] = Future()
     threading.Thread(target=settle, args=(answer, call), name="fabricamp-question", daemon=True).start()
     if not wait([answer], seconds).done:
@@ -153,7 +153,7 @@ def in_time(call: Callable[[], Answer], seconds: float, whom: str) -> Answer:
 
 
 def settle(answer: Future[Answer], call: Callable[[], Answer]) -> None:
-    """Calls it, and leaves in ``answer`` what it returns or raises."""
+    """Calls ``call``, and stores its result or error in ``answer``."""
     try:
         answer.set_result(call())
     except Exception as error:  # noqa: BLE001 - raised where the answer is asked for

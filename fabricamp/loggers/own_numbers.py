@@ -1,4 +1,4 @@
-"""Random numbers of a logger's package, which are not the run's."""
+"""Separates the random numbers of loggers' packages from the run's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ _NUMBERS = random.SystemRandom()
 
 
 def give_numbers_of_its_own(*packages: str) -> None:
-    """Lets the loaded modules of these packages draw from the system what they draw from Python's generator.
+    """Makes the loaded modules of these packages use the system's random generator instead of Python's.
 
-    Their threads and ours draw at any time, for names and for the pauses between attempts, and that generator is the run's: each
-    draw would change what a user's code draws next.  A run that was resumed or seeded would also draw the names of the run before.
+    Their threads and ours consume random numbers at any time, for names and for the pauses between attempts.  Python's generator
+    belongs to the run: each such draw would change the user's next random numbers.  A resumed or seeded run would also generate
+    the names of the previous run again.
     """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in packages and getattr(module, "__dict__", {}).get("random") is random:

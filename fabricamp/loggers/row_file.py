@@ -1,4 +1,4 @@
-"""What loggers share that write a row for each call into one file of the run's folder."""
+"""Shared by loggers that write a row per call into one file of the run's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = "step"
 
 
 class Content(NamedTuple):
-    """What a file holds: how many rows and bytes, a digest that tells whether it is these, the steps they begin and end with."""
+    """The content of a file: numbers of rows and bytes, a digest that identifies the rows, the first and last step."""
 
     rows: int = 0
     size: int = 0
@@ -28,25 +28,25 @@ class Content(NamedTuple):
     steps: tuple[int, ...] = ()
 
     def plus(self, rows: Rows, size: int, digest: int) -> Content:
-        """Returns this and ``rows``, with the ``size`` and ``digest`` of both."""
+        """Returns this content with ``rows`` appended; ``size`` and ``digest`` are those of the result."""
         steps = [*self.steps, *(int(row[STEP]) for row in rows)]
         return Content(self.rows + len(rows), size, digest, (min(steps), max(steps)) if steps else ())
 
 
 def _number(value: Any) -> float:
-    """A tensor's and an array's one value, and a flag, as a number."""
+    """Converts a tensor or an array of one value, or a flag, to a number."""
     number: Any = value.item() if hasattr(value, "item") else value
     return float(number) if isinstance(number, bool) else number
 
 
 class RowFileLogger(RunFolderLogger):
-    """Rows that wait in memory for so many steps, and which a thread then appends to ``FILE`` of the run's folder."""
+    """Keeps rows in memory for some steps; a thread then appends them to ``FILE`` in the run's folder."""
 
     FILE: ClassVar[str]
     MOST_WAITING = 10_000
 
     _content: Content | None = None
-    """The thread's: None until it has looked into the file."""
+    """Used by the thread only; None until the thread has read the file."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class RowFileLogger(RunFolderLogger):
 
     @property
     def metrics_file(self) -> Path:
-        """Where the rows are."""
+        """The path of the file with the rows."""
         return self.folder / self.FILE
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """One row."""
+        """Logs one row."""
         if not metrics or not writes():
             return
         backlog, step = self._backlog, self._at(step)
@@ -84,19 +84,19 @@ class RowFileLogger(RunFolderLogger):
             backlog.report(self.trouble)
 
     def state_dict(self) -> dict[str, Any]:
-        """How much there is, in the file and in memory, and its digest."""
+        """Returns the length of the log, in the file and in memory, and its digest."""
         if not writes():
             return {}
         content, rows = self._backlog.state()
         return {**self._extent(content, rows), "digest": self._digest(rows, content.digest)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Drops what is behind ``state_dict``, where the file begins with that: it will come again."""
+        """Drops the rows after ``state_dict``, if the file begins with its rows: the resumed run logs the others again."""
         if state_dict and writes():
             self._backlog.find(lambda: self._cut(state_dict), patient=True)
 
     def close(self) -> None:
-        """Writes the rest, for which it waits up to 30 seconds."""
+        """Writes the waiting rows, for up to 30 seconds."""
         super().close()
         self._flushed_step, self._content = -1, None
 
@@ -104,17 +104,17 @@ class RowFileLogger(RunFolderLogger):
         return {STEP: step, **metrics}
 
     def _extent(self, content: Content, rows: Rows) -> dict[str, int]:
-        """What a checkpoint keeps of the length of the file and ``rows`` behind it."""
+        """Returns, for a checkpoint, the length of the file with ``rows`` appended."""
         raise NotImplementedError
 
     def _digest(self, rows: Rows, before: int) -> int:
-        """The digest of ``rows`` behind others with the digest ``before``."""
+        """Returns the digest of ``rows`` appended to rows with the digest ``before``."""
         raise NotImplementedError
 
-    # -- the thread's side -------------------------------------------------------------------------------------------------------
+    # -- called by the thread ----------------------------------------------------------------------------------------------------
 
     def _look(self) -> Content:
-        """Looks into the file, once.  A last row that a killed run left unfinished does not count."""
+        """Reads the file, once; ignores a last row that a killed run left unfinished."""
         if self._content is None:
             self._file, content = GrowingFile(self.metrics_file), Content()
             if self.metrics_file.exists():
@@ -131,7 +131,7 @@ class RowFileLogger(RunFolderLogger):
         except FileNotFoundError as error:
             if not self._file.size:
                 raise
-            # Somebody removed it: what was in it is lost, what comes goes into a new one.
+            # Somebody removed the file: its rows are lost, and further rows go into a new file.
             self._backlog.lose(reason_of(error), content.rows, content.steps)
             self._content = None
             return self._append(records)
@@ -147,15 +147,15 @@ class RowFileLogger(RunFolderLogger):
         return self._look()
 
     def _read(self) -> tuple[Rows, int]:
-        """The rows of the file and their digest."""
+        """Returns the rows of the file and their digest."""
         raise NotImplementedError
 
     def _write(self, rows: Rows) -> None:
-        """Writes ``rows`` behind those of the file."""
+        """Appends ``rows`` to the file."""
         raise NotImplementedError
 
     def _take_back(self, content: Content, state_dict: dict[str, Any]) -> None:
-        """Brings the file to the length that :meth:`_extent` has told, if its beginning has the same digest."""
+        """Cuts the file to the length in ``state_dict`` (see :meth:`_extent`), if its beginning has the same digest."""
         raise NotImplementedError
 
     def _begin_anew(self, records: Iterable[Record] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run, ``save_dir/name/version_N``: one for all ranks, never shared by two runs that start at once."""
+"""The folder of a run, ``save_dir/name/version_N``: one for all ranks, never shared by two runs that start together."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _HYPERPARAMETERS = "hparams.yaml"
 
 
 def writes() -> bool:
-    """Whether this process is the one that writes: rank 0 of the process group, or of what torchrun or SLURM started."""
+    """Returns whether this process writes logs: rank 0 of the process group, or of the processes of torchrun or SLURM."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
     return started_rank() == 0
 
 
 class RunFolderLogger(Logger):
-    """A logger with a folder of its own, whose files a thread writes: the hyper-parameters, and what :meth:`_append` appends."""
+    """Base class of loggers with a folder per run; a thread writes the hyper-parameters and the records (:meth:`_append`)."""
 
     name: str
     save_dir: str
     MOST_WAITING: ClassVar[int]
-    """So much waits in memory for a disk that refuses it: the sum of the records' weights."""
+    """The largest sum of the weights of records that wait in memory for a disk that refuses them."""
 
     def __init__(
         self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None, prefix: str
@@ -48,7 +48,7 @@ class RunFolderLogger(Logger):
         for key, value in {"name": name, "prefix": prefix}.items():
             if not isinstance(value, (str, type(None))):
                 raise ConfigError(f"{type(self).__name__}({key}={value!r}): give a string or None")
-        # Files are written there wherever the program changes its folder to; scripts are shown the path that they gave.
+        # Absolute, so a change of the working folder does not move the files; ``save_dir`` keeps the path as given.
         self._root = Path(save_dir).expanduser().absolute() / (name or "")
         self.save_dir = os.fspath(save_dir)
         self.name = name or ""
@@ -65,9 +65,9 @@ class RunFolderLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """The number or name of this run; the first use on rank 0 takes the next free number, and makes its folder.
+        """The number or name of this run; the first use on rank 0 takes the next free number, and creates its folder.
 
-        On other ranks it has to be set to rank 0's.
+        On other ranks the version has to be set to rank 0's.
         """
         if self._version is None:
             if not writes():
@@ -88,11 +88,11 @@ class RunFolderLogger(Logger):
         self._version = version
 
     def identity(self) -> int | str:
-        """The version."""
+        """Returns the version."""
         return self.version
 
     def join(self, identity: int | str) -> None:
-        """Takes rank 0's version."""
+        """Adopts rank 0's version."""
         self.version = identity
 
     @property
@@ -102,7 +102,7 @@ class RunFolderLogger(Logger):
 
     @property
     def folder(self) -> Path:
-        """The folder of this run, as an absolute path: the same one after a change of the working folder."""
+        """The absolute folder of this run, independent of the working folder."""
         return self._root / self._folder_name
 
     @property
@@ -111,17 +111,17 @@ class RunFolderLogger(Logger):
         return f"version_{version}" if isinstance(version, int) else version
 
     def give_back(self) -> None:
-        """Gives a number that was taken back, where nothing was written: the run failed before it began."""
+        """Releases the number, if the run failed before it began and nothing was written."""
         if not self._claimed:
             return
         try:
             self.folder.rmdir()
-        except OSError:  # something is in it
+        except OSError:  # it is not empty
             return
         self._version, self._claimed = None, False
 
     def run_folders(self) -> list[Path]:
-        """The folders of this run and of those before it that had numbers, newest first."""
+        """Returns the folders of this run and of earlier runs with numbers, newest first."""
         found = [re.fullmatch(r"version_(\d+)", entry.name) for entry in self._root.glob("version_*")]
         numbers = sorted({int(number[1]) for number in found if number}, reverse=True)
         return list(dict.fromkeys([self.folder, *(self._root / f"version_{number}" for number in numbers)]))
@@ -135,41 +135,41 @@ class RunFolderLogger(Logger):
         self._write_hyperparameters()
 
     def save(self) -> None:
-        """Lets the thread write what is still in memory, and waits until it has: for 30 seconds at most."""
+        """Lets the thread write the records in memory; waits for at most 30 seconds."""
         with self.trouble.guard():
             self._backlog.write_soon()
             self._backlog.wait()
         self._backlog.report(self.trouble)
 
     def barrier(self, step: int) -> None:
-        """Returns once the disk has all that was given so far."""
+        """Returns once all records so far are on disk."""
         backlog = self._backlog
         backlog.write_soon()
         backlog.do(self._sync)
         backlog.wait(patient=True)
 
     def close(self) -> None:
-        """Writes the rest, for which it waits up to 30 seconds."""
+        """Writes the waiting records, for up to 30 seconds."""
         self._backlog.close(self.trouble)
 
-    # -- the thread's side -------------------------------------------------------------------------------------------------------
+    # -- called by the thread ----------------------------------------------------------------------------------------------------
 
     def _look(self) -> Any:
-        """Where the log's file ends; called by the thread."""
+        """Returns the end position of the log's file; called by the thread."""
         raise NotImplementedError
 
     def _append(self, records: list[Any]) -> Any:
-        """Appends these to the log's file, and returns where it ends then; called by the thread."""
+        """Appends ``records`` to the log's file; returns its new end position; called by the thread."""
         raise NotImplementedError
 
     def _sync(self) -> None:
-        """Returns once the disk has what was appended; called by the thread."""
+        """Returns once the appended records are on disk; called by the thread."""
         raise NotImplementedError
 
     @property
     def _backlog(self) -> Backlog[Any]:
-        """What waits for the thread in this process."""
-        if self._waiting.process != os.getpid():  # forked: the thread has not come along, nor what it holds
+        """The queue of this process's thread."""
+        if self._waiting.process != os.getpid():  # forked: the thread and its records are the parent's
             self._begin_anew(self._waiting.left_behind())
         return self._waiting
 
@@ -188,7 +188,7 @@ class RunFolderLogger(Logger):
         self._backlog.do(write)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_waiting": self._waiting.left_behind()}  # one thread a process
+        return {**self.__dict__, "_waiting": self._waiting.left_behind()}  # one thread per process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -196,14 +196,14 @@ class RunFolderLogger(Logger):
 
 
 def folder_of(logger: Logger) -> str | None:
-    """Returns the folder of a logger's run as an absolute path, or the URL; None if it has none."""
+    """Returns the folder of a logger's run as an absolute path or URL; None if the logger has no folder."""
     if isinstance(logger, RunFolderLogger):
         return str(logger.folder)
     return None if logger.log_dir is None else places.normal(logger.log_dir)
 
 
 def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | float | str]:
-    """Nested parameters as ``outer/inner``; what is no number or string as its ``str``."""
+    """Returns nested parameters as ``outer/inner``; values other than numbers and strings become their ``str``."""
     flat: dict[str, bool | float | str] = {}
     for key, value in params.items():
         if isinstance(value, dict):
@@ -214,7 +214,7 @@ def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | fl
 
 
 def _claim_version(root: Path) -> int:
-    """Makes the folder of the next free number; ``mkdir`` tells which of two runs came first."""
+    """Creates the folder of the next free number; ``mkdir`` decides which of two concurrent runs gets a number."""
     root.mkdir(parents=True, exist_ok=True)
     numbers = (re.fullmatch(r"version_(\d+)", entry.name) for entry in root.iterdir())
     version = max((int(number[1]) + 1 for number in numbers if number), default=0)
@@ -228,7 +228,7 @@ def _claim_version(root: Path) -> int:
 
 
 def showable(value: Any) -> Any:
-    """``value`` as YAML shows it; what YAML has no word for as its ``str``."""
+    """Converts ``value`` to YAML's types; values of other types become their ``str``."""
     if isinstance(value, dict):
         return {key if isinstance(key, str | int) else str(key): showable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -237,7 +237,7 @@ def showable(value: Any) -> Any:
 
 
 def edges_of(counts: Sequence[float], limits: tuple[float, float]) -> list[float]:
-    """The limits of a histogram's bins, one more than there are."""
+    """Returns the edges of a histogram's bins, one more than there are bins."""
     low, high = limits
     width = (high - low) / len(counts)
     return [*(low + width * index for index in range(len(counts))), high]

@@ -1,4 +1,4 @@
-"""Writes what is logged for TensorBoard."""
+"""Logs to TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _OWN = ("save_dir", "name", "version", "log_graph", "prefix", "default_hp_metric")
 _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
-"""What torch's SummaryWriter takes beside the folder; asking it would import all of TensorBoard."""
+"""The options of torch's SummaryWriter besides the folder; reading its signature would import all of TensorBoard."""
 _ASKS_FOR_NOTHING = ("sub_dir", None)
-"""Lightning's default of an option that is not here."""
+"""Lightning's default of an option that does not exist here."""
 
 
 _BYTES_OF_A_POINT = 64
@@ -38,25 +38,25 @@ _BYTES_OF_A_POINT = 64
 class TensorBoardLogger(RunFolderLogger):
     """Logs to ``save_dir/name/version_N``; ``tensorboard --logdir save_dir`` shows it.
 
-    Events are written every ``flush_secs`` (30) seconds or after ``max_queue`` (10) of them, before a checkpoint gets its name,
-    and at the end.  A resumed run in the same folder hides the events after its checkpoint.  Events that the disk refuses wait in
+    Events are written every ``flush_secs`` (30) seconds or after ``max_queue`` (10) events, before a checkpoint gets its name, and
+    at the end.  A resumed run in the same folder hides the events after its checkpoint.  Events that the disk refuses wait in
     memory.
 
     Args:
         save_dir: the folder of all runs.
         name: the folder of this experiment's runs in it.
         version: the number or name of this run; None is the next free number.
-        prefix: stands before each metric's name.
-        default_hp_metric: logs ``hp_metric`` with the hyper-parameters; without it TensorBoard's HPARAMS page stays empty.
+        prefix: a text before each metric's name.
+        default_hp_metric: logs ``hp_metric`` with the hyper-parameters; False leaves TensorBoard's HPARAMS page empty.
         log_graph: draws ``forward`` of the module, for its ``example_input_array``, on TensorBoard's GRAPHS page.
-        **options: those of torch's ``SummaryWriter``, such as ``flush_secs``.
+        **options: options of torch's ``SummaryWriter``, such as ``flush_secs``.
 
     Example:
         >>> logger = TensorBoardLogger("runs", name="digits")
     """
 
     MOST_WAITING = 64 * 2**20
-    """Bytes."""
+    """The largest size of the events that wait in memory, in bytes."""
 
     _writer: SummaryWriter | None
     _file: EventFile | None
@@ -83,7 +83,7 @@ class TensorBoardLogger(RunFolderLogger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """The ``SummaryWriter`` of this run, for what has no method here; does nothing on ranks other than 0."""
+        """The ``SummaryWriter`` of this run, for calls without a method here; does nothing on ranks other than 0."""
         if not writes():
             return Silent()  # type: ignore[return-value]
         backlog = self._backlog
@@ -98,11 +98,11 @@ class TensorBoardLogger(RunFolderLogger):
         return self._writer
 
     def begin(self) -> None:
-        """Imports what writes, before the first step."""
+        """Imports the writer, before the first step."""
         _ = self.experiment
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """One point in each metric's curve."""
+        """Adds a point to each metric's curve."""
         if not metrics or not writes():
             return
         _ = self.experiment
@@ -111,7 +111,7 @@ class TensorBoardLogger(RunFolderLogger):
         self._put(Record(step, files.Scalars(step, time.time(), values), weight=len(values) * _BYTES_OF_A_POINT))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Shows them on TensorBoard's HPARAMS page, with ``metrics`` as the columns beside them."""
+        """Shows the hyper-parameters on TensorBoard's HPARAMS page, with ``metrics`` as columns beside them."""
         before = dict(self._hyperparameters)
         super().log_hyperparams(params, metrics)
         if self._hyperparameters == before or self._goes_on:
@@ -125,9 +125,9 @@ class TensorBoardLogger(RunFolderLogger):
         self.log_metrics(metrics, 0)
 
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Draws ``forward`` in evaluation mode, as the precision runs it, where ``log_graph=True``; a fit calls it by itself.
+        """Draws ``forward`` in evaluation mode, as the precision runs it, if ``log_graph=True``; a fit calls this method itself.
 
-        ``input_array``: a tensor or a tuple of arguments; None stands for the module's ``example_input_array``.
+        ``input_array`` is a tensor or a tuple of arguments; None means the module's ``example_input_array``.
         """
         if not self.draws_graph or self._goes_on or not writes():
             return
@@ -162,17 +162,17 @@ class TensorBoardLogger(RunFolderLogger):
             self.experiment.add_graph(model, inputs, use_strict_trace=False)
 
     def log_image(self, name: str, image: Any, step: int, dataformats: str = "CHW") -> None:
-        """An image: a tensor or array in ``dataformats`` (floats in 0..1 or bytes)."""
+        """Logs an image: a tensor or array in ``dataformats`` (floats in 0..1 or bytes)."""
         self.experiment.add_image(name, image, step, dataformats=dataformats)
 
     def log_figure(self, name: str, figure: Any, step: int) -> None:
-        """A matplotlib figure."""
+        """Logs a matplotlib figure."""
         self.experiment.add_figure(name, figure, step)
 
     def log_histogram(
         self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
     ) -> None:
-        """A histogram of so many equal bins between the limits; with the sum of the values, and of their squares."""
+        """Logs a histogram of equal bins between the limits, with the sum of the values and of their squares."""
         if not writes():
             return
         edges = edges_of(counts, limits)[1:]
@@ -181,11 +181,11 @@ class TensorBoardLogger(RunFolderLogger):
         )
 
     def log_text(self, name: str, text: str, step: int) -> None:
-        """A text, shown as Markdown."""
+        """Logs a text, shown as Markdown."""
         self.experiment.add_text(name, text, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The event file, and so many bytes of it."""
+        """Returns the event file's name and its length in bytes, including events that wait in memory."""
         _ = self.experiment
         if self._file is None:
             return {}
@@ -194,7 +194,7 @@ class TensorBoardLogger(RunFolderLogger):
         return {"file": place.file, "bytes": place.bytes + sum(map(files.size_of, waiting))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hides what stands behind that place in this folder; the hyper-parameters are there already."""
+        """Hides the events after that position in this folder; the hyper-parameters are there already."""
         if not state_dict or not writes():
             return
         _ = self.experiment
@@ -207,7 +207,7 @@ class TensorBoardLogger(RunFolderLogger):
             self._take(event)
 
     def close(self) -> None:
-        """Writes the rest, for which it waits up to 30 seconds; what is logged afterwards goes into a new file beside it."""
+        """Writes the waiting events, for up to 30 seconds; values logged later go into a new file in the same folder."""
         super().close()
         self._writer, self._file, self._goes_on = None, None, False
 
@@ -236,7 +236,7 @@ class TensorBoardLogger(RunFolderLogger):
 
     def _begin_anew(self, records: Iterable[Record] = ()) -> None:
         super()._begin_anew(records)
-        self._writer, self._file = None, None  # one file a process
+        self._writer, self._file = None, None  # one file per process
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_writer": None, "_file": None}

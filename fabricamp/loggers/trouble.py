@@ -1,4 +1,4 @@
-"""What a logger could not do: told once when it begins, and once at the end with what was lost by it."""
+"""Reports a logger's errors: a warning at the first error, and one at the end of the run with the lost values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 
 class Trouble:
-    """The troubles of one logger with its disk or its server: they cost values, never the run."""
+    """The errors of one logger's disk or server; they cost values, never the run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -19,7 +19,7 @@ class Trouble:
 
     @contextlib.contextmanager
     def guard(self, step: int | None = None) -> Iterator[None]:
-        """Within it an ``OSError`` is told and goes no further; with ``step`` the values of that step are lost by it."""
+        """Returns a context that reports and suppresses ``OSError``; with ``step`` such an error loses that step's values."""
         try:
             yield
         except OSError as error:
@@ -28,24 +28,24 @@ class Trouble:
                 self.lose(1, [step])
 
     def tell(self, reason: str) -> None:
-        """Warns of the first trouble in a run."""
+        """Notes ``reason``; warns about the first error of a run."""
         self._reason = reason
         if not self._told:
             self._told = True
             warnings.warn(
-                f"{self._name}: {reason}; training goes on, and what is lost is told at its end",
+                f"{self._name}: {reason}; training continues, and lost values are reported at its end",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def lose(self, rows: int, steps: Iterable[int]) -> None:
-        """Counts so many rows, of these steps, that are nowhere."""
+        """Counts ``rows`` rows of these steps as lost."""
         self._lost += rows
         ends = [*steps, *(self._steps or ())]
         self._steps = (min(ends), max(ends)) if ends else None
 
     def sum_up(self) -> None:
-        """At the end of a run: says what was lost in it, and begins anew."""
+        """Warns about lost rows at the end of a run, and resets the counts."""
         if self._lost and self._steps:
             first, last = self._steps
             rows = "1 row is" if self._lost == 1 else f"{self._lost} rows are"
@@ -58,7 +58,7 @@ class Trouble:
 
 
 def reason_of(error: OSError) -> str:
-    """The path and the system's reason, as far as they are known."""
+    """Returns the path and the system's reason, as far as they are known."""
     if error.filename is None:
         return str(error) or type(error).__name__
     return f"cannot write {error.filename}: {error.strerror}"

@@ -1,4 +1,4 @@
-"""Which checkpoints a logger uploads that was asked to by ``log_model``."""
+"""Uploads checkpoints for loggers with ``log_model``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fabricamp.loggers.outbox import Outbox
 from fabricamp.loggers.trouble import Trouble
 
 UPLOAD_SECONDS = 600.0
-"""How long the end of a fit waits for checkpoints to be uploaded."""
+"""How long the end of a successful fit waits for uploads of checkpoints."""
 LAST_SECONDS = 30.0
-"""How long the end of one that failed does."""
+"""How long the end of a failed fit waits for uploads."""
 
 _TOLD = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
 _REMOTE = -1
 
 
 class Saved(NamedTuple):
-    """A file, or a folder, of a ModelCheckpoint's, as it was when it was found."""
+    """A checkpoint file or folder, as it was when it was found; ``changed_at`` is its time of change in ns."""
 
     path: str
     changed_at: int
@@ -29,22 +29,22 @@ class Saved(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its file is called, without the suffix."""
+        """The file's name without the suffix."""
         return Path(self.path).stem
 
     @property
     def is_local(self) -> bool:
-        """Whether it is on a disk here and no URL."""
+        """Whether the file is on a local disk, not at a URL."""
         return self.changed_at != _REMOTE
 
 
 class Uploads:
-    """Hands a logger its checkpoints: with "all" each when it is saved, with True those that are left when a fit ends.
+    """Uploads checkpoints: with "all" each one when it is saved, with True those that remain when a fit ends.
 
-    ``upload`` is called by a thread of its own, so that neither steps nor rows of values wait behind a large file.
+    ``upload`` is called in a separate thread, so neither steps nor rows of values wait for a large file.
 
     Raises:
-        ConfigError: ``log_model`` is none of True, False and "all".
+        ConfigError: ``log_model`` is not True, False or "all".
     """
 
     def __init__(self, owner: str, log_model: Literal["all"] | bool, upload: Callable[[Saved], None]) -> None:
@@ -59,7 +59,7 @@ class Uploads:
         self._clear()
 
     def after_save(self, callback: Any, trouble: Trouble) -> None:
-        """Takes note that ``callback`` has a new file."""
+        """Notes that ``callback`` has a new file; with "all" queues the file."""
         if not self.when:
             return
         self._callbacks[id(callback)] = callback
@@ -68,7 +68,7 @@ class Uploads:
         self._outbox.report(trouble)
 
     def finish(self, trouble: Trouble, *, succeeded: bool) -> None:
-        """Ends a fit: behind one that succeeded what is left is uploaded, for which ten minutes are waited."""
+        """Ends a fit; after a successful one uploads the remaining files, waiting up to ten minutes."""
         for callback in self._callbacks.values() if succeeded else ():
             self._put(callback)
         outbox = self._outbox
@@ -86,7 +86,7 @@ class Uploads:
             self._upload(saved)
 
     def _left(self, callback: Any) -> list[Saved]:
-        """The best and last files that were not uploaded as they are now, in the order in which they were written."""
+        """Returns the best and last files whose current version was not uploaded, in the order of writing."""
         scores = callback.best_k_models
         paths = dict.fromkeys([*scores, callback.best_model_path, callback.last_model_path])
         found = [(_changed_at(path), path) for path in paths if path]
@@ -101,7 +101,7 @@ class Uploads:
         self._outbox: Outbox[Saved] = Outbox(self._send, most_at_once=1)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_callbacks", "_outbox")  # of this process alone
+        own = ("_callbacks", "_outbox")  # of this process only
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Uploads:
 
 
 def _changed_at(path: str) -> int:
-    """When it was written, in ns; 0 where it is gone."""
+    """Returns when the file was changed, in ns; 0 if the file is gone, ``_REMOTE`` for a URL."""
     if "://" in path:
         return _REMOTE
     try:

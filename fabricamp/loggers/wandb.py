@@ -1,4 +1,4 @@
-"""Writes what is logged to Weights & Biases."""
+"""Logs to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fabricamp.loggers.uploads import Saved
 
 LAST_SECONDS = 30.0
-"""How long the end of a fit waits for what is not sent yet."""
+"""How long the end of a fit waits for unsent values."""
 
 _AXIS = "trainer/global_step"
 _OWN = (
@@ -43,29 +43,29 @@ _OWN = (
 class WandbLogger(Logger):
     """Logs to a run of Weights & Biases, which rank 0 opens before the first step and leaves open after ``fit``.
 
-    In a fit a thread of its own passes the values to the package, so no step waits for it.  Training continues if the server
-    cannot be reached, and ``offline=True`` or ``WANDB_MODE=offline`` needs none.  A resumed fit continues its run, unless ``id``
-    is given; values after the checkpoint appear twice.  A run that the script opened by ``wandb.init`` is used as it is.  Needs
-    ``pip install "fabricamp[wandb]"``.
+    In a fit a background thread passes the values to the package, so no step waits for the package.  Training continues if the
+    server cannot be reached; ``offline=True`` or ``WANDB_MODE=offline`` needs no server.  A resumed fit continues its run, unless
+    ``id`` is given; values after the checkpoint appear twice.  A run that the script opened by ``wandb.init`` is used as it is.
+    Needs ``pip install "fabricamp[wandb]"``.
 
     Args:
         name: the run's name on its page.
         save_dir: the folder for ``wandb``'s files, and for checkpoints in ``project/id``.
         version: another name of ``id``.
         offline: writes below ``save_dir`` only; ``wandb sync`` uploads it.
-        dir: the same as ``save_dir``, if that is None.
-        id: the run to continue, or to begin; None is ``WANDB_RUN_ID``, else a new one.
-        anonymous: for users without an account, if the package still offers it.
-        project: the project of the run; None is ``WANDB_PROJECT``, else "fabricamp_logs".
+        dir: used as ``save_dir``, if ``save_dir`` is None.
+        id: the run to continue, or to create; None uses ``WANDB_RUN_ID``, else creates a new run.
+        anonymous: allows users without an account, if the package still offers that.
+        project: the project of the run; None uses ``WANDB_PROJECT``, else "fabricamp_logs".
         log_model: True uploads ModelCheckpoint's best and last files as artifacts when a fit ends, "all" each when it is saved.
         experiment: a run that is open already.
-        prefix: stands before each metric's name.
-        checkpoint_name: the name of these artifacts; None is ``model-`` and the run's id.
-        add_file_policy: "mutable" copies a file before it is uploaded, "immutable" reads it where it is.
+        prefix: a text before each metric's name.
+        checkpoint_name: the name of these artifacts; None means ``model-`` and the run's id.
+        add_file_policy: "mutable" copies a file before the upload, "immutable" reads the file in place.
         **kwargs: options of ``wandb.init``, such as ``entity``, ``group`` and ``tags``.
 
     Raises:
-        ConfigError: the package is not installed, ``log_model`` is none of these, or ``wandb.init`` has no such option.
+        ConfigError: the package is not installed, ``log_model`` has another value, or ``wandb.init`` has no such option.
 
     Example:
         >>> logger = WandbLogger(project="digits", offline=True)
@@ -118,7 +118,7 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The run, for what has no method here; does nothing on ranks other than 0."""
+        """The run, for calls without a method here; does nothing on ranks other than 0."""
         if not writes():
             return Silent()
         if self._experiment is None:
@@ -131,22 +131,22 @@ class WandbLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The id of the run; None until a run or the first use decides it."""
+        """The id of the run; None until a run or the first use chooses one."""
         return self._id if self._experiment is None else str(self._experiment.id)
 
     @property
     def log_dir(self) -> str | None:
-        """The folder for what belongs to this run, ``save_dir/project/id``, where the id is known; wandb writes beside it."""
+        """The folder of this run, ``save_dir/project/id``, once the id is known; wandb's own files are beside this folder."""
         return None if self._folder_name is None else str(self._root / self._folder_name)
 
     def run_folders(self) -> list[Path]:
-        """The folders of this run and of others of the project, newest first."""
+        """Returns the folders of this run and of the project's other runs, newest first."""
         own = super().run_folders()
         folders = [folder for folder in self._root.glob("*") if folder.is_dir()]
         return list(dict.fromkeys([*own, *sorted(folders, key=_changed, reverse=True)]))
 
     def identity(self) -> str:
-        """The run's id; the run is not open yet, for a checkpoint may name another."""
+        """Returns the run's id; the run is opened later, because a checkpoint may name another."""
         self._id = self.version
         if self._id is None:
             run = _package().run
@@ -155,25 +155,25 @@ class WandbLogger(Logger):
         return self._id
 
     def join(self, identity: str) -> None:
-        """Takes rank 0's id."""
+        """Adopts rank 0's id."""
         self._id = identity
         self._folder_name = self._folder_name or identity
 
     def begin(self) -> None:
-        """Opens the run: where the server cannot be reached that takes a minute and a half.  What follows goes by the thread."""
+        """Opens the run, which takes a minute and a half if the server cannot be reached; later calls go through the thread."""
         if writes():
             with self._reaches():
                 _ = self.experiment
-            self._outbox = Outbox(self._send, most_at_once=1)  # the steps that are told as lost are those alone
+            self._outbox = Outbox(self._send, most_at_once=1)  # so only the failed steps are reported as lost
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """One row of the run's history; ``step`` is ``trainer/global_step``, the axis of all charts."""
+        """Logs one row of the run's history; ``step`` is ``trainer/global_step``, the axis of all charts."""
         self._log(self._named(metrics), step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Puts the hyper-parameters into the run's ``config``; none where the environment decides one that is no string.
+        """Writes the hyper-parameters to the run's ``config``; writes none if the environment decides one that is no string.
 
-        Such values are for files that only this user reads, and a server shows a run to others.
+        Such values may only go into files that only this user reads, but a server shows a run to others.
         """
         if not writes():
             return
@@ -190,9 +190,9 @@ class WandbLogger(Logger):
     def watch(
         self, model: nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
     ) -> None:
-        """Logs histograms of gradients, parameters or "all", every ``log_freq`` batches, by hooks that cost each step.
+        """Logs histograms of gradients, parameters or "all", every ``log_freq`` batches, by hooks that slow each step.
 
-        Before a run is open it waits for that: a checkpoint may name the run to go on in.
+        If no run is open yet, takes effect once one is: a checkpoint may name the run to continue.
         """
         if not writes():
             return
@@ -201,7 +201,7 @@ class WandbLogger(Logger):
             _ = self.experiment
 
     def unwatch(self, model: nn.Module | None = None) -> None:
-        """Ends :meth:`watch`, of every model where none is given."""
+        """Ends :meth:`watch` for ``model``; for every model if None."""
         self._watched = [one for one in self._watched if model is not None and one[0] is not model]
         if self._experiment is not None:
             self._experiment.unwatch(model)
@@ -214,22 +214,22 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """A table: ``columns`` and the rows of ``data``, or a ``dataframe``."""
+        """Logs a table: ``columns`` and the rows of ``data``, or a ``dataframe``."""
         if writes():
             self._log({key: _package().Table(columns=columns, data=data, dataframe=dataframe)}, step)
 
     log_text = log_table
-    """Texts, as a table."""
+    """Logs texts, as a table."""
 
     def log_histogram(
         self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
     ) -> None:
-        """A histogram of so many equal bins between the limits."""
+        """Logs a histogram of equal bins between the limits."""
         if writes():
             self._log({name: _package().Histogram(np_histogram=(counts, edges_of(counts, limits)))}, step)
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """A list of images: tensors, arrays, PIL images or paths; ``kwargs`` are lists with one item an image (``caption``)."""
+        """Logs images: tensors, arrays, PIL images or paths; ``kwargs`` are lists with one item per image (``caption``)."""
         if not isinstance(images, list) or any(len(values) != len(images) for values in kwargs.values()):
             raise ConfigError(
                 f"log_image({key!r}): give a list of images, and options such as caption as lists as long"
@@ -242,30 +242,30 @@ class WandbLogger(Logger):
             self._log({key: made}, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's id."""
+        """Returns the run's id."""
         return {"id": self.version}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on in that run, where no id was given and none is open yet."""
+        """Continues that run, if no id was given and no run is open yet."""
         if state_dict.get("id") and not self._id_given and self._experiment is None and self._attach_id is None:
             self._id = state_dict["id"]
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Uploads the file with ``log_model="all"``; with True that is done at the end, where it is still kept."""
+        """Uploads the file if ``log_model="all"``; with True, files that are still kept are uploaded at the end."""
         if writes():
             self._uploads.after_save(checkpoint_callback, self.trouble)
 
     def barrier(self, step: int) -> None:
-        """Returns once the package's service, which outlives a process that is killed, has everything that was given so far."""
+        """Returns once the package's service has all values so far; the service outlives a killed process."""
         if self._outbox is not None:
             self._outbox.wait()
 
     def finalize(self, status: str) -> None:
-        """Leaves the run open for what comes behind ``fit``; the package ends it with the process."""
+        """Leaves the run open for use after ``fit``; the package ends the run with the process."""
         self._status = status
 
     def close(self) -> None:
-        """Waits up to 30 seconds for what is not sent; ends the run in a process that was started for this fit only."""
+        """Waits up to 30 seconds for unsent values; ends the run in a process that was started only for this fit."""
         outbox, self._outbox = self._outbox, None
         answers = True
         if outbox is not None:
@@ -273,7 +273,7 @@ class WandbLogger(Logger):
             outbox.report(self.trouble)
         self._uploads.finish(self.trouble, succeeded=answers and self._status == "success")
         opened_here = self._opened_by == os.getpid() and multiprocessing.parent_process() is not None
-        if self._experiment is not None and opened_here and answers:  # else it would be waited for without end
+        if self._experiment is not None and opened_here and answers:  # else finish would wait for ever
             self._experiment.finish(exit_code=int(self._status != "success"))
             self._experiment = None
         self._unreachable = None
@@ -284,7 +284,7 @@ class WandbLogger(Logger):
             self._do(lambda run: run.log(row), step)
 
     def _do(self, call: Callable[[Any], object], step: int | None = None) -> None:
-        """Calls it with the run: in a fit from the thread, else at once."""
+        """Calls ``call`` with the run: in a fit in the thread, otherwise at once."""
         if self._outbox is not None:
             self._outbox.put(Call(call, step))
             self._outbox.report(self.trouble)
@@ -309,15 +309,15 @@ class WandbLogger(Logger):
         run.log_artifact(artifact, aliases=saved.aliases)
 
     def _run(self) -> Any:
-        """The run that is open in this process or the one that started it, else a new one."""
+        """Returns the run that is open in this process or in the process that started it, else a new run."""
         package = _package()
         give_numbers_of_its_own("wandb", "urllib3")
         if self._attach_id is not None:
             return package._attach(self._attach_id)
         if package.run is not None:
             warnings.warn(
-                f"WandbLogger goes on in the run {package.run.id}, which is open in this process; call wandb.finish() before for "
-                "one of its own",
+                f"WandbLogger continues the run {package.run.id}, which is open in this process; call wandb.finish() before for a "
+                "separate run",
                 stacklevel=4,
             )
             return package.run
@@ -329,9 +329,9 @@ class WandbLogger(Logger):
 
     @contextlib.contextmanager
     def _reaches(self) -> Iterator[None]:
-        """Makes an ``OSError`` of a server that cannot be reached; one that could not at first is asked again in the next fit.
+        """Returns a context that raises ``ConnectionError`` (an ``OSError``) if the server cannot be reached.
 
-        Each attempt to open a run waits for a minute and a half.
+        If opening the run failed, the next attempt is in the next fit, because each attempt waits for a minute and a half.
         """
         if self._unreachable is not None:
             raise ConnectionError(self._unreachable)
@@ -346,7 +346,7 @@ class WandbLogger(Logger):
             raise ConnectionError(str(error)) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        run = self._experiment  # stays where it is: the other process finds it by its id
+        run = self._experiment  # stays in this process; the other one attaches by its id
         attach_id = self._attach_id if run is None else getattr(run, "_attach_id", None)
         own = {"_experiment": None, "_attach_id": attach_id, "_id": self.version, "_opened_by": None, "_outbox": None}
         return {**self.__dict__, **own}

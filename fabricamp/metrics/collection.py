@@ -1,4 +1,4 @@
-"""When the host, the other ranks, the callbacks and the loggers see what was logged."""
+"""Delivers logged values to the host, the other ranks, the callbacks and the loggers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
 
-_LAG = 2  # windows between a flush and its delivery (DESIGN.md 3.2)
+_LAG = 2  # steps between a flush and its delivery; fixed, so every rank delivers at the same step
 _NOTHING_DUE = sys.maxsize
 
 
 class _Arrived(NamedTuple):
-    """A flush that was read before its time, for a checkpoint or from one."""
+    """A flush whose values are on the host before delivery, because a checkpoint saved or restored it."""
 
     step: int
     rows: Sequence[exchange.RankValues]
@@ -40,10 +40,11 @@ class _Arrived(NamedTuple):
 class Metrics(Recording):
     """The logged values of one Trainer, from ``self.log`` to callbacks, progress bar and loggers.
 
-    ``reduced`` are those of all ranks, whatever ``sync_dist`` says: monitors decide by them, the same on every rank.
-    ``logged``, ``progress_bar_metrics`` and what the ``sinks`` get (on rank 0: values and their ``global_step``) are the
-    rank's own for a step's values without ``sync_dist``, else global.  With several processes a flush is one small collective.
-    :meth:`callback_metrics` and :meth:`logged_metrics` show them as Lightning does, with the latest values of the running step.
+    ``reduced`` holds values reduced over all ranks, whatever ``sync_dist`` is: monitors use them and decide the same on every rank.
+    ``logged``, ``progress_bar_metrics`` and the arguments of ``sinks`` (called on rank 0 with values and their ``global_step``)
+    hold this rank's own value for step values without ``sync_dist``, else the global value.  With several processes a flush is one
+    small collective.  :meth:`callback_metrics` and :meth:`logged_metrics` return them as Lightning does, with the latest values of
+    the current step.
     """
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
@@ -60,12 +61,12 @@ class Metrics(Recording):
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
         self.due = _NOTHING_DUE
         self.before_look: Callable[[], None] | None = None
-        """Puts the values of the step that hooks run for in place, where later ones were launched together with it."""
+        """Called before values are shown, if several steps were launched together: restores those of the step whose hooks run."""
 
     def flush(self, step: int) -> None:
-        """Sends the latest value of each key logged since the last flush on its way; on a GPU nothing waits for it.
+        """Starts the transfer of the latest value of each key logged since the last flush; on a GPU it does not wait.
 
-        On CPU it arrives here, on a GPU with :meth:`poll`.
+        On the CPU values are delivered here, on a GPU by :meth:`poll`.
         """
         table = self.table(MetricTable.TRAINING)
         if self._strategy.world_size == 1 and not any(cell.per_step and cell.weight for cell in table.cells.values()):
@@ -82,25 +83,25 @@ class Metrics(Recording):
             self.flush(step)
 
     def poll(self, step: int) -> None:
-        """Delivers the flushes that are two windows old; the loop calls it at every step boundary."""
+        """Delivers flushes that are at least two steps old; the loop calls it at every step boundary."""
         if step >= self.due:
             self._deliver_pending(step - _LAG)
 
     def drain(self) -> None:
-        """Delivers every flush that is under way, waiting for it."""
+        """Waits for all pending flushes and delivers them."""
         self._deliver_pending(_NOTHING_DUE)
 
     def glance(self) -> dict[str, float]:
-        """The ``prog_bar`` values, those of steps as this rank last saw them, at any time: nothing waits, no other rank takes part.
+        """Returns the ``prog_bar`` values, with this rank's latest step values; never waits and uses no collective.
 
-        On a GPU they are as old as the last call or two; at an epoch's end all are exact.
+        On a GPU, step values lag by one or two calls; at an epoch's end all values are exact.
         """
         return {**self.progress_bar_metrics, **self._glance.look(self.table(MetricTable.TRAINING))}
 
     def callback_metrics(self) -> dict[str, Any]:
-        """Lightning's dict: the values of all ranks, in place of them this rank's own ones of the step or hook that runs.
+        """Returns Lightning's dict: values reduced over all ranks, replaced by this rank's values of the current step or hook.
 
-        The tensors are new ones; nothing waits, and no other rank takes part.
+        The tensors are new; it does not wait and uses no collective.
         """
         fresh = filled(self.reduced, self._dtypes, self._device)
         for published, value in self._own_latest():
@@ -108,13 +109,13 @@ class Metrics(Recording):
         return self._callback_view.show(fresh)
 
     def logged_metrics(self) -> dict[str, Any]:
-        """Lightning's dict of what goes to the loggers, likewise."""
+        """Returns Lightning's dict of the logged values, built like :meth:`callback_metrics`."""
         fresh = filled(self.logged, self._dtypes, self._device)
         fresh.update({published.key: value for published, value in self._own_latest() if published.logger})
         return self._logged_view.show(fresh)
 
     def monitored(self) -> dict[str, Any]:
-        """What monitors decide by: the values of all ranks, on the host, and what was put into ``callback_metrics``."""
+        """Returns the values for monitors: those reduced over all ranks, on the host, and user entries of ``callback_metrics``."""
         return {**self._callback_view.given, **filled(self.reduced, self._dtypes, torch.device("cpu"))}
 
     @property
@@ -122,7 +123,7 @@ class Metrics(Recording):
         return torch.device("cpu") if self._over else self._strategy.device
 
     def _own_latest(self) -> Iterable[tuple[Published, Tensor]]:
-        """This rank's latest values: of the step that runs, or what the hook of an epoch that runs has logged itself."""
+        """Returns this rank's latest values: of the current step, or those that the current epoch hook has logged."""
         if self.before_look is not None:
             self.before_look()
         scope = self._state.scope
@@ -134,47 +135,47 @@ class Metrics(Recording):
         return latest_of_hooks(table, self._dtypes, scope)
 
     def reduce_steps(self, step: int) -> None:
-        """Brings ``reduced`` up to the latest values of steps, waiting for it; every rank calls it, loggers see nothing of it."""
+        """Updates ``reduced`` with the latest step values, and waits for them; every rank calls it; nothing goes to loggers."""
         merged = self._merged(self._gather(self.table(MetricTable.TRAINING), step))
         for published, value, _ in merged:
             if published.per_step and value is not None:
                 self._publish_to_callbacks(published, value)
 
     def forget(self) -> None:
-        """Drops all that was published: behind the sanity check."""
+        """Drops everything published; called after the sanity check."""
         self.reduced.clear()
         self.logged.clear()
         self._callback_view, self._logged_view = View(), View()
 
     def show_earlier(self, published: dict[str, Any]) -> None:
-        """Shows what the run before had :meth:`published`, until :meth:`forget_earlier`."""
+        """Shows the values that the previous run had :meth:`published`, until :meth:`forget_earlier`."""
         self.take_published({**published, "progress_bar_metrics": {}}, published)
 
     def forget_earlier(self) -> None:
-        """Drops that: this run's own values begin."""
+        """Drops the previous run's values, before this run publishes its own."""
         self.forget()
         self._dtypes = Dtypes()
 
     def close(self) -> None:
-        """Brings what is shown to the host; nothing is reduced any more."""
+        """Moves the shown values to the host; the run is over."""
         self._over = True
         self._callback_view.leave_device()
         self._logged_view.leave_device()
 
     def clear_evaluation(self) -> None:
-        """Forgets the values of an evaluation that did not end; before each evaluation run."""
+        """Drops the values of an unfinished evaluation; called before each evaluation run."""
         self._evaluated = []
         self.table(MetricTable.EVALUATION).clear()
 
     def reduce_train_epoch(self, step: int) -> None:
-        """Makes the training epoch's values, reduced over all ranks, known to the hooks of its end, which may log more."""
+        """Reduces the training epoch's values over all ranks and shows them to the epoch-end hooks, which may log more."""
         self.drain()
         self._make_known(self.table(MetricTable.TRAINING), step)
 
     def end_train_epoch(self, step: int) -> dict[str, float]:
-        """Publishes and returns the training epoch's values, reduced over all ranks, with what the hooks of its end have logged.
+        """Publishes and returns the training epoch's values, reduced over all ranks, including those of the epoch-end hooks.
 
-        Step values that no flush has taken yet can be monitored too, after a short epoch.
+        Step values that no flush has taken yet become available to monitors too: an epoch may be shorter than the flush interval.
         """
         self.drain()
         table = self.table(MetricTable.TRAINING)
@@ -183,13 +184,13 @@ class Metrics(Recording):
         return self._publish(values, step)
 
     def reduce_evaluation(self, step: int) -> None:
-        """Makes an evaluation's values, reduced over all ranks, known to the hooks of its end, which may log more."""
+        """Reduces an evaluation's values over all ranks and shows them to its end hooks, which may log more."""
         self._make_known(self.table(MetricTable.EVALUATION), step)
 
     def end_evaluation(self, step: int) -> dict[str, float]:
-        """Publishes and returns an evaluation's values, all of them reduced over all ranks; of a step's values the last one.
+        """Publishes and returns an evaluation's values, all reduced over all ranks; for step values, the last step's.
 
-        Those of the sanity check go to no logger.
+        The sanity check publishes nothing and returns an empty dict.
         """
         table = self.table(MetricTable.EVALUATION)
         values = self._make_known(table, step)
@@ -200,24 +201,24 @@ class Metrics(Recording):
         return self._publish(values, step)
 
     def evaluation_results(self, num_dataloaders: int) -> list[dict[str, float]]:
-        """The last evaluation's values, a dict for each dataloader; those of no single one are in every dict."""
+        """Returns the last evaluation's values, one dict per dataloader; values of no single dataloader are in every dict."""
         return [
             {published.key: value for published, value in self._evaluated if published.loader in (index, NO_LOADER)}
             for index in range(num_dataloaders)
         ]
 
     def _make_known(self, table: MetricTable, step: int) -> list[tuple[Published, float]]:
-        """Reduces what ``table`` has over all ranks, for callbacks to see; returns what is to be published."""
+        """Reduces the values of ``table`` over all ranks and shows them to callbacks; returns the values to publish."""
         merged = self._merged(self._gather(table, step))
         training = table is self._tables.get(MetricTable.TRAINING)
         if training:
-            self._glance = Glance()  # what is under way is older
+            self._glance = Glance()  # a copy in flight would be older
             self._show(self._own_steps(merged))
         values = self._collect(table, merged)
         table.note_reduced()
         for published, value in values:
             self._publish_to_callbacks(published, value)
-        # In training, flushes bring those of steps.
+        # Training step values are published by flushes.
         kept = [one for one in values if not (training and one[0].per_step)]
         self.logged.update({published.key: value for published, value in kept if published.logger})
         return kept
@@ -226,14 +227,14 @@ class Metrics(Recording):
         return exchange.merge(rows, self._strategy.tensor_parallel)
 
     def _collect(self, table: MetricTable, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
-        """The values of all ranks, a step's before an epoch's: the later one takes the plain key."""
+        """Returns the values over all ranks, step values before epoch values: the last one takes the plain key."""
         return [
             (value.published, self._computed(table, value) if value.reduced is None else value.reduced)
             for value in sorted(merged, key=lambda value: not value.published.per_step)
         ]
 
     def _own_steps(self, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
-        """The values of steps as this rank shows them: its own ones, with ``sync_dist`` those of all."""
+        """Returns the step values that this rank shows: its own, or the reduced ones with ``sync_dist``."""
         values: list[tuple[Published, float]] = []
         for published, reduced, parts in merged:
             own = parts[self._strategy.rank]
@@ -246,28 +247,28 @@ class Metrics(Recording):
         return values
 
     def _gather(self, table: MetricTable, step: int) -> list[exchange.RankValues]:
-        """What each rank has now; goes a second time where a rank has more than fits into one exchange."""
+        """Returns each rank's current values; repeats the exchange if a rank has more values than fit into one."""
         while True:
             rows, complete = exchange.read(exchange.take(table, self._strategy, step), table, self._strategy)
             if complete:
                 return rows
 
     def _deliver_pending(self, until: int) -> None:
-        """Delivers what was flushed at ``until`` or before."""
+        """Delivers the flushes of step ``until`` or before."""
         while self._pending and self._pending[0].step <= until:
             flushed = self._read(self._pending.popleft())
             self._deliver(flushed.rows, flushed.step)
         self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
 
     def _read(self, flushed: exchange.Snapshot | _Arrived) -> _Arrived:
-        """What was flushed, after the wait for its copy."""
+        """Returns the flushed values, after waiting for their copy."""
         if isinstance(flushed, _Arrived):
             return flushed
         rows, _ = exchange.read(flushed, self.table(MetricTable.TRAINING), self._strategy)
         return _Arrived(flushed.step, rows)
 
     def _computed(self, table: MetricTable, value: exchange.Merged) -> float:
-        """What a torchmetrics object computes over all ranks, which all have to ask for it at the same place."""
+        """Returns the value that a torchmetrics object computes over all ranks; all ranks have to call it at the same point."""
         key, totals = value.published.key, [0.0 if part is None else part.total for part in value.parts]
         without = [rank for rank, total in enumerate(totals) if not total]
         if without:
@@ -278,7 +279,7 @@ class Metrics(Recording):
         cell = table.cells[value.published.identity]
         if cell.computed is None or min(totals) < 2:
             if cell.computed is not None:
-                cell.metric._computed = None  # a rank has more of it: all compute it again, together
+                cell.metric._computed = None  # another rank has new updates: compute() is collective, all recompute
             answer = cell.metric.compute()
             number = float(plain_value(key, answer))
             cell.computed = cell.metric.update_count, number
@@ -286,7 +287,7 @@ class Metrics(Recording):
         return cell.computed[1]
 
     def published(self) -> dict[str, Any]:
-        """Returns what was published last, as plain values; none of it needs another rank."""
+        """Returns the values published last, as plain values; uses no collective."""
         return {
             "callback_metrics": dict(self.reduced),
             "logged_metrics": dict(self.logged),
@@ -296,7 +297,7 @@ class Metrics(Recording):
         }
 
     def take_published(self, shown: dict[str, Any], first: dict[str, Any]) -> None:
-        """Takes back what :meth:`published` gave on this rank, ``first`` on rank 0."""
+        """Restores ``shown`` from this rank's :meth:`published` and ``first`` from rank 0's."""
         self.reduced.update(first["callback_metrics"])
         self.logged.update(shown["logged_metrics"])
         self.progress_bar_metrics.update(shown["progress_bar_metrics"])
@@ -304,15 +305,15 @@ class Metrics(Recording):
         self._dtypes.load_state_dict(first.get("dtypes", {}))
 
     def take_ended(self, shown: dict[str, Any], first: dict[str, Any]) -> None:
-        """Takes back what had been published when the run before had ended: all that was under way, too."""
+        """Restores the values published at the end of the previous run, and drops pending flushes: the end had delivered them."""
         self._pending.clear()
         self.due = _NOTHING_DUE
         self.take_published(shown, first)
 
     def state_dict(self, objects: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of what a checkpoint keeps; waits for flushes under way, which every rank then reads.
+        """Returns this rank's values for a checkpoint; waits for pending flushes, which every rank reads here.
 
-        ``objects`` are the torchmetrics objects of the module by name; their own states are saved apart.
+        ``objects`` are the torchmetrics objects of the module by name; their own states are saved separately.
         """
         self._pending = deque(map(self._read, self._pending))
         names = {id(metric): name for name, metric in objects.items()}
@@ -323,9 +324,9 @@ class Metrics(Recording):
         }
 
     def load_state_dict(self, states: Sequence[dict[str, Any]], first: dict[str, Any], objects: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave on this rank, or on several ranks, or on none; ``first`` is rank 0's.
+        """Restores :meth:`state_dict` of this rank, of several ranks together, or of none; ``first`` is rank 0's.
 
-        Of several ranks at once, what a flush had under way is left out.
+        With the states of several ranks, pending flushes are dropped.
         """
         load_table(self.table(MetricTable.TRAINING), [state["table"] for state in states], objects)
         self.take_published(states[0] if states else first, first)
@@ -345,7 +346,7 @@ class Metrics(Recording):
         self.reduced[published.key] = self.reduced[published.plain_key] = rounded
 
     def _publish(self, values: Sequence[tuple[Published, float]], step: int) -> dict[str, float]:
-        """Hands values to the progress bar and, on rank 0, to the loggers; returns them by key."""
+        """Passes values to the progress bar and, on rank 0, to the loggers; returns them by key."""
         self._show(values)
         logged = {published.key: value for published, value in values if published.logger}
         self.logged.update(logged)
@@ -355,7 +356,7 @@ class Metrics(Recording):
         return {published.key: value for published, value in values}
 
     def _show(self, values: Sequence[tuple[Published, float]]) -> None:
-        """Hands values to the progress bar, in place of what was seen of them before."""
+        """Passes values to the progress bar, where they replace earlier values of the same keys."""
         shown = {published.key: value for published, value in values if published.prog_bar}
         self.progress_bar_metrics.update(shown)
         self._glance.forget(shown)

@@ -1,10 +1,10 @@
-"""How the values of a table reach the host, and those of the other ranks: one packed vector, one copy, nothing to wait for.
+"""Transfers a table's values to the host, with those of the other ranks: one packed vector and one asynchronous copy.
 
-Every rank sends the same number of cells, so the exchange cannot hang, whatever the ranks have logged:
+Every rank sends the same number of cells; the exchange cannot hang, whatever the ranks have logged:
 
     [signature of the cells' order, number of cells, Python numbers..., weights..., device values...]
 
-Where the signatures differ, the ranks tell each other what their cells mean, once, and adopt one common order.
+If the signatures differ, the ranks exchange the meaning of their cells once, and adopt one common order.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _HEADER = 2
 
 
 class Contribution(NamedTuple):
-    """What one rank knows of one value.
+    """One rank's contribution to one value.
 
-    For a "metric" ``total`` is 1.0 where the rank has the object to compute it with, 2.0 where it need not: nothing is new.
+    For a "metric", ``total`` is 0.0 if the rank has no metric object, 1.0 if the object has to compute, 2.0 if nothing is new.
     """
 
     total: float
@@ -39,7 +39,7 @@ class Contribution(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """One value of all ranks: ``reduced`` over them, or None where it computes itself; ``parts`` are the ranks' own, in order."""
+    """One value over all ranks: ``reduced``, or None if a torchmetrics object computes it; ``parts`` are per rank, in order."""
 
     published: Published
     reduced: float | None
@@ -48,7 +48,7 @@ class Merged(NamedTuple):
 
 @dataclass(slots=True)
 class Snapshot:
-    """The values of one moment on their way to the host: the first ``sent`` of ``published``."""
+    """A table's values at one time, in transfer to the host: the first ``sent`` of ``published``."""
 
     step: int
     published: tuple[Published, ...]
@@ -68,7 +68,7 @@ class RankValues(NamedTuple):
     device: Sequence[float]
 
     def contributions(self) -> Iterator[tuple[Published, Contribution]]:
-        """Each value of the rank, those included that it did not log."""
+        """Yields each value of the rank, including values that it did not log."""
         for published, number, weight, device in zip(
             self.published, self.numbers, self.weights, self.device, strict=False
         ):
@@ -76,7 +76,7 @@ class RankValues(NamedTuple):
 
 
 def take(table: MetricTable, strategy: Strategy, step: int) -> Snapshot:
-    """Starts the way of all values of ``table`` to the host; on a GPU nothing here waits for it."""
+    """Starts the transfer of all ranks' values of ``table`` to the host; on a GPU it does not wait."""
     if strategy.world_size == 1:
         return take_own(table, step)
     numbers, weights = _on_host(table)
@@ -85,21 +85,21 @@ def take(table: MetricTable, strategy: Strategy, step: int) -> Snapshot:
 
 
 def take_own(table: MetricTable, step: int) -> Snapshot:
-    """Starts the way of this rank's values to its host; nothing here waits, and no other rank takes part."""
+    """Starts the transfer of this rank's values to its host; does not wait and uses no collective."""
     numbers, weights = _on_host(table)
     copy, event = _start_copy(table.bank[: len(numbers)])
     return Snapshot(step, table.published(), numbers, weights, len(numbers), copy, event)
 
 
 def _on_host(table: MetricTable) -> tuple[list[float], list[int]]:
-    """The Python numbers of all cells, and their weights."""
+    """Returns the Python numbers of all cells, and their weights."""
     cells = table.cells.values()
     numbers = [_of_object(cell) if cell.published.mode == "metric" else cell.number for cell in cells]
     return numbers, [cell.weight for cell in cells]
 
 
 def _of_object(cell: Cell) -> float:
-    """What a rank says of its torchmetrics object: none, to be computed, or nothing new since (a reset adds nothing)."""
+    """Returns the state of a torchmetrics object: 0.0 no object, 1.0 has to compute, 2.0 nothing new (a reset adds nothing)."""
     if cell.metric is None:
         return 0.0
     known = cell.computed is not None and cell.metric.update_count in (0, cell.computed[0])
@@ -107,9 +107,9 @@ def _of_object(cell: Cell) -> float:
 
 
 def read(snapshot: Snapshot, table: MetricTable, strategy: Strategy) -> tuple[list[RankValues], bool]:
-    """The ranks' values, after the wait for their copy, and whether all of them have travelled.
+    """Waits for the copy and returns the ranks' values, and whether all values fitted into the exchange.
 
-    Every rank reads the same snapshots in the same order, so all of them see a disagreement at the same place.
+    Every rank reads the same snapshots in the same order; if the cell orders differ, all ranks see it at the same snapshot.
     """
     if snapshot.event is not None:
         snapshot.event.synchronize()
@@ -126,12 +126,15 @@ def read(snapshot: Snapshot, table: MetricTable, strategy: Strategy) -> tuple[li
 
 
 def read_own(snapshot: Snapshot) -> RankValues:
-    """What :func:`take_own` took, once it has arrived."""
+    """Returns the values of :func:`take_own`; call it after the copy has arrived."""
     return RankValues(snapshot.published, snapshot.numbers, snapshot.weights, snapshot.copy.tolist())
 
 
 def merge(rows: Sequence[RankValues], together: int = 1) -> list[Merged]:
-    """Each value that any rank has logged, reduced over the ranks that have it, of so many that compute ``together`` the first."""
+    """Returns each value that any rank has logged, reduced over the ranks that have it.
+
+    ``together`` is the size of a group of ranks that compute the same batch; only the first rank of each group counts.
+    """
     parts: dict[Published, list[Contribution | None]] = {}
     for rank, row in enumerate(rows):
         for published, contribution in row.contributions():
@@ -155,7 +158,7 @@ def _unpacked(published: Sequence[Published], row: list[float], wire: int) -> Ra
 
 
 def _start_copy(vector: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy of ``vector`` on the host, and the event after which it is there (torch keeps and reuses the pinned memory)."""
+    """Starts a copy of ``vector`` to the host; returns it with the event of its arrival (torch caches the pinned memory)."""
     if vector.device.type != "cuda":
         return vector, None
     pinned = torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True)
@@ -166,7 +169,7 @@ def _start_copy(vector: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 def _orders(
     snapshot: Snapshot, received: list[list[float]], table: MetricTable, strategy: Strategy
 ) -> list[tuple[Published, ...]]:
-    """What the cells of each rank's row mean; where the ranks differ, they agree on one order for the next exchanges."""
+    """Returns the meaning of the cells in each rank's row; ranks that differ agree on one order for the next exchanges."""
     if len({row[0] for row in received}) == 1:
         return [snapshot.published] * len(received)
     orders = strategy.all_gather_object(snapshot.published)
@@ -183,7 +186,7 @@ def _orders(
 
 
 def _total(published: Published, number: float, weight: float, device: float) -> float:
-    """A rank's share of a value, from its place on the device and its Python number."""
+    """Returns a rank's part of a value, from its device value and its Python number."""
     if published.mode == "metric":
         return number
     if published.per_step:
@@ -204,7 +207,7 @@ def _reduce(mode: str, parts: list[Contribution | None]) -> float | None:
 
 
 def _extreme(mode: str, values: Iterable[float]) -> float:
-    """The least or greatest of ``values``; nan where one of them is nan, as in torch."""
+    """Returns the minimum or maximum of ``values``; nan if any of them is nan, as in torch."""
     gathered = list(values)
     if any(math.isnan(value) for value in gathered):
         return math.nan

@@ -1,4 +1,4 @@
-"""What a progress bar shows between two flushes: the last values of steps, brought to the host beside the run."""
+"""The latest step values for a progress bar between two flushes, copied to the host asynchronously."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Glance:
-    """This rank's own ``prog_bar`` values of steps, as of the last look that has arrived; a look waits for nothing."""
+    """This rank's own ``prog_bar`` step values, as of the last copy that has arrived; it never waits."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
         self._under_way: exchange.Snapshot | None = None
 
     def look(self, table: MetricTable) -> dict[str, float]:
-        """Returns what has arrived of ``table``, and starts the next copy; on CPU that has arrived at once."""
+        """Returns the values of ``table`` that have arrived, and starts the next copy; on the CPU a copy arrives at once."""
         if self._under_way is None or self._arrives(self._under_way):
             self._under_way = exchange.take_own(table, 0)
             if self._under_way.event is None:
@@ -28,7 +28,7 @@ class Glance:
         return self.values
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Drops the values of ``keys``: newer ones have been published."""
+        """Drops the values of ``keys``, because newer ones were published."""
         for key in keys:
             self.values.pop(key, None)
 

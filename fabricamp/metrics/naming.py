@@ -1,4 +1,4 @@
-"""What one ``self.log`` call publishes, and under which keys: Lightning's rules."""
+"""The values and keys that one ``self.log`` call publishes, by Lightning's rules."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LOADER_MARK = "/dataloader_idx_"
 
 
 def full_name(arguments: Arguments, state: RunState) -> str:
-    """The name within its table: each of several evaluation loaders has its own."""
+    """Returns the name within its table, with the loader's suffix if there are several evaluation loaders."""
     return arguments.name + _suffix(arguments, state)
 
 
 def published_values(
     arguments: Arguments, state: RunState, *, metric: bool
 ) -> tuple[Published | None, Published | None]:
-    """The step's and the epoch's value of a call, None where it has none."""
+    """Returns the step value and the epoch value of a call; None for a value that the call does not publish."""
     on_step, on_epoch = _cadence(arguments, state.scope)
     mode = _mode(arguments)
     suffix = _suffix(arguments, state)
@@ -44,7 +44,7 @@ def published_values(
 
 
 def check_arguments(arguments: Arguments, state: RunState) -> None:
-    """Raises :class:`ConfigError` for a call that cannot work, or not here."""
+    """Raises :class:`ConfigError` for a call with wrong arguments, or in a hook where it cannot work."""
     name = arguments.name
     if not isinstance(name, str) or not name:
         raise ConfigError(f"self.log(name={name!r}, ...): a name is a string that is not empty")
@@ -68,7 +68,7 @@ def check_arguments(arguments: Arguments, state: RunState) -> None:
 
 
 def _cadence(arguments: Arguments, scope: Scope) -> tuple[bool, bool]:
-    """``on_step`` and ``on_epoch``, by default from where the call stands."""
+    """Returns ``on_step`` and ``on_epoch``; the defaults depend on the hook that calls."""
     step = scope is Scope.TRAIN_STEP if arguments.on_step is None else bool(arguments.on_step)
     epoch = scope is not Scope.TRAIN_STEP if arguments.on_epoch is None else bool(arguments.on_epoch)
     if step and scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):

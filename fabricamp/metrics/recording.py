@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Finds the slot of each ``self.log`` call and keeps the value there; with ``muted`` it keeps nothing."""
+    """Finds the slot of each ``self.log`` call and stores the value there; with ``muted`` it stores nothing."""
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
         self.muted = False
-        # Nothing is waited for there, and a number costs a tenth of a copy into a tensor.
+        # Reading a CPU tensor does not wait, and storing a number costs a tenth of a copy into a tensor.
         self.reads_cpu_tensors = True
         self._state = state
         self._strategy = strategy
@@ -37,11 +37,11 @@ class Recording:
         self._keep_outside_graphs: Callable[..., None] | None = None
 
     def keep(self, call: tuple[Any, ...], value: Any, batch_size: int | None = None) -> None:
-        """Keeps ``value`` for the next flush, for the end of the epoch, or for both; ``call`` has what :class:`Arguments` has.
+        """Stores ``value`` for the next flush, the end of the epoch, or both; ``call`` has the fields of :class:`Arguments`.
 
-        The value is copied without its graph, so it may change after the call.
+        The value is copied without its autograd graph, so it may change after the call.
         """
-        if is_dynamo_compiling():  # a compiled step breaks its graph here: what follows changes Python state
+        if is_dynamo_compiling():  # a compiled step needs a graph break here: the code below changes Python state
             if self._keep_outside_graphs is None:
                 self._keep_outside_graphs = torch.compiler.disable(self.keep)
             self._keep_outside_graphs(call, value, batch_size)
@@ -51,7 +51,7 @@ class Recording:
         state = self._state
         try:
             slot = self._known.get(call)
-        except TypeError:  # not hashable: one of the arguments is wrong, and found below
+        except TypeError:  # not hashable: an argument is wrong, and _find_slot reports it
             slot = None
         if slot is None or slot.scope is not state.scope or slot.loader != state.dataloader_idx:
             slot = self._known[call] = self._find_slot(Arguments(*call), value, batch_size)
@@ -61,7 +61,7 @@ class Recording:
             number, cell = value.item(), slot.step
             if slot.epoch is not None:
                 self._keep_number(slot, number, batch_size)
-            elif cell is not None:  # the same without two calls: what a training step logs as a rule
+            elif cell is not None:  # _keep_number inlined, as most training steps log this way
                 cell.number, cell.weight = number, -1
         else:
             self._keep_tensor(slot, value.detach(), batch_size)
@@ -74,7 +74,7 @@ class Recording:
         )
 
     def table(self, name: str) -> MetricTable:
-        """Returns where the values of training, or of evaluation, are."""
+        """Returns the table of training or of evaluation values."""
         table = self._tables.get(name)
         if table is None:
             table = self._tables[name] = MetricTable(self._strategy.device)
@@ -82,7 +82,7 @@ class Recording:
         return table
 
     def _find_slot(self, arguments: Arguments, value: Any, batch_size: int | None) -> Slot:
-        """The slot of a call that is new, or that comes from another place than its last repetition."""
+        """Returns the slot of a new call, or of a call from another hook or dataloader than before."""
         state = self._state
         check_arguments(arguments, state)
         slot = self.table(self._table_name()).slots.get((state.scope, full_name(arguments, state)))

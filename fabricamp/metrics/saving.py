@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of logged values: the running ones of a table, flushes under way, and torchmetrics objects."""
+"""Saves and loads logged values in a checkpoint: a table's running values, pending flushes, and torchmetrics objects."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def save_table(table: MetricTable, objects: dict[int, str]) -> dict[str, Any]:
 
 
 def load_table(table: MetricTable, states: Sequence[dict[str, Any]], objects: dict[str, Any]) -> None:
-    """Puts the values of ``states`` into ``table``, before anything is logged: one rank's, or the sum of several ranks'."""
+    """Loads ``states`` into ``table`` before anything is logged: one rank's values, or several ranks' values combined."""
     for state in states:
         for saved, value in zip(state["cells"], state["values"], strict=True):
             published = Published(**saved["published"])
             if len(states) > 1 and published.per_step:
-                continue  # the latest value of one rank says nothing of another
+                continue  # step values of several ranks cannot be combined
             cell = table.restore(published)
             cell.metric = objects.get(saved["object"], cell.metric)
             if published.per_step:
@@ -55,7 +55,7 @@ def load_table(table: MetricTable, states: Sequence[dict[str, Any]], objects: di
 
 
 def save_rows(rows: Sequence[RankValues]) -> list[dict[str, Any]]:
-    """Returns a flush that has arrived as plain values."""
+    """Returns a flush on the host as plain values."""
     return [
         {
             "published": [one._asdict() for one in row.published],
@@ -68,7 +68,7 @@ def save_rows(rows: Sequence[RankValues]) -> list[dict[str, Any]]:
 
 
 def load_rows(saved: Sequence[dict[str, Any]]) -> list[RankValues]:
-    """Returns what :func:`save_rows` was given."""
+    """Returns the rows that :func:`save_rows` saved."""
     return [RankValues(**{**row, "published": [Published(**one) for one in row["published"]]}) for row in saved]
 
 
@@ -79,12 +79,12 @@ def find_objects(module: nn.Module) -> dict[str, Any]:
         return {}
     for part in module.modules():
         if isinstance(part, torchmetrics.MetricCollection):
-            part.values()  # brings members up to date that share one member's states
+            part.values()  # updates members that share the states of one member
     return {name: part for name, part in module.named_modules() if is_metric(part)}
 
 
 def save_objects(objects: dict[str, Any]) -> dict[str, Any]:
-    """Returns the states of those ``objects`` that have seen something."""
+    """Returns the states of those ``objects`` that have been updated."""
     return {
         name: {"updates": metric.update_count, "states": {key: _kept(metric, key) for key in metric._defaults}}
         for name, metric in objects.items()
@@ -93,7 +93,7 @@ def save_objects(objects: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_objects(objects: dict[str, Any], states: Sequence[dict[str, Any]]) -> None:
-    """Gives ``objects`` the states of one rank, or those of several ranks in one; all others begin anew."""
+    """Loads the states of one rank, or of several ranks combined, into ``objects``; objects without a state are reset."""
     for name, metric in objects.items():
         metric.reset()
         saved = [state[name] for state in states if name in state]
@@ -108,7 +108,7 @@ def load_objects(objects: dict[str, Any], states: Sequence[dict[str, Any]]) -> N
 
 def _kept(metric: Any, key: str) -> Any:
     value = getattr(metric, key)
-    return list(value) if isinstance(value, list) else value  # reset() empties the list itself
+    return list(value) if isinstance(value, list) else value  # copied, because reset() empties the list in place
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -116,7 +116,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _reduced(name: str, metric: Any, key: str, values: list[Any]) -> Any:
-    """The states of several ranks as one, by the rule that the metric itself has for them."""
+    """Returns the states of several ranks combined, by the metric's own reduction."""
     if isinstance(values[0], list):
         return [one for value in values for one in value]
     rule = getattr(metric._reductions[key], "__name__", "")

@@ -1,4 +1,4 @@
-"""Where logged values stay until somebody reads them: one device vector for tensors, Python numbers beside it."""
+"""Stores logged values until they are read: one device vector for tensors, and Python numbers on the host."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _INITIAL_CAPACITY = 64
 _STEP_SCOPES = (Scope.TRAIN_STEP, Scope.EVAL_STEP)
 
 NO_LOADER = -1
-"""The dataloader of a value that is of no single one, and of a slot that nothing was logged to since it was cleared."""
+"""Dataloader index of a value of no single dataloader, and of a slot without values since it was cleared."""
 
 
 class Arguments(NamedTuple):
-    """What one ``self.log`` call asks for, its value and batch size apart; equal for every repetition of the call."""
+    """The arguments of one ``self.log`` call without value and batch size; equal for every repetition of the call."""
 
     name: str
     prog_bar: bool = False
@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
     rank_zero_only: bool = False
 
     def __str__(self) -> str:
-        """The call as its author wrote it: what is the default was hardly given."""
+        """Returns the call as its author probably wrote it: without arguments that equal the default."""
         default = self._field_defaults
         given = [
             f"{key}={value!r}" for key, value in self._asdict().items() if key in default and value != default[key]
@@ -46,9 +46,9 @@ class Arguments(NamedTuple):
 
 
 class Published(NamedTuple):
-    """One value as the outside sees it.
+    """Description of one published value.
 
-    ``mode`` is "mean", "sum", "min", "max", or "metric" for one that computes itself; ``loader`` is the one it was logged for.
+    ``mode`` is "mean", "sum", "min", "max", or "metric" for a torchmetrics object; ``loader`` is its dataloader's index.
     """
 
     key: str
@@ -62,17 +62,17 @@ class Published(NamedTuple):
 
     @property
     def identity(self) -> tuple[bool, str]:
-        """What no two values of one table share."""
+        """The key of the value, unique within a table."""
         return self.per_step, self.key
 
 
 class Cell:
-    """The place of one published value: the latest one of a step, or the running one of an epoch.
+    """Storage of one published value: the latest step value, or the running epoch value.
 
     A tensor goes to ``place`` (a view into the table's device vector), a Python number to ``number``.  ``weight`` is 0 for a value
-    that nobody logged; for a step's value 1 says that it lies in ``place`` and -1 that it is ``number``.  ``sent`` is the weight
-    that a step's value had when it was flushed, an epoch's when it was reduced last.  ``computed`` is what the torchmetrics object
-    ``metric`` answered last, behind how many updates.
+    that was not logged; for a step value, 1 means that the value is in ``place``, and -1 that it is in ``number``.  ``sent`` is the
+    weight of a step value at its flush, or of an epoch value at its last reduction.  ``computed`` is (number of updates, result) of
+    the last computation of the torchmetrics object ``metric``.
     """
 
     __slots__ = ("computed", "metric", "number", "owner", "per_step", "place", "published", "sent", "weight")
@@ -90,7 +90,7 @@ class Cell:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the value."""
+        """Drops the value."""
         self.weight = self.sent = 0
         self.computed = None
         self.number = _NEUTRAL.get(self.published.mode, 0.0)
@@ -98,7 +98,7 @@ class Cell:
             self.place.fill_(self.number)
 
     def add_tensor(self, value: Tensor, weight: int) -> None:
-        """Takes a 0-dim tensor without graph into the epoch's value: one operation on the device."""
+        """Accumulates a detached 0-dim tensor into the epoch value, with one operation on the device."""
         mode = self.published.mode
         if mode == "mean":
             self.place.add_(value, alpha=weight)
@@ -111,7 +111,7 @@ class Cell:
         self.weight += weight
 
     def add_number(self, value: float, weight: int) -> None:
-        """Takes a Python number into the epoch's value; nan stays nan, as with tensors."""
+        """Accumulates a Python number into the epoch value; nan propagates, as with tensors."""
         mode = self.published.mode
         if mode == "mean":
             self.number += value * weight
@@ -123,7 +123,7 @@ class Cell:
 
 
 class Slot:
-    """What one ``self.log`` call of the user's code writes to, over and over."""
+    """The cells that one ``self.log`` call of the user's code writes to at each repetition."""
 
     __slots__ = ("arguments", "epoch", "loader", "metric", "published", "scope", "step", "weighs")
 
@@ -140,7 +140,7 @@ class Slot:
         self.weighs = published[1] is not None and published[1].mode == "mean" and scope in _STEP_SCOPES
 
     def follow(self, published: tuple[Published | None, Published | None]) -> bool:
-        """Takes over whose loader's a call is; returns whether it asks for the same as the calls before it, otherwise."""
+        """Updates the slot to the dataloader of a call; returns False if the call differs from earlier calls in anything else."""
         if [one and one._replace(loader=NO_LOADER) for one in published] != [
             one and one._replace(loader=NO_LOADER) for one in self.published
         ]:
@@ -152,19 +152,19 @@ class Slot:
         return True
 
     def clear(self) -> None:
-        """Forgets the epoch's values and resets the torchmetrics object."""
+        """Drops the epoch value and resets the torchmetrics object."""
         self.loader = NO_LOADER
         if self.epoch is not None:
             self.epoch.clear()
         if self.metric is not None:
-            with torch.inference_mode(mode=False):  # its new states must be tensors that training can change
+            with torch.inference_mode(mode=False):  # training could not change inference tensors
                 self.metric.reset()
 
 
 class MetricTable:
-    """All slots of training, or all of evaluation.
+    """All slots of training, or all slots of evaluation.
 
-    Every table has one fp64 vector on the device; its cells lie in it in an order on which the ranks agree (exchange.py).
+    A table has one fp64 vector on the device, which stores its cells in an order that the ranks agree on (exchange.py).
     """
 
     TRAINING = "training"
@@ -174,12 +174,12 @@ class MetricTable:
         self.device = device
         self.slots: dict[tuple[Scope, str], Slot] = {}
         self.cells: dict[tuple[bool, str], Cell] = {}
-        self.wire = _INITIAL_CAPACITY  # cells that travel in one exchange: the same number on every rank
+        self.wire = _INITIAL_CAPACITY  # number of cells in one exchange, equal on every rank
         self.bank = self._new_bank(_INITIAL_CAPACITY)
         self._signature: int | None = None
 
     def add(self, published: Published, owner: Slot) -> Cell:
-        """The cell of ``published`` for ``owner``; raises where another slot publishes under the same key."""
+        """Returns the cell of ``published`` for ``owner``; raises :class:`ConfigError` if another slot publishes the same key."""
         cell = self.restore(published)
         if cell.owner is not None:
             raise ConfigError(
@@ -195,7 +195,7 @@ class MetricTable:
         return cell
 
     def restore(self, published: Published) -> Cell:
-        """The cell of ``published``, made where nobody has logged it: its slot finds it with the first call."""
+        """Returns the cell of ``published``; creates it without an owner, which is set by the first ``self.log`` call."""
         cell = self.cells.get(published.identity)
         if cell is None:
             cell = self.cells[published.identity] = Cell(published, self._place(len(self.cells)))
@@ -203,11 +203,11 @@ class MetricTable:
         return cell
 
     def published(self) -> tuple[Published, ...]:
-        """The values in the order of their cells."""
+        """Returns the published values in the order of their cells."""
         return tuple(cell.published for cell in self.cells.values())
 
     def signature(self) -> int:
-        """A hash of :meth:`published` that a double holds exactly."""
+        """Returns a 48-bit hash of :meth:`published`, which a double holds exactly."""
         if self._signature is None:
             text = "\n".join(f"{cell.per_step:d} {cell.mode} {cell.key}" for cell in self.published())
             digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
@@ -215,7 +215,7 @@ class MetricTable:
         return self._signature
 
     def adopt(self, agreed: Sequence[Published]) -> None:
-        """Takes the order that the ranks agreed on; cells that only this rank has come after it."""
+        """Reorders the cells to the order that the ranks agreed on; other cells of this rank come after them."""
         known = self.cells
         self.bank = self._new_bank(_power_of_two(len({*known, *(other.identity for other in agreed)}), self.wire))
         self.cells = {}
@@ -226,34 +226,34 @@ class MetricTable:
         self._signature = None
 
     def widen(self, count: int) -> None:
-        """Lets ``count`` cells travel in one exchange from now on."""
+        """Raises the number of cells in one exchange to at least ``count``."""
         self.wire = _power_of_two(count, self.wire)
         self._grow(self.wire)
 
     def clear_epoch(self) -> None:
-        """Forgets the epoch's values, keeps the slots."""
+        """Drops the epoch values, keeps the slots."""
         for slot in self.slots.values():
             slot.clear()
         for cell in self.cells.values():
-            if cell.owner is None and not cell.per_step:  # restored, and not logged since
+            if cell.owner is None and not cell.per_step:  # restored from a checkpoint, and not logged since
                 cell.clear()
                 if cell.metric is not None:
                     cell.metric.reset()
 
     def clear_steps(self, count: int) -> None:
-        """Forgets the step values among the first ``count`` cells: they are on their way."""
+        """Drops the step values among the first ``count`` cells, because their transfer has started."""
         for cell in islice(self.cells.values(), count):
             if cell.per_step and cell.weight:
                 cell.sent, cell.weight = cell.weight, 0
 
     def note_reduced(self) -> None:
-        """The epoch's values as they are now are known."""
+        """Marks the current epoch values as reduced."""
         for cell in self.cells.values():
             if not cell.per_step:
                 cell.sent = cell.weight
 
     def clear(self) -> None:
-        """Forgets every value, keeps the slots."""
+        """Drops every value, keeps the slots."""
         self.clear_epoch()
         for cell in self.cells.values():
             if cell.per_step:
@@ -283,13 +283,13 @@ class MetricTable:
             cell.place = place
 
     def _new_bank(self, capacity: int) -> Tensor:
-        # Made as a plain tensor even inside an evaluation step: an inference tensor could not be changed outside of one.
+        # A normal tensor even inside an evaluation step: an inference tensor could not be changed outside inference mode.
         with torch.inference_mode(mode=False):
             return torch.zeros(capacity, dtype=torch.float64, device=self.device)
 
 
 def _power_of_two(count: int, least: int) -> int:
-    """The smallest power of two times ``least`` that holds ``count``."""
+    """Returns the smallest ``least * 2**n`` that is at least ``count``."""
     while least < count:
         least *= 2
     return least

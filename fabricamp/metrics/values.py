@@ -1,4 +1,4 @@
-"""What may be logged, and how much it weighs: checks that stay off the hot path."""
+"""Checks of logged values and their weights, which stay off the hot path."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fabricamp.say_once import say_once
 
 
 def is_metric(value: object) -> bool:
-    """Whether ``value`` is a torchmetrics object, found out without importing torchmetrics."""
+    """Returns whether ``value`` is a torchmetrics object, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def is_metric_collection(value: object) -> bool:
-    """Whether ``value`` is torchmetrics' MetricCollection, likewise."""
+    """Returns whether ``value`` is torchmetrics' MetricCollection, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.MetricCollection)
 
 
 def as_scalar(name: str, value: Tensor) -> Tensor:
-    """``value`` without its graph, as a 0-dim tensor; of one that is shared out, whole: every rank calls it."""
+    """Returns ``value`` detached as a 0-dim tensor; a sharded one is gathered, for which every rank has to call."""
     if value.numel() != 1:
         raise ConfigError(
             f"self.log({name!r}, ...) was given a tensor of shape {tuple(value.shape)}; a logged value has one element: "
@@ -42,7 +42,7 @@ def as_scalar(name: str, value: Tensor) -> Tensor:
 
 
 def plain_value(name: str, value: Any) -> Tensor | float:
-    """``value`` as a 0-dim tensor without graph, or as a Python number; raises where it is neither."""
+    """Returns ``value`` as a detached 0-dim tensor or as a Python number; raises :class:`ConfigError` for anything else."""
     if isinstance(value, Tensor):
         return as_scalar(name, value)
     if isinstance(value, numbers.Real):
@@ -56,7 +56,7 @@ def plain_value(name: str, value: Any) -> Tensor | float:
 
 
 def as_weight(name: str, batch_size: Any) -> int:
-    """``batch_size`` as a Python int; a tensor is refused because reading it would wait for the device."""
+    """Returns ``batch_size`` as a Python int; a tensor is refused because reading it would wait for the device."""
     if isinstance(batch_size, Tensor):
         raise ConfigError(
             f"self.log({name!r}, batch_size=...) was given a tensor, which the host would have to wait for; "
@@ -72,7 +72,7 @@ def as_weight(name: str, batch_size: Any) -> int:
 
 
 def tell_of_lengths(name: str, batch: Any) -> None:
-    """Says once where a batch does not tell how many samples it holds: its tensors are not equally long."""
+    """Warns once if the batch size is ambiguous, because the batch's tensors are not equally long."""
     lengths = {one.shape[0] for one in tensors_within(batch) if one.ndim}
     if len(lengths) > 1:
         say_once(
@@ -82,7 +82,7 @@ def tell_of_lengths(name: str, batch: Any) -> None:
 
 
 def batch_length(name: str, batch: Any) -> int:
-    """The length of the first tensor in ``batch`` (1 for a 0-dim one)."""
+    """Returns the length of the first tensor in ``batch`` (1 for a 0-dim tensor)."""
     first = batch[0] if type(batch) in (tuple, list) and batch else batch
     if type(first) is not Tensor:
         first = next(tensors_within(batch), None)

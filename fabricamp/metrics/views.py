@@ -1,4 +1,4 @@
-"""Logged values as Lightning shows them: dicts of tensors that are made when somebody looks, on the device, without a wait."""
+"""Logged values as Lightning shows them: dicts of device tensors, created on access and without waiting."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 USUAL: Final = torch.float32
-"""The dtype of most values, whatever torch's default one is: at bf16 a loss would lose its digits."""
+"""The dtype of most values, whatever torch's default dtype is: in bf16 a loss would lose digits."""
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """The dtype in which a value is shown: float64 stays, all else is float32, and a metric object has its own."""
+    """Returns the dtype in which a value is shown: float64 stays, a metric object keeps its dtype, all others become float32."""
     if is_metric(value):
         value = getattr(value, "_forward_cache", None)
         return value.dtype if isinstance(value, Tensor) else USUAL
@@ -29,13 +29,13 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 class Dtypes:
-    """The dtypes of logged values by key; the usual one where nothing else is known."""
+    """The dtypes of logged values by key; ``USUAL`` for keys without an entry."""
 
     def __init__(self) -> None:
         self._other: dict[str, torch.dtype] = {}
 
     def note(self, published: Published, dtype: torch.dtype) -> None:
-        """Keeps the dtype of a value; cheap enough for a first ``self.log`` and an epoch's end, not for each step."""
+        """Stores the dtype of a value; cheap enough for a first ``self.log`` and an epoch's end, not for each step."""
         for key in (published.key, published.plain_key):
             if dtype is USUAL:
                 self._other.pop(key, None)
@@ -46,11 +46,11 @@ class Dtypes:
         return self._other.get(key, USUAL)
 
     def rounded(self, key: str, value: float) -> float:
-        """``value`` as its tensor has it."""
+        """Returns ``value`` rounded to the dtype of its key."""
         return float(torch.tensor(value, dtype=self[key], device="cpu").item())
 
     def state_dict(self) -> dict[str, str]:
-        """The names of those that are not the usual one."""
+        """Returns the names of the dtypes that are not ``USUAL``."""
         return {key: str(dtype).removeprefix("torch.") for key, dtype in self._other.items()}
 
     def load_state_dict(self, saved: Mapping[str, str]) -> None:
@@ -59,50 +59,50 @@ class Dtypes:
 
 
 class View:
-    """A dict that is brought up to date at each look; what others put into it stays."""
+    """A dict that is updated at each access; entries that user code put into it stay."""
 
     def __init__(self) -> None:
         self._shown: dict[str, Any] = {}
         self._ours: set[str] = set()
 
     def show(self, fresh: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The dict, with ``fresh`` tensors in place of older ones."""
+        """Returns the dict, with ``fresh`` tensors in place of older ones."""
         self._ours.update(fresh)
         self._shown.update(fresh)
         return self._shown
 
     @property
     def given(self) -> dict[str, Any]:
-        """What others have put into it under names of their own."""
+        """The entries that user code added under other keys."""
         return {key: value for key, value in self._shown.items() if key not in self._ours}
 
     def put(self, values: Mapping[str, float]) -> None:
-        """Puts values in as others do."""
+        """Adds values as user code would."""
         self._shown.update(as_tensors(values))
 
     def leave_device(self) -> None:
-        """Moves what is shown to the host: the run is over."""
+        """Moves the tensors to the host at the end of a run."""
         self._shown.update({key: one.cpu() for key, one in self._shown.items() if isinstance(one, Tensor)})
 
 
 def as_tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
-    """Numbers that the host knows as tensors on the host: whoever reads them waits for nothing."""
+    """Returns the numbers as CPU tensors, which can be read without waiting."""
     return {key: torch.tensor(value, dtype=USUAL, device="cpu") for key, value in values.items()}
 
 
 def score_tensor(score: float | None) -> Tensor | None:
-    """A monitor's value as callbacks show it: in fp32, as Lightning's do.  What they compare and save is the number itself."""
+    """Returns a monitor's value as an fp32 tensor, as Lightning's callbacks show it; they compare and save the number itself."""
     return None if score is None else torch.tensor(score, dtype=torch.float32, device="cpu")
 
 
 def filled(values: Mapping[str, float], dtypes: Dtypes, device: torch.device) -> dict[str, Tensor]:
-    """A tensor of its own for each value; a fill is a kernel, where a copy from the host would wait."""
-    with torch.inference_mode(mode=False):  # else training could not use them
+    """Returns a new tensor for each value; made by a fill kernel, because a copy from the host would wait."""
+    with torch.inference_mode(mode=False):  # training could not use inference tensors
         return {key: torch.full((), value, dtype=dtypes[key], device=device) for key, value in values.items()}
 
 
 def latest_steps(table: MetricTable, dtypes: Dtypes) -> Iterator[tuple[Published, Tensor]]:
-    """The values of steps that this rank has logged last: parts of one copy on the device for each dtype."""
+    """Yields the step values that this rank has logged last, as views into one device copy per dtype."""
     copies: dict[torch.dtype, Tensor] = {}
     for index, cell in enumerate(table.cells.values()):
         weight, published = cell.weight or cell.sent, cell.published
@@ -119,7 +119,10 @@ def latest_steps(table: MetricTable, dtypes: Dtypes) -> Iterator[tuple[Published
 
 
 def latest_of_hooks(table: MetricTable, dtypes: Dtypes, scope: Scope) -> Iterator[tuple[Published, Tensor]]:
-    """What this rank has logged in the hooks of ``scope`` since the last reduction; metric objects compute with all ranks only."""
+    """Yields the values that this rank has logged in hooks of ``scope`` since the last reduction.
+
+    Metric objects are left out: they compute with all ranks only.
+    """
     for cell in table.cells.values():
         if cell.per_step or cell.metric is not None or cell.weight == cell.sent:
             continue
@@ -135,7 +138,7 @@ def latest_of_hooks(table: MetricTable, dtypes: Dtypes, scope: Scope) -> Iterato
 
 
 def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of ``values`` that are one number each, for a checkpoint."""
+    """Returns the entries of ``values`` that are single numbers, for a checkpoint."""
     return {
         key: float(value)
         for key, value in values.items()

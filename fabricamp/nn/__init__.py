@@ -1,4 +1,4 @@
-"""Modules with kernels of their own."""
+"""Fused modules: norms, SyncBatchNorm and losses with their own kernels, and conversions to them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that a model that needs one module does not pay for all of them.
+    # Imported on first use, so that a model pays only for the modules that it uses.
     if name not in _HOMES:
         raise AttributeError(f"module 'fabricamp.nn' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

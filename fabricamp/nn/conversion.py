@@ -1,4 +1,4 @@
-"""From BatchNorm to SyncBatchNorm in a whole module, and back."""
+"""Converts every BatchNorm in a module to SyncBatchNorm, and back."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""What a module keeps besides its tensors; the dictionaries themselves go over, so that handles still remove their hooks."""
+"""Attributes of a module to move besides its tensors; the dicts themselves are moved, so that handles still remove their hooks."""
 _ORIGINAL = "_batch_norm_before"
 _FORWARDS = (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
-"""What SyncBatchNorm does as well; activations and casts that a subclass adds would be lost."""
+"""The forwards that SyncBatchNorm replaces exactly; with any other, a subclass's own activations and casts would be lost."""
 
 
 def convert_syncbn_model(
@@ -43,10 +43,11 @@ def convert_syncbn_model(
 ) -> Module:
     """Returns ``module`` with every BatchNorm in it (or itself) replaced by :class:`SyncBatchNorm` over ``process_group``.
 
-    Parameters and buffers are the same objects, so optimizers that have them stay right, and ``requires_grad``, dtype, device,
-    ``training``, hooks and what else was noted on a layer stay as they are.  Layers that are SyncBatchNorm already are left alone;
-    subclasses with a ``forward`` of their own are refused, since that would be lost.  :func:`revert_syncbn_model` takes it back.
-    ``channel_last`` is for inputs whose last dimension has the channels; memory formats need no option.
+    Parameters and buffers stay the same objects, so optimizers that hold them stay valid.  ``requires_grad``, dtype, device,
+    ``training``, hooks and other attributes of a layer are kept.  Layers that already are SyncBatchNorm are left alone.
+    Subclasses with their own ``forward`` raise :class:`ConfigError`, because that ``forward`` would be lost.
+    :func:`revert_syncbn_model` undoes the conversion.  ``channel_last``: the last dimension of the inputs is the channels; memory
+    formats need no option.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"convert_syncbn_model takes one module, not a {type(module).__name__}; call it for each")
@@ -62,8 +63,8 @@ def convert_syncbn_model(
 def revert_syncbn_model(module: Module, layers: Collection[nn.Module] | None = None) -> Module:
     """Returns ``module`` with every :class:`SyncBatchNorm` in it (or itself) replaced by the BatchNorm that it was made from.
 
-    Only those among ``layers`` where that is given.  One that was built as such becomes a BatchNorm for inputs of any dimension;
-    one with ``fuse_relu`` or ``channel_last`` cannot, and raises :class:`ConfigError`.
+    If ``layers`` is given, only these are replaced.  A layer that was created as SyncBatchNorm becomes a BatchNorm for inputs of
+    any dimension.  A layer with ``fuse_relu`` or ``channel_last`` has no equal BatchNorm and raises :class:`ConfigError`.
     """
 
     def revert(layer: nn.Module) -> nn.Module:
@@ -76,7 +77,7 @@ def revert_syncbn_model(module: Module, layers: Collection[nn.Module] | None = N
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     """Returns this rank's group among groups of ``group_size`` neighbouring ranks; None (all ranks) for 0.
 
-    Every rank calls it, with the same size.  The groups wait for a slow rank as long as the default group does.
+    A collective: every rank calls it with the same size.  The groups have the default group's timeout.
     """
     if group_size == 0:
         return None
@@ -95,14 +96,14 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
 
 
 class _UncheckedBatchNorm(AnyBatchNorm):
-    """What a SyncBatchNorm that never was another layer becomes."""
+    """The BatchNorm that replaces a SyncBatchNorm that was not converted from another layer."""
 
     def _check_input_dim(self, _input: object) -> None:
-        """Any will do."""
+        """Accepts any number of dimensions."""
 
 
 def _replaced(module: nn.Module, replace: Callable[[nn.Module], nn.Module], done: dict[int, nn.Module]) -> nn.Module:
-    """Replaces ``module`` and all below; a layer that stands in several places stays one."""
+    """Replaces ``module`` and all its submodules; a layer that is used in several places stays one shared layer."""
     if id(module) in done:
         return done[id(module)]
     new = done[id(module)] = replace(module)
@@ -129,16 +130,16 @@ def _as_synchronised(layer: AnyBatchNorm, group: dist.ProcessGroup | None, *, ch
         channel_last=channel_last,
     )
     _move(layer, new)
-    for name, value in vars(layer).items():  # whatever else its owner has noted on it
+    for name, value in vars(layer).items():  # other attributes that the user has set on the layer
         if not (name.startswith("_") or hasattr(new, name)):
             setattr(new, name, value)
-    # Not as a child: it is no layer of the model.
+    # Not as a submodule: the original layer must not be part of the model.
     object.__setattr__(new, _ORIGINAL, layer)
     return new
 
 
 def _check_convertible(layer: AnyBatchNorm) -> None:
-    """Raises :class:`ConfigError` where a SyncBatchNorm in the layer's place would silently compute something else."""
+    """Raises :class:`ConfigError` if a SyncBatchNorm in the layer's place would silently compute something else."""
     kind = type(layer).__name__
     if any(is_lazy(one) for one in (*layer.parameters(), *layer.buffers())):
         raise ConfigError(
@@ -171,7 +172,7 @@ def _reverted(layer: SyncBatchNorm) -> AnyBatchNorm:
 
 
 def _move(source: AnyBatchNorm, target: AnyBatchNorm) -> None:
-    """Gives ``target`` all that ``source`` is: its tensors themselves, its options, its hooks."""
+    """Moves the tensors, options and hooks of ``source`` to ``target``, as the same objects."""
     target._parameters = source._parameters
     target._buffers = source._buffers
     for name in ("eps", "momentum", "affine", "track_running_stats", "training"):

@@ -1,4 +1,4 @@
-"""Puts fused modules in the place of torch's."""
+"""Replaces torch's modules by fused ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _FUSED: Final[dict[type[nn.Module], type[nn.Module]]] = {nn.LayerNorm: FusedLaye
 def fuse(module: M) -> M:
     """Makes every LayerNorm and RMSNorm in ``module``, or ``module`` itself, a fused one, and returns ``module``.
 
-    The modules stay the objects that they are, with parameters, state dict, hooks, dtype, device and mode; subclasses of torch's,
-    whose ``forward`` may be their own, are left alone.  Under autocast a fused norm gives autocast's dtype, torch's fp32.
+    The modules stay the same objects, with their parameters, state dict, hooks, dtype, device and mode.  Subclasses of torch's
+    norms are left alone, because they may have their own ``forward``.  Under autocast a fused norm returns autocast's dtype,
+    torch's returns fp32.
 
     >>> [type(one).__name__ for one in fuse(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))]
     ['Linear', 'FusedLayerNorm']

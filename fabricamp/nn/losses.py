@@ -8,10 +8,10 @@ from fabricamp.ops.cross_entropy import CrossEntropyRule, check_rule, fused_cros
 
 
 class SoftmaxCrossEntropyLoss(nn.Module):
-    """Cross-entropy of logits (any shape, classes last) and class indices, which takes only the memory of the logits' gradient.
+    """Cross-entropy of logits (any shape, classes last) and class indices; allocates only the memory of the logits' gradient.
 
-    The loss is fp32 for half logits too, which are not copied to fp32; ``in_place=True`` lets backward write their gradient over
-    them.  See :func:`fabricamp.ops.fused_cross_entropy`.
+    The loss is fp32 also for half logits, without an fp32 copy of the logits.  ``in_place=True`` lets backward overwrite the
+    logits with their gradient.  See :func:`fabricamp.ops.fused_cross_entropy`.
 
     >>> loss = SoftmaxCrossEntropyLoss(label_smoothing=0.1)
     >>> loss(torch.zeros(3, 5), torch.tensor([0, 4, -100]))
@@ -36,7 +36,7 @@ class SoftmaxCrossEntropyLoss(nn.Module):
         check_rule(CrossEntropyRule(label_smoothing, ignore_index, reduction, z_loss))
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Returns the loss: 0-dim, or of the targets' shape for ``reduction="none"``."""
+        """Returns the loss: 0-dim, or with the targets' shape for ``reduction="none"``."""
         return fused_cross_entropy(
             logits,
             target,
@@ -48,7 +48,7 @@ class SoftmaxCrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What the loss was made with."""
+        """Returns the options of the loss."""
         return (
             f"label_smoothing={self.label_smoothing}, ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
             f"z_loss={self.z_loss}, in_place={self.in_place}"

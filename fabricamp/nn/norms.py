@@ -16,20 +16,20 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from fabricamp.errors import ConfigError
 from fabricamp.ops.norm.normalization import layer_norm, rms_norm
 
-# torch.fx sees a norm as one operation, as it sees torch's.
+# Makes torch.fx trace a norm as one operation, like torch's own norms.
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 
 
 class NoParametersError(ConfigError, RuntimeError):
-    """A Mixed norm that was to have no parameters; a ``RuntimeError`` too, as apex's users expect."""
+    """Raised for a Mixed norm without parameters; also a ``RuntimeError``, as apex's users expect."""
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """torch's LayerNorm by kernels where they are faster; parameters, state dict and attributes are the same.
+    """torch's LayerNorm, run by kernels where they are faster; parameters, state dict and attributes are the same.
 
-    The output has the input's dtype, whatever the parameters', and under autocast autocast's (torch's gives fp32 there).
-    ``memory_efficient`` keeps the output for backward in place of the input.
+    The output has the input's dtype, independent of the parameters' dtype; under autocast it has autocast's dtype (torch's has
+    fp32).  ``memory_efficient`` saves the output for backward instead of the input.
 
     >>> import torch
     >>> FusedLayerNorm(2)(torch.tensor([[1.0, 3.0]])).tolist()
@@ -62,7 +62,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """torch's RMSNorm by kernels where they are faster; the rest as in :class:`FusedLayerNorm`.
+    """torch's RMSNorm, run by kernels where they are faster; otherwise like :class:`FusedLayerNorm`.
 
     >>> import torch
     >>> FusedRMSNorm(2, eps=0.0)(torch.tensor([[3.0, 3.0]])).tolist()
@@ -159,7 +159,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
 
 
 def _affine(name: str, given: dict[str, Any]) -> bool:
-    """Takes ``elementwise_affine`` out of the arguments of a Mixed module, which has parameters always."""
+    """Removes ``elementwise_affine`` from the arguments of a Mixed module, which always has parameters; raises if it is False."""
     if "elementwise_affine" not in given:
         return True
     if not given.pop("elementwise_affine"):

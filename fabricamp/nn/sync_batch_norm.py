@@ -1,4 +1,4 @@
-"""BatchNorm whose statistics are those of all ranks."""
+"""BatchNorm with statistics over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fabricamp.torch_private import AnyBatchNorm
 class SyncBatchNorm(AnyBatchNorm):
     """Batch normalisation over the batches of all ranks of ``process_group`` (None: all ranks), as BatchNorm over the joined batch.
 
-    Inputs are (N, C) or (N, C, ...) in any memory format; with ``channel_last`` the last dimension has the channels.  Ranks may
-    have different numbers of samples.  ``fuse_relu`` cuts the output at 0, and ``forward(input, z)`` adds ``z`` before that, each
-    in training and in evaluation.  Parameters, buffers and state dict are BatchNorm's.  In training without
-    ``torch.distributed`` it is BatchNorm; in evaluation ranks never meet.  Gradients of weight and bias are this rank's part,
-    which a data-parallel wrapper averages.
+    Inputs are (N, C) or (N, C, ...) in any memory format; with ``channel_last`` the last dimension is the channels.  Ranks may
+    have different numbers of samples.  ``forward(input, z)`` adds the residual ``z``; ``fuse_relu`` then applies a ReLU; both in
+    training and in evaluation.  Parameters, buffers and state dict are BatchNorm's.  In training without ``torch.distributed``
+    the layer is a BatchNorm; in evaluation there is no communication.  Gradients of weight and bias are those of this rank's
+    batch; a data-parallel wrapper averages them.
 
-    ``exchange``: how statistics cross ranks: "peer" (inside a kernel, between GPUs that write each other's memory), "collective",
-    or None for the faster one that works; the environment variable ``FABRICAMP_SYNCBN_EXCHANGE`` decides where it is None.
+    ``exchange``: how ranks exchange statistics: "peer" (inside a kernel, between GPUs that write each other's memory),
+    "collective", or None: the environment variable ``FABRICAMP_SYNCBN_EXCHANGE`` decides, else the faster one that works.
 
     >>> layer = SyncBatchNorm(8, fuse_relu=True)
     >>> layer(torch.randn(4, 8, 5, 5)).min().item()
@@ -52,20 +52,20 @@ class SyncBatchNorm(AnyBatchNorm):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose batches are one; None: all there are."""
+        """The group of ranks with joint statistics; None: all ranks."""
         return self._exchange.group
 
     @property
     def exchanges(self) -> dict[str, str]:
-        """How statistics cross ranks and why, by device; empty before the first batch."""
+        """How ranks exchange statistics and why, by device; empty before the first batch."""
         return self._exchange.known_routes()
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:  # noqa: A002  # torch's name
-        """Returns ``input`` normalised, times weight plus bias, plus ``z``; 0 where that is below and ``fuse_relu`` is set."""
+        """Returns ``input`` normalised, times weight, plus bias, plus ``z``; then through a ReLU if ``fuse_relu`` is set."""
         if not self.training:
             return self._evaluated(input, z)
         running = None
-        if self.track_running_stats:  # may be switched off for a while, as in BatchNorm: the values stay what they are
+        if self.track_running_stats:  # may be switched off temporarily, as in BatchNorm: the values then stay
             running_mean, running_var = self.running_mean, self.running_var
             if running_mean is not None and running_var is not None:
                 running = (running_mean, running_var, self.num_batches_tracked)
@@ -76,7 +76,7 @@ class SyncBatchNorm(AnyBatchNorm):
             self.bias,
             running,
             z=z,
-            # Without running values there is nothing that it would move.
+            # Without running values momentum has no effect.
             momentum=0.0 if running is None else momentum,
             eps=self.eps,
             relu=self.fuse_relu,
@@ -85,9 +85,9 @@ class SyncBatchNorm(AnyBatchNorm):
         )
 
     def _evaluated(self, x: Tensor, z: Tensor | None) -> Tensor:
-        """By the running values, or where there are none by this rank's own batch."""
+        """Returns the output in evaluation: by the running values, or without them by this rank's own batch."""
         self._check_input_dim(x)
-        if z is not None and (z.shape, z.dtype) != (x.shape, x.dtype):  # what training refuses
+        if z is not None and (z.shape, z.dtype) != (x.shape, x.dtype):  # training refuses the same
             raise ConfigError(
                 f"the residual z of a SyncBatchNorm is {z.dtype} {tuple(z.shape)}; it has to be as the input: {x.dtype} "
                 f"{tuple(x.shape)}"
@@ -115,6 +115,6 @@ class SyncBatchNorm(AnyBatchNorm):
             raise ConfigError(f"SyncBatchNorm takes (N, C) or (N, C, ...), not an input of {input.dim()} dimensions")
 
     def extra_repr(self) -> str:
-        """Returns BatchNorm's line, with what is set besides."""
+        """Returns BatchNorm's options, and those of this class that are set."""
         more = [name for name in ("channel_last", "fuse_relu") if getattr(self, name)]
         return ", ".join([super().extra_repr(), *[f"{name}=True" for name in more]])  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Functions on lists of tensors: CuPy kernels on a GPU, torch references elsewhere; lr, scale and flags stay on the device.
 
-One op is one module here (the public function, its torch reference, its launch), one file in ``kernels/``, one test module.
+Each op has one module here (the public function, its torch reference, its launch), one file in ``kernels/``, one test module.
 """
 
 from fabricamp.ops.adagrad import AdagradRule as AdagradRule

@@ -15,10 +15,10 @@ from fabricamp.ops.rules import Cells, Rule, Tensors, function_of
 
 @dataclass
 class AdagradRule(Rule):
-    """What the rows of one group share.
+    """The options of one group.
 
-    ``decoupled`` takes weight decay from the parameter itself, else it is added to the gradient.  Step ``n``, from 0, has the
-    rate ``lr / (1 + n * lr_decay)``.
+    ``decoupled``: weight decay is applied to the parameter itself; else it is added to the gradient.  The learning rate of step
+    ``n``, counted from 0, is ``lr / (1 + n * lr_decay)``.
     """
 
     kernel: ClassVar[str] = "adagrad"
@@ -33,11 +33,11 @@ class AdagradRule(Rule):
     maximize: bool = False
 
     def scalars(self) -> tuple[float | Tensor, ...]:
-        """The rule as kernels/adagrad.cu reads it."""
+        """Returns the rule's numbers for kernels/adagrad.cu."""
         return (self.lr, self.eps, self.weight_decay, self.lr_decay, float(self.decoupled), float(self.maximize))
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
-        """Torch's own order of operations, so that its Adagrad with ``foreach=True`` has equal bits."""
+        """Updates in torch's order of operations, so that the bits equal those of torch's Adagrad with ``foreach=True``."""
         (sums,), (steps,) = states, cells
         values = list(torch._foreach_neg(gradients)) if self.maximize else gradients
         rates = _rates(steps, float(self.lr), self.lr_decay)
@@ -55,7 +55,7 @@ class AdagradRule(Rule):
 
 
 def _rates(steps: Sequence[Tensor], lr: float, lr_decay: float) -> list[Any]:
-    """Numbers where steps are on the host's side, or play no role; fp64 tensors where reading them would be a wait."""
+    """Returns each learning rate: a number if the steps are on the CPU or have no effect, else an fp64 tensor, to avoid a wait."""
     if lr_decay == 0:
         return [lr] * len(steps)
     if steps[0].device.type == "cpu":
@@ -64,7 +64,7 @@ def _rates(steps: Sequence[Tensor], lr: float, lr_decay: float) -> list[Any]:
 
 
 def _each(factors: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """Factors as a foreach operation takes them: numbers as they are, fp64 ones on a device in the tensors' dtypes."""
+    """Returns factors for a foreach operation: numbers unchanged, fp64 device tensors cast to the dtypes of ``tensors``."""
     return one_each(torch.stack(factors), tensors) if isinstance(factors[0], torch.Tensor) else factors
 
 

@@ -15,9 +15,9 @@ from fabricamp.ops.rules import Cells, Rule, Tensors, function_of
 
 @dataclass
 class AdamRule(Rule):
-    """What the rows of one group share.
+    """The options of one group.
 
-    ``decoupled`` is AdamW's weight decay, else it is added to the gradient; eps is added after the bias correction.
+    ``decoupled``: AdamW's weight decay; else weight decay is added to the gradient.  eps is added after the bias correction.
     """
 
     kernel: ClassVar[str] = "adam"
@@ -34,13 +34,13 @@ class AdamRule(Rule):
     maximize: bool = False
 
     def scalars(self) -> tuple[float | Tensor, ...]:
-        """The rule as kernels/adam.cu reads it."""
+        """Returns the rule's numbers for kernels/adam.cu."""
         logs = logarithms(self.beta1, self.beta2, corrects=self.bias_correction)
         moments = self.beta1, self.beta2, self.eps
         return (self.lr, *moments, self.weight_decay, *logs, float(self.decoupled), float(self.maximize))
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
-        """Torch's own order of operations, so that its Adam with ``foreach=True`` has equal bits."""
+        """Updates in torch's order of operations, so that the bits equal those of torch's Adam with ``foreach=True``."""
         (averages, squares), (steps,), lr = states, cells, float(self.lr)
         if self.maximize:
             gradients = list(torch._foreach_neg(gradients))

@@ -1,4 +1,4 @@
-"""From a ``.cu`` file to a launch on torch's memory and stream: CuPy compiles and launches, torch does all the rest."""
+"""Compiles ``.cu`` files and launches their kernels on torch's memory and stream, both through CuPy; torch does the rest."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _TYPES: Final = {
     None: "None",
 }
 Defines = tuple[tuple[str, str], ...]
-"""What a kernel's text is compiled with besides: pairs of a macro's name and its text."""
+"""Macros that a kernel's source is compiled with: pairs of name and text."""
 
 Kind = tuple["torch.dtype | None", ...]
-"""The dtypes of one row of a table, a column each; None where the row does not have the column."""
+"""The dtypes of one row of a table, one per column; None if the row does not have the column."""
 
 _OPS: Final = re.compile(r"^// ops: (.+)$", re.MULTILINE)
-"""How a kernel file says which ops run it."""
+"""The line in which a kernel file names the ops that run it."""
 _FUNCTION: Final = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)")
 _NUMBERS: Final[dict[str, Callable[[Any], Any]]] = {
     "double": lambda value: ctypes.c_double(float(value)),
     "int64": lambda value: ctypes.c_longlong(operator.index(value)),
 }
-"""How a number becomes an argument, by the type that the kernel's text has for it."""
+"""Converts a number to a launch argument, by the argument's type in the kernel's source."""
 
 _CODES: Final = {"pointer": "P", "int64": "q", "double": "d"}
-"""How :mod:`struct` writes an argument: all have eight bytes, so that they stand behind each other."""
+"""The :mod:`struct` code of each argument type; all have eight bytes, so they can be packed one after the other."""
 
 _FIELDS: Final[dict[str, type[Any]]] = {
     "double": ctypes.c_double,
@@ -51,7 +51,7 @@ _FIELDS: Final[dict[str, type[Any]]] = {
     "int": ctypes.c_int,
     "int64": ctypes.c_longlong,
 }
-"""The numbers in structures."""
+"""The ctypes of the number types in structures."""
 
 
 class Backend(NamedTuple):
@@ -65,24 +65,24 @@ class Backend(NamedTuple):
 
 
 class Function(Protocol):
-    """A compiled kernel: ``launch(blocks, threads, arguments, stream)``, with the address of an array of argument addresses."""
+    """A compiled kernel: ``launch(blocks, threads, arguments, stream)``; ``arguments`` is the address of an array of addresses."""
 
     def __call__(self, blocks: int, threads: int, arguments: int, stream: int, /) -> None:
         """Launches it on ``stream``."""
 
 
 def c_type(dtype: torch.dtype | None) -> str:
-    """Returns what CUDA C++ calls ``dtype``; None is the type of a column that a row does not have."""
+    """Returns the CUDA C++ type of ``dtype``; None stands for the type of a column that a row does not have."""
     return _TYPES[dtype]
 
 
 def source(file: str, kinds: Sequence[Kind] = (), defines: Defines = ()) -> str:
-    """Returns the text of ``<file>.cu`` with the package's headers in place.
+    """Returns the source of ``<file>.cu`` with the package's headers inserted.
 
-    ``KINDS``, the rows that it has to serve, is defined in front of it (without any, a file takes the rows that most runs have),
-    and each of ``defines`` (a kernel on single tensors takes its types and widths so).
+    The macro ``KINDS``, the kinds of rows to compile for, is defined before the source; without ``kinds`` a file uses its own
+    default, the rows that most runs have.  ``defines`` are defined there too: the types and widths of a kernel on single tensors.
 
-    The headers are part of the text because CuPy's disk cache goes by the text alone.
+    The headers are inserted because CuPy's disk cache is keyed by the source text alone.
     """
     rows = " ".join(f"KIND({index}, {', '.join(_TYPES[one] for one in kind)})" for index, kind in enumerate(kinds))
     texts = kernel_texts()
@@ -112,7 +112,7 @@ def _with_cupy(text: str, function: str, device: torch.device, shared: int = 0) 
         except driver.CUDADriverError as error:
             if error.status != _INVALID_CONTEXT:
                 raise
-            # This thread, one of autograd's maybe, meets the device for the first time: the runtime binds the context to it.
+            # This thread (maybe one of autograd's) uses the device for the first time: runtime calls bind the context to it.
             cupy.cuda.runtime.setDevice(device.index)
             cupy.cuda.runtime.memGetInfo()
             launch(pointer, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, 0)
@@ -122,15 +122,15 @@ def _with_cupy(text: str, function: str, device: torch.device, shared: int = 0) 
 
 
 COMPILERS: dict[str, Callable[..., Function]] = {"cuda": _with_cupy}
-"""How a kernel of a source text is compiled, by device type: ``compile(text, function, device)``, with the bytes of dynamic
-shared memory after these for a kernel that has it; the tests add one for "cpu"."""
+"""The compiler of each device type: ``compile(text, function, device)``, plus the bytes of dynamic shared memory for a kernel
+that uses it; the tests add one for "cpu"."""
 
 
 @functools.cache
 def structure(file: str, name: str) -> type[ctypes.Structure]:
-    """Returns ``struct name`` of the kernel file or header ``file`` as a launch takes it: its fields are those that stand there.
+    """Returns ``struct name`` of the kernel file or header ``file`` as a ctypes structure, with the fields that the file declares.
 
-    A field is a number, a pointer (an address here), or another structure of the same file.
+    A field is a number, a pointer (here an address), or another structure of the same file.
     """
     text = re.sub(r"//.*", "", kernel_texts()[file].read_text())
     found = re.search(rf"^struct {name} {{(.*?)^}};", text, re.DOTALL | re.MULTILINE)
@@ -140,12 +140,12 @@ def structure(file: str, name: str) -> type[ctypes.Structure]:
     for declaration in filter(None, map(str.strip, found[1].split(";"))):
         kind, field = declaration.rsplit(maxsplit=1)
         fields.append((field, ctypes.c_void_p if "*" in kind else _FIELDS.get(kind) or structure(file, kind)))
-    # Without a dictionary it refuses a name that is no field; launches are remembered by their arguments.
+    # Without __dict__, setting a name that is not a field raises.  Hashable, because launches are cached by their arguments.
     return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": (), "__hash__": object.__hash__})
 
 
 def parameter_types(text: str, function: str) -> tuple[str, ...]:
-    """Returns what ``function`` of a kernel's ``text`` takes: for each argument "pointer", or its type."""
+    """Returns the argument types of ``function`` in a kernel's ``text``: "pointer", or the name of the type."""
     declared = {found[1]: found[2] for found in _FUNCTION.finditer(text)}[function]
     words = [one.split() for one in declared.split(",") if one.strip()]
     return tuple(["pointer" if any("*" in word for word in one) else one[0] for one in words])
@@ -154,11 +154,11 @@ def parameter_types(text: str, function: str) -> tuple[str, ...]:
 class Kernel:
     """A compiled kernel of one device, called with tensors, numbers and structures.
 
-    Each argument arrives as the type that ``types`` (see :func:`parameter_types`) has in its place: a number as ``double`` or
-    ``int64``, whatever Python calls it, a tensor or None as an address, a structure by value.  Each set of arguments is laid
-    out once: what changes from step to step is read from device memory.
+    Each argument is converted to its entry in ``types`` (see :func:`parameter_types`): a number, int or float, to ``double`` or
+    ``int64``; a tensor or None to an address; a structure is passed by value.  Each distinct set of arguments is converted once
+    and cached: values that change from step to step are read from device memory instead.
 
-    A call raises TypeError for an argument that its place cannot take, and ValueError for a tensor without memory of its own.
+    A call raises TypeError for an argument that does not fit its type, and ValueError for a tensor without memory of its own.
     """
 
     def __init__(self, function: Function, device: torch.device, types: tuple[str, ...]) -> None:
@@ -172,7 +172,7 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """What the driver calls the kernel, on a GPU."""
+        """The driver's handle of the kernel, on a GPU."""
         return int(self._function.compiled.ptr)  # type: ignore[attr-defined]
 
     def __call__(self, blocks: int, threads: int, *arguments: Tensor | ctypes.Structure | float | None) -> None:
@@ -186,11 +186,12 @@ class Kernel:
         self._start(blocks, threads, call[0])
 
     def launch(self, blocks: int, threads: int, *numbers: float) -> None:
-        """Launches with addresses and numbers as they come: for operands that are new in every call, and known to be tensors.
+        """Launches with plain addresses and numbers, without a cache: for operands that are new in every call.
 
-        ``numbers`` are as many as ``types``, none of which is a structure.  Raises struct.error for another count or type.
+        The caller has made sure that the addresses are those of tensors.  There is one of ``numbers`` for each of ``types``, none
+        of which is a structure.  Raises struct.error for another count or type.
         """
-        # Taken out meanwhile: a thread that launches the same kernel must not write over what is being read.
+        # Removed during the launch: another thread that launches this kernel must not overwrite the arguments being read.
         try:
             place = self._places.pop()
         except IndexError:
@@ -211,7 +212,7 @@ class Kernel:
             self._function(blocks, threads, arguments, self._stream(self._index))
 
     def _lay_out(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[int, Any]:
-        if len(self._calls) >= _MOST_CALLS:  # a caller that brings new tensors each time must not fill the memory
+        if len(self._calls) >= _MOST_CALLS:  # a caller with new tensors in each call must not fill the memory
             self._calls.clear()
         if len(arguments) != len(self._types):
             raise TypeError(f"a kernel that takes {len(self._types)} arguments {self._types} got {len(arguments)}")
@@ -223,7 +224,7 @@ class Kernel:
 
 
 class _Place(NamedTuple):
-    """Memory for a launch's arguments, what writes them there, and the array of their addresses, which the driver gets."""
+    """Memory for a launch's arguments (``values``), the function that writes them, and the array of addresses for the driver."""
 
     write: Callable[..., None]
     values: Any
@@ -240,7 +241,7 @@ def _place_of(types: tuple[str, ...]) -> _Place:
 
 
 def index_of_current(kind: str) -> Callable[[], int | None]:
-    """Returns what tells the index of the current device of a kind; None for a CPU, which has none."""
+    """Returns a function that returns the index of the current device of a type; for a CPU it returns None."""
     return current_device if kind == "cuda" else _none
 
 
@@ -252,7 +253,7 @@ def _no_stream(_: int) -> int:
 
 
 def _as_c(kind: str, value: Any) -> Any:
-    """An argument as its place takes it: an int where the text says double would be read as other bits."""
+    """Returns an argument converted to type ``kind``: an int passed where the source has double would be read as other bits."""
     if kind == "pointer" and (value is None or isinstance(value, Tensor)):
         return ctypes.c_void_p(0 if value is None else address_of(value))
     if kind in _NUMBERS and not isinstance(value, Tensor):
@@ -263,7 +264,7 @@ def _as_c(kind: str, value: Any) -> Any:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Returns where the elements of ``tensor`` are; raises ValueError where it has some and no memory of its own."""
+    """Returns the address of a tensor's elements; raises ValueError if ``tensor`` has elements but no memory of its own."""
     address = tensor.data_ptr()
     if address == 0 and tensor.numel() > 0:
         raise ValueError(
@@ -279,8 +280,8 @@ def kernel(
 ) -> Kernel:
     """Returns ``function`` of ``<file>.cu``, compiled once per device.
 
-    A kernel over a table serves rows of ``kinds``; one over single tensors takes its types and sizes as ``defines``.  Each of
-    its blocks gets ``shared`` bytes of dynamic shared memory, at most what the device gives to one block.
+    A kernel over a table is compiled for rows of ``kinds``; a kernel over single tensors takes its types and sizes as ``defines``.
+    Each block gets ``shared`` bytes of dynamic shared memory, at most the device's limit per block.
     """
     dynamic = (shared,) if shared else ()
     text = source(file, kinds, defines)
@@ -289,7 +290,7 @@ def kernel(
 
 @functools.cache
 def kernel_texts() -> dict[str, Path]:
-    """Returns where each kernel file and header of the package is, by its name; a name stands once in the package."""
+    """Returns the path of each kernel file and header of the package, by file name; each name exists once in the package."""
     return {path.name: path for path in Path(__file__).parent.rglob("*.cu*")}
 
 
@@ -299,19 +300,19 @@ def kernel_files() -> list[str]:
 
 
 def check_compiles(file: str, device: torch.device) -> None:
-    """Compiles ``<file>.cu`` for ``device`` and the dtypes that most runs have; raises RuntimeError where it cannot."""
+    """Compiles ``<file>.cu`` for ``device`` and the dtypes that most runs have; raises RuntimeError if that fails."""
     function = _FUNCTION.findall(source(file))[-1][0]
     kernel(file, function, (), device)
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Returns whether ops on tensors of ``device`` run as kernels; warns once where a GPU could and CuPy is in the way."""
+    """Returns whether ops on tensors of ``device`` run as kernels; warns once if there is a GPU but CuPy cannot be used."""
     return device.type in COMPILERS and (device.type != "cuda" or _cupy_obstacle() is None)
 
 
 @functools.cache
 def _cupy_obstacle() -> str | None:
-    """Why CuPy cannot serve torch's GPU, told once; None where it can."""
+    """Returns why CuPy cannot run kernels for this torch (warned about once), or None if it can."""
     major = (torch.version.cuda or "0").split(".")[0]
     install = f'pip install "fabricamp[cuda{major}]"'
     reason: str | None = None
@@ -338,7 +339,7 @@ def _version_obstacle(major: str, install: str) -> str | None:
 
 
 def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
-    """Returns what runs each op on ``device`` (the first GPU where there is one) and why.
+    """Returns what runs each op on ``device`` (default: the first GPU, else the CPU) and why.
 
     >>> str(backend("cpu")["scale"])
     'torch: its tensors are on cpu'
@@ -355,6 +356,6 @@ def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
 
 @functools.cache
 def _ops() -> list[str]:
-    """Every op that has a kernel, as the kernel files say."""
+    """Returns the names of all ops with a kernel, read from the kernel files."""
     lines = [found for name in kernel_files() for found in _OPS.findall(kernel_texts()[f"{name}.cu"].read_text())]
     return sorted([op for line in lines for op in line.split(", ")])

@@ -1,4 +1,4 @@
-"""Clipping by norm on its own, for loops that are written by hand."""
+"""Clipping by norm as a function, for hand-written loops."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fabricamp.ops.statistics import l2norm
 from fabricamp.ops.tensors import scale
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
-_EPSILON = 1e-6  # torch's adds the same
+_EPSILON = 1e-6  # the same as in torch's function
 
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Returns the norm of all gradients together, and scales them in place where it is more than ``max_norm``.
+    """Returns the norm of all gradients together, and scales the gradients in place if the norm exceeds ``max_norm``.
 
-    What torch's function of that name does; on a GPU the 2-norm is one pass over memory, fp32 for half gradients too, and the
-    scaling another.  The host waits only with ``error_if_nonfinite``, which raises before a gradient is changed:
-    :class:`NonFiniteError`, or torch's own ``RuntimeError`` where torch's function runs.
+    Does the same as torch's function of this name.  On a GPU the 2-norm takes one pass over memory (in fp32, also for half
+    gradients), and the scaling another.  The host waits only with ``error_if_nonfinite``, which raises before any gradient is
+    changed: :class:`NonFiniteError`, or torch's own ``RuntimeError`` if torch's function runs.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -45,7 +45,7 @@ def clip_grad_norm_(
 
 
 def _ours(gradients: list[Tensor]) -> bool:
-    """Whether the kernels take them all: on one device, fp32 or narrower, neither sparse nor of a subclass."""
+    """Whether the kernels can read all gradients: on one device, fp32 or narrower, neither sparse nor of a subclass."""
     if not gradients or not runs_kernels(gradients[0].device):
         return False
     device = gradients[0].device

@@ -1,4 +1,4 @@
-"""Small tensors into others that stay where they are, by one launch: a batch on its way into a CUDA graph."""
+"""Copies small tensors into fixed target tensors by one launch: the batch of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fabricamp.ops.layouts import is_dense
 
 _MOST: Final = 4
 _BYTES: Final = 2**16
-"""Of all tensors together, at most: larger ones are copied at the speed of memory by torch, whose launches do not count then."""
+"""Most bytes of all tensors together: torch copies larger ones at the speed of memory, and its launches do not matter then."""
 _BLOCKS: Final = 8
 _THREADS: Final = 256
 
 
 class Copies:
-    """Copies tensors into ``targets``, on one device: by one launch where these are few, small and dense, else one a dtype.
+    """Copies tensors into ``targets``, on one device: by one launch if these are few, small and dense, else by one per dtype.
 
     >>> targets = [torch.zeros(2), torch.zeros(1, dtype=torch.int64)]
     >>> Copies(targets)([torch.ones(2), torch.tensor([3])])
@@ -40,7 +40,7 @@ class Copies:
         self._rest = (0,) * (3 * (_MOST - len(targets)))
 
     def __call__(self, sources: Sequence[Tensor]) -> None:
-        """Copies each of ``sources`` into its target, whose shape it has, without a wait."""
+        """Copies each of ``sources`` into its target (of the same shape), without waiting."""
         run = self._kernel
         if run is None or [_kind(one) for one in sources] != self._kinds:
             self._copy_by_torch(sources)
@@ -57,7 +57,7 @@ class Copies:
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[tuple[list[int], list[Tensor]]]:
-    """Returns the tensors of each dtype, and their places among all."""
+    """Returns, for each dtype, the positions of its tensors in ``tensors`` and the tensors."""
     places: dict[torch.dtype, list[int]] = {}
     for place, one in enumerate(tensors):
         places.setdefault(one.dtype, []).append(place)
@@ -65,5 +65,5 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[tuple[list[int], list[Tensor]]]
 
 
 def _kind(one: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]] | None:
-    """What has to be as its target's for the bytes to be; None for what may stand for a tensor that is elsewhere."""
+    """Returns what source and target must have in common to be copied as bytes; None for a subclass without memory of its own."""
     return (one.device, one.dtype, one.shape, one.stride()) if type(one) is Tensor else None

@@ -1,4 +1,4 @@
-"""Cross-entropy of class indices: logits are read once forward and once backward, and what is kept is a few bytes per row."""
+"""Cross-entropy of class indices: reads the logits once forward and once backward, and saves a few bytes per row in between."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _NAME: Final = "cross_entropy"
 _TOO_WIDE: Final = 2**30  # the kernels count the elements of a row in 32 bits
 _WARP: Final = 32
-_ROWS_IN_A_BLOCK: Final = 8  # of those that a warp does
+_ROWS_IN_A_BLOCK: Final = 8  # if one warp does a row
 _ROWS_OF_A_SUM: Final = 4096
-_MOST_SUMS: Final = 256  # the threads of the block that adds them up
+_MOST_SUMS: Final = 256  # the threads of the block that adds the sums
 _NOT_A_CLASS: Final = -100
 _SCHEMA: Final = "float label_smoothing, int ignore_index, str reduction, float z_loss"
 
 
 class CrossEntropyRule(NamedTuple):
-    """What a loss is, beside logits and targets."""
+    """The options of a loss."""
 
     label_smoothing: float = 0.0
     ignore_index: int = -100
@@ -50,13 +50,13 @@ def fused_cross_entropy(
 ) -> Tensor:
     """Returns the fp32 cross-entropy of ``logits`` (any shape, classes last) and ``target`` (its leading shape; int64 or int32).
 
-    The loss of a row is torch's, plus ``z_loss * logsumexp(row)**2``; rows with ``ignore_index`` count for nothing.  Half logits
-    stay half, under autocast too, and all arithmetic is fp32 (fp64 logits: fp64, and so is their loss).  ``in_place`` gives the
-    logits' memory up: backward may write their gradient over them, and torch then refuses a second backward and every other
-    operation that would need them for its own (where torch's operations or torch.compile run, nothing is written over).
+    The loss of a row is torch's, plus ``z_loss * logsumexp(row)**2``; rows with ``ignore_index`` do not count.  Half logits
+    stay half, also under autocast, and all arithmetic is fp32 (for fp64 logits arithmetic and loss are fp64).  ``in_place`` gives
+    up the logits' memory: backward may overwrite the logits with their gradient; torch then refuses a second backward, and the
+    backward of any other operation that needs the logits.  Torch's operations and torch.compile overwrite nothing.
 
-    A target that names no class is a ConfigError on a CPU; on a GPU, where finding out would make the host wait, the loss and
-    the gradient of its row are NaN.
+    An invalid target class raises ConfigError on a CPU.  On a GPU, where the check would make the host wait, the loss and the
+    gradient of its row are NaN.
 
     >>> logits = torch.zeros(2, 4, requires_grad=True)
     >>> fused_cross_entropy(logits, torch.tensor([1, -100]))
@@ -70,10 +70,10 @@ def fused_cross_entropy(
             "in_place=True writes the gradient over the logits, but these are a leaf that requires grad, or a view of one: "
             "whoever made it still has it; give what an operation returned, or in_place=False"
         )
-    classes = index(logits.shape[-1])  # a constant for torch.compile, which takes the choice for one
+    classes = index(logits.shape[-1])  # a constant for torch.compile, which treats the choice as a constant
     by_kernel = logits.dtype in _LOGITS and classes < _TOO_WIDE and chosen(_NAME, logits.dtype, classes, logits.device)
     if by_kernel and not torch_alone():
-        # The memory of a subclass may be anywhere.
+        # A subclass may have no memory of its own.
         if torch.compiler.is_compiling() or (type(logits) is Tensor and recorded()):
             return cast("Tensor", torch.ops.fabricamp.cross_entropy(logits, target, *rule)[0])
         if type(logits) is Tensor:
@@ -82,7 +82,7 @@ def fused_cross_entropy(
 
 
 def check_rule(rule: CrossEntropyRule) -> None:
-    """Raises ConfigError where no loss can be made by ``rule``."""
+    """Raises ConfigError if ``rule`` has an invalid option."""
     check_choice("reduction", rule.reduction, _REDUCTIONS)
     if not 0 <= rule.label_smoothing <= 1:
         raise ConfigError(f"label_smoothing={rule.label_smoothing} is a share of the target: give a number from 0 to 1")
@@ -91,7 +91,7 @@ def check_rule(rule: CrossEntropyRule) -> None:
 
 
 def _is_of_a_leaf(logits: Tensor) -> bool:
-    if logits.is_leaf or torch.compiler.is_compiling():  # what is compiled writes nothing over
+    if logits.is_leaf or torch.compiler.is_compiling():  # compiled code overwrites nothing
         return logits.is_leaf
     base = logits._base
     return base is not None and base.is_leaf
@@ -114,7 +114,7 @@ def _check(logits: Tensor, target: Tensor) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The kernels in eager mode: the registered operation, which torch.compile needs, costs the host 200 us more."""
+    """Runs the kernels in eager mode: the registered operation, which torch.compile needs, costs the host 200 us more."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, rule: CrossEntropyRule, in_place: bool) -> Tensor:
@@ -127,7 +127,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         logits, target, statistics = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: what refuses a second derivative stands in the graph
+        if torch.is_grad_enabled():  # create_graph: the operation refuses a second derivative in its backward
             made = torch.ops.fabricamp.cross_entropy_backward(gradient, logits, target, statistics, *ctx.rule)
         elif is_batch(gradient):
             made = _backward_by_torch(gradient, logits, target, statistics, ctx.rule)
@@ -137,7 +137,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _RowStrides(NamedTuple):
-    """Row r starts at ``r // inner * outer_stride + r % inner * inner_stride``."""
+    """The memory layout of rows: row r starts at ``r // inner * outer_stride + r % inner * inner_stride``."""
 
     inner: int
     outer_stride: int
@@ -145,13 +145,13 @@ class _RowStrides(NamedTuple):
 
 
 def _row_strides(logits: Tensor) -> _RowStrides | None:
-    """Where the rows of ``logits`` are; None where a kernel would need more strides than two to say it."""
+    """Returns the layout of the rows of ``logits``, or None if it needs more than two strides."""
     rows, classes = logits.numel() // logits.shape[-1], logits.shape[-1]
     if logits.is_contiguous():
         return _RowStrides(max(rows, 1), 0, classes)
     if logits.stride(-1) != 1:
         return None
-    groups: list[tuple[int, int]] = []  # sizes and strides, neighbours that lie end to end as one
+    groups: list[tuple[int, int]] = []  # sizes and strides; dimensions that are contiguous with each other are merged
     for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
         if size == 1:
             continue
@@ -166,7 +166,7 @@ def _row_strides(logits: Tensor) -> _RowStrides | None:
 
 
 def _in_rows(logits: Tensor) -> tuple[Tensor, _RowStrides]:
-    """Returns what a kernel reads: the logits themselves, or a copy where their rows do not lie as it could walk through them."""
+    """Returns the logits, or a contiguous copy if their rows need more than two strides, and the layout of the rows."""
     layout = _row_strides(logits)
     if layout is None:
         logits = logits.contiguous()
@@ -187,7 +187,7 @@ def _is_writable(layout: _RowStrides, rows: int, classes: int) -> bool:
 
 
 def _lanes(logits: Tensor) -> int:
-    """How many threads do one row: some eight loads of 16 bytes each."""
+    """Returns the number of threads per row: each thread does about eight loads of 16 bytes."""
     packs = logits.shape[-1] * logits.element_size() // 16
     return _WARP if packs <= 256 else 128 if packs <= 1024 else 512
 
@@ -202,13 +202,14 @@ def _grid(rows: int, lanes: int) -> tuple[int, int]:
 
 
 def _kept(rows: int, reduction: str) -> int:
-    return 2 * rows + (1 if reduction == "mean" else 0)  # rows may be symbolic, which adds no bool
+    return 2 * rows + (1 if reduction == "mean" else 0)  # rows may be symbolic, and a symbolic int cannot add a bool
 
 
 def cross_entropy_forward(logits: Tensor, target: Tensor, rule: CrossEntropyRule) -> tuple[Tensor, Tensor]:
-    """Returns the loss, and what backward needs, fp32: two numbers per row whose sum is its logsumexp (of ignored rows, zeros).
+    """Returns the loss and the fp32 statistics for backward.
 
-    For a mean, 1 / (rows that count) comes behind them.
+    The statistics are two numbers per row: their sum is the row's logsumexp (both are 0 for an ignored row).  For a mean,
+    1 / (number of rows that count) follows.
     """
     if not runs_kernels(logits.device):
         return _forward_by_torch(logits, target, rule)
@@ -240,9 +241,9 @@ def cross_entropy_backward(
     *,
     in_place: bool = False,
 ) -> Tensor:
-    """Returns the logits' gradient in their dtype, from that of the loss and what :func:`cross_entropy_forward` returned.
+    """Returns the gradient of the logits, in their dtype; ``statistics`` are those of :func:`cross_entropy_forward`.
 
-    ``in_place`` writes it over the logits, where no two of their rows share memory, and marks them as written.
+    ``in_place`` overwrites the logits with their gradient, unless two rows share memory, and marks the logits as written.
     """
     if not runs_kernels(logits.device):
         return _backward_by_torch(gradient, logits, target, statistics, rule)
@@ -273,7 +274,7 @@ def cross_entropy_reference(
     reduction: str = "mean",
     z_loss: float = 0.0,
 ) -> Tensor:
-    """What :func:`fused_cross_entropy` does, in torch's own operations: its backward can be differentiated again."""
+    """Computes :func:`fused_cross_entropy` in torch's own operations: its backward can be differentiated again."""
     wide, labels, wrong = _rows(logits, target, ignore_index)
     if target.device.type == "cpu" and type(target) is Tensor and not (recorded() or torch_alone()):
         _refuse(target, wrong, logits.shape[-1])
@@ -284,7 +285,7 @@ def cross_entropy_reference(
     counts = labels != _NOT_A_CLASS
     if z_loss:
         losses = losses + z_loss * torch.where(counts, wide.logsumexp(-1).square(), 0)
-    # As a factor, so that the gradient is NaN too.
+    # NaN as a factor, so that the gradient is NaN too.
     losses = losses * torch.where(wrong, math.nan, torch.ones_like(losses))
     if reduction == "none":
         return losses.reshape(target.shape)
@@ -292,7 +293,7 @@ def cross_entropy_reference(
 
 
 def _rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits as wide rows, targets with -100 for what is ignored, and where a target names no class."""
+    """Returns the logits as fp32 or fp64 rows, the targets with -100 for ignored rows, and a mask of invalid targets."""
     wide = logits.reshape(-1, logits.shape[-1])
     wide = wide if wide.dtype == torch.float64 else wide.float()
     labels = target.reshape(-1).long()
@@ -328,7 +329,7 @@ def _backward_by_torch(
     sums = statistics[: 2 * len(labels)].view(-1, 2).sum(1)
     factor = gradient.reshape(-1).to(wide.dtype) * (statistics[-1] if rule.reduction == "mean" else 1.0)
     factor = torch.where(wrong, math.nan, factor)
-    # The product is not in place: the gradient alone may be a batch.
+    # The product is not in place, because the gradient may be a batch while the logits are not.
     made = (wide - sums[:, None]).exp_() * (factor * (1 + 2 * rule.z_loss * sums))[:, None]
     made.sub_((factor * rule.label_smoothing / wide.shape[-1])[:, None])
     at_label = (factor * (rule.label_smoothing - 1))[:, None]

@@ -1,8 +1,8 @@
-"""Kernel or torch, by measurement: where torch's own operation is faster for a width and dtype, torch runs.
+"""Chooses between kernel and torch by measurement: torch runs if its own operation is faster for a width and dtype.
 
-A table says it for each kind of card (its compute capability): the package brings those of the cards that were measured, and
-``fabricamp doctor --measure`` writes one for the card at hand.  Without a table torch runs.  A norm of a small input is torch's
-too where steps run eagerly: a kernel takes the host longer.
+There is one table per compute capability.  The package contains the tables of the cards that were measured, and
+``fabricamp doctor --measure`` writes one for the installed card.  Without a table torch runs.  In eager steps torch also runs the
+norms of small inputs, because a kernel costs more host time.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from fabricamp.torch_private import (
 
 SHIPPED: Final = Path(__file__).parent / "dispatch.json"
 MEASURED: Final = {"layer_norm": "layer_norm", "rms_norm": "rms_norm", "cross_entropy": "fused_cross_entropy"}
-"""What a table decides about, and the op's public name; every other op is a kernel wherever kernels run."""
+"""The ops that a table decides about, with their public names; every other op is a kernel wherever kernels run."""
 
 _MEASURE: Final = "`fabricamp doctor --measure` compares them on this card"
 
 Runner = Literal["cupy", "torch"]
 Bands = list[tuple[int, Runner]]
-"""Widths from which on something runs, ascending; below the first torch does."""
+"""Pairs of the first width of a band and its runner, ascending; below the first band torch runs."""
 
 Card = dict[str, Any]
-"""What one card's measurement found: ``{"measured": text, "choices": {op: {dtype: bands}}}``."""
+"""The measurements of one card: ``{"measured": text, "choices": {op: {dtype: bands}}}``."""
 
 Mode = Literal["eager", "graph"]
-"""Whether the host's time is weighed beside the GPU's, or the GPU's alone."""
+"""Whether a choice counts the time of host and GPU ("eager"), or of the GPU only ("graph")."""
 
 _WORTH_THE_HOST: Final = 4 * 2**20
-"""Elements of a norm's input from which its kernel runs in eager steps too.
+"""Elements of a norm's input from which its kernel also runs in eager steps.
 
-For a million elements the kernels save 2 (RMSNorm, width 768) to 8 us (LayerNorm) of an H200, forward and backward, in fp32 not
-more than in half precision, and cost a quiet host 24 us, whatever the size.
+For a million elements, forward and backward together, the kernels save 2 us (RMSNorm, width 768) to 8 us (LayerNorm) of an H200;
+in fp32 they save no more than in half precision.  They cost an otherwise idle host 24 us, independent of the size.
 """
 
 
 class Settings(NamedTuple):
-    """All that a choice depends on beside operands, card and tables; answers are kept with this."""
+    """The process-wide settings that a choice depends on, besides operands, card and tables; part of the key of cached choices."""
 
     forced: Runner | None = None
-    """What runs, whatever the tables say."""
+    """The runner that overrides the tables."""
     mode: Mode = "eager"
     forgotten: int = 0
-    """How often the tables were."""
+    """How often :func:`forget` was called."""
 
 
 settings = Settings()
-"""One for the process, as the tables are."""
+"""The settings of this process; the tables are per process too."""
 
 
 def chosen(op: str, dtype: torch.dtype | None, width: int, device: torch.device) -> bool:
     """Returns whether ``op`` over rows of ``width`` elements runs as a kernel on ``device``; else torch runs.
 
-    ``dtype`` is that of input, parameters and output, or None where they differ.  The answer serves forward and backward.
+    ``dtype``: that of input, parameters and output, or None if they differ.  The answer holds for forward and backward.
     """
     if not runs_kernels(device):
         return False
@@ -81,19 +81,19 @@ def chosen(op: str, dtype: torch.dtype | None, width: int, device: torch.device)
 
 
 def worth_the_host(elements: int) -> bool:
-    """Returns whether a norm of so many ``elements`` of input may be a kernel where torch has one operation for it.
+    """Returns whether a norm may be a kernel for an input of this many ``elements``, if torch has one operation for the norm.
 
-    Asked beside :func:`chosen`; by size and mode alone, so that no result depends on how busy a host is.
+    Used in addition to :func:`chosen`.  Depends on size and mode only, so that no result depends on how busy a host is.
     """
     return settings.forced is not None or settings.mode == "graph" or elements >= _WORTH_THE_HOST
 
 
 def set_kernel_choice(mode: Mode) -> None:
-    """Sets whether norms of small inputs are kernels in this process: ``"graph"``, or not: ``"eager"``, as it is from the start.
+    """Sets whether norms of small inputs run as kernels in this process: yes for ``"graph"``, no for ``"eager"`` (the default).
 
-    A kernel takes the host longer than torch's operation does, and the GPU less.  So below 4.2 million elements of input torch's
-    runs in eager steps, and a loop that captures its steps as a CUDA graph says ``"graph"`` before the first one.  The Trainer
-    says so in a run with ``cuda_graph``.
+    A kernel takes more host time than torch's operation, and less GPU time.  In eager steps torch's operation therefore runs
+    below 4.2 million elements of input.  A loop that captures its steps as a CUDA graph calls this with ``"graph"`` before the
+    first step; the Trainer does so in a run with ``cuda_graph``.
 
     >>> set_kernel_choice("eager")
     """
@@ -103,12 +103,12 @@ def set_kernel_choice(mode: Mode) -> None:
     settings = settings._replace(mode=mode)
 
 
-# torch.compile takes the answer as it stands: it is known from constants, and needs no tracing.
+# torch.compile takes the answer as a constant, without tracing: it depends on constants only.
 chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def torch_alone() -> bool:
-    """Returns whether what looks on knows torch's own operations alone: torch.func, forward derivatives, torch.jit.trace."""
+    """Returns whether an active transform only knows torch's own operations: torch.func, forward derivatives, torch.jit.trace."""
     return functorch_active() or forward_derivative_level() >= 0 or tracing_state() is not None
 
 
@@ -116,12 +116,12 @@ torch_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_batch(gradient: torch.Tensor) -> bool:
-    """Returns whether ``gradient`` stands for several: ``torch.autograd.grad(is_grads_batched=True)``, vectorized Jacobians."""
+    """Returns whether ``gradient`` is a batch: ``torch.autograd.grad(is_grads_batched=True)``, vectorized Jacobians."""
     return is_batched_gradient(gradient) or functorch_active()
 
 
 def recorded() -> bool:
-    """Returns whether what looks on has to see a registered operation: a compiler, make_fx, fake tensors, any dispatch mode."""
+    """Returns whether an observer needs a registered operation: a compiler, make_fx, fake tensors, or any dispatch mode."""
     return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
@@ -132,7 +132,7 @@ def _choice(op: str, dtype: torch.dtype | None, width: int, device: torch.device
 
 
 def runner(bands: Bands, width: int) -> Runner:
-    """Returns what ``bands`` say for ``width``."""
+    """Returns the runner of the band that contains ``width``."""
     found: Runner = "torch"
     for start, name in bands:
         if width >= start:
@@ -141,30 +141,30 @@ def runner(bands: Bands, width: int) -> Runner:
 
 
 def bands_of(card: Card, op: str, dtype: torch.dtype | None) -> Bands:
-    """Returns the bands of ``op`` for ``dtype`` (None: mixed); none where they were not measured."""
+    """Returns the bands of ``op`` for ``dtype`` (None: mixed); an empty list if they were not measured."""
     found: Bands = card["choices"].get(op, {}).get(name_of(dtype), [])
     return found
 
 
 def name_of(dtype: torch.dtype | None) -> str:
-    """Returns how the tables call ``dtype``; None is several of them in one call."""
+    """Returns the name of ``dtype`` in the tables; None stands for several dtypes in one call."""
     return "mixed" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def capability(device: torch.device) -> str:
-    """Returns the compute capability of a CUDA ``device`` as the tables call it: ``"9.0"``."""
+    """Returns the compute capability of a CUDA ``device`` in the form of the tables: ``"9.0"``."""
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
 
 
 def user_file() -> Path:
-    """Returns where ``fabricamp doctor --measure`` writes: under ``$FABRICAMP_CACHE``, or ``~/.cache/fabricamp``."""
+    """Returns the file that ``fabricamp doctor --measure`` writes: under ``$FABRICAMP_CACHE``, or ``~/.cache/fabricamp``."""
     folder = os.environ.get("FABRICAMP_CACHE")
     return (Path(folder) if folder else Path.home() / ".cache" / "fabricamp") / "dispatch.json"
 
 
 @functools.cache
 def _card(name: str) -> Card | None:
-    """The user's own table of a card goes before the one that the package brings."""
+    """Returns the table of a card: the user's own if there is one, else that of the package, else None."""
     for file in (user_file(), SHIPPED):
         found: Card | None = _read(file).get(name)
         if found is not None:
@@ -173,7 +173,7 @@ def _card(name: str) -> Card | None:
 
 
 def _read(file: Path) -> dict[str, Card]:
-    # Not file.exists(), which raises where the home folder is another user's, as it is in some containers.
+    # Not file.exists(), which raises if the home folder belongs to another user, as in some containers.
     if not os.access(file, os.R_OK):
         return {}
     try:
@@ -195,7 +195,7 @@ def _check_card(card: Card) -> None:
 
 
 def write(file: Path, name: str, card: Card) -> None:
-    """Puts ``card`` into ``file`` under its compute capability ``name``, beside the cards that are there."""
+    """Writes ``card`` into ``file`` under its compute capability ``name``; the file's other cards are kept."""
     known = _read(file) | {name: card}
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(f".{os.getpid()}")
@@ -205,7 +205,7 @@ def write(file: Path, name: str, card: Card) -> None:
 
 
 def _as_text(cards: dict[str, Card]) -> str:
-    """JSON with the bands of one dtype on one line."""
+    """Returns JSON with the bands of each dtype on one line."""
     lines = []
     for name, card in sorted(cards.items()):
         ops = []
@@ -218,7 +218,7 @@ def _as_text(cards: dict[str, Card]) -> str:
 
 
 def forget() -> None:
-    """Reads the tables anew at the next question."""
+    """Drops the cached tables and choices, so that the next choice reads the tables again."""
     global settings  # noqa: PLW0603
     settings = settings._replace(forgotten=settings.forgotten + 1)
     _card.cache_clear()
@@ -227,7 +227,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def always(name: Runner) -> Generator[None, None, None]:
-    """Within it ``"cupy"`` or ``"torch"`` runs, whatever the tables say: for measurements and tests."""
+    """Makes ``"cupy"`` or ``"torch"`` run within the context, regardless of the tables: for measurements and tests."""
     global settings  # noqa: PLW0603
     before = settings.forced
     settings = settings._replace(forced=name)
@@ -238,7 +238,7 @@ def always(name: Runner) -> Generator[None, None, None]:
 
 
 def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
-    """Returns what runs each op on ``device`` (the first GPU where there is one) and why.
+    """Returns what runs each op on ``device`` (default: the first GPU, else the CPU) and why.
 
     >>> str(backend("cpu")["scale"])
     'torch: its tensors are on cpu'

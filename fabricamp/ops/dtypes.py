@@ -1,4 +1,4 @@
-"""The one list of half dtypes."""
+"""The half dtypes, defined once."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ def ema(
     *,
     state: StepState | None = None,
 ) -> None:
-    """Moves each of ``averages`` to ``decay * average + (1 - decay) * parameter``, in fp32 at least.
+    """Sets each of ``averages`` to ``decay * average + (1 - decay) * parameter``, computed in at least fp32.
 
-    A ``decay`` in device memory may change between replays of a captured step (fp64 keeps all of a decay near 1).
-    Where ``state.found_inf`` is set, because the step before was skipped, nothing changes.
+    A ``decay`` in device memory may change between replays of a captured step (fp64 keeps all digits of a decay near 1).
+    If ``state.found_inf`` is set, because the preceding step was skipped, nothing changes.
     """
     if not parameters:
         return

@@ -1,4 +1,4 @@
-"""Focal loss of sigmoid logits: one pass over them forward, one backward."""
+"""Focal loss of sigmoid logits: one pass over the logits forward, one backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabricamp.ops.bridge import c_type, kernel, runs_kernels
 _LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _IGNORED: Final = -2
 _THREADS: Final = 512
-_MOST_BLOCKS: Final = 1024  # the same on every card: how the loss is added up must not depend on it
+_MOST_BLOCKS: Final = 1024  # the same on every card: the order of the loss's summation must not depend on the card
 
 
 def focal_loss(
@@ -26,11 +26,11 @@ def focal_loss(
     gamma: float,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Returns the fp32 sum (fp64 for fp64 logits) of all focal losses over ``num_positives_sum`` (one fp32 element).
+    """Returns the fp32 sum (fp64 for fp64 logits) of all focal losses, divided by ``num_positives_sum`` (one fp32 element).
 
-    ``cls_output`` are logits, classes last, of which those from ``num_real_classes`` on are padding; a target is the class of its
-    anchor, -1 for none, -2 for an anchor that does not count.  A positive's loss is weighted by ``alpha * (1 - p)**gamma``, every
-    other's by ``(1 - alpha) * p**gamma``.  A second derivative is torch's.
+    ``cls_output`` are logits, with classes last; the classes from ``num_real_classes`` on are padding.  A target is the class of
+    its anchor, -1 for no class, -2 for an ignored anchor.  The loss of a positive is weighted by ``alpha * (1 - p)**gamma``, any
+    other loss by ``(1 - alpha) * p**gamma``.  A second derivative is computed by torch's operations.
 
     >>> focal_loss(torch.zeros(1, 4), torch.tensor([2]), torch.ones(1), 4, alpha=0.25, gamma=2.0)
     tensor(0.4332)
@@ -52,7 +52,7 @@ def focal_loss_reference(
     gamma: float,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What :func:`focal_loss` does, in torch's own operations."""
+    """Computes :func:`focal_loss` in torch's own operations."""
     logits = cls_output[..., :num_real_classes]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     targets = cls_targets_at_level.unsqueeze(-1)
@@ -100,7 +100,7 @@ class _FocalLoss(torch.autograd.Function):
         logits, targets, positives = ctx.saved_tensors
         (gradient,) = gradients
         nothing = (None,) * (2 + len(ctx.numbers))
-        if torch.is_grad_enabled():  # create_graph: by operations that torch can differentiate again
+        if torch.is_grad_enabled():  # create_graph: in operations that torch can differentiate again
             loss = focal_loss_reference(logits, targets, positives, *ctx.numbers)
             return *torch.autograd.grad(loss, logits, gradient, create_graph=True), *nothing
         output = torch.empty_like(logits)

@@ -1,4 +1,4 @@
-"""Gradients, wherever backward left them, on their way into slots that never move."""
+"""Copies gradients, at whatever addresses backward left them, into slots with fixed addresses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fabricamp.ops.tensors import scale
 
 
 class Gather:
-    """Writes tensors, cast and multiplied, into ``slots`` on one device: one launch for all of them.
+    """Writes tensors, cast and multiplied, into ``slots`` on one device, by one launch for all of them.
 
-    The slots are laid out once; what is written into them may lie elsewhere each time.
+    The slots are laid out once; the source tensors may have new addresses in each call.
 
     >>> slots = torch.zeros(4).split([3, 1])
     >>> Gather(slots)([torch.ones(3), None], 0.5)
@@ -31,7 +31,7 @@ class Gather:
 
     @torch.no_grad()
     def __call__(self, sources: Sequence[Tensor | None], multiplier: float = 1.0) -> None:
-        """Writes ``multiplier`` times each source into its slot, in fp32 arithmetic at least; None leaves a slot as it is.
+        """Writes ``multiplier`` times each source into its slot, in at least fp32 arithmetic; None leaves its slot unchanged.
 
         A source may be its slot.
         """

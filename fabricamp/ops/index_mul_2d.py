@@ -1,4 +1,4 @@
-"""Rows of one matrix, picked by indices, times the rows of another."""
+"""Multiplies rows of one matrix, selected by indices, with the rows of another."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fabricamp.errors import ConfigError
 def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
     """Returns ``in1[idx1] * in2``: matrices of one floating dtype with equally long rows, and an index for each row of ``in2``.
 
-    Gradients of ``in1`` are added up without atomics, half ones in fp32, so that runs repeat bit for bit; it can be
-    differentiated twice.
+    Gradients of ``in1`` are summed without atomics (half gradients in fp32), so that runs repeat bit for bit.  The function can
+    be differentiated twice.
 
     >>> index_mul_2d(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(3, 2), torch.tensor([1, 0, 1]))
     tensor([[3., 4.],
@@ -20,7 +20,7 @@ def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
             [3., 4.]])
     """
     _check(in1, in2, idx1)
-    return in1[idx1] * in2  # of which torch's backward sorts the indices first
+    return in1[idx1] * in2  # torch's backward of the indexing sorts the indices first
 
 
 def _check(in1: Tensor, in2: Tensor, idx1: Tensor) -> None:

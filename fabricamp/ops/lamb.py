@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, taken as far as the norms of each parameter and of its direction say; two passes."""
+"""LAMB: Adam's direction, scaled by the ratio of the norms of the parameter and of its direction; two passes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fabricamp.ops.table import Table
 
 @dataclass
 class LambRule(Rule):
-    """What the rows of one group share.
+    """The options of one group.
 
-    ``decoupled`` adds weight decay to the direction, else it is added to the gradient.  ``grad_averaging`` False lets a gradient
-    enter its average whole.  ``max_norm`` (0: no limit) clips by the norm of all gradients.  ``nvlamb`` adapts a group without
-    weight decay too.
+    ``decoupled``: weight decay is added to the direction, else to the gradient.  ``grad_averaging=False`` adds the full gradient
+    to its average, without the factor ``1 - beta1``.  ``max_norm`` (0: no limit) clips by the norm of all gradients.  ``nvlamb``:
+    a group without weight decay is scaled by the ratio of the norms too.
     """
 
     kernel: ClassVar[str] = "lamb"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     cells: ClassVar[tuple[str, ...]] = ("step",)
     counts: ClassVar[bool] = True
-    """Whether an update counts itself in the steps."""
+    """Whether an update increments the step counts."""
 
     lr: float | Tensor
     beta1: float = 0.9
@@ -43,16 +43,16 @@ class LambRule(Rule):
 
     @property
     def adapts(self) -> bool:
-        """Whether the step of a parameter depends on its norm."""
+        """Whether the step size of a parameter depends on its norm."""
         return self.nvlamb or self.weight_decay != 0
 
     @property
     def new1(self) -> float:
-        """What a gradient is multiplied by on its way into the average."""
+        """The factor of a gradient when it is added to the average."""
         return 1.0 - self.beta1 if self.grad_averaging else 1.0
 
     def scalars(self) -> tuple[float | Tensor, ...]:
-        """The rule as kernels/lamb.cu reads it."""
+        """Returns the rule's numbers for kernels/lamb.cu."""
         logs = logarithms(self.beta1, self.beta2, corrects=self.bias_correction)
         flags = float(self.decoupled), float(self.adapts)
         moments = self.beta1, self.beta2, self.new1, self.eps
@@ -60,7 +60,7 @@ class LambRule(Rule):
 
     @classmethod
     def launch(cls, table: Table, steering: Steering) -> None:
-        """Both averages with the norms of parameters and directions, their ratios, then the parameters."""
+        """Launches both averages with the norms of parameters and directions, then the ratios of the norms, then the update."""
         words, limit, skips = steering.arguments()
         numbers, ratios, _ = _memory(table)
         table.launch(cls.kernel, "moments", words, limit, skips, steering.norm, numbers)
@@ -69,7 +69,7 @@ class LambRule(Rule):
         table.launch(cls.kernel, "update", words, skips, int(cls.counts), ratios)
 
     def measure(self, rows: Table | Rows, steering: Steering) -> Tensor | None:
-        """Returns the norm of the gradients where the rule clips."""
+        """Returns the norm of the gradients if the rule clips, else None."""
         if self.max_norm <= 0:
             return None
         return gradient_norm(rows, steering) if isinstance(rows, Rows) else launch_norm(rows, steering)
@@ -83,7 +83,7 @@ class LambRule(Rule):
         return list(torch._foreach_mul(values, coefficient.to(values[0].device, non_blocking=True)))
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
-        """Takes the parameters along their directions as far as the ratios of the norms say."""
+        """Moves the parameters along their directions, scaled by the ratios of the norms."""
         (averages, squares), (steps,) = states, cells
         counts = torch._foreach_add(list(steps), 1.0)
         directions = self._directions(gradients, parameters, averages, squares, counts)
@@ -94,7 +94,7 @@ class LambRule(Rule):
     def _directions(
         self, gradients: Tensors, parameters: Tensors, averages: Tensors, squares: Tensors, steps: Sequence[Tensor]
     ) -> Tensors:
-        """Takes the gradients into both averages and returns what those say."""
+        """Updates both averages with the gradients, and returns the directions."""
         if self.weight_decay != 0 and not self.decoupled:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=self.weight_decay))
         torch._foreach_mul_(averages, self.beta1)
@@ -113,7 +113,7 @@ class LambRule(Rule):
         return directions
 
     def _ratios(self, parameters: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
-        """How far each parameter goes: lr, times its norm over that of its direction where the rule adapts and neither is 0."""
+        """Returns each step size: lr, times |parameter| / |direction| if the rule adapts and neither norm is 0."""
         ratios = torch.ones(len(parameters), dtype=torch.float64, device=parameters[0].device)
         if self.adapts:
             norms = torch.stack([_norms(parameters), _norms(directions)], 1)
@@ -124,9 +124,9 @@ class LambRule(Rule):
 
 
 def launch_norm(table: Table, steering: Steering, measured: tuple[Tensor, float] | None = None) -> Tensor:
-    """Returns the norm of a table's gradients as an update reads them (0-dim fp64, good until the next one).
+    """Returns the norm of a table's gradients as an update reads them (0-dim fp64, valid until the next call).
 
-    ``measured`` (scale, divisor) says that ``state.norm`` holds that of the gradients divided by both; they are not read then.
+    ``measured`` (scale, divisor): ``state.norm`` holds the norm of the gradients divided by both; the gradients are not read then.
     """
     numbers, norm = _memory(table)[0::2]
     count = table.chunks
@@ -155,7 +155,7 @@ def _norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _memory(table: Table) -> tuple[Tensor, Tensor, Tensor]:
-    """Two numbers per chunk, one per row, and the norm."""
+    """Returns memory for two numbers per chunk, for one number per row, and for the norm."""
     numbers = table.numbers(2 * table.chunks + table.rows + 1)
     return numbers, numbers[2 * table.chunks :], numbers[2 * table.chunks + table.rows]
 

@@ -1,4 +1,4 @@
-"""LARC: gradients times a rate for each tensor, the ratio of the norms of its parameter and its gradient."""
+"""LARC: multiplies each gradient by a rate of its own: the ratio of the parameter's norm and the gradient's norm."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class LarcRule(Rule):
-    """What the rows of one group share: each gradient becomes ``rate * (gradient + weight_decay * parameter)``, in place.
+    """The options of one group: each gradient becomes ``rate * (gradient + weight_decay * parameter)``, in place.
 
-    The rate is ``trust_coefficient * |parameter| / (|gradient| + weight_decay * |parameter| + eps)``; with ``clip`` that over
-    ``lr``, at most 1, so that an optimizer's ``lr`` times it is the smaller of both.  It is never read by the host.  Where a
-    parameter or its gradient is all zeros the gradient stays as it is, without weight decay.
+    The rate is ``trust_coefficient * |parameter| / (|gradient| + weight_decay * |parameter| + eps)``.  With ``clip`` this is
+    divided by ``lr`` and at most 1, so that the optimizer's ``lr`` times the rate is the smaller of the two.  The host never
+    reads the rate.  If a parameter or its gradient is all zeros, the gradient stays unchanged, without weight decay.
     """
 
     kernel: ClassVar[str] = "larc"
@@ -38,12 +38,12 @@ class LarcRule(Rule):
     clip: bool = True
 
     def scalars(self) -> tuple[float | Tensor, ...]:
-        """The rule as kernels/larc.cu reads it."""
+        """Returns the rule's numbers for kernels/larc.cu."""
         return (self.lr, self.weight_decay, self.trust_coefficient, self.eps, float(self.clip))
 
     @classmethod
     def launch(cls, table: Table, steering: Steering) -> None:
-        """The sums of squares of gradients and parameters, one rate a row, then the gradients."""
+        """Launches the sums of squares of gradients and parameters, then one rate per row, then the scaling of the gradients."""
         words = steering.arguments()[0]
         numbers = table.numbers(2 * (table.chunks + table.rows))
         sums, rates = numbers[: 2 * table.chunks], numbers[2 * table.chunks :]
@@ -52,7 +52,7 @@ class LarcRule(Rule):
         table.launch(cls.kernel, "larc", words, rates, first_written=0)
 
     def reference(self, rows: Rows, steering: Steering) -> None:
-        """Does the same in torch's operations."""
+        """Rewrites the gradients of one group in torch's operations."""
         if not rows.parameters:
             return
 
@@ -67,7 +67,7 @@ class LarcRule(Rule):
         unless_skipped(steering.state, rows.gradients, update)
 
     def _rates(self, gradients: Tensor, parameters: Tensor) -> tuple[list[Any], list[Any]]:
-        """From norms to the rate and the weight decay of each tensor: numbers on the host's side, else tensors."""
+        """Returns the rate and the weight decay of each tensor from the norms: numbers on the CPU, else 0-dim tensors."""
         rates = self.trust_coefficient * parameters / (gradients + self.weight_decay * parameters + self.eps)
         if self.clip:
             rates = (rates / self.lr).clamp_max(1.0)
@@ -88,5 +88,5 @@ def _norms(gradients: list[Tensor], parameters: list[Tensor], shared: SharedRows
 def larc(
     gradients: Sequence[Tensor], parameters: Sequence[Tensor], rule: LarcRule, *, state: StepState | None = None
 ) -> None:
-    """Rewrites each gradient, times ``state.multiplier``, by ``rule``; where ``state.found_inf`` is set nothing changes."""
+    """Rewrites each gradient, times ``state.multiplier``, by ``rule``; nothing changes if ``state.found_inf`` is set."""
     update(rule, Rows(gradients, parameters), state)

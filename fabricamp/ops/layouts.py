@@ -1,4 +1,4 @@
-"""In which order tensors hold their elements, asked of many tensors in every step: loops in C, no Python a tensor."""
+"""Memory layouts of many tensors, checked in every step: the loops run in C, without Python code per tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _dtype: Final = attrgetter("dtype")
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Returns where each tensor is, -1 for None; 0 where it has no elements."""
+    """Returns the address of each tensor: -1 for None, 0 for a tensor without elements."""
     try:
         return list(map(Tensor.data_ptr, tensors))  # type: ignore[arg-type]
     except TypeError:  # there is a None
@@ -26,10 +26,10 @@ def dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype]:
 
 
 class Layouts:
-    """The order of elements in which each row of a table is walked through, that of its anchor."""
+    """The memory order in which kernels read each row of a table: that of the row's anchor (see :func:`anchors`)."""
 
     def __init__(self, rows: Sequence[Tensor | None]) -> None:
-        """``rows`` are the anchors; they are not kept."""
+        """``rows`` are the anchors; no reference to them is kept."""
         woven = [row for row, one in enumerate(rows) if one is not None and not one.is_contiguous()]
         self._even: Callable[[Any], Any] | None = None
         if woven:
@@ -38,14 +38,14 @@ class Layouts:
         self._strides = [one.stride() for row in woven if (one := rows[row]) is not None]
 
     def learn(self, tensors: Sequence[Tensor | None]) -> None:
-        """Takes the strides of ``tensors``, none of them None, for those of the rows: they may differ where a size is 1."""
+        """Stores the strides of ``tensors`` (none is None) as those of the rows: they may differ in dimensions of size 1."""
         if self._strides:
             self._strides = list(map(Tensor.stride, self._woven(tensors)))
 
     def fit(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Returns whether each tensor, or None, holds its elements in its row's order.
+        """Returns whether each tensor is None or has its row's memory order.
 
-        Asked in every step, since the same address may hold a tensor of another layout.
+        Checked in every step, because the same address may hold a tensor of another layout.
         """
         even = tensors if self._even is None else self._even(tensors)
         try:
@@ -60,16 +60,16 @@ class Layouts:
 
 
 def _picker(places: Sequence[int]) -> Callable[[Any], Any]:
-    """Returns what picks the values at ``places`` from a sequence."""
+    """Returns a function that picks the values at ``places`` from a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: [values[place] for place in places]
 
 
 def anchors(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """Returns a tensor a row with the layout that all of it is walked through in.
+    """Returns one tensor per row: the kernels read all columns of the row in its memory order (None: a row without tensors).
 
-    That is column 1's where it is dense, else contiguous.
+    It is the row's first tensor in the order columns 1, 2, ..., 0; if this is not dense, a contiguous one of its shape.
     """
     found: list[Tensor | None] = []
     for row in zip(*columns[1:], columns[0], strict=True):
@@ -82,7 +82,7 @@ def anchors(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Returns whether the elements fill one stretch of memory without overlap, in whatever order of dimensions."""
+    """Returns whether the elements fill one block of memory without gaps and overlap, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -96,7 +96,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def same_layout(tensor: Tensor, anchor: Tensor) -> bool:
-    """Returns whether the elements of two tensors of one shape are in the same order."""
+    """Returns whether two tensors of one shape have the same memory order."""
     if tensor.is_contiguous() and anchor.is_contiguous():
         return True
     if tensor.shape != anchor.shape:

@@ -13,10 +13,10 @@ from fabricamp.ops.rules import Cells, Rule, Tensors, function_of
 
 @dataclass
 class LionRule(Rule):
-    """What the rows of one group share (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms).
+    """The options of one group (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms).
 
-    A parameter goes ``lr`` along the sign of ``beta1 * momentum + (1 - beta1) * gradient``; the momentum itself keeps ``beta2``.
-    Weight decay is decoupled.
+    A parameter moves by ``-lr`` times the sign of ``beta1 * momentum + (1 - beta1) * gradient``; the momentum is then updated
+    with the decay rate ``beta2``.  Weight decay is decoupled.
     """
 
     kernel: ClassVar[str] = "lion"
@@ -28,11 +28,11 @@ class LionRule(Rule):
     weight_decay: float = 0.0
 
     def scalars(self) -> tuple[float | Tensor, ...]:
-        """The rule as kernels/lion.cu reads it."""
+        """Returns the rule's numbers for kernels/lion.cu."""
         return (self.lr, self.beta1, self.beta2, self.weight_decay)
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
-        """The formula of the paper."""
+        """Updates by the formula of the paper."""
         (averages,), lr = states, float(self.lr)
         directions = list(torch._foreach_mul(averages, self.beta1))
         torch._foreach_add_(directions, gradients, alpha=1 - self.beta1)

@@ -1,4 +1,4 @@
-"""Which is faster on a card, kernel or torch: what ``fabricamp doctor --measure`` writes, and the table that the package brings."""
+"""Measures whether kernels or torch are faster on a card: for ``fabricamp doctor --measure``, and for the package's own table."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fabricamp.torch_private import sleep_on_gpu
 _BYTES: Final = 2**28  # several times any cache, and long enough for the host to keep ahead
 _ROUNDS: Final = 5
 _STEPS: Final = 3
-_SLEEP: Final = 3_000_000  # clock ticks, some 2 ms
+_SLEEP: Final = 3_000_000  # clock ticks, about 2 ms
 _MARGIN: Final = 0.98
-"""A kernel is chosen where it takes less than this share of torch's time: noise must not make a model slower."""
+"""A kernel is chosen if it takes less than this share of torch's time: noise must not make a model slower."""
 
 
 class Case(NamedTuple):
-    """Something that a table decides about: what makes a forward and backward pass of it, and where it is measured."""
+    """An op that a table decides about: ``step`` returns its forward and backward pass; measured for ``dtypes`` x ``widths``."""
 
     step: Callable[[torch.dtype | None, int, int, torch.device], Callable[[], object]]
     dtypes: tuple[torch.dtype | None, ...]
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def layer_norm_step(dtype: torch.dtype | None, rows: int, width: int, device: torch.device) -> Callable[[], object]:
-    """Returns what takes LayerNorm and its gradients; without ``dtype`` of half inputs with fp32 parameters."""
+    """Returns a function that runs LayerNorm forward and backward; ``dtype=None``: bf16 inputs with fp32 parameters."""
     x, weight, upstream = _operands(dtype, rows, width, device)
     bias = torch.zeros_like(weight).requires_grad_()
 
@@ -46,7 +46,7 @@ def layer_norm_step(dtype: torch.dtype | None, rows: int, width: int, device: to
 
 
 def rms_norm_step(dtype: torch.dtype | None, rows: int, width: int, device: torch.device) -> Callable[[], object]:
-    """Returns what takes RMSNorm and its gradients; without ``dtype`` of half inputs with fp32 parameters."""
+    """Returns a function that runs RMSNorm forward and backward; ``dtype=None``: bf16 inputs with fp32 parameters."""
     x, weight, upstream = _operands(dtype, rows, width, device)
     return lambda: torch.autograd.grad(rms_norm(x, width, weight, 1e-5), [x, weight], upstream)
 
@@ -60,7 +60,7 @@ def _operands(
 
 
 def cross_entropy_step(dtype: torch.dtype | None, rows: int, width: int, device: torch.device) -> Callable[[], object]:
-    """Returns what takes the cross-entropy of ``width`` classes and its gradient."""
+    """Returns a function that runs the cross-entropy of ``width`` classes forward and backward."""
     logits = torch.randn(rows, width, dtype=dtype or torch.float32, device=device).requires_grad_()
     target = torch.randint(width, (rows,), dtype=torch.int64, device=device)
     return lambda: torch.autograd.grad(fused_cross_entropy(logits, target), logits)
@@ -74,11 +74,11 @@ CASES: Final = {
     "rms_norm": Case(rms_norm_step, (*_DTYPES, None), _WIDTHS),
     "cross_entropy": Case(cross_entropy_step, _DTYPES, (16, 256, 1024, 4096, 16384, 32768, 50304, 128256, 256000)),
 }
-"""What is measured, by the names of the tables."""
+"""The ops to measure, by their names in the tables."""
 
 
 def _milliseconds(step: Callable[[], object], name: Runner) -> float:
-    """GPU time: the passes wait behind a kernel that sleeps while the host issues them."""
+    """Returns the GPU time of one ``step()``: the passes are queued after a sleeping kernel, so the host's time does not count."""
     with dispatch.always(name):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         sleep_on_gpu(_SLEEP)
@@ -91,7 +91,7 @@ def _milliseconds(step: Callable[[], object], name: Runner) -> float:
 
 
 def compare(op: str, dtype: torch.dtype | None, width: int, device: torch.device) -> dict[Runner, float]:
-    """Returns milliseconds of a forward and backward pass by each, measured in turn; medians."""
+    """Returns the milliseconds of a forward and backward pass by kernel and by torch: medians, measured alternately."""
     rows = max(1, _BYTES // (width * (dtype or torch.bfloat16).itemsize))
     step = CASES[op].step(dtype, rows, width, device)
     names: tuple[Runner, Runner] = ("cupy", "torch")
@@ -105,7 +105,7 @@ def compare(op: str, dtype: torch.dtype | None, width: int, device: torch.device
 
 
 def bands(times: dict[int, dict[Runner, float]]) -> Bands:
-    """Returns which is faster from which width on, of what :func:`compare` found for some widths."""
+    """Returns the bands of widths with their faster runner, from the results of :func:`compare` by width."""
     made: Bands = []
     for width, of_width in sorted(times.items()):
         name: Runner = "cupy" if of_width["cupy"] < _MARGIN * of_width["torch"] else "torch"
@@ -115,7 +115,7 @@ def bands(times: dict[int, dict[Runner, float]]) -> Bands:
 
 
 def measure_card(device: torch.device) -> Card:
-    """Returns the table of ``device``, a minute or two of measurements; prints a line for every dtype."""
+    """Measures ``device`` (one or two minutes) and returns its table; prints a line for every dtype."""
     choices: dict[str, dict[str, Bands]] = {}
     with torch.cuda.device(device):
         for op, case in CASES.items():
@@ -130,7 +130,7 @@ def measure_card(device: torch.device) -> Card:
 
 
 def about(device: torch.device) -> str:
-    """Returns card, versions and date, which a measurement holds for."""
+    """Returns a text with the card, the versions and the date of a measurement."""
     card = torch.cuda.get_device_name(device)
     return f"{card}, torch {torch.__version__}, CuPy {_cupy()}, {time.strftime('%Y-%m-%d')}"
 

@@ -1,4 +1,4 @@
-"""NovoGrad: momentum of gradients divided by a running average of their norms, one norm a tensor; two passes."""
+"""NovoGrad: momentum of gradients divided by a running average of their norms, one norm per tensor; two passes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from fabricamp.ops.table import Table
 
 @dataclass
 class NovoGradRule(Rule):
-    """What the rows of one group share.
+    """The options of one group.
 
-    ``inside``: a gradient is divided by the norm, and weight decay added, before it enters its average; else the average is.
-    ``grad_averaging`` False lets a gradient enter whole.  ``largest`` averages the largest absolute values instead of the norms.
-    ``from_zero`` starts the norm's average at 0, else at the first norm.  A norm is averaged, not its square.
+    ``inside``: a gradient is divided by the norm, and weight decay is added to it, before it is added to its average; else the
+    average is divided by the norm, and weight decay is applied to the parameter.  ``grad_averaging=False`` adds the full
+    gradient, without the factor ``1 - beta1``.  ``largest`` averages the largest absolute values instead of the norms.
+    ``from_zero`` starts the norm's average at 0, else at the first norm.  The state holds the average norm, not its square.
     """
 
     kernel: ClassVar[str] = "novograd"
@@ -42,18 +43,18 @@ class NovoGradRule(Rule):
 
     @property
     def new1(self) -> float:
-        """What a gradient is multiplied by on its way into the average."""
+        """The factor of a gradient when it is added to the average."""
         return 1.0 - self.beta1 if self.grad_averaging else 1.0
 
     def scalars(self) -> tuple[float | Tensor, ...]:
-        """The rule as kernels/novograd.cu reads it."""
+        """Returns the rule's numbers for kernels/novograd.cu."""
         logs = logarithms(self.beta1, self.beta2, corrects=self.bias_correction)
         flags = float(self.inside), float(self.largest), float(self.from_zero)
         return (self.lr, self.beta1, self.beta2, self.new1, self.eps, self.weight_decay, *logs, *flags)
 
     @classmethod
     def launch(cls, table: Table, steering: Steering) -> None:
-        """The norms of the gradients, their averages, then the update."""
+        """Launches the norms of the gradients, then their averages, then the update."""
         words, limit, skips = steering.arguments()
         numbers = table.numbers(table.chunks)
         table.launch(cls.kernel, "gradient_sizes", words, limit, skips, numbers)
@@ -62,7 +63,7 @@ class NovoGradRule(Rule):
         table.launch(cls.kernel, "update", words, limit, skips)
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
-        """The norms of the gradients, their averages, then the update."""
+        """Computes the norms of the gradients and their averages, then updates the parameters."""
         (averages,), (steps, norms) = states, cells
         self._average_norms(gradients, steps, norms)
         denominators = torch.stack([one.double() for one in norms])
@@ -83,7 +84,7 @@ class NovoGradRule(Rule):
         torch._foreach_addcmul_(parameters, averages, one_each(sizes, parameters), value=-1)
 
     def _average_norms(self, gradients: list[Tensor], steps: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
-        power = 1 if self.largest else 2  # of what is averaged
+        power = 1 if self.largest else 2  # of the averaged values
         new = torch.stack([one.double() for one in _norms(gradients, largest=self.largest)])
         if self.shared is not None:
             new = self.shared.largest(new) if self.largest else self.shared.norms(new)
@@ -96,7 +97,7 @@ class NovoGradRule(Rule):
 
 
 def _whole_sizes(table: Table, steering: Steering, numbers: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The sums of squares, and the largest values, of whole rows, where ranks have parts of them."""
+    """Returns the sums of squares and the largest values of full rows; (None, None) if the rows are not sharded."""
     shared = table.shared
     if shared is None:
         return None, None

@@ -1,7 +1,7 @@
-"""Memory that every rank of a group can write: how statistics cross ranks inside a kernel.
+"""Memory that every rank of a group can write to: kernels exchange their statistics through it.
 
-The one file with torch's symmetric memory, an alpha interface: it is looked for when it is needed, and used for plain addresses
-of the peers' memory alone.
+The only file that uses torch's symmetric memory, an alpha interface: its presence is checked when it is needed, and it only
+provides plain addresses of the peers' memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from fabricamp.ops.pinned import pinned_for_kernels
 from fabricamp.torch_private import symmetric_memory
 
 _BLOCK_WORDS: Final = 2**19
-"""Words of 8 bytes that are mapped at a time: 4 MiB, a ResNet-50's on two ranks."""
+"""Words of 8 bytes that are mapped at a time: 4 MiB, enough for a ResNet-50 on two ranks."""
 _USUAL_TIMEOUT: Final = timedelta(minutes=30)
 _Word = TypeVar("_Word")
 _NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Mapped(NamedTuple):
-    """A block of words that all ranks have mapped: where this rank sees each rank's, and what keeps them mapped."""
+    """A block of words that all ranks have mapped.
+
+    ``addresses``: each rank's block, as addresses in this process.  ``keep``: the object that keeps the mapping alive.
+    """
 
     addresses: list[int]
     own: Tensor
@@ -43,7 +46,7 @@ class Mapped(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Words of a block, counted from its first."""
+    """A range of words in a block: ``start`` is the index of its first word."""
 
     block: int
     start: int
@@ -52,18 +55,18 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class WorkspaceSlot:
-    """A layer's own part of the workspace, which may have it back when this object is gone."""
+    """A layer's range of the workspace; the workspace may reuse it after this object is deleted."""
 
     addresses: Tensor
-    """Where each rank's lies, in device memory."""
+    """Addresses of each rank's slot, in device memory."""
     own: int
-    """Where this rank's lies."""
+    """Address of this rank's slot."""
     exchanges: Tensor
-    """How many each channel has had, in device memory."""
+    """Number of exchanges that each channel has had, in device memory."""
 
 
 def _symmetric_memory(words: int, group: dist.ProcessGroup, device: torch.device) -> Mapped:
-    """Maps zeroed words through torch's symmetric memory; called by every rank of the group."""
+    """Maps zeroed words through torch's symmetric memory; a collective of the group."""
     symmetric = symmetric_memory()
 
     with _without_multicast():
@@ -75,7 +78,7 @@ def _symmetric_memory(words: int, group: dist.ProcessGroup, device: torch.device
 
 @contextlib.contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Keeps torch from setting up NVLink multicast, a scarce thing of the whole host that is not used here."""
+    """Keeps torch from setting up NVLink multicast: a scarce resource of the whole host, not used here."""
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:
@@ -88,14 +91,14 @@ def _without_multicast() -> Iterator[None]:
 
 
 ALLOCATORS: Final[dict[str, Callable[[int, dist.ProcessGroup, torch.device], Mapped]]] = {"cuda": _symmetric_memory}
-"""How zeroed words are mapped by all ranks of a group, by device type; the tests add one for "cpu"."""
+"""Maps zeroed words on all ranks of a group, by device type; the tests add one for "cpu"."""
 
 
 class Workspace:
-    """Memory of one group on one device, in slots that never move, and the word that says that a rank did not come.
+    """Memory of one group on one device, in slots that never move, and the word that names a rank that timed out.
 
-    Slots are given out in the same order on every rank, since every rank reaches its layers in the same order.  A slot is given
-    out again when it is gone on every rank: an autograd graph that may still run backward has it too.
+    Slots are given out in the same order on every rank, because every rank reaches its layers in the same order.  A slot is
+    reused after its object is deleted on every rank; an autograd graph that may still run backward also holds the slot.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -105,15 +108,15 @@ class Workspace:
         self.failed = torch.zeros(1, dtype=torch.int64, device=device)
         cuda = device.type == "cuda"
         self.host_failed = pinned_for_kernels(1, dtype=torch.int64) if cuda else torch.zeros_like(self.failed)
-        # Read at every call: a tenth of a microsecond so.
+        # Read at every call: through ctypes this takes a tenth of a microsecond.
         self.failure = ctypes.c_longlong.from_address(self.host_failed.data_ptr())
         self._blocks: list[Mapped] = []
-        self._free: list[_Place] = []  # the same on every rank, as what is lent
+        self._free: list[_Place] = []  # the same on every rank, like the keys of _lent
         self._lent: dict[_Place, weakref.ref[WorkspaceSlot]] = {}
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
 
     def grow(self, words: int) -> str:
-        """Maps a block for ``words`` more; returns why that cannot be.  A collective: the answer is the same on every rank."""
+        """Maps a block for ``words`` more words; returns the reason if that fails, else "".  A collective with one answer."""
         group = self.group()
         assert group is not None
         size = max(words, _BLOCK_WORDS)
@@ -122,7 +125,7 @@ class Workspace:
             block = ALLOCATORS[self.device.type](size, group, self.device)
         except (RuntimeError, ImportError, AttributeError, OSError) as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        problems = self._everyone(problem)  # zeroed before a peer writes
+        problems = self._everyone(problem)  # all blocks are zeroed before a peer writes
         if any(problems):
             return next(one for one in problems if one)
         assert block is not None
@@ -131,7 +134,7 @@ class Workspace:
         return ""
 
     def slot(self, words: int, channels: int) -> WorkspaceSlot:
-        """Returns ``words`` words for a layer of ``channels``, zeroed; a collective where none are left."""
+        """Returns a slot of ``words`` zeroed words for a layer of ``channels``; a collective if no words are left."""
         words += -words % 16  # lines of 128 bytes
         place = self._take(words)
         if place is None and self._lent:
@@ -160,11 +163,11 @@ class Workspace:
         return None
 
     def _reclaim(self) -> None:
-        """Takes back the slots that are gone on every rank; a collective.
+        """Frees the slots whose objects are deleted on every rank; a collective.
 
-        A word of an earlier layer may carry the number of an exchange to come of the next one, and a peer's kernel may still be
-        about to write one.  So ranks first meet with idle devices: then nothing writes to what all of them call gone.  They
-        clear it, and meet again before one of them lends it.
+        A word of an earlier layer may hold an exchange number that the slot's next layer has yet to reach, and a peer's kernel
+        may still be about to write such a word.  So all ranks first synchronise with idle devices: after that nothing writes to
+        the slots that are deleted on all of them.  They zero these slots, and synchronise again before any rank reuses one.
         """
         gone = [slot() is None for slot in self._lent.values()]
         places = [place for place, *one in zip(list(self._lent), *self._everyone(gone), strict=True) if all(one)]
@@ -177,7 +180,7 @@ class Workspace:
         self._free = _joined([*self._free, *places])
 
     def _everyone(self, own: _Word) -> list[_Word]:
-        """Waits for the device, then for all ranks; returns what each brings."""
+        """Waits for the device, then for all ranks; returns the ``own`` of each rank."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found = [own] * self._ranks
@@ -185,7 +188,7 @@ class Workspace:
         return found
 
     def check(self) -> None:
-        """Raises :class:`DistributedError` where a kernel gave up waiting for a rank; waits for nothing."""
+        """Raises :class:`DistributedError` if a kernel timed out waiting for a rank; does not wait."""
         missing = self.failure.value
         if missing:
             group = self.group()
@@ -199,7 +202,7 @@ class Workspace:
 
 
 def _joined(places: list[_Place]) -> list[_Place]:
-    """The same words in order, neighbours as one."""
+    """Returns the same words, sorted, with adjacent ranges merged."""
     found: list[_Place] = []
     for place in sorted(places):
         if found and place[:2] == (found[-1].block, found[-1].start + found[-1].words):
@@ -210,7 +213,7 @@ def _joined(places: list[_Place]) -> list[_Place]:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of the group waits."""
+    """Returns the timeout of the group's collectives; 30 minutes if torch does not say."""
     try:
         found = group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):
@@ -222,7 +225,7 @@ _workspaces: dict[tuple[str, torch.device], tuple[weakref.ref[dist.ProcessGroup]
 
 
 def workspace_of(group: dist.ProcessGroup, device: torch.device) -> tuple[Workspace | None, str]:
-    """Returns the group's workspace on ``device``, or None and why there is none.
+    """Returns the group's workspace on ``device`` and "", or None and the reason.
 
     The first call is a collective; its answer is the same on every rank.
     """
@@ -239,9 +242,10 @@ def workspace_of(group: dist.ProcessGroup, device: torch.device) -> tuple[Worksp
 
 
 def check_peers() -> None:
-    """Raises :class:`DistributedError` where a kernel gave up waiting for a rank, in any group of this process.
+    """Raises :class:`DistributedError` if a kernel timed out waiting for a rank, in any group of this process.
 
-    A layer asks at its next call; this is for where there is none: after the last step, or between replays of a CUDA graph.
+    A layer checks at its next call.  This function is for times without such a call: after the last step, or between replays of
+    a CUDA graph.
     """
     for _, workspace, _ in _workspaces.values():
         if workspace is not None:
@@ -249,7 +253,7 @@ def check_peers() -> None:
 
 
 def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why the ranks of a group cannot write each other's memory, the same on every rank; empty where they can."""
+    """Returns why the ranks of a group cannot write each other's memory, the same on every rank; empty if they can."""
     mine = (*_place(device), obstacle_on(device))
     everyone: list[tuple[str, str, str]] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
@@ -263,7 +267,7 @@ def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _place(device: torch.device) -> tuple[str, str]:
-    """Names the machine and the device, alike in all processes of the machine."""
+    """Returns names of the machine and of the device, the same in all processes of the machine."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     if device.type != "cuda":
@@ -272,7 +276,7 @@ def _place(device: torch.device) -> tuple[str, str]:
 
 
 def obstacle_on(device: torch.device) -> str:
-    """Why kernels on ``device`` cannot meet those of other ranks, as far as this process can tell; empty where they can."""
+    """Returns why kernels on ``device`` cannot exchange data with other ranks, as far as this process knows; empty if they can."""
     if not runs_kernels(device):
         return f"there are no kernels for {device.type}"
     if device.type not in ALLOCATORS:

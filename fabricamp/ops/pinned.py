@@ -1,4 +1,4 @@
-"""Host memory that kernels write."""
+"""Host memory that kernels write to."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _kept: Final[list[Tensor]] = []
 
 
 def pinned_for_kernels(*size: int, dtype: torch.dtype) -> Tensor:
-    """Returns zeroed pinned memory, some bytes for good.
+    """Returns zeroed pinned memory that is never freed; meant for a few bytes.
 
-    torch lends a pinned block that was freed again at once, but for copies of its own: it knows nothing of kernels, and one that is
-    under way when its owner is given up (a fit that raised) would write into somebody's batch.
+    torch reuses a freed pinned block at once, unless one of torch's own copies still uses it.  torch does not know about kernels:
+    a kernel that still runs when its owner is dropped (a fit that raised) would write into memory reused for someone's batch.
     """
     found = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
     _kept.append(found)

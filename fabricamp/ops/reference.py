@@ -1,4 +1,4 @@
-"""What the torch references of the update ops share: gradients made ready, wide arithmetic, the skip."""
+"""Helpers of the torch references of the update ops: scaled gradients, wide arithmetic, skipped steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _dtype: Final = attrgetter("dtype")
 
 
 def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns fp32 copies of half tensors, and the others themselves; the list that was given where none is half."""
+    """Returns fp32 copies of half tensors, and the other tensors themselves; the given list itself if no tensor is half."""
     if isinstance(tensors, list) and HALF_DTYPES.isdisjoint(map(_dtype, tensors)):
         return tensors
     return [tensor.float() if tensor.dtype in HALF_DTYPES else tensor for tensor in tensors]
 
 
 def rounded(wide: Sequence[Tensor], narrow: Sequence[Tensor | None]) -> None:
-    """Writes back what :func:`widened` had to copy; None takes nothing."""
+    """Writes the values that :func:`widened` had to copy back into ``narrow``; entries that are None are skipped."""
     if wide is narrow:
         return
     pairs = [(to, value) for value, to in zip(wide, narrow, strict=True) if to is not None and to is not value]
@@ -42,9 +42,9 @@ def prepared(
     state: StepState | None,
     limit: float | None,
 ) -> list[Tensor]:
-    """Returns gradients in the dtypes of ``parameters``: multiplied, then limited; those given stay as they are."""
+    """Returns gradients in the dtypes of ``parameters``, multiplied, then clamped; the given tensors are not changed."""
     pairs = zip(gradients, parameters, strict=True)
-    # Asking first, because `to` takes a microsecond where there is nothing to do.
+    # Compares the dtypes first, because a `to` that has nothing to do takes a microsecond.
     values = [one if one.dtype == parameter.dtype else one.to(parameter.dtype) for one, parameter in pairs]
     if state is not None and values:
         values = list(torch._foreach_mul(values, state.multiplier.to(values[0].device, non_blocking=True)))
@@ -55,27 +55,28 @@ def prepared(
 
 
 def logarithms(*betas: float, corrects: bool) -> tuple[float, ...]:
-    """Returns the logarithms of decay rates, with which 1 - beta**step is exact for every step; -inf for no bias correction."""
+    """Returns the logarithms of decay rates: they make 1 - beta**step exact for every step.  -inf: no bias correction."""
     return tuple([math.log(beta) if corrects and beta > 0 else -math.inf for beta in betas])
 
 
 def corrections(steps: Sequence[Tensor], beta: float) -> Tensor:
-    """Returns ``1 - beta**step`` for all steps (1-dim, fp64) without reading any."""
+    """Returns ``1 - beta**step`` for all steps (1-dim, fp64) without a host read."""
     (log,) = logarithms(beta, corrects=True)
     return (torch.stack(list(steps)).double() * log).expm1().neg()
 
 
 def one_each(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the elements of ``values``, each in the dtype of its tensor."""
+    """Returns the elements of ``values``, each cast to the dtype of its tensor."""
     if len({tensor.dtype for tensor in tensors}) == 1:
         return list(values.to(tensors[0].dtype).unbind())
     return [value.to(tensor.dtype) for value, tensor in zip(values.unbind(), tensors, strict=True)]
 
 
 def unless_skipped(state: StepState | None, written: Sequence[Tensor], update: Callable[[], None]) -> None:
-    """Runs ``update`` unless ``state.found_inf`` is set; decided without a wait where the flag is not on the host's side.
+    """Runs ``update`` unless ``state.found_inf`` is set.
 
-    There the update runs in any case, and all that it has ``written`` is put back where it should not have.
+    If the flag is on a device, the host does not wait for it: ``update`` always runs, and the tensors ``written`` get their old
+    values back if the flag is set.
     """
     if state is None:
         update()

@@ -1,6 +1,6 @@
-"""What an optimizer is to the kernels: a rule says what its rows hold and how they change, and one function serves them all.
+"""Update rules of optimizers: a rule names the tensors of its rows and updates them; :func:`update` runs any rule.
 
-An element-wise optimizer is a subclass of :class:`Rule` and a kernel.  One whose steps depend on norms overrides ``launch``.
+An element-wise optimizer is a subclass of :class:`Rule` and a kernel.  An optimizer that needs norms also overrides ``launch``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 Tensors = list[Tensor]
 Cells = Sequence[Sequence[Tensor]]
-"""For each name of a rule's cells, the numbers of its rows."""
+"""For each name in a rule's ``cells``, the numbers of the rows."""
 
 
 class Rows(NamedTuple):
-    """Rows of one group: lists of one length.  ``states`` and ``cells`` have one such list for each of the rule's names."""
+    """Rows of one group, as lists of equal length.  ``states`` and ``cells`` have one list for each of the rule's names."""
 
     gradients: Sequence[Tensor]
     parameters: Sequence[Tensor]
     states: Sequence[Sequence[Tensor | None]] = ()
     cells: Cells = ()
     copies: Sequence[Tensor | None] | None = None
-    """What gets the rounded parameters."""
+    """Tensors into which the rounded parameters are written."""
     shared: SharedRows | None = None
-    """Who has other parts of what these are parts of, for rules that take norms of rows."""
+    """The ranks that hold the other shards of these rows, for rules that need norms of rows."""
 
 
 class Steering(NamedTuple):
-    """How an update reads its gradients: times ``state.multiplier``, each value then limited to +-``limit``.
+    """How an update scales its gradients: times ``state.multiplier``, each value then clamped to +-``limit``.
 
-    Where ``state.found_inf`` is set nothing changes, unless ``skips`` is False.  ``norm`` (0-dim, fp64) is that of all gradients,
-    for rules that ask for it.
+    If ``state.found_inf`` is set, the update changes nothing, unless ``skips`` is False.  ``norm`` (0-dim, fp64) is the norm of
+    all gradients, for rules that need it.
     """
 
     state: StepState | None = None
@@ -51,51 +51,54 @@ class Steering(NamedTuple):
     norm: Tensor | None = None
 
     def arguments(self) -> tuple[Tensor | None, float, int]:
-        """State, limit and skips as kernels take them."""
+        """Returns state, limit and skips as kernel arguments; limit is -1.0 for none."""
         state, limit, skips, _ = self
         return None if state is None else state.words, -1.0 if limit is None else float(limit), int(skips)
 
 
 class Rule:
-    """How an optimizer updates its rows; a subclass is a dataclass of what the rows of one group share.
+    """How an optimizer updates its rows; a subclass is a dataclass of one group's options.
 
-    Columns of a table are gradient, parameter, ``states``, half copy.  State is fp32 for half and fp32 parameters, else fp64.
+    The columns of a table are gradient, parameter, ``states``, half copy.  State is fp32 for half and fp32 parameters, else fp64.
     """
 
     kernel: ClassVar[str]
-    """The name of its ``.cu`` file, and of the kernel in it that updates a table."""
+    """The name of the rule's ``.cu`` file, and of the kernel in the file that updates a table."""
     states: ClassVar[tuple[str, ...]] = ()
-    """The tensors of an optimizer's state that are like the parameter."""
+    """Names of the state tensors with the parameter's shape."""
     cells: ClassVar[tuple[str, ...]] = ()
-    """The single numbers in it, fp32."""
+    """Names of the single numbers in the state, fp32."""
     wide_cells: ClassVar[tuple[str, ...]] = ()
-    """Cells that are as wide as the state: fp64 for fp64 parameters."""
+    """Names of the cells with the state's dtype: fp64 for fp64 parameters."""
     shared: SharedRows | None = None
-    """The rows of a step in torch's operations, where they are parts."""
+    """Set during :meth:`reference` if its rows are shards: the ranks that hold the others."""
 
     def scalars(self) -> tuple[float | Tensor, ...]:
-        """The rule as its kernel reads it, in the order of ``enum Scalar`` there."""
+        """Returns the rule's numbers for its kernel, in the order of the kernel's ``enum Scalar``."""
         raise NotImplementedError
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
-        """Updates all but the gradients in place by torch's operations; the tensors are fp32, or fp64 for fp64 parameters."""
+        """Updates everything but the gradients in place, in torch's operations.
+
+        The tensors are fp32, or fp64 for fp64 parameters.
+        """
         raise NotImplementedError
 
     @classmethod
     def launch(cls, table: Table, steering: Steering) -> None:
-        """Updates every row of ``table``, whose groups have their scalars."""
+        """Updates every row of ``table``; the scalars of its groups have been set."""
         table.launch(cls.kernel, cls.kernel, *steering.arguments())
 
     def measure(self, rows: Table | Rows, steering: Steering) -> Tensor | None:
-        """Returns ``steering.norm`` for rows that are all there are; None for rules that do not ask."""
+        """Returns ``steering.norm`` if ``rows`` are all rows of the step; None for rules that do not need the norm."""
         return None
 
     def gradients(self, rows: Rows, parameters: Sequence[Tensor], steering: Steering) -> list[Tensor]:
-        """Returns the gradients as :meth:`step` reads them, in the dtypes of ``parameters``."""
+        """Returns the scaled and clamped gradients for :meth:`step`, in the dtypes of ``parameters``."""
         return prepared(rows.gradients, parameters, steering.state, steering.limit)
 
     def reference(self, rows: Rows, steering: Steering) -> None:
-        """Does to the rows of one group what a launch does, in torch's operations; to be called without gradient mode."""
+        """Updates the rows of one group as a launch does, in torch's operations; call it with gradients disabled."""
         if not rows.parameters:
             return
         states = [[one for one in column if one is not None] for column in rows.states]
@@ -123,8 +126,8 @@ def update(
 ) -> None:
     """Updates ``rows``, all on one device, in place by ``rule``: by its kernel where kernels run, else in torch's operations.
 
-    Gradients are multiplied by ``state.multiplier``, then limited to +-``limit``; where ``state.found_inf`` is set nothing changes.
-    ``norm`` is what LAMB clips by; None: the norm of these gradients.
+    Gradients are multiplied by ``state.multiplier``, then clamped to +-``limit``; nothing changes if ``state.found_inf`` is set.
+    ``norm`` is the norm that LAMB clips by; None: the norm of these gradients.
     """
     if not rows.parameters:
         return
@@ -144,7 +147,7 @@ def update(
 
 
 def function_of(kind: type[Rule]) -> Callable[..., None]:
-    """Returns :func:`update` by rules of ``kind`` as a function of lists of tensors."""
+    """Returns :func:`update` for rules of ``kind``, as a function of lists of tensors."""
     names = ", ".join(("gradients", "parameters", *kind.states, *kind.cells, "rule"))
 
     def function(

@@ -1,4 +1,4 @@
-"""From gradient statistics to one multiplier, and the loss scaler's rule: on the device, nothing read by the host."""
+"""Computes the gradients' multiplier from their statistics and updates the loss scale: on the device, without a host read."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ if TYPE_CHECKING:
 
     from fabricamp.ops.step_state import StepState
 
-_NORM_EPSILON = 1e-6  # torch's clip_grad_norm_ adds the same
+_NORM_EPSILON = 1e-6  # the same as in torch's clip_grad_norm_
 _Struct = structure("finish.cu", "Rule")
 
 
 @dataclass(kw_only=True, eq=False)
 class ScaleRule:
-    """How windows end: how the scale moves, and where their verdicts go.
+    """How an accumulation step is finished: how the loss scale changes, and where the step status is recorded.
 
-    An overflow takes one off the struct's ``hysteresis``; at 0 the scale is multiplied by ``backoff_factor``, never below
-    ``minimum``.  After ``growth_interval`` applied windows in a row it is multiplied by ``growth_factor``, never above ``maximum``.
-    ``sticky``: after a window that was skipped all are, and the scale stays.
+    An overflow decrements the struct's ``hysteresis``; at 0 the scale is multiplied by ``backoff_factor``, never below
+    ``minimum``.  After ``growth_interval`` applied steps in a row the scale is multiplied by ``growth_factor``, never above
+    ``maximum``.  ``sticky``: after a skipped step, all later steps are skipped too, and the scale stays.
 
-    The struct is recorded in row ``window % len(ring)`` of ``ring``, on its device, with the window's own ``finite``; and in
-    ``mirror``, which is like it but may be pinned host memory: who has waited for the launch can read it without a copy.
+    The struct is recorded in row ``step % len(ring)`` of ``ring``, on the struct's device, with ``finite`` of this step; ``step``
+    is the number of steps finished before.  It is also recorded in ``mirror``, a tensor like ``ring`` that may be pinned host
+    memory: after waiting for the launch, the host reads it without a copy.
     """
 
     growth_factor: float
@@ -70,13 +71,14 @@ def finish(
     closing: ScaleRule | None = None,
     loss: Tensor | None = None,
 ) -> None:
-    """Writes ``multiplier``, ``norm`` and ``found_inf`` of one optimizer's step, and folds it into the window's ``finite``.
+    """Writes ``multiplier``, ``norm`` and ``found_inf`` for one optimizer's step; clears ``finite`` if the step is to be skipped.
 
-    ``statistics`` is what :func:`~fabricamp.ops.gradient_statistics` gave with the same ``scale`` and ``divisor``; the multiplier
-    is their inverse times torch's clip coefficient.  ``origin`` is added to the number of the lowest bad statistic.  ``sticky``:
-    a step behind a skipped one is skipped too, in the same window or later, whatever its gradients are.
+    ``statistics``: the result of :func:`~fabricamp.ops.gradient_statistics` with the same ``scale`` and ``divisor``.  The
+    multiplier is ``1 / (scale * divisor)`` times torch's clip coefficient.  ``origin`` is added to the index of the first
+    non-finite statistic.  ``sticky``: an optimizer's step after a skipped one is skipped too, in the same accumulation step or a
+    later one, even if its gradients are finite.
 
-    ``closing`` ends the window in the same launch, as :func:`update_scale` would with that rule and ``loss``.
+    ``closing`` also finishes the accumulation step in the same launch, as :func:`update_scale` does with this rule and ``loss``.
     """
     device = statistics.device
     if runs_kernels(device):
@@ -120,9 +122,9 @@ def _finish_reference(
 
 
 def update_scale(state: StepState, rule: ScaleRule, *, loss: Tensor | None = None) -> None:
-    """Ends a window: counts it as applied or skipped, moves the scale by ``rule``, and opens the next window as finite.
+    """Finishes an accumulation step: counts it as applied or skipped, updates the scale by ``rule``, sets ``finite`` to 1 again.
 
-    The first of several overflows in a row leaves window, ``loss`` (fp32), scale and chunk in ``first_*``.
+    The first of several skipped steps in a row stores its number, ``loss`` (fp32), scale and chunk in ``first_*``.
     """
     device = state.words.device
     if runs_kernels(device):
@@ -151,7 +153,7 @@ def _close_reference(state: StepState, rule: ScaleRule, loss: Tensor | None) -> 
 
 
 def _count(state: StepState, window: Tensor) -> None:
-    """Counts the window, and keeps what was seen at the first of several that are skipped in a row."""
+    """Counts the step as applied or skipped; stores ``first_*`` at the first of several skipped steps in a row."""
     first = (state.finite == 0) & (state.streak == 0)
     seen = (
         ("first_window", window),

@@ -15,11 +15,11 @@ from fabricamp.ops.rules import Cells, Rule, Tensors, function_of
 
 @dataclass
 class SgdRule(Rule):
-    """What the rows of one group share.
+    """The options of one group.
 
-    Weight decay is added to the gradient, or with ``decay_after_momentum`` to what momentum made of it.  Without momentum buffers
-    are left alone and may be None.  ``buffer_filled`` is 0 while a buffer, all zeros, has seen no gradient: the first one enters
-    without dampening and sets it to 1.
+    Weight decay is added to the gradient, or with ``decay_after_momentum`` to the result of momentum.  If momentum is 0, the
+    buffers are not used and may be None.  ``buffer_filled`` is 0 until a buffer (all zeros) has received a gradient; the first
+    gradient is added without dampening and sets ``buffer_filled`` to 1.
     """
 
     kernel: ClassVar[str] = "sgd"
@@ -35,12 +35,12 @@ class SgdRule(Rule):
     maximize: bool = False
 
     def scalars(self) -> tuple[float | Tensor, ...]:
-        """The rule as kernels/sgd.cu reads it."""
+        """Returns the rule's numbers for kernels/sgd.cu."""
         flags = float(self.nesterov), float(self.decay_after_momentum), float(self.maximize)
         return (self.lr, self.momentum, self.dampening, self.weight_decay, *flags)
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
-        """Torch's own order of operations, so that its SGD with ``foreach=True`` has equal bits."""
+        """Updates in torch's order of operations, so that the bits equal those of torch's SGD with ``foreach=True``."""
         (buffers,), (filled,) = states, cells
         values = list(torch._foreach_neg(gradients)) if self.maximize else gradients
         if self.weight_decay != 0 and not self.decay_after_momentum:
@@ -53,7 +53,7 @@ class SgdRule(Rule):
         torch._foreach_add_(parameters, values, alpha=-float(self.lr))
 
     def _move(self, buffers: list[Tensor], values: list[Tensor], filled: Sequence[Tensor]) -> None:
-        """Takes the gradients in."""
+        """Updates the momentum buffers with the gradients (``values``)."""
         on_host = filled[0].device.type == "cpu"
         before = [one.item() for one in filled] if on_host else []
         torch._foreach_mul_(buffers, self.momentum)
@@ -69,7 +69,7 @@ class SgdRule(Rule):
 
 
 def _plus(values: list[Tensor], others: list[Tensor], times: float, *, keep: bool) -> list[Tensor]:
-    """Returns ``values + times * others``, in the memory of ``values`` unless those are to be kept."""
+    """Returns ``values + times * others``, in place in ``values`` unless ``keep`` is set."""
     if keep:
         return list(torch._foreach_add(values, others, alpha=times))
     torch._foreach_add_(values, others, alpha=times)

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a part (torch's DTensors): this rank's memory, and sums over the ranks that share one."""
+"""Sharded tensors (torch's DTensors): this rank's local shard, and sums over the ranks that hold the shards of one tensor."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _WHOLE: Final = frozenset({Tensor, Parameter})
 
 
 def is_shard(value: object) -> bool:
-    """Whether ``value`` is a tensor of which this rank holds a part; nothing is imported to know."""
+    """Whether ``value`` is a tensor of which this rank holds a shard; the check imports nothing."""
     kind = type(value)
     return kind not in _WHOLE and hasattr(kind, "to_local") and issubclass(kind, Tensor)
 
 
 def any_shard(values: Iterable[object]) -> bool:
-    """Whether any of ``values`` is one; of many plain tensors without a call for each."""
+    """Whether any of ``values`` is a sharded tensor; makes one check per type, not one per value."""
     return any(hasattr(kind, "to_local") and issubclass(kind, Tensor) for kind in set(map(type, values)) - _WHOLE)
 
 
 def local(tensor: Any) -> Any:
-    """Returns the part of ``tensor`` that this rank holds, always the same object; anything else as it is."""
+    """Returns this rank's local shard of ``tensor``, the same object in each call; returns any other value unchanged."""
     return tensor._local_tensor if is_shard(tensor) else tensor
 
 
 def device_of(tensor: Any) -> torch.device:
-    """Returns where ``tensor`` is computed with: that of its mesh, where its parts wait in host memory."""
+    """Returns the device that computes with ``tensor``: its own, or that of its mesh if the shards are offloaded to the CPU."""
     own: torch.device = tensor.device
     if own.type == "cpu" and is_shard(tensor) and tensor.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
@@ -44,9 +44,9 @@ def device_of(tensor: Any) -> torch.device:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Returns all of a sharded ``tensor``, where it is computed with; every rank calls it.
+    """Returns the full tensor of a sharded ``tensor``, on the device of :func:`device_of`; a collective of all ranks.
 
-    Gathered over one dimension of the mesh behind the other: of several at once torch warns.
+    Gathers over one dimension of the mesh after the other, because torch warns about several at once.
     """
     from torch.distributed.tensor import Replicate
 
@@ -60,13 +60,13 @@ def whole(tensor: Any) -> Tensor:
 
 
 def local_gradient(parameter: Any) -> Any:
-    """Returns this rank's part of a parameter's ``.grad``, which may have no elements; None where there is none."""
+    """Returns this rank's shard of a parameter's ``.grad`` (maybe without elements), or None if the parameter has no gradient."""
     gradient = parameter.grad
     return getattr(gradient, "_local_tensor", gradient)
 
 
 class Members(NamedTuple):
-    """The rows that the ranks of a process group share, each rank a part of each; ``device``: where its numbers travel from."""
+    """The rows that a process group shards: each of its ranks has a shard of each row.  ``device``: that of its collectives."""
 
     group: Callable[[], dist.ProcessGroup | None]
     device: torch.device
@@ -74,9 +74,9 @@ class Members(NamedTuple):
 
 
 class SharedRows:
-    """Numbers of rows, of which each rank has those of its parts, put together over the ranks that share a row's parameter.
+    """Reduces per-row numbers over the ranks that hold shards of the row's parameter.
 
-    ``members`` are in an order that is the same on all ranks; no process group is kept alive.
+    The order of ``members`` is the same on all ranks.  No process group is kept alive.
     """
 
     def __init__(self, members: Sequence[Members], rows: int) -> None:
@@ -87,7 +87,7 @@ class SharedRows:
 
     @classmethod
     def of(cls, parameters: Sequence[Any]) -> SharedRows | None:
-        """Returns the rows of these parameters; None where none is shared.  Copies (HSDP) share nothing with each other."""
+        """Returns the rows of these parameters, or None if none is sharded.  Replicas (HSDP) are not reduced with each other."""
         members: dict[dist.ProcessGroup, Members] = {}
         for row, parameter in enumerate(parameters):
             for dimension, placement in enumerate(parameter.placements if is_shard(parameter) else ()):
@@ -97,19 +97,19 @@ class SharedRows:
         return cls(list(members.values()), len(parameters)) if members else None
 
     def chosen(self, rows: Sequence[int]) -> SharedRows:
-        """Returns some of the rows, as rows of their own."""
+        """Returns the given rows, renumbered from 0."""
         places = {row: place for place, row in enumerate(rows)}
         members = [one._replace(rows=[places[row] for row in one.rows if row in places]) for one in self._members]
         return SharedRows(members, len(rows))
 
     def reduce_(self, numbers: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Replaces each row of ``numbers`` by the sum (or another ``operation``) over its ranks; every rank calls it."""
+        """Replaces each row of ``numbers`` by the sum (or another ``operation``) over its ranks; a collective of all ranks."""
         for number, (group, device, rows) in enumerate(self._members):
             ranks = group()
             assert ranks is not None, "the process group is gone, and with it the run that these rows are of"
             whole = len(rows) == self._rows
             part = numbers if whole else numbers.index_select(0, self._places_of(number, numbers.device))
-            travelling = part.to(device)  # from host memory, where parts wait there
+            travelling = part.to(device)  # from host memory if the shards are offloaded to it
             if rows:
                 dist.all_reduce(travelling, operation, ranks)
             if not whole:
@@ -126,24 +126,24 @@ class SharedRows:
         return places
 
     def norms(self, parts: Tensor) -> Tensor:
-        """Returns the norms of whole rows from those of this rank's ``parts``."""
+        """Returns the norms of full rows, from the norms of this rank's shards (``parts``)."""
         return self.reduce_(parts.square()).sqrt_()
 
     def largest(self, parts: Tensor) -> Tensor:
-        """Returns the largest values of whole rows from those of this rank's ``parts``, none negative; nan stays nan."""
+        """Returns the largest values of full rows, from those of this rank's shards (``parts``, not negative); keeps nan."""
         bad = parts.isnan()
-        lost = self.reduce_(torch.where(bad, parts, 0.0))  # a maximum may lose it
+        lost = self.reduce_(torch.where(bad, parts, 0.0))  # a reduction by MAX may lose a nan
         return self.reduce_(parts.masked_fill(bad, 0.0), dist.ReduceOp.MAX).add_(lost)
 
     def memory(self, each: int, device: torch.device) -> Tensor:
-        """Memory for ``each`` fp64 numbers a row, good until the next call."""
+        """Returns memory for ``each`` fp64 numbers per row, valid until the next call."""
         if self._sums is None or self._sums.numel() < each * self._rows:
             self._sums = torch.empty(each * self._rows, dtype=torch.float64, device=device)
         return self._sums[: each * self._rows]
 
 
 def whole_sums(table: Table, numbers: Tensor, each: int) -> Tensor | None:
-    """Returns the sums of whole rows, ``each`` a row, where rows are shared; None elsewhere.  ``numbers``: ``each`` a chunk."""
+    """Returns the sums of full rows, ``each`` per row, or None if no row is sharded.  ``numbers`` has ``each`` per chunk."""
     shared = table.shared
     if shared is None:
         return None

@@ -1,4 +1,4 @@
-"""Sums over gradients.  A non-finite value makes a sum non-finite, so one pass is norm and overflow check."""
+"""Norms and sums of squares of gradients.  A non-finite value makes a sum non-finite: one pass is norm and overflow check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the norm of all tensors together (0-dim) and of each one (1-dim), summed and kept in fp32."""
+    """Returns the norm of all tensors together (0-dim) and of each tensor (1-dim), summed and stored in fp32."""
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device="cpu"), torch.zeros(0, dtype=torch.float32, device="cpu")
     if runs_kernels(tensors[0].device):
@@ -31,7 +31,7 @@ def l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def table_norms(table: Table) -> tuple[Tensor, Tensor]:
-    """Returns the norm of a table's column 0 as a whole and of each row's, in two launches."""
+    """Returns the norm of a table's full column 0 and the norm of each of its rows, in two launches."""
     partial = sum_squares(table)
     norms = torch.empty(table.rows + 1, dtype=torch.float32, device=table.device)
     each, total = norms[:-1], norms[-1]
@@ -43,15 +43,15 @@ def table_norms(table: Table) -> tuple[Tensor, Tensor]:
 def gradient_statistics(
     gradients: Sequence[Tensor], scale: Tensor, divisor: float = 1.0, *, shared: SharedRows | None = None
 ) -> Tensor:
-    """Returns fp32 numbers whose sum is that of the squares of ``gradients / (scale * divisor)``, on ``scale``'s device.
+    """Returns fp32 numbers on ``scale``'s device; their sum is the sum of squares of ``gradients / (scale * divisor)``.
 
-    Of ``shared`` ones, parts of gradients, they are one of each whole gradient, the same on every rank.
+    With ``shared`` the gradients are shards: the result has one number per full gradient, the same on every rank.
     """
     if not gradients:
         return torch.zeros(1, dtype=torch.float32, device=scale.device)
     if runs_kernels(gradients[0].device):
         table = table_of(gradients)
-        # Not the table's own memory, which the next call with these gradients would write over.
+        # Not the table's own memory: the next call with these gradients would overwrite it.
         own = torch.empty(table.chunks, dtype=torch.float32, device=table.device)
         table.launch("statistics", "sum_squares", scale, divisor, own)
         return own if shared is None else _of_whole_rows(table, own, shared)
@@ -61,9 +61,10 @@ def gradient_statistics(
 
 
 def place_of_statistic(sizes: Sequence[int], index: int, device: torch.device) -> int | None:
-    """Returns which of several gradients with so many elements entry ``index`` of :func:`gradient_statistics` is of.
+    """Returns the index of the gradient that entry ``index`` of :func:`gradient_statistics` belongs to.
 
-    None where they have no such entry.  Shared ones have one each.
+    ``sizes``: the number of elements of each gradient.  Returns None if there is no such entry.  Not for ``shared`` gradients,
+    which have one entry each.
     """
     chunks = tables.CHUNK_SIZE if runs_kernels(device) else max([*sizes, 1])
     for place, size in enumerate(sizes):
@@ -74,9 +75,9 @@ def place_of_statistic(sizes: Sequence[int], index: int, device: torch.device) -
 
 
 def sum_squares(table: Table, scale: Tensor | None = None, divisor: float = 1.0) -> Tensor:
-    """Returns one sum of squares a chunk of ``column 0 / (scale * divisor)``, in memory that the table keeps for it.
+    """Returns one sum of squares of ``column 0 / (scale * divisor)`` per chunk, in the table's own memory (``partial``).
 
-    Where rows are shared it is one a whole row.
+    For sharded rows it returns one sum per full row, in new memory.
     """
     table.launch("statistics", "sum_squares", scale, divisor, table.partial)
     return table.partial if table.shared is None else _of_whole_rows(table, table.partial, table.shared)
@@ -89,7 +90,7 @@ def _of_whole_rows(table: Table, partial: Tensor, shared: SharedRows) -> Tensor:
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """One fp32 norm a tensor, in order; fp64 tensors are summed in fp64 first."""
+    """Returns one fp32 norm per tensor, in order; fp64 tensors are summed in fp64 first."""
     narrow = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
     norms = iter(torch._foreach_norm(narrow, 2, dtype=torch.float32) if narrow else ())
     return [

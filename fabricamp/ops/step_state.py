@@ -1,4 +1,4 @@
-"""What a step decides on the device: one small struct that the kernels and the references share."""
+"""The state of a step on the device (loss scale, overflow flags, counters): one small struct for kernels and references."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ _LASTING: Final = (
 
 
 class StepState:
-    """Sixteen 32-bit words in device memory, each named one a 0-dim view.
+    """Sixteen 32-bit words in device memory; each named attribute is a 0-dim view of one word.
 
-    ``scale`` (float): what the next loss is multiplied by.  ``growth`` (int): windows applied since the scale last changed.
-    ``hysteresis`` (int): overflows still tolerated before the scale backs off.  ``applied``, ``skipped`` (int): windows so
-    far.  ``finite`` (int): 1 while every step of this window was finite.  ``found_inf`` (float): 1.0 where the last step that
-    was finished has to be skipped.  ``multiplier`` (float): what its gradients are multiplied by.  ``norm`` (float): their
-    norm, unscaled and averaged, before clipping.  ``loss`` (float): the window's loss.  ``bad_chunk`` (int): the lowest chunk
-    with a non-finite gradient in this window, -1 where none is known.  ``streak`` (int): windows skipped in a row; of the
-    first of them ``first_window`` (int, windows before it), ``first_loss``, ``first_scale`` (float) and ``first_chunk`` (int).
+    ``scale`` (float): the factor of the next loss.  ``growth`` (int): accumulation steps applied in a row, counted anew when the
+    scale grows.  ``hysteresis`` (int): overflows left before the scale backs off.  ``applied``, ``skipped`` (int): accumulation
+    steps so far.  ``finite`` (int): 1 while every optimizer's step of this accumulation step was finite.
+
+    Of the last optimizer's step given to ``finish``: ``found_inf`` (float): 1.0 if the step has to be skipped.  ``multiplier``
+    (float): the factor of its gradients.  ``norm`` (float): the norm of its gradients, unscaled and averaged, before clipping.
+
+    Of the accumulation step: ``loss`` (float).  ``bad_chunk`` (int): the first chunk with a non-finite gradient, -1 if none is
+    known.  ``streak`` (int): steps skipped in a row.  The first of these is described by ``first_window`` (int, the number of
+    steps before it), ``first_loss``, ``first_scale`` (float) and ``first_chunk`` (int).
     """
 
     WORDS: Final = len(_NAMES)
@@ -66,7 +69,7 @@ class StepState:
 
     @classmethod
     def on(cls, device: torch.device | str, *, scale: float = 1.0, hysteresis: int = 1) -> StepState:
-        """Returns a fresh struct on ``device``."""
+        """Returns a new struct on ``device``."""
         state = cls(torch.zeros(cls.WORDS, dtype=torch.int32, device=device))
         state.scale.fill_(scale)
         state.multiplier.fill_(1.0)
@@ -76,15 +79,15 @@ class StepState:
         return state
 
     def seen_from(self, device: torch.device) -> StepState:
-        """Returns the struct itself where it is on ``device``, else a copy there, made without waiting."""
+        """Returns the struct itself if it is on ``device``, else a copy on ``device``, made without waiting."""
         return self if self.words.device == device else StepState(self.words.to(device, non_blocking=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of what outlives a window, on the device."""
+        """Returns copies, on the device, of the words that outlive an accumulation step."""
         return {name: getattr(self, name).clone() for name in _LASTING}
 
     def load_state_dict(self, state: Mapping[str, Tensor | float]) -> None:
-        """Takes back what :meth:`state_dict` gave; what is missing stays as it is."""
+        """Restores the words of a :meth:`state_dict`; missing words keep their values."""
         for name in _LASTING:
             if name in state:
                 own: Tensor = getattr(self, name)
@@ -92,5 +95,5 @@ class StepState:
 
     @staticmethod
     def word(name: str) -> int:
-        """The index of the word called ``name``."""
+        """Returns the index of the word ``name``."""
         return _NAMES.index(name)

@@ -1,7 +1,31 @@
-"""The tensor table: any number of tensors of any size and dtype, updated by one launch.
+"""The tensor table: one launch updates any number of tensors of any size and dtype.
 
-Every tensor is cut into chunks, one thread block each.  A row is what belongs together (a parameter, its gradient, its state),
-a column is one role over all rows.  Addresses stay in device memory; only those of column 0 (gradients) are expected to move.
+A row holds the tensors of one parameter (the parameter, its gradient, its state).  A column is one role (gradient, parameter, ...)
+over all rows.  Each row is cut into chunks of ``CHUNK_SIZE`` elements; one thread block works on one chunk.  The addresses stay in
+device memory; only those of column 0 (the gradients) are expected to change between steps.
+
+The metadata is one int64 matrix: ``_lines`` on the host, ``_uploaded`` on the device.  A line of the matrix is one property of
+all rows of the table: word ``lines[line * rows + row]``.  With C columns and K cells (kernels/common.cuh reads the same lines)::
+
+    line          one int64 per row of the table
+    ------------  -------------------------------------------------------------------------------------------
+    0             number of the row's first chunk, in 0 ... chunks - 1 (= index of the block that works on it)
+    1  _SIZE      number of elements; a row without elements still has one chunk
+    2  _INFO      bits 0-7: kind     number of the row's dtypes among all kinds of the table
+                  bit 8:    aligned  1 if the addresses of all columns are multiples of 16 bytes
+                  bits 16+: group    number of the group whose scalars the row reads
+    3  _COLUMNS   address of column 0 (gradient); 0: kernels skip the row
+    4             address of column 1 (parameter); 0 here and below: the row does not have this column
+    ...
+    2 + C         address of column C - 1
+    3 + C         address of cell 0 (one value, such as the step count); 0: the row does not have this cell
+    ...
+    2 + C + K     address of cell K - 1; if ``flags`` is this cell: an fp32, 0.0: kernels skip the row
+
+A fused optimizer's columns are gradient, parameter, the rule's states, half copy; its cells are the rule's cells, then the flag.
+Between steps only lines 2 and 3 are uploaded again; the addresses of a captured step are uploaded to a matrix of their own.
+Beside the matrix, device memory holds the row of each chunk (int32), a counter of finished chunks per row (int32, see
+``last_of_row`` in common.cuh), and the scalars (fp64, one line per group).
 """
 
 from __future__ import annotations
@@ -33,7 +57,7 @@ _Struct: Final = bridge.structure("common.cuh", "Table")
 
 
 class _Stand(NamedTuple):
-    """A dense tensor that stands in for one whose elements the kernels cannot walk through in the row's order."""
+    """A tensor whose memory order differs from its row's, and the dense copy that the kernels use in its place."""
 
     tensor: Tensor
     dense: Tensor
@@ -42,10 +66,11 @@ class _Stand(NamedTuple):
 class Table:
     """Rows of tensors on one device, ready for any kernel that takes their columns.
 
-    ``columns`` are lists of one length; None where a row does not have the column.  A row whose column 0 is None takes no part.
-    ``cells`` are columns of single values (step counts); ``flags`` is the cell, of fp32, with 0 in rows that take no part.
-    ``groups`` gives each row the group whose ``scalars`` it reads.  ``shared`` rows are parts of what several ranks hold.
-    Column 0 is only read, unless a launch says else; the others may be written.
+    ``columns`` are lists of equal length; an entry is None if the row does not have the column.  Kernels skip a row if its column
+    0 is None.  ``cells`` are columns of single values (step counts).  ``flags`` is the index of an fp32 cell: kernels skip the
+    rows in which this cell is 0.  ``groups`` gives the group number of each row: the row reads the ``scalars`` of this group.
+    ``shared``: describes the rows that are shards of tensors on several ranks.
+    Column 0 is only read, unless a launch says otherwise (``first_written``); the other columns may be written.
     """
 
     def __init__(
@@ -82,7 +107,7 @@ class Table:
         for index, cell in enumerate(cells):
             self._lines[_COLUMNS + len(self._columns) + index] = [0 if one is None else one.data_ptr() for one in cell]
         self.present: list[int] | None = None
-        """The rows that have a column 0; None: all of them."""
+        """The rows whose column 0 is not None; None: all rows."""
         self._pointers: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._devices: list[int] = []
@@ -91,10 +116,10 @@ class Table:
         upload(self._lines, self._uploaded)
         self._struct = _Struct()
         self._captures = CAPTURES.get(device.type)
-        # What eager steps use, while the table holds a capture's.
+        # The matrix and struct of eager steps, saved here while the table uses those of a capture.
         self._eager: tuple[Tensor, ctypes.Structure] | None = None
         self.captured: list[Tensor] = []
-        """The lines of captures: graphs read them as long as they live, so nobody writes them again."""
+        """The metadata matrices of captures: a graph reads its matrix in each replay, so these are never written again."""
         self.refresh(self._columns[0])
 
     @property
@@ -104,7 +129,7 @@ class Table:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks, which is the number of blocks of a launch."""
+        """The number of chunks, and of blocks in a launch."""
         return self._chunks
 
     @property
@@ -115,13 +140,13 @@ class Table:
         return self._partial
 
     def numbers(self, count: int) -> Tensor:
-        """Memory for ``count`` fp64 numbers, for what one launch of an op leaves to the next."""
+        """Returns memory for ``count`` fp64 numbers, in which one launch of an op leaves its results for the next launch."""
         if self._numbers is None or len(self._numbers) < count:
             self._numbers = torch.empty(count, dtype=torch.float64, device=self.device)
         return self._numbers
 
     def row_of_chunk(self, chunk: int) -> int:
-        """Returns the row that a chunk belongs to."""
+        """Returns the row of a chunk."""
         return int(np.searchsorted(self._lines[0], chunk, side="right")) - 1
 
     def _lay_out_chunks(self) -> None:
@@ -136,7 +161,7 @@ class Table:
         self._chunk_rows, self._tickets = words[: len(rows)], words[len(rows) :]
 
     def _place(self, index: int) -> None:
-        """Writes the addresses of a column, with dense stand-ins where the layout differs from the row's."""
+        """Writes the addresses of a column; a tensor whose layout differs from the row's is replaced by a dense copy."""
         stands: dict[int, _Stand] = {}
         addresses = self._lines[_COLUMNS + index]
         for row, tensor in enumerate(self._columns[index]):
@@ -147,7 +172,7 @@ class Table:
             if tensor.device != self.device:
                 raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table a device")
             if same_layout(tensor, anchor):
-                # An empty tensor is at 0, which would mean none.
+                # An empty tensor has address 0, which would mean that the row does not have the column.
                 addresses[row] = bridge.address_of(tensor) or _ALIGNMENT
                 continue
             dense = torch.empty_like(anchor, dtype=tensor.dtype)
@@ -157,10 +182,11 @@ class Table:
         self._standing = any(self._stands)
 
     def refresh(self, gradients: Sequence[Tensor | None], *, trust: bool = True) -> None:
-        """Takes in the tensors of column 0: addresses are compared, and uploaded only where one has moved.
+        """Sets the tensors of column 0; uploads their addresses only if one of them has changed.
 
-        ``trust`` False looks at dtypes again even where no address has moved.  The same tuple as last time is taken to be the
-        same memory.  No gradient is kept alive by the table.
+        ``trust=False`` checks the dtypes again even if no address has changed.  If ``gradients`` is the same tuple as in the last
+        call, its addresses are assumed to be unchanged, without a look.  The table keeps no gradient alive, except those of such
+        a tuple, and until :meth:`release` those with a dense copy.
         """
         if self._captures is not None and self._captures.under_way():
             self._refresh_captured(gradients)
@@ -185,7 +211,7 @@ class Table:
             self._taken = gradients
 
     def _refresh_captured(self, gradients: Sequence[Tensor | None]) -> None:
-        """Takes in the tensors of launches that are captured, in lines of their own."""
+        """Sets the tensors of launches that are being captured, in a new metadata matrix."""
         if self._eager is None:
             self._eager = self._uploaded, self._struct
         self._uploaded, self._struct = lasting_memory(self._lines.shape, torch.int64, self.device), _Struct()
@@ -198,7 +224,7 @@ class Table:
         return self._eager is not None
 
     def _look(self, gradients: Sequence[Tensor | None], pointers: list[int]) -> None:
-        """Takes in tensors of which nothing is known."""
+        """Sets column 0 from tensors about which nothing is known: addresses, dtypes, devices and layouts are read."""
         self._pointers = []
         self._columns[0] = list(gradients)
         self._place(0)
@@ -216,7 +242,7 @@ class Table:
         self._pointers = pointers
 
     def _move(self, pointers: list[int]) -> None:
-        """Takes in tensors that are what they were, in the order of their rows, at other addresses."""
+        """Sets column 0 from tensors that differ from the last ones in their addresses only (one per row, none is None)."""
         column = np.asarray(pointers, np.int64)
         nowhere = column == 0
         if (self._lines[_SIZE][nowhere] > 0).any():
@@ -233,7 +259,7 @@ class Table:
         upload(self._lines[changing], self._uploaded[changing])
 
     def release(self) -> None:
-        """Lets go of gradients that others stand in for; the next :meth:`refresh` looks anew."""
+        """Drops the gradients that have a dense copy; the next :meth:`refresh` reads everything again."""
         if self._stands[0]:
             self._stands[0] = {}
             self._standing = any(self._stands)
@@ -241,12 +267,12 @@ class Table:
             self._dtypes = []
 
     def _describe(self) -> None:
-        """Writes each row's kind, alignment and group."""
+        """Writes line ``_INFO``: each row's kind, alignment and group."""
         before = len(self._kinds)
         kinds = []
         for row in range(self.rows):
             kind = tuple([None if (one := column[row]) is None else one.dtype for column in self._columns])
-            # A row that takes no part may be called any kind.
+            # Kernels skip this row, so its kind does not matter.
             kinds.append(0 if kind[0] is None else self._kinds.setdefault(kind, len(self._kinds)))
         aligned = self._lines[_COLUMNS : _COLUMNS + len(self._columns)] % _ALIGNMENT == 0
         self._others_aligned = aligned[1:].all(axis=0)
@@ -256,7 +282,10 @@ class Table:
             self._kernels.clear()
 
     def set_scalars(self, groups: Sequence[Sequence[float | Tensor]]) -> None:
-        """Gives every group its scalars; uploaded, without waiting, only where one has changed.  Tensors are copied each time."""
+        """Sets the scalars of every group.
+
+        The host's numbers are uploaded, without waiting, only if one of them has changed.  Tensors are copied in every call.
+        """
         numbers = _NUMBERS.issuperset(map(type, chain.from_iterable(groups)))
         scalars = tuple(map(tuple, groups)) if numbers else self._known_numbers(groups)
         if scalars != self._scalars:
@@ -274,29 +303,29 @@ class Table:
 
     @property
     def scalars(self) -> Tensor:
-        """The scalars of every group on the device, fp64; whoever writes to them calls :meth:`forget_scalars`."""
+        """The scalars of every group on the device (fp64, groups x scalars); call :meth:`forget_scalars` after writing to them."""
         assert self._device_scalars is not None
         return self._device_scalars
 
     def forget_scalars(self) -> None:
-        """Lets the next :meth:`set_scalars` upload them in any case."""
+        """Makes the next :meth:`set_scalars` upload the scalars even if they have not changed."""
         self._scalars = ()
 
     def _is_read(self, scalar: float | Tensor) -> TypeGuard[Tensor]:
-        """Whether a scalar is in device memory, where the host cannot see what it is."""
+        """Whether a scalar is in device memory, so the host does not know its value."""
         return isinstance(scalar, Tensor) and (scalar.device == self.device or scalar.device.type != "cpu")
 
     def _known_numbers(self, groups: Sequence[Sequence[float | Tensor]]) -> tuple[tuple[float | Tensor, ...], ...]:
-        """The scalars that the host knows; 0 in the places of others."""
+        """Returns the scalars that the host knows, and 0 in place of the others."""
         return tuple([tuple([0.0 if self._is_read(one) else float(one) for one in group]) for group in groups])
 
     @property
     def lasts(self) -> bool:
-        """Whether addresses are all that the table needs: no tensor stands in for another."""
+        """Whether the table needs only the addresses of its tensors: none of them has a dense copy."""
         return not self._standing
 
     def forget(self) -> None:
-        """Lets go of the tensors; their addresses are good for as long as the memory stays theirs."""
+        """Drops the references to the tensors; their addresses stay valid until their memory is freed."""
         self._columns = [[] for _ in self._columns]
         self._anchors = []
 
@@ -308,9 +337,9 @@ class Table:
         blocks: int | None = None,
         first_written: int = 1,
     ) -> None:
-        """Runs ``function(table, *arguments)`` of ``<file>.cu``, one block a chunk unless ``blocks`` says else.
+        """Runs ``function(table, *arguments)`` of ``<file>.cu``, with one block per chunk unless ``blocks`` is given.
 
-        Columns from ``first_written`` on are written.
+        The kernel may write the columns from ``first_written`` on: their dense copies are copied back.
         """
         stands = self._standing
         if stands:
@@ -343,17 +372,17 @@ class Table:
 
 
 def _devices(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Where tensors are, by number."""
+    """Returns the device index of each tensor."""
     return list(map(Tensor.get_device, tensors))  # type: ignore[arg-type]
 
 
 _tables: dict[tuple[object, ...], Table] = {}
 _captured: dict[int, Table] = {}
-"""Tables that a graph uses: nobody tells when it is gone."""
+"""Tables that a graph uses, kept for good: nothing reports when the graph is deleted."""
 
 
 def table_of(*columns: Sequence[Tensor]) -> Table:
-    """Returns a table of these tensors, the one built before where the same memory comes again."""
+    """Returns a table of these tensors: a cached one if it was built before for the same memory, shapes and dtypes."""
     tensors = list(chain.from_iterable(columns))
     shapes = map(Tensor.size, tensors), map(Tensor.stride, tensors)
     key = (columns[0][0].device, len(columns), *addresses(tensors), *dtypes(tensors), *chain(*shapes))

@@ -16,9 +16,9 @@ from fabricamp.ops.table import table_of
 def scale(
     sources: Sequence[Tensor], destinations: Sequence[Tensor], multiplier: Tensor | float, limit: float | None = None
 ) -> None:
-    """Writes ``sources * multiplier`` into ``destinations``, each value then limited to +-``limit``.
+    """Writes ``sources * multiplier`` into ``destinations``, each value then clamped to +-``limit``.
 
-    The arithmetic is fp32 at least, whatever the dtypes; a destination may be its source.
+    The arithmetic is at least fp32 for all dtypes.  A destination may be its source.
     """
     if not sources:
         return
@@ -41,7 +41,7 @@ def scale(
 def axpby(
     alpha: Tensor | float, x: Sequence[Tensor], beta: Tensor | float, y: Sequence[Tensor], out: Sequence[Tensor]
 ) -> None:
-    """Writes ``alpha * x + beta * y`` into ``out``; fp32 arithmetic at least; ``out`` may be ``x`` or ``y``."""
+    """Writes ``alpha * x + beta * y`` into ``out``, in at least fp32 arithmetic; ``out`` may be ``x`` or ``y``."""
     if not x:
         return
     if runs_kernels(x[0].device):
@@ -80,12 +80,12 @@ def accumulate(
 
 
 def _factor(value: Tensor | float, device: torch.device) -> tuple[Tensor | None, float]:
-    """A factor as the kernels take it: an fp32 number in memory, or one given with the launch."""
+    """Returns a factor as kernel arguments: an fp32 tensor in device memory and 1.0, or None and the number."""
     return (value.to(device, torch.float32), 1.0) if isinstance(value, torch.Tensor) else (None, float(value))
 
 
 def _wide(source: Tensor, destination: Tensor) -> Tensor:
-    """Where the product of one pair is computed: the destination itself where that is precise enough."""
+    """Returns the tensor to multiply in place, filled with ``source``: the destination, or for a half one a wide copy."""
     if destination.dtype in HALF_DTYPES:
         return source.to(torch.promote_types(source.dtype, torch.float32), copy=True)
     if source is not destination:

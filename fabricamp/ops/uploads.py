@@ -1,8 +1,8 @@
-"""Numbers on their way from the host to a device, in a step and while a CUDA graph is captured.
+"""Uploads of numbers from the host to a device, in eager steps and while a CUDA graph is captured.
 
-A capture must hold no upload.  Each replay would do it again: it would put back the learning rate of the capture, or write the
-graph's addresses over those of the eager steps between.  So what is uploaded meanwhile goes there at once, on a stream beside the
-capture, into memory that is not of the graph's pool: a replay writes other tensors to the same place of that.
+A capture must not contain an upload.  Each replay would repeat it: it would restore the learning rate of the capture, or overwrite
+the addresses of eager steps with those of the graph.  During a capture an upload therefore runs at once, on a stream that is not
+captured, into memory outside of the graph's pool.  Memory of the pool will not do: a replay writes other tensors to the same place.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     import numpy as np
 
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_STREAMS: Final = 64  # more than there are in torch's pool, from which they come in turn
+_STREAMS: Final = 64  # more than torch's pool has; new streams are taken from the pool in turn
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Returns whether what is launched on ``device`` now is captured into a CUDA graph."""
+    """Returns whether launches on ``device`` are being captured into a CUDA graph now."""
     captures = CAPTURES.get(device.type)
     return captures is not None and captures.under_way()
 
 
 def lasting_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns uninitialised memory that no replay of a graph writes to by itself."""
+    """Returns uninitialised memory outside of a graph's pool: no replay reuses it for other tensors."""
     with _beside_capture(device):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
 def lasting_like(tensor: Tensor) -> Tensor:
-    """Returns uninitialised memory like ``tensor`` that no replay of a graph writes to by itself."""
+    """Returns uninitialised memory like ``tensor``, outside of a graph's pool: no replay reuses it for other tensors."""
     with _beside_capture(tensor.device):
         return torch.empty_like(tensor)
 
 
 def upload(values: np.ndarray, to: Tensor) -> None:
-    """Writes ``values`` into ``to``, which is contiguous: without waiting, or during a capture at once."""
+    """Writes ``values`` into the contiguous tensor ``to``: without waiting, but synchronously during a capture."""
     source = torch.from_numpy(values)
     if is_capturing(to.device):
         with _beside_capture(to.device):
-            to.copy_(source)  # a replay may come at once, and would not wait for the stream that this is on
+            to.copy_(source)  # a replay may follow at once, and would not wait for this stream
     elif to.device.type == "cuda":
         to.copy_(source.pin_memory(), non_blocking=True)  # torch keeps the pinned memory until the copy is done
     else:
@@ -58,7 +58,7 @@ def upload(values: np.ndarray, to: Tensor) -> None:
 
 @contextlib.contextmanager
 def _beside_capture(device: torch.device) -> Iterator[None]:
-    """Lets what is launched run now, also during a capture."""
+    """Makes launches within it run immediately, also during a capture."""
     if is_capturing(device):
         with CAPTURES[device.type].beside(device):
             yield
@@ -73,10 +73,10 @@ def _driver() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _relaxed_capture() -> Iterator[None]:
-    """Lets this thread allocate and wait although a stream is being captured, as torch's allocator does for a graph's pool.
+    """Lets this thread allocate and wait while a stream is being captured, as torch's allocator does for a graph's pool.
 
-    ``torch.cuda.graph`` captures in the mode "global", in which a thread may not; a thread's own mode comes before that (CUDA
-    Driver API, cuThreadExchangeStreamCaptureMode).
+    ``torch.cuda.graph`` captures in the mode "global", which forbids both to every thread; a thread's own mode takes precedence
+    (CUDA Driver API, cuThreadExchangeStreamCaptureMode).
     """
     mode = ctypes.c_int(_RELAXED)
     _exchange_mode(mode)
@@ -87,7 +87,7 @@ def _relaxed_capture() -> Iterator[None]:
 
 
 def _exchange_mode(mode: ctypes.c_int) -> None:
-    """Makes ``mode`` this thread's, and puts the one before into it."""
+    """Sets this thread's capture mode to ``mode``, and stores the previous mode in ``mode``."""
     status = _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if status:
         raise RuntimeError(f"cuThreadExchangeStreamCaptureMode failed with CUDA error {status}")
@@ -105,7 +105,7 @@ def _another_stream(device: torch.device) -> Iterator[None]:
 
 
 class Captures(NamedTuple):
-    """How a kind of device captures: whether it does so now, and what lets launches run beside a capture."""
+    """How a device type captures: ``under_way()`` says whether a capture is running, ``beside`` runs launches outside of it."""
 
     under_way: Callable[[], bool]
     beside: Callable[[torch.device], contextlib.AbstractContextManager[None]]

@@ -1,4 +1,4 @@
-"""Optimizers with kernels of their own: torch Optimizers whose step is one pass over memory."""
+"""Fused optimizers: torch Optimizers with their own kernels; the step is one pass over memory."""
 
 from fabricamp.optimizers.adagrad import FusedAdagrad
 from fabricamp.optimizers.adam import FusedAdam

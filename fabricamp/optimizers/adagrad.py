@@ -12,7 +12,7 @@ from fabricamp.optimizers.refusals import at_least_0
 
 
 class FusedAdagrad(FusedOptimizer):
-    """Adagrad with L2 regularisation, or with decoupled weight decay where ``adagrad_w_mode`` is True.
+    """Adagrad with L2 regularisation, or with decoupled weight decay if ``adagrad_w_mode`` is True.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = FusedAdagrad([weight], lr=0.1)
@@ -44,7 +44,7 @@ class FusedAdagrad(FusedOptimizer):
         super().__init__(params, defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back its own state, torch's, or apex's, which counts no steps: they begin at 0 then."""
+        """Loads a state of this optimizer, of torch's, or of apex's; apex's has no step counts, so they start at 0."""
         counted = any("step" in group for group in state_dict["param_groups"])
         if not counted:
             entries = {key: {"step": 0.0, **entry} for key, entry in state_dict["state"].items()}

@@ -11,10 +11,11 @@ from fabricamp.optimizers.refusals import UnsupportedError
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam with decoupled weight decay (AdamW), or with L2 regularisation where ``adam_w_mode`` is False.
+    """Adam with decoupled weight decay (AdamW), or with L2 regularisation if ``adam_w_mode`` is False.
 
-    ``capturable`` is accepted and always so: step and lr are read from device memory.  With ``master_weights`` it keeps fp32
-    masters of half parameters in its own state (a Precision with masters needs none).
+    ``capturable`` has no effect: a step is always capturable, because step and lr are read from device memory.  With
+    ``master_weights`` the optimizer keeps fp32 master weights of half parameters in its state; a Precision with master weights
+    does not need this.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = FusedAdam([weight], lr=0.1)

@@ -1,4 +1,4 @@
-"""What the fused optimizers share: rows of tensors found once, one launch per step, a step that a Precision can steer."""
+"""The base of the fused optimizers: rows of tensors laid out once, one launch per step, a step that a Precision can control."""
 
 from __future__ import annotations
 
@@ -33,30 +33,31 @@ _params: Final = operator.itemgetter("params")
 class FusedOptimizer(NamesKeywords, Optimizer):
     """A ``torch.optim.Optimizer`` whose step is one pass over memory.
 
-    A subclass has a kind of rule, which names the state and has kernel and reference, and makes one for a group in :meth:`_rule`.
-    State is fp32 for half and fp32 parameters, fp64 for fp64 ones.
+    A subclass sets the class attribute ``rule`` (a rule names the state tensors and has a kernel and a reference), and returns
+    the rule of one group in :meth:`_rule`.  State is fp32 for half and fp32 parameters, fp64 for fp64 parameters.
 
-    Alone, ``step()`` reads each ``.grad``.  A Precision steers it instead::
+    By itself, ``step()`` reads each ``.grad``.  A Precision controls the step instead::
 
-        optimizer.gather(gradients, copies)              # which memory; nothing is moved, nothing waits
+        optimizer.gather(gradients, copies)              # sets the memory to use; nothing is copied, nothing waits
         statistics = optimizer.statistics(scale)         # first launch
         ops.finish(state, statistics, scale=scale)       # second launch
         optimizer.steer(state)                           # the next step reads multiplier and found_inf from ``state``
         optimizer.step()                                 # third launch
 
-    Under torch's GradScaler a step reads ``found_inf`` and ``grad_scale`` on the device too.
+    Under torch's GradScaler, too, a step reads ``found_inf`` and ``grad_scale`` on the device.
 
-    A step can be captured in a CUDA graph, after one outside of it; eager steps and replays may take turns.  ``gather()`` before
-    a replay brings what has changed (lr and its like).  A graph goes on with the memory of its capture: ``load_state_dict`` then
-    writes into the state that is there, and what would need other rows is refused until :meth:`forget`.
+    A step can be captured in a CUDA graph after one step outside of it; eager steps and replays may alternate.  ``gather()``
+    before a replay uploads changed numbers (lr and the other options of a group).  A graph keeps using the memory of its capture:
+    ``load_state_dict`` then writes into the existing state tensors, and a step that would need other rows raises until
+    :meth:`forget` is called.
     """
 
     rule: ClassVar[type[ops.Rule]]
     options: ClassVar[tuple[str, ...]] = ("set_grad_none", "master_weights")
-    """Attributes that a copy or pickle of the optimizer keeps."""
+    """Names of attributes that are kept in a copy or pickle of the optimizer."""
     reads_scale: ClassVar[bool] = False
-    """Whether a step reads the scale that its statistics were taken with again: no window may end before it."""
-    _step_supports_amp_scaling = True  # torch's GradScaler then hands its flag over instead of reading it
+    """Whether ``step`` reads the loss scale of its statistics again; the scale must then not be updated before the step."""
+    _step_supports_amp_scaling = True  # torch's GradScaler then passes found_inf instead of reading it
 
     set_grad_none = True
     master_weights = False
@@ -78,14 +79,14 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     # -- what a subclass writes ------------------------------------------------------------------------------------------------
 
     def _rule(self, group: dict[str, Any]) -> ops.Rule:
-        """What the rows of ``group`` share."""
+        """Returns the update rule of the rows of ``group``."""
         raise NotImplementedError
 
     def _before_rows(self) -> None:
-        """Looks, before a step's rows are found, at what a subclass's rows depend on besides; nothing by default."""
+        """Runs before the rows of a step are checked: a subclass looks here at what else its rows depend on.  Does nothing here."""
 
     def _measure(self, steering: ops.Steering) -> Mapping[torch.device, Tensor]:
-        """Returns the norm of all gradients, on each device, where the rule asks for it."""
+        """Returns the norm of all gradients on each device if the rule needs it, else an empty mapping."""
         return {}
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
@@ -96,13 +97,14 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         copies: Sequence[Tensor | None] | None = LAST,
         flags: Sequence[Tensor | None] | None = LAST,
     ) -> None:
-        """Finds what the next step reads and writes, one entry per parameter in the order of ``param_groups``.
+        """Sets the tensors that the next step reads and writes, one entry per parameter in the order of ``param_groups``.
 
-        ``gradients`` None: each parameter's ``.grad``; a tuple that comes again is taken to be the same memory.  ``copies``:
-        tensors that get the rounded parameters in the same pass.  ``flags``: fp32 numbers in device memory, 0 where the parameter
-        takes no part after all.  Give the same list of these each time; left out they are the last call's.
+        ``gradients``: None takes each parameter's ``.grad``; the same tuple as in the last call is assumed to be the same memory.
+        ``copies``: tensors into which the step also writes the rounded parameters.  ``flags``: fp32 numbers in device memory; the
+        step skips a parameter if its flag is 0.  Pass the same list of ``copies`` and of ``flags`` each time; a list that is left
+        out is that of the last call.
 
-        Raises UnsupportedError where the rows of a captured step would have to be built anew, or a capture has the first step.
+        Raises UnsupportedError if the rows of a captured step would have to be rebuilt, or if the first step is in a capture.
         """
         self._before_rows()
         copies = self._copies if copies is LAST else copies
@@ -134,9 +136,9 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         self._explicit = explicit
 
     def upload(self) -> bool:
-        """Brings what has changed (lr and its like) to the device before a replay; returns whether that is all that has.
+        """Uploads changed numbers (lr and its like) before a replay; returns whether nothing else has changed.
 
-        What :meth:`gather` does besides is for gradients that may lie elsewhere; those of a graph do not.
+        The rest of :meth:`gather` is for gradients at new addresses; those of a graph do not move.
         """
         self._before_rows()
         parts, state = self._parts, self._watched
@@ -148,24 +150,24 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         return True
 
     def numbers(self, groups: Sequence[dict[str, Any]]) -> list[float | Tensor]:
-        """Returns what a step reads of ``groups``, like ``param_groups``, in the order of the scalars of :attr:`tables`."""
+        """Returns the numbers that a step reads from ``groups`` (like ``param_groups``), in the order of the tables' scalars."""
         return [one for group in groups for one in self._rule(group).scalars()]
 
     @property
     def tables(self) -> list[Table]:
-        """What the kernels of a step work on, one a device; none where references run."""
+        """The tables that a step's kernels work on, one per device; empty where the torch references run."""
         return [part.table for part in self._parts or () if part.table is not None]
 
     def _refresh(self, part: Part, every: Sequence[Tensor | None], *, trust: bool) -> None:
         gradients = part.take(every)
         try:
             part.refresh(gradients, trust=trust)
-        except (RuntimeError, ValueError):  # a sparse one has no address, a wrapper has 0
+        except (RuntimeError, ValueError):  # a sparse gradient has no address, a wrapper has address 0
             refusals.refuse_unreadable(self, every, "gradient")
             raise
 
     def _holds_state(self, parts: Sequence[Part], parameters: Sequence[Tensor]) -> bool:
-        """Whether the rows still have the state's own tensors, behind a change of it."""
+        """Whether the rows still hold the tensors of the state, after the state was changed."""
         state = self.state
         names = (*self.rule.states, *self.rule.cells)
         for part in parts:
@@ -178,7 +180,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         return True
 
     def _watch(self) -> None:
-        """Lets the state count what is written to it from now on."""
+        """Makes the state count the writes to it from now on."""
         self.state = self._watched = watched(self.state)
         self._changes = self._watched.changes.count
 
@@ -189,7 +191,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         copies: Sequence[Tensor | None] | None,
         flags: Sequence[Tensor | None] | None,
     ) -> list[Part]:
-        """One part a device, of the parameters that have a gradient or state."""
+        """Returns the rows of each device: one row for each parameter that has a gradient or state."""
         refusals.refuse_unreadable(self, parameters, "parameter")
         refusals.refuse_unreadable(self, gradients, "gradient")
         places: dict[torch.device, list[int]] = {}
@@ -218,12 +220,12 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         return parts
 
     def _targets(self, parameter: Tensor, copy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What is updated, and what it is rounded to: where the optimizer keeps a master itself, that and the parameter."""
+        """Returns (tensor to update, half-precision copy or None); if the state has a master: (fp32 master, parameter)."""
         master = self.state[parameter].get("master_param")
         return (parameter, copy) if master is None else (master, parameter)
 
     def _fill_state(self, parameter: Tensor) -> None:
-        """Gives a parameter the state that it lacks."""
+        """Creates the missing state tensors of a parameter."""
         if not parameter.is_floating_point():
             raise UnsupportedError(
                 f"{type(self).__name__} got a parameter of {parameter.dtype}; it updates fp32, fp16, bf16 and fp64"
@@ -240,9 +242,9 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             state["master_param"] = parameter.detach().to(wide)
 
     def statistics(self, scale: Tensor, divisor: float = 1.0) -> Tensor:
-        """Returns what ``ops.finish`` takes: sums of squares of the gathered gradients divided by ``scale * divisor``.
+        """Returns the input of ``ops.finish``: sums of squares of the gathered gradients divided by ``scale * divisor``.
 
-        Of sharded parameters they are those of whole gradients: the ranks that share them meet here.
+        For sharded parameters these are the sums over full gradients: a collective of the ranks that hold the shards.
         """
         pieces = [part.statistics(scale, divisor) for part in self._parts or ()]
         if len(pieces) == 1:
@@ -264,9 +266,9 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         raise IndexError(index)
 
     def steer(self, state: ops.StepState | None, *, limit: float | None = None, skips: bool = True) -> None:
-        """Makes the next step use what :meth:`gather` found, times ``state.multiplier``, each value limited to +-``limit``.
+        """Makes the next step use the gradients of :meth:`gather`, times ``state.multiplier``, each value clamped to +-``limit``.
 
-        It changes nothing where ``state.found_inf`` is set, unless ``skips`` is False.
+        The step changes nothing if ``state.found_inf`` is set, unless ``skips`` is False.
         """
         self._steering = ops.Steering(state, limit, skips)
 
@@ -279,7 +281,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._update()
-        else:  # as under a Precision; asking is cheaper than switching off what is off
+        else:  # a Precision has switched it off; the check is cheaper than no_grad()
             self._update()
         return loss
 
@@ -308,9 +310,9 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             self._unscale_gradients(handed_over)
 
     def _unscale_gradients(self, state: ops.StepState) -> None:
-        """Behind a step that torch's GradScaler did not leave out, ``.grad`` is unscaled, as torch's fused optimizers leave it.
+        """Unscales ``.grad`` after a step that torch's GradScaler did not skip, as torch's fused optimizers do.
 
-        Not before it: the update takes half gradients times the multiplier, which nobody has rounded.
+        Unscaling comes after the update, because the update multiplies half gradients in full precision, without rounding them.
         """
         factor = torch.where(state.found_inf == 0, state.multiplier, 1.0)
         for device in {part.device for part in self._parts or ()}:
@@ -322,7 +324,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         return [one for one in map(self._grad_of, parameters) if one is not None]
 
     def own_state(self, device: torch.device) -> ops.StepState:
-        """Returns a struct of the optimizer's own, for steps that no loss scaler has one for; its scale is 1."""
+        """Returns the optimizer's own step state, for steps without a loss scaler; its scale is 1."""
         if self._own_state is None or self._own_state.words.device != device:
             self._own_state = ops.StepState.on(device)
         return self._own_state
@@ -332,7 +334,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         super()._patch_step_function()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forgets the gradients, or zeroes them; None means what ``set_grad_none`` was given at construction."""
+        """Sets the gradients to None, or to zero; ``set_to_none=None`` takes the constructor's ``set_grad_none``."""
         if self.set_grad_none if set_to_none is None else set_to_none:
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -343,14 +345,14 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     # -- state -----------------------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Lets the next step find all memory anew; graphs that captured a step must not be replayed any more.
+        """Makes the next step rebuild its rows; graphs that captured a step must not be replayed afterwards.
 
-        A replaced tensor of the state is found without it.
+        After replacing a tensor of the state, this call is not needed.
         """
         self._parts = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, mid-training too."""
+        """Adds a group of parameters; also possible during training."""
         if isinstance(param_group, dict):
             _check(type(self).__name__, (), param_group)
         super().add_param_group(param_group)
@@ -361,14 +363,14 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             self._grad_of = local_gradient
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns groups and state, in plain dicts; the tensors are those of the optimizer, as torch has it."""
+        """Returns groups and state in plain dicts; as in torch, the tensors are the optimizer's own, not copies."""
         found: dict[str, Any] = super().state_dict()
         entries = found["state"].items()
         plain = {key: dict(entry) if isinstance(entry, ParameterState) else entry for key, entry in entries}
         return {**found, "state": plain}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back its own state, that of torch's optimizer of the same rule, or apex's; never cast to half."""
+        """Loads a state of this optimizer, of torch's optimizer of the same rule, or of apex's; never casts state to half."""
         replaced = self.state if any(part.captured for part in self._parts or ()) else None
         rule = self.rule
         narrow = [name for name in rule.cells if name not in rule.wide_cells]

@@ -1,4 +1,4 @@
-"""What torch's GradScaler hands to an optimizer, in attributes that exist for the length of its step."""
+"""Reads the attributes that torch's GradScaler sets on an optimizer for the duration of a step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 def from_grad_scaler(optimizer: Optimizer, own: ops.StepState | None) -> ops.StepState | None:
-    """Returns ``found_inf`` and ``1 / grad_scale`` as a step reads them, in ``own`` where that is on their device.
+    """Returns a step state with ``found_inf`` and the multiplier ``1 / grad_scale``, or None if neither attribute is set.
 
-    None where neither was handed over; one alone leaves no gradient out, or unscales none.
+    The state is ``own`` if this is on the attributes' device, else a new one.  Without ``found_inf`` the step is not skipped;
+    without ``grad_scale`` the multiplier is 1.
     """
     attributes = vars(optimizer)
     found_inf: Tensor | None = attributes.get("found_inf")

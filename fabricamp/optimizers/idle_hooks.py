@@ -1,4 +1,4 @@
-"""A step that pays for hooks and a profiler's range only where there are some: torch's wrapper around each takes 10 us."""
+"""Makes ``step`` pay for hooks and the profiler's range only if there are any: torch's wrapper takes 10 us per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fabricamp.torch_private import global_optimizer_post_hooks, global_optimize
 
 
 def let_hooks_idle(kind: type[Optimizer]) -> None:
-    """Wraps ``kind.step`` as torch does, around a way past that wrapper for steps that nobody watches; once a class."""
+    """Wraps ``kind.step``, once per class: steps with hooks or a profiler run torch's wrapper, all others bypass it."""
     step: Callable[..., Any] = kind.step
     if getattr(step, "hooked", False):
         return
@@ -30,5 +30,5 @@ def let_hooks_idle(kind: type[Optimizer]) -> None:
             return watched(self, *args, **options)
         return step(self, *args, **options)
 
-    run.hooked = True  # type: ignore[attr-defined]  # how torch knows that it has no wrapper to add
+    run.hooked = True  # type: ignore[attr-defined]  # tells torch that the wrapper is already there
     kind.step = run  # type: ignore[method-assign]

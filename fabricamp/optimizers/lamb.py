@@ -1,4 +1,4 @@
-"""LAMB in two passes: Adam's directions with steps in proportion to the norms of the parameters."""
+"""LAMB in two passes: Adam's directions, with step sizes proportional to the norms of the parameters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from fabricamp.optimizers.rows import Part
 class FusedLAMB(FusedOptimizer):
     """LAMB; with ``use_nvlamb`` the norms also scale the steps of parameters without weight decay.
 
-    The norm of all gradients, of all groups, is compared with each group's own ``max_grad_norm`` (0 or None: it is not clipped).
-    ``adam_w_mode`` False adds weight decay to the gradient; ``grad_averaging`` False lets a gradient enter its average whole.
+    The norm of all gradients, of all groups, is compared with each group's own ``max_grad_norm`` (0 or None: no clipping).
+    ``adam_w_mode=False`` adds weight decay to the gradient.  ``grad_averaging=False`` adds the full gradient to its average,
+    without the factor ``1 - beta1``.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = FusedLAMB([weight], lr=0.1)
@@ -89,16 +90,16 @@ class FusedLAMB(FusedOptimizer):
         self._measured = None
 
     def statistics(self, scale: Tensor, divisor: float = 1.0) -> Tensor:
-        """Returns what ``ops.finish`` takes; the norm that it makes of it serves the clipping here too."""
+        """Returns the input of ``ops.finish``; the norm that ``ops.finish`` computes is also used for the clipping here."""
         self._measured = scale, divisor
         return super().statistics(scale, divisor)
 
     def _measure(self, steering: Steering) -> Mapping[torch.device, Tensor]:
-        """Returns the norm of all gradients as this step reads them: what a Precision has measured, or a pass of its own."""
+        """Returns the norm of all gradients as this step reads them: from a Precision's statistics, else by an extra pass."""
         if not any(group["max_grad_norm"] for group in self.param_groups):
             return {}
         parts = self._parts or []
-        # Limited values have another norm than the one that was measured.
+        # Clamped values have another norm than the measured one.
         measured = self._measured if steering.state is not None and steering.limit is None else None
         norms = [self._norm_of(part, steering, measured) for part in parts]
         if len(parts) > 1 and measured is None:

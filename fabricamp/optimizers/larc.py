@@ -23,14 +23,14 @@ from fabricamp.optimizers.rows import Known, Part, set_scalars
 
 
 class LARC(NamesKeywords, Optimizer):
-    """Rewrites the gradients of ``optimizer``, then steps it: each layer's rate follows the ratio of its weight and gradient norms.
+    """Rewrites the gradients of ``optimizer``, then steps it: a layer's rate is the ratio of its weight norm and gradient norm.
 
-    The rate of a layer is ``trust_coefficient * |weight| / (|gradient| + weight_decay * |weight| + eps)``; with ``clip`` the
-    smaller of that and ``lr``, else (LARS) that times ``lr``.  Weight decay is part of it, so ``optimizer`` sees none during its
-    step.  A layer whose weights or gradients are all zeros keeps its gradient, without weight decay.  ``.grad`` is rewritten in
-    place; the host reads nothing.
+    The ratio is ``trust_coefficient * |weight| / (|gradient| + weight_decay * |weight| + eps)``.  The rate of a layer is the
+    smaller of this ratio and ``lr`` with ``clip``, else (LARS) the ratio times ``lr``.  LARC applies the weight decay itself, so
+    it is 0 in ``optimizer`` during its step.  If a layer's weights or gradients are all zeros, its gradient stays unchanged,
+    without weight decay.  ``.grad`` is rewritten in place; the host reads nothing.
 
-    It is an ``Optimizer`` for schedulers and scalers; groups, state and whatever else it does not have are those of ``optim``.
+    LARC is an ``Optimizer`` for schedulers and scalers; groups, state and all other attributes are those of ``optim``.
 
     >>> weight = torch.nn.Parameter(torch.ones(4))
     >>> optimizer = LARC(torch.optim.SGD([weight], lr=0.1), trust_coefficient=0.02)
@@ -54,7 +54,7 @@ class LARC(NamesKeywords, Optimizer):
         for name, value in (("trust_coefficient", trust_coefficient), ("eps", eps)):
             if not at_least_0(value):
                 raise ConfigError(f"LARC got {name}={value!r}; it has to be a number from 0 on")
-        # Not Optimizer.__init__, which would make groups of its own; this one sets up the hooks of a step.
+        # Not Optimizer.__init__, which would create its own groups; __setstate__ sets up the hooks of a step.
         self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -73,9 +73,9 @@ class LARC(NamesKeywords, Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``step`` reads ``found_inf`` on the device, which it can where ``optim`` does.
+        """Whether ``step`` reads ``found_inf`` on the device: it does if ``optim`` does and is not torch's SGD.
 
-        torch's fused SGD leaves momentum buffers uninitialised where the first step is skipped.
+        torch's fused SGD leaves momentum buffers uninitialised if the first step is skipped.
         """
         return bool(getattr(self.optim, "_step_supports_amp_scaling", False)) and not isinstance(
             self.optim, torch.optim.SGD
@@ -108,14 +108,14 @@ class LARC(NamesKeywords, Optimizer):
         return loss
 
     def gather(self) -> None:
-        """Brings what has changed (lr, addresses) to the device: a step does it, a replay of a captured one needs it before."""
+        """Uploads changed numbers and addresses (lr, gradients); a step does this itself, a replay needs it before."""
         self._gather_own()
         if isinstance(self.optim, FusedOptimizer):
             with self._without_weight_decay():
                 self.optim.gather()
 
     def upload(self) -> bool:
-        """Brings what has changed (lr and its like) to the device before a replay; returns whether that is all that has."""
+        """Uploads changed numbers (lr and its like) before a replay; returns whether nothing else has changed."""
         if self._parts is None or not isinstance(self.optim, FusedOptimizer):
             return False
         set_scalars(self._parts, self._rule, self.param_groups)
@@ -123,7 +123,7 @@ class LARC(NamesKeywords, Optimizer):
             return self.optim.upload()
 
     def _gather_own(self) -> list[Tensor | None]:
-        """Finds gradients and parameters, and returns the gradients."""
+        """Sets gradients and parameters in the rows, uploads the scalars, and returns the gradients."""
         parameters = owned_parameters(self)
         gradients = [local_gradient(one) if is_shard(one) else one.grad for one in parameters]
         if self._parts is None or self._known is None or not self._known.holds(parameters, gradients, None, None):
@@ -134,14 +134,14 @@ class LARC(NamesKeywords, Optimizer):
         for part in self._parts:
             try:
                 part.refresh(part.take(gradients), trust=True)
-            except (RuntimeError, ValueError):  # a sparse one has no address, a wrapper has 0
+            except (RuntimeError, ValueError):  # a sparse gradient has no address, a wrapper has address 0
                 refuse_unreadable(self, gradients, "gradient")
                 raise
         set_scalars(self._parts, self._rule, self.param_groups)
         return gradients
 
     def _build(self, parameters: list[Tensor]) -> list[Part]:
-        """One part a device, of all parameters."""
+        """Returns the rows of each device, of all parameters."""
         groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         places: dict[torch.device, list[int]] = {}
         for place, parameter in enumerate(parameters):
@@ -177,7 +177,7 @@ class LARC(NamesKeywords, Optimizer):
 
     @contextlib.contextmanager
     def _flag_handed_on(self, state: ops.StepState | None) -> Iterator[None]:
-        """Lets ``optim`` skip too; the gradients are unscaled by now."""
+        """Passes ``found_inf`` to ``optim``, which then skips too; without ``grad_scale``: the gradients are already unscaled."""
         if state is None:
             yield
             return
@@ -189,7 +189,7 @@ class LARC(NamesKeywords, Optimizer):
             del inner.grad_scale, inner.found_inf
 
     def forget(self) -> None:
-        """Lets the next step find all memory anew; graphs that captured a step must not be replayed any more."""
+        """Makes the next step rebuild its rows; graphs that captured a step must not be replayed afterwards."""
         self._parts = None
         if isinstance(self.optim, FusedOptimizer):
             self.optim.forget()
@@ -198,7 +198,7 @@ class LARC(NamesKeywords, Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of ``optim``; another one that is put here is put there."""
+        """The state of ``optim``; setting it sets that of ``optim``."""
         return self.optim.state
 
     @state.setter
@@ -207,7 +207,7 @@ class LARC(NamesKeywords, Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The groups of ``optim``; others that are put here are put there."""
+        """The groups of ``optim``; setting them sets those of ``optim``."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -215,7 +215,7 @@ class LARC(NamesKeywords, Optimizer):
         self.optim.param_groups = groups
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forgets the gradients, or zeroes them; None means what ``optim`` does by itself."""
+        """Sets the gradients to None, or to zero; ``set_to_none=None`` takes the default of ``optim``."""
         if set_to_none is None:
             self.optim.zero_grad()
         else:
@@ -226,26 +226,26 @@ class LARC(NamesKeywords, Optimizer):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of ``optim``: LARC has none."""
+        """Returns the state of ``optim``; LARC itself has no state."""
         state: dict[str, Any] = self.optim.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives ``optim`` its state back."""
+        """Loads the state of ``optim``."""
         self.optim.load_state_dict(state_dict)
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Calls ``hook`` before the state of ``optim`` is taken."""
+        """Registers ``hook`` to run before ``optim.state_dict()``."""
         return self.optim.register_state_dict_pre_hook(hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Calls ``hook`` after the state of ``optim`` was taken."""
+        """Registers ``hook`` to run after ``optim.state_dict()``."""
         return self.optim.register_state_dict_post_hook(hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Calls ``hook`` before state is given back to ``optim``."""
+        """Registers ``hook`` to run before ``optim.load_state_dict()``."""
         return self.optim.register_load_state_dict_pre_hook(hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Calls ``hook`` after state was given back to ``optim``."""
+        """Registers ``hook`` to run after ``optim.load_state_dict()``."""
         return self.optim.register_load_state_dict_post_hook(hook, prepend)

@@ -12,8 +12,8 @@ from fabricamp.optimizers.base import FusedOptimizer
 class FusedLion(FusedOptimizer):
     """Lion (Chen et al. 2023): steps along the sign of an interpolation of momentum and gradient, with decoupled weight decay.
 
-    Its state is one momentum (``exp_avg``) a parameter.  Each element moves by ``lr``, so ``lr`` is usually 3 to 10 times smaller
-    than Adam's, and ``weight_decay`` larger by as much.
+    Its state is one momentum (``exp_avg``) per parameter.  Each element moves by ``lr``, so ``lr`` is usually 3 to 10 times smaller
+    than Adam's, and ``weight_decay`` larger by the same factor.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = FusedLion([weight], lr=0.1)

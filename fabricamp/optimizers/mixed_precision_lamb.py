@@ -1,4 +1,4 @@
-"""LAMB whose learning rate and step live on the device, with masters of half parameters in its own state."""
+"""LAMB with learning rate and step count on the device, and with master weights of half parameters in its state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fabricamp.optimizers.rows import Column, Part
 
 
 class _UncountedRule(LambRule):
-    """LAMB whose steps are counted elsewhere."""
+    """LAMB without step counting: the optimizer counts the steps of each group."""
 
     counts: ClassVar[bool] = False
 
@@ -25,8 +25,8 @@ class _UncountedRule(LambRule):
 class FusedMixedPrecisionLamb(FusedLAMB):
     """LAMB; each group's ``lr`` and ``step`` are fp32 tensors on the device of its parameters.
 
-    A group counts its steps for all its parameters, from ``step`` on.  Parameters of ``reduced_precision_dtype`` have fp32 masters
-    (``param_groups_full_precision``); loading a state restores those, and never casts anything.
+    A group counts the steps of all its parameters together, starting from ``step``.  Parameters of ``reduced_precision_dtype``
+    have fp32 masters (``param_groups_full_precision``); loading a state restores the masters and never casts.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = FusedMixedPrecisionLamb([weight], lr=0.5)
@@ -81,14 +81,14 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
-        """The masters in the places of their parameters, None where there is none (before the first step, and for others)."""
+        """The groups with each parameter's master, or None (before the first step, and for parameters without a master)."""
         return [
             {"params": [self.state.get(parameter, {}).get("master_param") for parameter in group["params"]]}
             for group in self.param_groups
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, mid-training too, with ``lr`` and ``step`` of their own."""
+        """Adds a group of parameters with its own ``lr`` and ``step``; also possible during training."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("step", self.first_step)
@@ -97,7 +97,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _before_rows(self) -> None:
         steps = [group["step"] for group in self.param_groups]
         if len(steps) != len(self._steps) or any(one is not own for one, own in zip(steps, self._steps, strict=True)):
-            self._known = None  # somebody has set them
+            self._known = None  # the user has set them
         super()._before_rows()
 
     def _build(
@@ -124,7 +124,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
         """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned.
 
-        ``grad_scaler`` is torch's: its scale and its verdict on the gradients are read on the device.
+        ``grad_scaler`` is torch's: its scale and its overflow flag are read on the device.
         """
         if grad_scaler is None or not grad_scaler.is_enabled():
             return self._step_and_count(closure)
@@ -139,8 +139,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             del self.found_inf, self.grad_scale
 
     def _verdict_of(self, grad_scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor | None]:
-        """Whether a gradient is not finite, and what all are still multiplied by (None: unscaled already)."""
-        own = grad_scaler._per_optimizer_states[id(self)]  # torch hands itself over for exactly this
+        """Returns found_inf, and the scale that the gradients still contain (None: they are already unscaled)."""
+        own = grad_scaler._per_optimizer_states[id(self)]  # torch passes the scaler to step for exactly this
         unscaled = own["stage"] is OptState.UNSCALED
         if not unscaled:
             grad_scaler._check_inf_per_device(self)
@@ -152,7 +152,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @torch.no_grad()
     def _step_and_count(self, closure: Callable[[], Any] | None) -> Any:
-        loss = FusedOptimizer.step(self, closure)  # FusedLAMB's has hooks around it, which have been called already
+        loss = FusedOptimizer.step(self, closure)  # FusedLAMB's step is wrapped in hooks, which have already run
         for group in self.param_groups:
             group["step"].add_(1.0)
             if self._skip is not None:
@@ -160,7 +160,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back its own state, FusedLAMB's, or apex's; ``lr`` and ``step`` go into the tensors that are there."""
+        """Loads a state of this optimizer, FusedLAMB's, or apex's; ``lr`` and ``step`` are written into the existing tensors."""
         own = [(group["lr"], group["step"]) for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, given, (lr, step) in zip(self.param_groups, state_dict["param_groups"], own, strict=True):
@@ -172,7 +172,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
 
 def _settle(group: dict[str, Any], *, copies: bool = False) -> None:
-    """Makes ``lr`` and ``step`` of a group fp32 tensors on its parameters' device; ``copies``: tensors of its own."""
+    """Makes ``lr`` and ``step`` of a group fp32 tensors on its parameters' device; ``copies``: always new tensors."""
     devices = {parameter.device for parameter in group["params"]}
     if len(devices) > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""NovoGrad in two passes: momentum of gradients over a running average of their norms."""
+"""NovoGrad in two passes: momentum of gradients divided by a running average of their norms."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
 
 _LARGEST: Final = {2: False, 0: True, math.inf: True}
-"""Whether a norm is the largest absolute value, by ``norm_type``."""
+"""For each ``norm_type``: whether it is the largest absolute value."""
 
 
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad: each gradient is divided by a running average of its own norm (``exp_avg_norm`` in the state).
 
-    ``norm_type`` is 2, or 0 (``math.inf`` too) for the largest absolute value.  With ``reg_inside_moment`` that division, and
-    weight decay, come before the running average of gradients, else after it.  ``grad_averaging`` False lets a gradient enter
-    that average whole.  The norm's average starts at the first norm, or with ``init_zero`` at 0.
+    ``norm_type`` is 2, or 0 (or ``math.inf``) for the largest absolute value.  With ``reg_inside_moment`` the division and the
+    weight decay come before the running average of gradients, else after it.  ``grad_averaging=False`` adds the full gradient to
+    that average, without the factor ``1 - beta1``.  The norm's average starts at the first norm, or with ``init_zero`` at 0.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = FusedNovoGrad([weight], lr=0.1, bias_correction=False, grad_averaging=False)
@@ -67,7 +67,7 @@ class FusedNovoGrad(FusedOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, mid-training too."""
+        """Adds a group of parameters; also possible during training."""
         norm_type = param_group.get("norm_type", self.defaults["norm_type"])
         if norm_type not in _LARGEST:
             raise ConfigError(
@@ -91,7 +91,7 @@ class FusedNovoGrad(FusedOptimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back its own state, or apex's, which has the norms of a group in two lists; never cast to half."""
+        """Loads a state of this optimizer, or of apex's (with a group's norms in two lists); never casts state to half."""
         groups, state = [], dict(state_dict["state"])
         for own, given in zip(self.param_groups, state_dict["param_groups"], strict=False):
             group = dict(given)
@@ -101,17 +101,17 @@ class FusedNovoGrad(FusedOptimizer):
                 for (key, _), norm in zip(holders, _in_order(lists, [one for _, one in holders]), strict=True):
                     state[key] = {**state[key], "exp_avg_norm": norm}
             groups.append(group)
-        groups += state_dict["param_groups"][len(groups) :]  # too many: refused by torch, in its words
+        groups += state_dict["param_groups"][len(groups) :]  # too many groups: torch raises its own error
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
 
 def _in_order(lists: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-    """Returns the norms of apex's lists, those of fp16 parameters and those of fp32 ones, in the order of ``parameters``."""
+    """Returns the norms of apex's two lists (of fp16 parameters, of fp32 parameters), in the order of ``parameters``."""
     halves, singles = ([*norms.flatten().unbind()] for norms in lists)
     if len(halves) + len(singles) != len(parameters):
         raise CheckpointError(
             f"a group's exp_avg_sq has {len(halves) + len(singles)} norms for {len(parameters)} parameters with state; "
-            "the file is not whole, or belongs to another model"
+            "the file is not complete, or belongs to another model"
         )
     if halves and singles and len(halves) != sum(one.dtype == torch.float16 for one in parameters):
         raise CheckpointError(

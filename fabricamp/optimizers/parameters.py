@@ -1,4 +1,4 @@
-"""What an optimizer updates."""
+"""The parameters of an optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors for tensors that a fused optimizer's kernel cannot read, raised with the parameter's name before it is launched."""
+"""Errors for tensors that a fused optimizer's kernel cannot read, raised before the launch, with the parameter's name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(ConfigError, RuntimeError):
-    """What a fused optimizer refuses; a ``RuntimeError`` too, as apex's users expect."""
+    """Raised for tensors, options and calls that a fused optimizer refuses; also a ``RuntimeError``, as apex's users expect."""
 
 
 def at_least_0(value: Any) -> bool:
-    """Whether ``value`` is a number, or a tensor with one, that is not negative (nor nan)."""
+    """Whether ``value`` is a number, or a tensor with one number, that is not negative and not nan."""
     try:
         return bool(value >= 0)
     except (TypeError, ValueError, RuntimeError):  # text, or a tensor of several elements
@@ -33,15 +33,15 @@ def at_least_0(value: Any) -> bool:
 
 
 def is_wrapper(tensor: Tensor | None) -> bool:
-    """Returns whether the elements are those of other tensors, as a DTensor's are."""
+    """Returns whether ``tensor`` is a wrapper around other tensors, like a DTensor."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], role: str) -> None:
     """Raises UnsupportedError for the first of ``tensors``, one per parameter, that kernels cannot read.
 
-    That is one around other tensors, or a sparse one.  ``role`` is "parameter" or "gradient".  Of a sharded one they read this
-    rank's part.
+    Kernels cannot read a wrapper around other tensors or a sparse tensor.  ``role`` is "parameter" or "gradient".  Of a sharded
+    parameter, kernels read this rank's shard.
     """
     for place, whole in enumerate(tensors):
         if whole is None:
@@ -62,22 +62,23 @@ def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], ro
 
 
 def refuse_rebuild(optimizer: Optimizer, parts: Sequence[Part] | None, parameters: Sequence[Tensor]) -> None:
-    """Raises UnsupportedError where rows cannot be built: during a capture, or in place of those that a graph goes on with."""
+    """Raises UnsupportedError if rows cannot be built: during a capture, or if a captured graph still uses the present rows."""
     name = type(optimizer).__name__
     if any(part.captured for part in parts or ()):
         raise UnsupportedError(
-            f"a step of this {name} was captured in a CUDA graph, which goes on with the memory of its capture, and now its "
-            "parameters, state tensors, half copies or momentum are others: let the graph go, call optimizer.forget(), capture anew"
+            f"a step of this {name} was captured in a CUDA graph, which keeps using the memory of its capture, but its "
+            "parameters, state tensors, half copies or momentum were replaced: delete the graph, call optimizer.forget(), "
+            "then capture again"
         )
     if any(is_capturing(device) for device in {one.device for one in parameters}):
         raise UnsupportedError(
-            f"the first step of this {name}, or of one of its parameters, is inside a CUDA graph's capture, which would make its "
-            "state anew in every replay: run a step before the capture"
+            f"the first step of this {name}, or of one of its parameters, is inside a CUDA graph's capture, which would create its "
+            "state again in every replay: run a step before the capture"
         )
 
 
 def refuse_rows_of_eager_steps(optimizer: Optimizer, parts: Sequence[Part] | None) -> None:
-    """Raises UnsupportedError where a captured step would read what :meth:`gather` found for eager ones."""
+    """Raises UnsupportedError if a captured step would read the gradients that :meth:`gather` set for eager steps."""
     for part in parts or ():
         if is_capturing(part.device) and not part.holds_captured:
             raise UnsupportedError(
@@ -87,7 +88,7 @@ def refuse_rows_of_eager_steps(optimizer: Optimizer, parts: Sequence[Part] | Non
 
 
 def name_of(optimizer: Optimizer, place: int) -> str:
-    """Returns what a message calls the parameter at ``place`` among those of all groups."""
+    """Returns the name, for messages, of the parameter at position ``place`` among the parameters of all groups."""
     for number, group in enumerate(optimizer.param_groups):
         if place < len(group["params"]):
             names = group.get("param_names")
@@ -98,7 +99,7 @@ def name_of(optimizer: Optimizer, place: int) -> str:
 
 
 def refuse_state(optimizer: Optimizer, parameter: Tensor, place: int, names: Iterable[str]) -> None:
-    """Raises UnsupportedError for a tensor that somebody put into the state and that a step cannot read beside the parameter."""
+    """Raises UnsupportedError for a user's state tensor that does not match its parameter in shape, device or sharding."""
     entry = optimizer.state[parameter]
     for name in names:
         one = entry.get(name)

@@ -1,4 +1,4 @@
-"""The rows of a fused optimizer: a parameter, its gradient, its state, its half copy; one table a device."""
+"""The rows of a fused optimizer: each row is a parameter, its gradient, its state, its half copy; one table per device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from fabricamp.optimizers.refusals import is_wrapper
 
 Value = TypeVar("Value")
 Column = Sequence[Tensor | None]
-"""One entry for each parameter, None where there is none."""
+"""One entry per parameter; None where a parameter has no such tensor."""
 LAST: Final[Column] = []
-"""Stands for what the last call was given."""
+"""Default argument that means: the value of the last call."""
 
 
 class Part:
-    """The rows of one device; ``places``: where their parameters stand among all of the optimizer's, ``groups``: in which group."""
+    """The rows of one device.
+
+    ``places``: the positions of the rows' parameters among all parameters of the optimizer.  ``groups``: the group of each row.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Part:
         self._copied = any(copy is not None for copy in copies)
         self._flags = flags
         self._gradients: Column = ()
-        # A master's half copy is what forward reads; nobody's backward goes through the master.
+        # Forward reads a master's half copy, and no backward goes through the master: autograd has to know about the copy.
         self._written = [
             parameter if copy is None else copy for parameter, copy in zip(parameters, copies, strict=True)
         ]
@@ -73,16 +76,16 @@ class Part:
             )
 
     def has(self, row: int, target: Tensor, state: Column) -> bool:
-        """Whether these are the tensors of ``row``."""
+        """Whether ``row`` consists of these tensors: ``target`` is its parameter, ``state`` its state tensors, then its cells."""
         own = (column[row] for column in (*self._states, *self._cells))
         return target is self._parameters[row] and all(map(operator.is_, own, state))
 
     def take(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Returns those of ``values``, one for each of the optimizer's parameters, that belong to this part."""
+        """Returns the values for these rows, from ``values`` with one entry per parameter of the optimizer."""
         return values if len(values) == len(self.places) else [values[place] for place in self.places]
 
     def refresh(self, gradients: Column, *, trust: bool) -> None:
-        """Takes in a step's gradients; ``trust`` False where they come from another place than the last ones."""
+        """Sets the gradients of a step; ``trust=False`` if they have another source than the last ones (see ``Table.refresh``)."""
         if self.table is None:
             if any(one is not None and _is_unreadable(one) for one in gradients):
                 raise ValueError("a gradient is sparse, or a tensor around others")
@@ -94,7 +97,7 @@ class Part:
 
     @property
     def captured(self) -> bool:
-        """Whether a CUDA graph has a step of these rows."""
+        """Whether a step of these rows was captured in a CUDA graph."""
         return self._captured if self.table is None else bool(self.table.captured)
 
     @property
@@ -103,13 +106,13 @@ class Part:
         return self._holds_captured if self.table is None else self.table.holds_captured
 
     def release(self) -> None:
-        """Lets go of the gradients."""
+        """Drops the references to the gradients."""
         self._gradients = ()
         if self.table is not None:
             self.table.release()
 
     def statistics(self, scale: Tensor, divisor: float) -> Tensor:
-        """Returns sums of squares of the gradients divided by ``scale * divisor``."""
+        """Returns sums of squares of the gradients divided by ``scale * divisor``; :attr:`entries` numbers."""
         own = scale.to(self.device, non_blocking=True)
         if self.table is not None:
             return sum_squares(self.table, own, divisor)
@@ -118,7 +121,7 @@ class Part:
         return ops.gradient_statistics(gradients, own, divisor, shared=self._shared)
 
     def _present(self) -> Column:
-        """The gradients of rows that take part; flags are read by the host here, as only a reference may."""
+        """Returns the gradients, None for rows whose flag is 0; the host reads the flags here, which only a reference may do."""
         if self._flags is None:
             return self._gradients
         pairs = zip(self._gradients, self._flags, strict=True)
@@ -143,27 +146,27 @@ class Part:
         )
 
     def mark_written(self, table: Table) -> None:
-        """Tells autograd what a kernel wrote behind its back, so that a backward through older values fails as it should."""
+        """Tells autograd which tensors a kernel has written, so that a backward through their older values raises an error."""
         rows = table.present
         torch.autograd.graph.increment_version(self._written if rows is None else [self._written[row] for row in rows])
 
     def place_of_statistic(self, index: int) -> int:
-        """Returns where the parameter stands that entry ``index`` of :meth:`statistics` belongs to."""
+        """Returns the position, among the optimizer's parameters, of the parameter of entry ``index`` of :meth:`statistics`."""
         return self.places[index if self._one_a_row else cast("Table", self.table).row_of_chunk(index)]
 
     @property
     def _one_a_row(self) -> bool:
-        """Whether statistics are one a row, else one a chunk."""
+        """Whether :meth:`statistics` has one entry per row, else one per chunk."""
         return self.table is None or self._shared is not None
 
     @property
     def entries(self) -> int:
-        """How many entries :meth:`statistics` has."""
+        """The number of entries of :meth:`statistics`."""
         return len(self.places) if self._one_a_row else cast("Table", self.table).chunks
 
 
 class Known:
-    """What rows were built from: they stay as they are while the parameters are the same objects in the same memory."""
+    """What rows were built from: they stay valid while parameters, copies and flags are the same objects in the same memory."""
 
     def __init__(
         self, parameters: Sequence[Tensor], parts: Sequence[Part], copies: Column | None, flags: Column | None
@@ -171,7 +174,7 @@ class Known:
         self._parameters = list(parameters)
         members = {place for part in parts for place in part.places}
         self._without = [place for place in range(len(parameters)) if place not in members]
-        # A reference finds the memory through the tensors; only a table has addresses.
+        # Only a table holds addresses; a reference finds the memory through the tensors.
         by_address = any(part.table is not None for part in parts)
         self._addressed = list(map(local, self._parameters)) if by_address else []
         self._pointers = addresses(self._addressed)
@@ -183,7 +186,7 @@ class Known:
     def holds(
         self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None
     ) -> bool:
-        """Whether they stay, and no parameter without a row has a gradient now."""
+        """Whether the rows are still valid, and no parameter without a row has a gradient now."""
         return (
             copies is self._copies
             and flags is self._flags
@@ -200,7 +203,7 @@ def _is_unreadable(gradient: Tensor) -> bool:
 
 
 def zero_gradients(parameters: Iterable[Tensor]) -> None:
-    """Fills the gradients with zeros, one operation a device and dtype, and cuts them off what they were computed from."""
+    """Fills the gradients with zeros, one operation per device and dtype, and detaches them from their graph."""
     same: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -222,7 +225,7 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
 def set_scalars(
     parts: Sequence[Part], rule: Callable[[dict[str, Any]], Rule], groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Brings the numbers of the ``groups``' rules to every device that has a table."""
+    """Uploads the scalars of the ``groups``' rules to every device that has a table."""
     rules: list[Any] | None = None
     for part in parts:
         if part.table is not None:

@@ -19,9 +19,9 @@ from fabricamp.optimizers.rows import Part
 class FusedSGD(FusedOptimizer):
     """SGD with momentum, dampening, Nesterov's momentum, and weight decay before or after momentum.
 
-    ``lr`` has no default, but each group may bring its own.  ``materialize_master_grads`` is accepted and plays no role: the step
-    reads half gradients where they are.  A parameter has a ``momentum_buffer`` where its group has momentum, and the first
-    gradient in it is not dampened, whichever step that is.
+    ``lr`` has no default, but each group may set its own.  ``materialize_master_grads`` is accepted without effect: the step reads
+    half gradients directly.  A parameter has a ``momentum_buffer`` if its group has momentum.  The first gradient added to the
+    buffer is not dampened, in whichever step that happens.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = FusedSGD([weight], lr=0.1, momentum=0.9)
@@ -77,7 +77,7 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults)
 
     def _before_rows(self) -> None:
-        """Groups may have got momentum since the last step, or lost it."""
+        """Rebuilds the rows if a group's momentum has changed to or from 0 since the last step."""
         moves = tuple([group["momentum"] != 0 for group in self.param_groups])
         if moves != self._moves:
             self._known = None
@@ -91,7 +91,7 @@ class FusedSGD(FusedOptimizer):
     def _fill_state(self, parameter: Tensor) -> None:
         state = self.state[parameter]
         if state.get("momentum_buffer") is not None:
-            # From torch or apex, which have a buffer only once it holds a gradient.
+            # Loaded from torch or apex: there a buffer exists only after its first gradient.
             state.setdefault("buffer_filled", torch.ones((), dtype=torch.float32, device=parameter.device))
         elif id(parameter) in self._moving:
             state.pop("momentum_buffer", None)

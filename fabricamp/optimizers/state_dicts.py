@@ -1,4 +1,4 @@
-"""Optimizer state from elsewhere: torch's, apex's; and state that stays in full precision on its way in."""
+"""Loads optimizer state, also that of torch and apex, without rounding it to half."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fabricamp.errors import CheckpointError
 from fabricamp.optimizers.parameters import owned_parameters
 
 _TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
-"""What only torch's optimizers have in their groups; ``fused=None`` would even deny that a step skips by itself."""
+"""Group options of torch's optimizers only.  ``fused=None`` would even tell a Precision that a step cannot skip by itself."""
 
 
 def as_cell(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns one number as a step keeps it, 0-dim in device memory: ``value`` itself where it is that."""
+    """Returns a number as a 0-dim tensor in device memory: ``value`` itself if it already is one."""
     if isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == ((), dtype, device):
         return value
     return torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(()).clone()
@@ -30,9 +30,10 @@ def load_state(
     cells: Sequence[str],
     narrow_cells: Sequence[str],
 ) -> None:
-    """Loads by torch's ``load`` what may be torch's or apex's; ``narrow_cells`` are fp32, other tensors as wide as they should be.
+    """Loads a state dict, maybe torch's or apex's, by torch's ``load``.
 
-    Options that the state does not know stay as they are.
+    ``narrow_cells`` become fp32; other floating tensors get their parameter's dtype, but at least fp32.  Options that the state
+    dict does not have keep their values.
     """
     own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     seen: list[dict[str, Any]] = []
@@ -41,7 +42,7 @@ def load_state(
         seen.append(_with_steps_by_parameter(given, type(optimizer).__name__, cells=cells))
         return seen[0]
 
-    # The last one: it sees what others made of the state.
+    # Registered last, so that it sees the state dict as other hooks have left it.
     handle = optimizer.register_load_state_dict_pre_hook(normalise)
     try:
         load(state_dict)
@@ -55,7 +56,7 @@ def load_state(
 
 @torch.no_grad()
 def load_into(own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
-    """Writes each loaded tensor into the one of ``own`` that it is to replace, and puts that in its place."""
+    """Copies each loaded tensor into the tensor of ``own`` that it would replace, and stores the latter in ``loaded``."""
     for key, entry in own.items():
         for name, tensor in entry.items():
             value = loaded[key].get(name) if key in loaded else None
@@ -64,9 +65,10 @@ def load_into(own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
 
 
 def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Sequence[str]) -> dict[str, Any]:
-    """Returns ``state_dict`` with a ``step`` for each parameter where apex keeps one per group; refuses what would be lost.
+    """Returns ``state_dict`` with a ``step`` for each parameter, where apex has one per group.
 
-    Options that only torch's optimizers have are left out.
+    Options that only torch's optimizers have are left out.  Raises CheckpointError for amsgrad, and for a state without ``step``
+    if the optimizer needs one.
     """
     result = {**state_dict, "state": dict(state_dict["state"]), "param_groups": []}
     for group in state_dict["param_groups"]:
@@ -92,7 +94,7 @@ def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Se
 
 
 def _restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cells: Sequence[str]) -> None:
-    """Puts what ``Optimizer.load_state_dict`` rounded to half back as it was saved: fp32 at least, on the parameter's device."""
+    """Restores the saved values that ``Optimizer.load_state_dict`` rounded to half: at least fp32, on the parameter's device."""
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = owned_parameters(optimizer)
     for key, parameter in zip(saved, parameters, strict=True):

@@ -1,4 +1,4 @@
-"""Optimizer state that counts its changes, so that a step knows at once whether anybody has replaced a tensor in it."""
+"""Optimizer state that counts its changes, so that a step sees at once whether a tensor in the state may have been replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Changes:
-    """How often a state and what it holds were written to; apart from both, which so have no way to each other."""
+    """Counts the writes to a state and its entries; an object of its own, so that an entry needs no reference to the state."""
 
     __slots__ = ("count",)
 
@@ -28,7 +28,7 @@ def _counted(name: str) -> Any:
 
 
 class _Counts:
-    """A dict whose every change is counted."""
+    """Mixin for a dict: counts every change."""
 
     changes: Changes
     __setitem__ = _counted("__setitem__")
@@ -42,7 +42,7 @@ class _Counts:
 
 
 class ParameterState(_Counts, dict[str, Any]):
-    """The state of one parameter; copies and pickles of it are plain dicts."""
+    """The state of one parameter; its copies and pickles are plain dicts."""
 
     def __init__(self, entries: dict[str, Any], changes: Changes) -> None:
         self.changes = changes
@@ -53,7 +53,7 @@ class ParameterState(_Counts, dict[str, Any]):
 
 
 class WatchedState(_Counts, defaultdict[Any, Any]):
-    """The state of an optimizer; copies and pickles of it are plain."""
+    """The state of an optimizer; its copies and pickles are plain defaultdicts."""
 
     def __init__(self, *args: Any) -> None:
         self.changes = Changes()
@@ -64,7 +64,7 @@ class WatchedState(_Counts, defaultdict[Any, Any]):
 
 
 def watched(state: Any) -> WatchedState:
-    """Returns ``state`` so that it counts its changes: itself where it does, else a copy with the same tensors."""
+    """Returns ``state`` itself if it counts its changes, else a counting copy with the same tensors."""
     own = state if type(state) is WatchedState else WatchedState(dict, state)
     for key, entry in own.items():
         if isinstance(entry, dict) and getattr(entry, "changes", None) is not own.changes:

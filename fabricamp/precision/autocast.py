@@ -1,4 +1,4 @@
-"""torch.autocast as a context that is entered every step, and the user's own half, float and promote functions on top of it."""
+"""torch.autocast as a reusable context, and the user's registered half, float and promote functions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Autocast:
-    """torch.autocast that may be entered again and again, and inside itself.
+    """A torch.autocast context that can be entered repeatedly and nested.
 
-    Made once, since making one costs more than entering it.  torch drops its cache of half weights at the outermost exit, so
-    none outlives a step.
+    It is made once, because construction costs more than entering.  torch drops its cache of half weights at the outermost exit,
+    so the cache does not outlive a step.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype, *, enabled: bool = True) -> None:
@@ -33,7 +33,7 @@ class Autocast:
         self._entered: list[torch.autocast] = []
 
     def __enter__(self) -> None:
-        # torch's object remembers one state to go back to, so an inner entry takes another object.
+        # torch's object saves only one previous state, so a nested entry needs another object.
         context = torch.autocast(**self._options) if self._entered else self._first
         self._entered.append(context)
         context.__enter__()
@@ -43,37 +43,37 @@ class Autocast:
 
 
 def without_autocast(device_type: str) -> Autocast:
-    """Returns a context in which nothing is cast: backward, and updates that the step itself asks for."""
+    """Returns a context that disables autocast, for backward and updates called inside the step."""
     return Autocast(device_type, torch.get_autocast_dtype(device_type), enabled=False)
 
 
 def half_function(function: Function) -> Function:
-    """Decorates ``function``: under autocast its floating tensors, nested ones too, come in autocast's dtype.  fp64 stays."""
+    """Decorates ``function``: autocast casts its floating arguments, also nested ones, to autocast's dtype.  fp64 stays."""
     return _with_rule(function, "half")
 
 
 def float_function(function: Function) -> Function:
-    """Decorates ``function``: under autocast its half tensors, nested ones too, come in fp32, and nothing inside is cast again."""
+    """Decorates ``function``: autocast casts its half arguments, also nested ones, to fp32, and is disabled inside."""
     return _with_rule(function, "float")
 
 
 def promote_function(function: Function) -> Function:
-    """Decorates ``function``: under autocast its floating tensors, nested ones too, come in the widest dtype among them."""
+    """Decorates ``function``: autocast casts its floating arguments, also nested ones, to the widest dtype among them."""
     return _with_rule(function, "promote")
 
 
 def register_half_function(module: ModuleType | type, name: str) -> None:
-    """Replaces ``module.name`` by its :func:`half_function`."""
+    """Replaces ``module.name`` by a :func:`half_function` of it."""
     _register(module, name, "half")
 
 
 def register_float_function(module: ModuleType | type, name: str) -> None:
-    """Replaces ``module.name`` by its :func:`float_function`."""
+    """Replaces ``module.name`` by a :func:`float_function` of it."""
     _register(module, name, "float")
 
 
 def register_promote_function(module: ModuleType | type, name: str) -> None:
-    """Replaces ``module.name`` by its :func:`promote_function`."""
+    """Replaces ``module.name`` by a :func:`promote_function` of it."""
     _register(module, name, "promote")
 
 
@@ -81,7 +81,7 @@ def _register(module: ModuleType | type, name: str, rule: Rule) -> None:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"No function named {name} in module {module.__name__}{nearest(name, dir(module))}")
-    while getattr(function, _RULE, None) is not None:  # registered before: the last rule holds
+    while getattr(function, _RULE, None) is not None:  # registered before: the new rule replaces the old one
         function = function.__wrapped__
     setattr(module, name, _with_rule(function, rule))
 

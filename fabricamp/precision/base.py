@@ -1,4 +1,4 @@
-"""The face of a precision: what dtype the module runs in, and how a loss becomes an update."""
+"""The interface of a precision: it sets the module's compute dtype, runs backward, and makes the update."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class Clip(NamedTuple):
-    """How gradients are limited: by their common norm, or each value by itself."""
+    """How gradients are clipped: by their total norm, or each value by itself."""
 
     value: float
     algorithm: Literal["norm", "value"] = "norm"
 
 
 class Conversion(NamedTuple):
-    """A module as :meth:`Precision.convert_module` left it: ``undo()``, and ``full_state(state)``.
+    """Two functions of a converted module, returned by :meth:`Precision.convert_module`: ``undo()`` and ``full_state(state)``.
 
-    ``undo`` gives the module back after a run: full-precision weights (the masters' values) in place, hooks removed.
-    ``full_state`` returns the module's state dict that it is given with the masters' values in place of their half copies.
+    ``undo`` restores the module after a run: it puts full-precision weights (the masters' values) in place and removes the hooks.
+    ``full_state`` takes the module's state dict and returns it with the masters' values instead of their half copies.
     """
 
     undo: Callable[[], None]
@@ -41,50 +41,50 @@ class Conversion(NamedTuple):
 
 
 NOT_CONVERTED: Final = Conversion(lambda: None, lambda state: state)
-"""A module as it came."""
+"""The conversion of a module that was left unchanged."""
 
 
 class Precision(NamesKeywords):
-    """Full precision: what the module brought, autograd's gradients, torch's own clipping.
+    """Full precision: the module's own dtypes, autograd's gradients, torch's own clipping.
 
-    One update window is ``forward`` and ``backward`` per micro-batch, then ``step`` per optimizer, then, where
-    there are :attr:`verdicts`, their ``close_window``.
+    A training step calls ``forward`` and ``backward`` per micro-batch, then ``step`` per optimizer.  If there are
+    :attr:`verdicts`, their ``close_window`` follows.
     """
 
     name: str = "O0"
     verdicts: Verdicts | None = None
-    """What became of the windows, where one may be skipped; None where every window is applied."""
+    """The statuses of past steps (applied or skipped); None if every step is applied."""
     _stepper: Stepper = PLAIN
 
     def convert_module(self, module: nn.Module) -> Conversion | None:
-        """Brings the module to the dtype that it runs in, in place; returns how that is undone (None: there is nothing to undo).
+        """Converts the module in place to its compute dtype; returns the functions that undo it (None: nothing to undo).
 
-        Called once, on the device, before the optimizers are built.
+        Called once, with the module on its device, before the optimizers are built.
         """
         return None
 
     def convert_input(self, batch: Any) -> Any:
-        """Brings a batch to the dtype that the module takes; called on the way to the device."""
+        """Casts a batch to the module's input dtype; called during the transfer to the device."""
         return batch
 
     def setup_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, accumulates: bool = False
     ) -> None:
-        """Gives the optimizers what they update (fp32 masters where the module is half) and checks that this can work.
+        """Gives the optimizers the tensors to update (fp32 masters if the module is half), and checks that the setup can work.
 
-        ``accumulates``: a window has several micro-batches.
+        ``accumulates``: a step has several micro-batches.
         """
 
     def gradients(self, optimizer: Optimizer) -> GradientMemory:
-        """Where this optimizer's gradients are before :meth:`step`: what a strategy exchanges.
+        """Returns the memory with this optimizer's gradients before :meth:`step`; a strategy exchanges it.
 
-        Its parameters are those whose ``.grad`` backward fills, such as the half copies of masters.  Where it has sums, these take
-        in every micro-batch's gradients through ``add``.
+        Its parameters are the tensors with a ``.grad`` from backward, such as the half copies of masters.  If the memory has
+        sums, call its ``add`` after every micro-batch.
         """
         return self._stepper.gradients(optimizer)
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Runs what the user wrote: ``configure_model``, and the steps of training and evaluation."""
+        """Runs the user's code: ``configure_model``, and the steps of training and evaluation."""
         return step(*args)
 
     def backward(
@@ -102,11 +102,11 @@ class Precision(NamesKeywords):
         loss: Tensor | None = None,
         look: Callable[[], Clip | None] | None = None,
     ) -> None:
-        """Clips and updates, or skips; ``run`` stands for ``optimizer.step`` where the user overrides the call.
+        """Clips and updates, or skips; ``run`` replaces ``optimizer.step`` if the user overrides the call.
 
-        ``look``: called first, with unscaled, averaged gradients in ``.grad`` of what the optimizer updates; what it makes of them
-        is what the update takes, and what it returns is how they are clipped.  ``loss``: given where this step is all of its
-        window, what ``verdicts.close_window`` is called with right after.
+        ``look`` is called first, with unscaled, averaged gradients in ``.grad`` of the updated tensors.  It may edit them, and the
+        update uses the edited gradients; it returns how to clip them.  ``loss``: given only if this call is the training step's
+        only optimizer step; ``verdicts.close_window`` is called with the same loss right after.
         """
         if look is not None:
             self._stepper.show(optimizer, gradients)
@@ -114,10 +114,10 @@ class Precision(NamesKeywords):
         self._stepper.step(optimizer, gradients, clip, run, loss)
 
     def refresh_masters(self) -> None:
-        """Takes the masters anew from the module's weights, after these were edited in place."""
+        """Copies the module's weights into the masters; call it after in-place edits of the weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Scalers, counters and level: tensors, numbers, strings, lists and dicts."""
+        """Returns scalers, counters and level, as tensors, numbers, strings, lists and dicts."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

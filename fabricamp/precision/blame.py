@@ -1,4 +1,4 @@
-"""Finds the parameter whose gradient was not finite: from the index of a gradient statistic back to it, windows later."""
+"""The non-finite tracker: maps the index of a gradient statistic back to its parameter, several steps later."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fabricamp.precision.loss_scaler import SLOTS
 
 
 class Looked(NamedTuple):
-    """The statistics that a step took, ``of`` the gradients of these tensors with so many elements; None: a fused optimizer's."""
+    """The gradient statistics of a step; ``of`` is (tensors, number of elements of each), or None for a fused optimizer."""
 
     statistics: Tensor
     of: tuple[Sequence[Tensor], Sequence[int]] | None = None
 
 
 class Blame:
-    """What the statistics of one optimizer were taken of in the last windows.
+    """Remembers which parameters one optimizer's statistics belong to, for the last steps.
 
-    ``origin`` is the number that its first statistic has among those of all optimizers.
+    ``origin`` is the number of its first statistic, counted over all optimizers.
     """
 
     def __init__(self, optimizer: Optimizer, origin: int) -> None:
@@ -36,31 +36,31 @@ class Blame:
         self._slot = 0
 
     def widen(self, slots: int) -> None:
-        """Remembers so many windows, as the ring has slots."""
+        """Remembers the last ``slots`` steps, as the ring buffer does."""
         self._looked = [None] * slots
 
     def note(self, window: int, looked: Looked) -> None:
-        """Remembers what the statistics of the window with that number are of."""
+        """Records the statistics of step ``window`` and their parameters."""
         self._slot = window % len(self._looked)
         self._last, self._looked[self._slot] = looked
 
     def keep(self) -> None:
-        """Copies the last statistics to memory that no CUDA graph writes to by itself."""
+        """Copies the last statistics to memory that no other CUDA graph writes."""
         if self._last is not None:
             self._last = lasting_like(self._last).copy_(self._last)
 
     @property
     def looked(self) -> Looked | None:
-        """What was noted last."""
+        """The last record, or None."""
         return None if self._last is None else Looked(self._last, self._looked[self._slot])
 
     def target(self, index: int, slot: int) -> Tensor | None:
-        """Returns what entry ``index`` of the statistics noted for ``slot`` belongs to; None where that is not known."""
+        """Returns the parameter of entry ``index`` of the statistics in ``slot``; None if it is not known."""
         looked = self._looked[slot]
         if looked is not None:
             place = ops.place_of_statistic(looked[1], index, looked[0][0].device) if looked[0] else None
             return None if place is None else looked[0][place]
-        if not isinstance(self._optimizer, FusedOptimizer):  # nothing noted: the run was resumed since
+        if not isinstance(self._optimizer, FusedOptimizer):  # no record: the run was resumed since
             return None
         try:
             return self._optimizer.parameter_of_statistic(index)
@@ -68,7 +68,7 @@ class Blame:
             return None
 
     def last_targets(self) -> Iterator[Tensor]:
-        """Yields what had non-finite gradients in the last window; waits for the device."""
+        """Yields the parameters with non-finite gradients in the last step; waits for the device."""
         if self._last is None:
             return
         for index in cast("list[int]", torch.isfinite(self._last).logical_not_().nonzero().view(-1).tolist()):

@@ -1,11 +1,11 @@
-"""The boundary of a half module: what the user's step calls gets inputs in the module's dtype, and gives back fp32.
+"""The dtype boundary of a half module: calls from the user's step get inputs in the module's dtype and return fp32.
 
-A module that is called from the step (``self(x)``, ``self.net(x)``, ``self.net.layer(x)``) has its floating arguments cast to its
-own dtype, and its outputs to fp32.  What it calls inside its ``forward`` is left alone and costs nothing: there are no hooks on it.
+A module called from the step (``self(x)``, ``self.net(x)``, ``self.net.layer(x)``) gets its floating arguments in its own dtype,
+and its outputs are cast to fp32.  Modules called inside a ``forward`` have no hooks and no cost.
 
-While a step is outside of such modules, a pre-hook of *all* modules (``torch.nn.modules.module.register_module_forward_pre_hook``
-in torch's words) watches what it calls.  A module that it calls for the first time, in whatever step, then gets two hooks of its
-own, which see to the casts from there on.  The watch rests while a module with a boundary runs, in backward, and between steps.
+A global pre-hook (``torch.nn.modules.module.register_module_forward_pre_hook``) runs while a step is outside of such modules.  It
+registers two hooks on each module that a step calls for the first time; these hooks make the casts from then on.  The global hook
+is removed while a module with a boundary runs, in backward, and between steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fabricamp.torch_private import current_backward, global_forward_pre_hooks
 
 
 class _Calls(threading.local):
-    """Whether this thread is in the user's step and watches it, and inside which modules with hooks of a boundary (their ids)."""
+    """Per thread: in the user's step (``armed``), global hook wanted (``watching``), entered modules with hooks (``stack``)."""
 
     def __init__(self) -> None:
         self.armed = self.watching = False
@@ -34,16 +34,16 @@ class _Calls(threading.local):
 
 CALLS = _Calls()
 
-# torch looks up in a table of the module whether a hook wants keyword arguments, and does so for hooks of all modules too, by
-# their key (`_call_impl` in torch/nn/modules/module.py).  The public function would give it a number; this key is in the tables of
-# bounded modules alone, with the boundary as its value: copies and pickles of a module have it.
+# torch looks up a hook's key in a table of the module to see if the hook takes keyword arguments; it does so for global hooks too
+# (`_call_impl` in torch/nn/modules/module.py).  The public function would use a number as key.  This key is only in the tables of
+# bounded modules, with the boundary as its value, so copies and pickles of a module keep their boundary.
 _KEY: Any = "fabricamp.boundary"
-_WATCHING: set[int] = set()  # ids of threads: the hook is the process's
+_WATCHING: set[int] = set()  # ids of threads: they share the process's one global hook
 _LOCK = threading.Lock()
 
 
 def _watch(wanted: bool) -> None:
-    """Registers the pre-hook of all modules for this thread, or removes it where no other thread wants it."""
+    """Registers the global pre-hook for this thread, or removes it if no other thread wants it."""
     CALLS.watching = wanted
     with _LOCK:
         if wanted:
@@ -56,7 +56,7 @@ def _watch(wanted: bool) -> None:
 
 
 def _before_any_module(module: nn.Module, args: Any, kwargs: Any = None) -> tuple[Any, Any] | None:
-    """Hooks a module that a step calls for the first time; one without a boundary brings no ``kwargs``."""
+    """Registers the boundary's hooks on a module that a step calls for the first time; without a boundary ``kwargs`` is None."""
     if kwargs is None or not CALLS.armed or CALLS.stack or current_backward() != -1:
         return None
     hooks: Any = module._forward_pre_hooks_with_kwargs
@@ -64,7 +64,7 @@ def _before_any_module(module: nn.Module, args: Any, kwargs: Any = None) -> tupl
     if boundary.handles or not boundary.is_of(module):
         return None  # its own hooks run next
     boundary.hook(module)
-    return boundary.enter(module, args, kwargs)  # torch runs the new pre-hook from the next call on
+    return boundary.enter(module, args, kwargs)  # torch runs the new pre-hook only from the next call on
 
 
 def _table(module: nn.Module) -> dict[Any, Any]:
@@ -72,13 +72,13 @@ def _table(module: nn.Module) -> dict[Any, Any]:
 
 
 class Boundary:
-    """What the step's calls of one module pass; plain data, so that copies and pickles of the module carry their own.
+    """Casts inputs and outputs of the step's calls of one module; plain data, so copies and pickles of the module have their own.
 
-    Activation checkpointing runs a call again in backward, and it has to be cast as it was the first time.  torch then calls the
-    same function with the same arguments, under the random state and the autocast state of the first run, in both of its modes
-    (torch/utils/checkpoint.py: ``preserve_rng_state``, ``_get_autocast_kwargs``); nothing else is left of where that run was.
-    So autocast's state tells it, by a part for which half modules have no use: ``is_autocast_cache_enabled`` is off in a step
-    outside of bounded modules, and on everywhere else.  It is asked in backward alone.
+    Activation checkpointing repeats a call in backward, and the repeated call needs the same casts.  In both of its modes torch
+    restores only the RNG state and the autocast state of the first call (torch/utils/checkpoint.py: ``preserve_rng_state``,
+    ``_get_autocast_kwargs``), with the same function and arguments.  So an autocast setting without use for half modules marks
+    the place of a call: ``is_autocast_cache_enabled`` is off in a step outside of bounded modules, and on everywhere else.  It is
+    read only in backward.
     """
 
     def __init__(self, dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
@@ -88,12 +88,12 @@ class Boundary:
         self._earlier_hooks: tuple[int, ...] = ()
 
     def put_on(self, module: nn.Module) -> None:
-        """Gives ``module`` the boundary; its hooks follow when a step calls it."""
+        """Attaches the boundary to ``module``; the hooks are registered when a step first calls the module."""
         self._earlier_hooks = tuple(module._forward_hooks)
         _table(module)[_KEY] = self
 
     def take_off(self, module: nn.Module) -> None:
-        """Undoes :meth:`put_on`, and removes the hooks."""
+        """Removes the boundary and its hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -101,7 +101,7 @@ class Boundary:
             del _table(module)[_KEY]
 
     def hook(self, module: nn.Module) -> None:
-        """Hooks ``module`` as of :meth:`put_on`: forward hooks from before it see half outputs, later ones what the step gets."""
+        """Registers the hooks in the order of :meth:`put_on`: earlier forward hooks see half outputs, later ones see fp32."""
         self.handles = self.attach(module)
         hooks = cast("OrderedDict[int, Any]", module._forward_hooks)
         own = self.handles[-1].id
@@ -109,14 +109,14 @@ class Boundary:
             hooks.move_to_end(key)
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Hooks ``module``; returns what removes the hooks."""
+        """Registers the hooks on ``module``; returns their handles."""
         return [
             module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
             module.register_forward_hook(self.leave, always_call=True),
         ]
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before the forward: casts what comes from the step."""
+        """The pre-hook: casts the inputs of a call from the step."""
         stack = CALLS.stack
         if stack:
             stack.append(id(module))
@@ -130,26 +130,26 @@ class Boundary:
         return self.cast_inputs(args, kwargs)
 
     def cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Returns the arguments in the module's own dtype; None where that is none in particular."""
+        """Returns the arguments in the module's dtype; None if the boundary has no input dtype."""
         if self.dtype is None:
             return None
         return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype) if kwargs else kwargs
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether ``module`` is still what the boundary was made for, not a copy that was converted to something else."""
-        # A replica of DataParallel's has its weights as plain attributes.
+        """Returns whether ``module`` still has the boundary's dtype; a copy may have been converted to another one."""
+        # A DataParallel replica has its weights as plain attributes.
         if self.dtype is None or getattr(module, "_is_replica", False):
             return True
-        for parameter in module.parameters():  # noqa: SIM110 - as a rule the first one tells, and `any` makes two calls more
+        for parameter in module.parameters():  # noqa: SIM110 - usually the first one decides, and `any` makes two calls more
             if parameter.dtype == self.dtype or is_shard(parameter):
                 return True
         return False
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After the forward, or its exception: casts what goes to the step."""
+        """The forward hook, called after an exception too: casts the outputs of a call from the step."""
         stack, own = CALLS.stack, id(module)
         if own not in stack:
-            return None  # it was not entered: boundaries were at rest, or another hook raised first
+            return None  # not entered: boundaries were not armed, or another hook raised first
         while stack.pop() != own:
             pass
         if stack:
@@ -158,19 +158,19 @@ class Boundary:
         return None if self.output_dtype is None else cast_floating(output, self.output_dtype)
 
     def go_outside(self) -> None:
-        """The outermost module was left: the step goes on."""
+        """Returns to the user's step after the outermost module."""
         torch.set_autocast_cache_enabled(False)
         _watch(CALLS.armed)
 
 
 class InsideStep:
-    """A context, to be entered anew for each step: boundaries are armed; left, all is as it was before."""
+    """A reusable context, entered in each step: arms the boundaries, and restores the previous state at exit."""
 
     def __init__(self, *, armed: bool = True) -> None:
         self._armed = armed
         self._saved: list[tuple[bool, list[int], bool]] = []
-        # torch.compile's wrapper of a module warns of any such hook: it would see both the wrapper and the module, which are
-        # two modules to us as well.
+        # torch.compile's module wrapper warns about any global hook, because the hook sees both the wrapper and the module.  The
+        # boundary treats them as two modules, so the warning does not apply.
         warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks", UserWarning)
 
     def __enter__(self) -> None:
@@ -189,7 +189,7 @@ class InsideStep:
 
 
 class OutsideStep(InsideStep):
-    """A context in which boundaries rest: backward and updates that the step itself asks for."""
+    """A context without armed boundaries, for backward and updates called inside the step."""
 
     def __init__(self) -> None:
         super().__init__(armed=False)

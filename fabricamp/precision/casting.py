@@ -1,4 +1,4 @@
-"""Casts: of values, whatever they are nested in, and of a module's weights and buffers."""
+"""Casts nested values, and chooses the modules that an opt level converts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Value = TypeVar("Value")
 _TENSORS: Final = {Tensor}
 
 CONVERTIBLE = (torch.float16, torch.bfloat16, torch.float32)
-"""What a module may be converted from: fp64 weights keep their precision at every level but fp64's own."""
+"""The dtypes that an opt level converts; fp64 weights stay fp64 at every level."""
 
 
 def cast_floating(value: Value, dtype: torch.dtype) -> Value:
-    """Returns ``value`` with every floating tensor in it as ``dtype``.
+    """Returns ``value`` with every floating tensor in it cast to ``dtype``.
 
-    Looks into dicts, lists, tuples, named tuples and dataclasses, and keeps their types; other objects with a ``to`` method
-    are asked for ``to(dtype)``.  Integers, strings, NumPy arrays, modules and whatever else come back as they are; so does a
-    container in which nothing changed.
+    Handles dicts, lists, tuples, named tuples and dataclasses, and keeps their types; calls ``to(dtype)`` of other objects with a
+    ``to`` method.  Integers, strings, NumPy arrays, modules and all other values are returned unchanged; a container without
+    changes is returned itself.
     """
     kind: Any = type(value)
     cast: Any = value
-    if kind is Tensor:  # the usual forms, in a few calls less
+    if kind is Tensor:  # the usual types, with a few calls less
         cast = cast.to(dtype) if cast.is_floating_point() else cast
     elif kind is tuple and _TENSORS.issuperset(map(type, cast)):
         items = tuple([one.to(dtype) if one.is_floating_point() else one for one in cast])
@@ -45,7 +45,7 @@ def cast_floating(value: Value, dtype: torch.dtype) -> Value:
 
 
 def cast_tensors(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> Any:
-    """Returns ``value`` with ``cast`` applied to every tensor in it; objects with a ``to`` method get ``dtype`` (None: left)."""
+    """Returns ``value`` with ``cast`` applied to every tensor in it; calls ``to(dtype)`` of other objects unless dtype is None."""
     if isinstance(value, Tensor):
         return cast(value)
     if isinstance(value, CONTAINERS) or dataclasses.is_dataclass(value):
@@ -62,7 +62,7 @@ def cast_tensors(value: Any, cast: Callable[[Tensor], Tensor], dtype: torch.dtyp
 
 
 def modules_to_convert(root: nn.Module, *, keep_batchnorm_fp32: bool, whole_step: bool = False) -> list[nn.Module]:
-    """Returns :func:`convertible_modules`; raises :class:`ConfigError` where one of them cannot be converted."""
+    """Returns :func:`convertible_modules` as a list; raises :class:`ConfigError` if one of them cannot be converted."""
     chosen = list(convertible_modules(root, keep_batchnorm_fp32=keep_batchnorm_fp32, whole_step=whole_step))
     for module in chosen:
         if isinstance(module, torch.jit.ScriptModule):
@@ -81,11 +81,11 @@ def modules_to_convert(root: nn.Module, *, keep_batchnorm_fp32: bool, whole_step
 def convertible_modules(
     module: nn.Module, *, keep_batchnorm_fp32: bool, whole_step: bool = False, owned: bool = True
 ) -> Iterator[nn.Module]:
-    """Gives the modules whose own tensors an opt level converts: with ``whole_step`` all but metrics with what they hold.
+    """Yields the modules that an opt level converts; with ``whole_step`` these are all except metrics and their submodules.
 
-    Left out otherwise: metrics, losses, and modules without parameters that the user's step calls itself (children
-    of a module with a ``training_step``): these see fp32 outputs.  Modules without parameters inside a converted one are
-    converted with it, since they see half there.
+    Without ``whole_step`` it also leaves out losses, and modules without parameters that the user's step calls directly (children
+    of a module with a ``training_step``), because these get fp32 outputs.  Modules without parameters inside a converted module
+    are converted with it, because their inputs there are half.
     """
     stays = isinstance(module, AnyLoss) and not whole_step
     if stays or _is_metric(module) or (keep_batchnorm_fp32 and isinstance(module, AnyBatchNorm)):

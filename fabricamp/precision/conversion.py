@@ -1,4 +1,4 @@
-"""From an fp32 module to a half one: weights and buffers, and which of its modules have a boundary."""
+"""Converts an fp32 module to half: its weights and buffers, and the choice of modules with a boundary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_full_weights(module: nn.Module, name: str) -> None:
-    """Raises :class:`ConfigError` where parameters of ``module`` are half already, which opt level ``name`` keeps in fp32."""
+    """Raises :class:`ConfigError` if parameters of ``module`` are half already; opt level ``name`` needs fp32 weights."""
     for parameter_name, parameter in module.named_parameters():
         if parameter.dtype in HALF_DTYPES:
             raise ConfigError(
@@ -31,8 +31,8 @@ def check_full_weights(module: nn.Module, name: str) -> None:
 
 
 def check_autocast(module: nn.Module, dtype: torch.dtype, name: str, device_type: str) -> None:
-    """Raises :class:`ConfigError` where ``module`` cannot be trained under autocast to ``dtype`` (opt level ``name``)."""
-    # oneDNN, where torch's autocast sends an LSTM on CPUs, trains none in fp16.
+    """Raises :class:`ConfigError` if ``module`` cannot be trained under autocast to ``dtype`` (opt level ``name``)."""
+    # torch's autocast runs an LSTM on CPUs by oneDNN, which cannot train an LSTM in fp16.
     lstm = next((place for place, one in module.named_modules() if isinstance(one, nn.LSTM)), None)
     if lstm is not None and dtype is torch.float16 and device_type == "cpu":
         raise ConfigError(
@@ -49,10 +49,10 @@ def convert(
     keep_batchnorm_fp32: bool,
     whole_step: bool = False,
 ) -> set[int]:
-    """Converts weights and buffers in place, their fp32 values kept in ``full``; returns the ids of the parameters."""
+    """Converts weights and buffers in place and keeps their fp32 values in ``full``; returns the ids of the parameters."""
     chosen = modules_to_convert(module, keep_batchnorm_fp32=keep_batchnorm_fp32, whole_step=whole_step)
     tensors = tensors_to_convert(module, chosen)
-    # Parts of parameters stay what they are, masters: the strategy rounds what it gathers of them.
+    # Shards stay fp32, as masters: the strategy rounds the parameters that it gathers from them.
     full.convert([tensor for tensor in tensors if not is_shard(tensor)], dtype)
     full.watch_loading(chosen)
     for one in chosen:
@@ -62,7 +62,7 @@ def convert(
 
 
 def tensors_to_convert(module: nn.Module, chosen: Collection[nn.Module]) -> list[Tensor]:
-    """Returns the parameters and buffers that go with the ``chosen`` modules, except what another module shares with them."""
+    """Returns the parameters and buffers of the ``chosen`` modules, without those shared with another module."""
     chosen_ids = set(map(id, chosen))
     others = [one for one in module.modules() if id(one) not in chosen_ids]
     kept = {id(tensor) for one in others for tensor in own_tensors(one)}
@@ -71,7 +71,7 @@ def tensors_to_convert(module: nn.Module, chosen: Collection[nn.Module]) -> list
 
 
 def bounded(module: nn.Module, converted: set[int], *, keep_batchnorm_fp32: bool) -> list[nn.Module]:
-    """Returns the modules that have a boundary: those with converted parameters (by id), their own or of modules below."""
+    """Returns the modules that get a boundary: they or their submodules own a converted parameter (given by id)."""
     return [
         one for one in modules_to_convert(module, keep_batchnorm_fp32=keep_batchnorm_fp32) if owns_any(one, converted)
     ]

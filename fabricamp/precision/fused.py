@@ -1,4 +1,4 @@
-"""A step of an optimizer with kernels of its own: statistics, finish, update, and no other pass over the gradients."""
+"""A step of a fused optimizer: statistics, finish, update, and no other pass over the gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAGS = WeakTensorKeyDictionary()
 
 
 def flags_of(present: Tensor) -> list[Tensor]:
-    """Cuts one flag per parameter into fp32 numbers, which fused optimizers read on the device; the same tensor's are one list."""
+    """Returns one fp32 scalar tensor per parameter flag, for fused optimizers to read on the device; cached per tensor."""
     flags: list[Tensor] | None = _FLAGS.get(present)
     if flags is None:
         flags = _FLAGS[present] = list(present.to(torch.float32).unbind())
@@ -29,10 +29,10 @@ def flags_of(present: Tensor) -> list[Tensor]:
 
 
 class StepNumbers(NamedTuple):
-    """Where a step's numbers are: ``state`` receives multiplier, norm and flag; gradients carry ``scale`` times ``divisor``.
+    """The arguments of the finish kernel: it writes multiplier, norm and overflow flag to ``state``.
 
-    ``skips`` False: an overflow is not looked for, and a step is applied whatever its gradients are.  ``sticky``, ``closing`` and
-    ``loss`` are those of :func:`~fabricamp.ops.finish`.
+    The gradients are ``scale`` times ``divisor`` too large.  ``skips`` False: overflows are not checked, and the step is always
+    applied.  ``origin``, ``sticky``, ``closing`` and ``loss`` are those of :func:`~fabricamp.ops.finish`.
     """
 
     state: ops.StepState
@@ -45,7 +45,7 @@ class StepNumbers(NamedTuple):
     loss: Tensor | None = None
 
     def finish(self, statistics: Tensor, max_norm: float | None) -> None:
-        """Writes what the statistics of all gradients mean for the step."""
+        """Computes multiplier, norm and overflow flag from the statistics of all gradients."""
         ops.finish(
             self.state,
             statistics,
@@ -68,14 +68,17 @@ def step_fused(
     copies: Sequence[Tensor | None] | None = None,
     flags: Sequence[Tensor | None] | None = None,
 ) -> Tensor | None:
-    """Clips and updates, or skips, all on the device; returns the statistics.  ``how`` None: gradients are what they are."""
+    """Clips and updates, or skips, all on the device; returns the statistics.
+
+    ``how`` None: gradients are neither unscaled nor clipped, the step is always applied, and None is returned.
+    """
     optimizer.gather(gradients, copies, flags)
     if how is None:
         optimizer.steer(None)
         optimizer.step()
         return None
     max_norm, limit = limits(clip)
-    asked = how.skips or max_norm is not None  # else for neither norm nor flag: the gradients are read once
+    asked = how.skips or max_norm is not None  # else neither norm nor flag is needed: the gradients are read once
     statistics = optimizer.statistics(how.scale, how.divisor) if asked else how.scale.new_empty(0)
     how.finish(statistics, max_norm)
     optimizer.steer(how.state, limit=limit, skips=how.skips)
@@ -84,7 +87,7 @@ def step_fused(
 
 
 def limits(clip: Clip | None) -> tuple[float | None, float | None]:
-    """The largest norm, and the largest value, that ``clip`` allows."""
+    """Returns (maximal norm, maximal value) of ``clip``; None for no limit."""
     if clip is None:
         return None, None
     return (clip.value, None) if clip.algorithm == "norm" else (None, clip.value)

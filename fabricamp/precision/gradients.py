@@ -1,4 +1,4 @@
-"""What one optimizer updates: which tensor's gradient goes to which target, and where micro-batches are summed."""
+"""Maps model parameters to master parameters for one optimizer, and holds the sums of its micro-batches' gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _params: Final = operator.itemgetter("params")
 
 
 class Gradient(NamedTuple):
-    """A gradient on its way from the tensor that backward filled to the one that is updated."""
+    """A gradient ``value`` with its model parameter (``holder``, filled by backward) and the ``target`` that is updated."""
 
     holder: Tensor
     target: Tensor
@@ -37,9 +37,10 @@ class Gradient(NamedTuple):
 
 
 class Binding:
-    """The tensors of one optimizer, in the order of its ``param_groups``.
+    """The model parameters and updated tensors of one optimizer, in the order of its ``param_groups``.
 
-    ``holders`` get gradients from backward, ``targets`` are updated: fp32 masters for half holders, else the same tensor.
+    ``holders`` are the model parameters; backward fills their ``.grad``.  ``targets`` are updated: the fp32 master of a half
+    holder, else the holder itself.
     """
 
     def __init__(
@@ -51,24 +52,24 @@ class Binding:
         self.targets: list[Tensor] = []
         self.seen: list[Tensor | None] | None = None
         self.looked: Looked | None = None
-        """The statistics of a step that is launched, until the host has noted it."""
+        """The statistics of a launched step, until the host has recorded them."""
         self.found_inf: Tensor | None = None
         self.copies: list[Tensor | None] | None = None
         self.writes = False
         """Whether gradients of targets were written since the last :meth:`clear`."""
         self.apart: list[tuple[Tensor, Tensor]] = []
-        """Holders and targets that are two tensors, or stand for one that is summed elsewhere: a step clears their gradients."""
+        """The (holder, target) pairs with gradients that a step clears: two tensors, or gradients summed in :attr:`memory`."""
         self._masters = masters
         self._exchanged = exchanged
         self._grad_of: Callable[[Any], Any] = _grad
         self._shared: SharedRows | None = None
         self.sums = sums
-        """Whether gradients are summed in :attr:`memory`, beside ``.grad``."""
+        """Whether :attr:`memory` sums the gradients of micro-batches; ``.grad`` then holds those of one micro-batch."""
         self.memory = GradientMemory((), sums=sums)
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes in parameters that came with ``add_param_group`` since; what is summed so far is kept."""
+        """Adds parameters from calls of ``add_param_group`` since the last step; keeps the sums so far."""
         groups = self.optimizer.param_groups
         current = groups[0]["params"] if len(groups) == 1 else list(chain.from_iterable(map(_params, groups)))
         if len(current) == len(self.targets) and all(map(operator.is_, current, self.targets)):
@@ -88,12 +89,12 @@ class Binding:
             self.copies = [None if holder is target else holder for holder, target in pairs]
 
     def collect(self, multiplier: Tensor) -> list[Tensor]:
-        """Adds every holder's ``.grad``, times ``multiplier``, to its sum, and clears it; returns the gradients added."""
+        """Adds every holder's ``.grad``, times ``multiplier``, to its sum, and clears ``.grad``; returns the gradients added."""
         self.refresh()
         return self.memory.add(multiplier)
 
     def gather(self, gradients: Gradients) -> list[Gradient]:
-        """Returns the gradients of a window, from wherever they are."""
+        """Returns the accumulated gradients: those given, this process's sums, or each ``.grad``."""
         self.refresh()
         values = self._given(self._own_sums() if self.sums and gradients.tensors is None else gradients)
         return [
@@ -103,20 +104,20 @@ class Binding:
         ]
 
     def own(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Returns this rank's parts where gradients are sharded, else the same."""
+        """Returns the local shards of sharded gradients, else the gradients themselves."""
         return gradients if self._grad_of is _grad else [local(one) for one in gradients]
 
     def shared(self, targets: Sequence[Tensor]) -> SharedRows | None:
-        """Returns who has other parts of these of the targets; None where they are whole."""
+        """Returns which ranks hold the other shards of ``targets``, a subset of :attr:`targets`; None if nothing is sharded."""
         if self._shared is None or len(targets) == len(self.targets):
             return self._shared
         wanted = set(map(id, targets))
         return self._shared.chosen([place for place, one in enumerate(self.targets) if id(one) in wanted])
 
     def rows(self, gradients: Gradients) -> tuple[Sequence[Tensor | None], Sequence[Tensor] | None]:
-        """Returns a gradient a target (or None), and the flags that say on the device which of them count (None: all).
+        """Returns one gradient (or None) per target, and device flags that mark the gradients to use (None: all).
 
-        What :meth:`gather` tells too, without a wait: for optimizers that read the flags themselves.
+        The same as :meth:`gather` without a wait, for optimizers that read the flags on the device.
         """
         self.refresh()
         if self.sums and gradients.tensors is None:
@@ -128,7 +129,7 @@ class Binding:
         return self._given(gradients._replace(present=None)), flags_of(gradients.present)
 
     def _own_sums(self) -> Gradients:
-        """This process's own sums, where there is nothing to exchange."""
+        """Returns this process's own sums; raises :class:`ConfigError` if they have to be exchanged first."""
         if self._exchanged:
             raise ConfigError(
                 "the fp32 sums of an optimizer's gradients have to be exchanged before step: give it what "
@@ -147,9 +148,9 @@ class Binding:
         return gradients.values()
 
     def clear(self, *, sums: bool = True) -> None:
-        """Forgets the window's gradients, except where the optimizer's own ``.grad`` is what backward fills.
+        """Drops the accumulated gradients, except ``.grad`` of parameters that backward fills and the optimizer updates itself.
 
-        ``sums`` False: but for the sums, so nothing is launched.
+        ``sums`` False keeps the sums, so nothing is launched.
         """
         self.seen = None
         if sums and self.sums:
@@ -162,7 +163,7 @@ class Binding:
                 target.grad = None
 
     def release(self) -> None:
-        """Gives the optimizer back the module's own parameters, with the state of their masters."""
+        """Puts the module's own parameters back into the optimizer, with the optimizer state of their masters."""
         self.clear()
         original = {id(target): holder for holder, target in zip(self.holders, self.targets, strict=True)}
         for group in self.optimizer.param_groups:
@@ -175,7 +176,7 @@ class Binding:
 
 
 def pair(gradient: Gradient) -> tuple[Tensor, Tensor]:
-    """Where the values of a gradient are, and where they go: ``target.grad``, in the target's dtype."""
+    """Creates ``target.grad`` in the target's dtype; returns (source values, destination values)."""
     _, target, value = gradient
     if value.is_sparse:
         value = value.coalesce()
@@ -197,6 +198,6 @@ def pair(gradient: Gradient) -> tuple[Tensor, Tensor]:
 
 
 def values_of(gradient: Tensor | None) -> Tensor:
-    """Returns the numbers of a gradient, of a sparse one too."""
+    """Returns the values of a dense or sparse gradient as a dense tensor."""
     assert gradient is not None
     return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,4 +1,4 @@
-"""The opt levels as one Precision, composed of autocast, casting, masters and loss scaling."""
+"""The opt levels as one Precision, composed of autocast, casting, master weights and loss scaling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class OptLevel(Precision):
-    """An opt level with options; None is the level's own (the table of opt levels in README.md).
+    """An opt level with options; None means the level's default (see the table of opt levels in README.md).
 
     Args:
         level: "O0" to "O5".
@@ -46,14 +46,14 @@ class OptLevel(Precision):
         keep_batchnorm_fp32: BatchNorm stays fp32.
         master_weights: the optimizer updates fp32 copies of half weights.
         loss_scale: a number, or "dynamic".
-        min_loss_scale: the lowest value of a dynamic scale; None is 2**-14.
+        min_loss_scale: the lowest value of a dynamic scale; None means 2**-14.
         max_loss_scale: the highest value of a dynamic scale.
-        scale_window: after how many steps without an overflow a dynamic scale is doubled.
+        scale_window: number of steps without an overflow after which a dynamic scale is doubled.
         cast_model_outputs: the dtype of the model's outputs in your step.
-        num_losses: how many losses have a dynamic scale of their own; ``loss_id`` of ``manual_backward`` is below this.
+        num_losses: number of losses with a dynamic scale of their own; ``loss_id`` of ``manual_backward`` is below this.
 
     Raises:
-        ConfigError: for options that the level cannot have.
+        ConfigError: for options that the level does not allow.
 
     Example:
         >>> OptLevel("O2", loss_scale="128.0", keep_batchnorm_fp32="False").name
@@ -90,7 +90,7 @@ class OptLevel(Precision):
         self._has_trained = False
         self._scaling = ConstantScale(self.level)
         self._several_losses = self.level.dynamic and self.level.num_losses > 1
-        # torch's own clipping and step where neither weights nor gradients differ from what a plain loop has.
+        # Weights and gradients equal those of a plain loop, so torch's own clipping and step are used.
         self._plain = self.level.cast_model_type not in HALF_DTYPES and self.level.loss_scale == 1.0
         self._device = torch.device("cpu")
         self._nan_policy: str | None = None
@@ -101,13 +101,13 @@ class OptLevel(Precision):
         self._outside: tuple[AbstractContextManager[None], AbstractContextManager[None]] = (_NOTHING, _NOTHING)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the scalers, whose kernels know their memory: a copy makes its own."""
+        """Returns the state without the scalers: their kernels hold memory addresses, so a copy makes scalers of its own."""
         scaling = ConstantScale(self.level)
         scaling.early = self._scaling.early
         return {**self.__dict__, "_scaling": scaling, "verdicts": None}
 
     def take_nan_policy(self, policy: str | None) -> None:
-        """Sets what a non-finite gradient means, before the module is converted."""
+        """Sets the policy for non-finite gradients; called before the module is converted."""
         if policy != self._nan_policy:
             self._nan_policy = policy
             self._scale_by(ConstantScale(self.level))
@@ -119,10 +119,10 @@ class OptLevel(Precision):
     # -- set-up ------------------------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> Conversion:
-        """Brings the module to the dtype that it runs in, in place; returns how that is undone.
+        """Converts the module in place to its compute dtype; returns the functions that undo it.
 
-        ``undo`` leaves weights in the dtype they came in (the masters' values) or fp64.  ``full_state`` has the fp32 values behind
-        half weights and buffers: all with masters, else those not written into.
+        ``undo`` restores the weights in their original dtype (with the masters' values) or in fp64.  ``full_state`` returns the
+        fp32 values of half weights and buffers: all of them with masters, else only those not written since the conversion.
         """
         self._restore()
         with contextlib.ExitStack() as failed:
@@ -177,22 +177,22 @@ class OptLevel(Precision):
         self._outside = (_NOTHING, _NOTHING)
 
     def convert_input(self, batch: Any) -> Any:
-        """Brings the floating tensors of a batch to fp64 where the module is fp64.
+        """Casts the floating tensors of a batch to fp64 if the module is fp64; else returns the batch unchanged.
 
-        Half modules cast what they are called with (:class:`Boundary`): casting whole batches would round targets too, and in
-        fp16 make those above 65504 infinite.
+        Half modules cast their own inputs (:class:`Boundary`).  Casting complete batches would also round the targets, and in
+        fp16 it would turn targets above 65504 into infinity.
         """
         return cast_floating(batch, torch.float64) if self.level.cast_model_type is torch.float64 else batch
 
     def setup_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, accumulates: bool = False
     ) -> None:
-        """Gives the optimizers their masters, in the ``param_groups`` that they have."""
+        """Puts master weights into the optimizers' own ``param_groups``, and sets up the stepper."""
         if self._plain and self._nan_policy is None:
             super().setup_optimizers(module, optimizers, strategy, accumulates=accumulates)
             return
         if self._has_trained:
-            # Another fit: what the one before learnt, and its last verdicts, are not this one's.
+            # A second fit starts with a fresh scale and without the last step statuses of the fit before.
             self._scale_by(scale_for(self.level, self._device, self._nan_policy))
             self._has_trained = False
         masters = self._full if self.level.master_weights and not strategy.owns_master_weights else None
@@ -212,14 +212,14 @@ class OptLevel(Precision):
     # -- a step ------------------------------------------------------------------------------------------------------------------
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Runs the user's step under autocast, or with the half module's boundary armed."""
+        """Runs the user's step under autocast, or with the half module's boundary hooks armed."""
         with self._autocast, self._inside:
             return step(*args)
 
     def backward(
         self, loss: Tensor, loss_id: int = 0, run: Callable[..., Any] = Tensor.backward, **options: Any
     ) -> None:
-        """Runs ``run(loss, **options)`` on the scaled loss, fp32 at least."""
+        """Runs ``run(loss, **options)`` on the scaled loss, in fp32 or wider."""
         if self.level.loss_scale != 1.0:
             loss = self._scaling.scaled(loss, loss_id)
         with self._outside[0], self._outside[1]:
@@ -236,27 +236,27 @@ class OptLevel(Precision):
         loss: Tensor | None = None,
         look: Callable[[], Clip | None] | None = None,
     ) -> None:
-        """Unscales, clips and updates, or skips; then rounds the masters into the module."""
+        """Unscales and clips the gradients, then updates or skips; then rounds the masters into the module."""
         if look is not None:
             self._stepper.show(optimizer, gradients)
             clip, gradients = look(), IN_PLACE
         elif run is None and isinstance(optimizer, FusedOptimizer):
-            # Nothing in it that autocast or a boundary would touch.
+            # A fused step runs nothing that autocast or a boundary affects, so the two contexts below are not entered.
             self._stepper.step(optimizer, gradients, clip, None, loss)
             return
         with self._outside[0], self._outside[1]:
             self._stepper.step(optimizer, gradients, clip, run, loss)
         if torch.is_autocast_enabled(self._device.type):
-            torch.clear_autocast_cache()  # a step inside the user's step: the half weights it cached are old ones
+            torch.clear_autocast_cache()  # manual optimization steps inside the user's step: cached half weights are outdated
 
     # -- state -------------------------------------------------------------------------------------------------------------------
 
     def refresh_masters(self) -> None:
-        """Takes the masters anew from the module's weights, after these were edited in place."""
+        """Copies the module's weights into the masters; call it after in-place edits of the weights."""
         self._full.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """Level and dtypes, and where windows may be skipped the scales, counters and the verdicts on their way."""
+        """Returns level and dtype; if steps may be skipped, also scales, counters and step statuses not read yet."""
         level = self.level
         return {
             "level": level.name,
@@ -266,5 +266,5 @@ class OptLevel(Precision):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave at any level; a scale starts fresh where one of the two is a constant."""
+        """Restores a :meth:`state_dict` of any level; the scale starts fresh if only one of the two is dynamic."""
         self._scaling.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Loss scaling whose state lives on the device; its verdicts reach the host exactly two windows later, through a ring."""
+"""Loss scaling with its state on the device; step statuses reach the host exactly two steps later, through a ring buffer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from fabricamp.precision.opt_levels import Level
 
 LAG: Final = 2
-"""How many windows later the host reads what became of one: the same on every device and rank, so that resumed runs agree."""
+"""Steps between a step and the host's read of its status; the same on every device and rank, so resumed runs agree."""
 PATIENCE: Final = 20
-"""How many windows in a row may be skipped while the scale is at its floor."""
+"""After this number of skipped steps in a row with the scale at its floor, the run ends."""
 SLOTS: Final = 4
 _LOOKS: Final = 2000
-"""How many times the host looks for a verdict in pinned memory before it naps in between, for so many seconds."""
+"""Reads of pinned memory in a busy loop, before the host sleeps ``_NAP`` between two reads."""
 _NAP: Final = 5e-5
+"""Seconds."""
 INITIAL_SCALE: Final = 2.0**16
 FACTOR: Final = 2.0
 
@@ -37,7 +38,7 @@ _FIRST_WINDOW, _FIRST_LOSS, _FIRST_SCALE, _FIRST_CHUNK = map(
 
 
 class Verdict(NamedTuple):
-    """What became of one update window, as the device decided it and the host read it."""
+    """The status of one step: applied or skipped, with scale, loss and counters; decided on the device, read by the host."""
 
     applied: bool
     scale: float
@@ -45,11 +46,11 @@ class Verdict(NamedTuple):
     applied_steps: int
     skipped_steps: int
     ends_run: bool = False
-    """Whether the run has to end for it: by ``nan_policy``, or since nothing but skips has come for too long."""
+    """Whether this step has to end the run: by ``nan_policy``, or because too many steps in a row were skipped."""
 
 
 class Overflow(NamedTuple):
-    """What was seen in the first of several windows that were skipped in a row; ``chunk`` -1 where it is not known."""
+    """Values of the first of several steps skipped in a row; ``chunk`` is the lowest non-finite statistic, -1 if not known."""
 
     window: int
     loss: float
@@ -58,14 +59,14 @@ class Overflow(NamedTuple):
 
 
 class LossScaler:
-    """One scale per loss, one verdict per window.
+    """Keeps one scale per loss and one status per step.
 
-    ``state`` is the struct that steps write to.  With one loss it holds that loss's scale too; with several each has a struct
-    of its own in ``losses``.  A window ends with :meth:`close`, or in the launch of a step that was given :meth:`closing`; its
-    struct is then in a ring, on the device and in pinned host memory, and the host reads the slot of two windows ago.
+    Optimizer steps write to the struct ``state``.  With one loss it also holds the scale; several losses have a struct each in
+    ``losses``.  :meth:`close` finishes a step, or the launch of an optimizer step that was given :meth:`closing` does.  The
+    struct is then copied into a ring buffer, on the device and in pinned host memory; the host reads the slot of two steps ago.
 
-    ``sticky``: behind a skipped window every other one is skipped too, and the scale stays.  A scale that ``minimum`` and
-    ``maximum`` leave no room is a constant one.
+    ``sticky``: after a skipped step all later steps are skipped too, and the scale stays.  The scale is constant if ``minimum``
+    equals ``maximum``.
     """
 
     def __init__(
@@ -96,14 +97,14 @@ class LossScaler:
             "hysteresis": hysteresis,
         }
         self._loss_rule = ops.ScaleRule(growth_factor=factor, backoff_factor=1 / factor, **moves)
-        # With several losses the window's own struct only shows a scale.
+        # With several losses, state.scale is only for display (the minimum of the losses' scales), so it must not move itself.
         growth, backoff = (factor, 1 / factor) if num_losses == 1 else (1.0, 1.0)
         moves |= {"sticky": sticky, "ring": self._ring, "mirror": None if self._host is self._ring else self._host}
         self._rule = ops.ScaleRule(growth_factor=growth, backoff_factor=backoff, **moves)
         self._limits = minimum, maximum
         self._floor, self._initial = torch.tensor([minimum, scale], dtype=torch.float32, device="cpu").tolist()
         self.windows = 0
-        """How many have ended."""
+        """Number of finished steps."""
         self._closed = False
         self._settled = False
         self._heeded_from = 0
@@ -116,15 +117,15 @@ class LossScaler:
         self._slots = slots
         self._ring = torch.zeros(slots, _WORDS, dtype=torch.int32, device=self.device)
         self._host = pinned_for_kernels(slots, _WORDS, dtype=torch.int32) if cuda else self._ring
-        # As Python numbers, ten times as fast as by way of a tensor.
+        # A memoryview returns Python numbers ten times as fast as a tensor does.
         words: Any = self._host.view(-1).numpy()
         self._integers, self._floats = memoryview(words), memoryview(words.view("float32"))
         self._events = [torch.cuda.Event() for _ in range(slots)] if cuda else []
-        # The host looks into the ring for a verdict instead of waiting for an event, which would come behind a whole launch.
+        # With several steps per launch an event completes only after the complete launch, so the host polls the ring instead.
         self._looks = slots > SLOTS and runs_kernels(self.device)
 
     def widen(self, slots: int) -> None:
-        """Gives the ring so many slots, for windows that are launched together."""
+        """Resizes the ring to ``slots`` slots, for several steps per launch; keeps its contents."""
         saved = self._saved_ring()
         self._make_ring(slots)
         self._rule = dataclasses.replace(
@@ -147,17 +148,20 @@ class LossScaler:
         )
 
     def closing(self) -> ops.ScaleRule:
-        """Returns the rule for a launch that ends the window; with one loss.  :meth:`launch_close` has then nothing to do."""
+        """Returns the rule for an optimizer step that also finishes the training step; :meth:`launch_close` then does nothing.
+
+        Only with one loss.
+        """
         self._closed = True
         return self._rule
 
     def close(self, loss: Tensor | None) -> Verdict | None:
-        """Ends a window: moves the scales, and returns what became of the window two windows ago (None before there is one)."""
+        """Finishes a step: updates the scales, and returns the status of the step two steps ago (None before there is one)."""
         self.launch_close(loss)
         return self.note_closed()
 
     def note_closed(self) -> Verdict | None:
-        """Counts a window that was ended on the device, and returns what became of the one two windows ago; launches nothing."""
+        """Counts a step that was finished on the device; returns the status of the step two steps ago.  Launches nothing."""
         self._closed = False
         if self._events and not self._looks:
             self._events[self.windows % self._slots].record(stream_in_use(self._ring.device))
@@ -169,7 +173,7 @@ class LossScaler:
         return self.known
 
     def launch_close(self, loss: Tensor | None) -> None:
-        """Moves the scales, and records the verdict in the ring, unless a step has done so in its own launch."""
+        """Updates the scales and records the step status in the ring, unless an optimizer step did so in its own launch."""
         if self._closed:
             return
         state = self.state
@@ -184,13 +188,16 @@ class LossScaler:
         ops.update_scale(state, self._rule, loss=loss)
 
     def as_loss(self, loss: Tensor) -> Tensor:
-        """Returns ``loss`` as a rule takes it: one fp32 number on the device."""
+        """Returns ``loss`` as one fp32 number on the device, detached."""
         if loss.dtype is torch.float32 and loss.device == self.device:
             return loss.detach()
         return loss.detach().to(self.device, torch.float32)
 
     def pending(self) -> list[Verdict]:
-        """Reads, waiting, the verdicts that :meth:`close` has not told yet, oldest first; they stay to be told."""
+        """Returns the statuses that :meth:`close` has not returned yet, oldest first; waits for the device.
+
+        :meth:`close` still returns them later.
+        """
         verdicts, at_floor = [], self._at_floor
         for window in range(max(self.windows - LAG, 0), self.windows):
             verdict, at_floor = self._read(window, at_floor)
@@ -199,7 +206,7 @@ class LossScaler:
         return verdicts
 
     def _read(self, window: int, at_floor: int) -> tuple[Verdict, int]:
-        """The verdict on a window, and how many in a row were skipped at the floor by then (``at_floor`` before it)."""
+        """Returns the status of step ``window``, and the new ``at_floor``: the number of steps in a row skipped at the floor."""
         slot = window % self._slots
         if self._looks:
             self._look_for(window, slot * _WORDS)
@@ -212,7 +219,7 @@ class LossScaler:
         if applied:
             at_floor = 0
         else:
-            # A window ran with the scale that the one before it left.
+            # A step ran with the scale recorded by the step before it.
             left = floats[(window - 1) % self._slots * _WORDS + _SCALE] if window else self._initial
             at_floor = at_floor + 1 if left <= self._floor else 0
             ends_run = at_floor >= PATIENCE or (self.sticky and window >= self._heeded_from)
@@ -233,41 +240,42 @@ class LossScaler:
         return verdict, at_floor
 
     def _look_for(self, window: int, word: int) -> None:
-        """Waits for the verdict of a window, and not for steps behind it that were launched together with it."""
+        """Waits for the status of a step, without waiting for later steps of the same launch."""
         seen, looks = self._integers, 0
+        # Applied plus skipped steps is the step's number plus one, as soon as its slot is written.
         while seen[word + _APPLIED] + seen[word + _SKIPPED] != window + 1:
             looks += 1
             if looks > _LOOKS:
                 time.sleep(_NAP)
-                if stream_in_use(self._ring.device).query():  # which raises where the device has failed
+                if stream_in_use(self._ring.device).query():  # raises if the device has failed
                     return
 
     def slot_of(self, overflow: Overflow) -> int:
-        """Returns the slot of the window that ``overflow`` is of; the last one's where that has been used again since."""
+        """Returns the ring slot of the overflow's step; the last step's slot if that slot was overwritten since."""
         recent = self.windows_since(overflow) < self._slots
         return (overflow.window if recent else self.windows - 1) % self._slots
 
     def windows_since(self, overflow: Overflow) -> int:
-        """Returns how many windows ended after the one that ``overflow`` is of."""
+        """Returns the number of steps finished after the overflow's step."""
         return self.windows - 1 - overflow.window
 
     def settle(self) -> None:
-        """Lets a run that goes on from the state saved from now on start afresh, not sticky with this one's overflow."""
+        """Marks the overflow as handled: a run resumed from state saved from now on does not keep skipping."""
         self._settled = True
 
     @property
     def ring(self) -> Tensor:
-        """The structs of the last windows, on the device: that of a window in slot ``window % len(ring)``."""
+        """The structs of the last steps, on the device; step ``window`` is in slot ``window % len(ring)``."""
         return self._ring
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What a window writes on the device, by name."""
+        """The device tensors that a step writes, by name."""
         losses = {f"state of loss {number}": one.words for number, one in enumerate(self.losses)}
         return {"state": self.state.words, **losses, "ring": self._ring}
 
     def _saved_ring(self) -> Tensor:
-        """Returns a copy of the last slots, as many and in the order in which a checkpoint has them."""
+        """Returns a copy of the last slots, in a checkpoint's layout: ``SLOTS`` slots, whatever the size of the ring."""
         if self._slots == SLOTS:
             return self._ring.clone()
         saved = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, device=self.device)
@@ -286,7 +294,7 @@ class LossScaler:
                 event.record()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scales and counters, the verdicts on their way, and what the host knew; tensors are copies on the device."""
+        """Returns scales, counters, statuses not read yet, and the last status read; tensors are copies on the device."""
         return {
             "window": self.state.state_dict(),
             "scalers": [state.state_dict() for state in self.losses],
@@ -298,7 +306,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave; scalers that it does not name stay as they are."""
+        """Restores a :meth:`state_dict`; losses without an entry in it keep their scale."""
         self.state.load_state_dict(state["window"])
         for own, saved in zip(self.losses, state["scalers"], strict=False):
             own.load_state_dict(saved)
@@ -308,6 +316,6 @@ class LossScaler:
         self.known = Verdict(**state["known"])
         self._at_floor = int(state.get("at_floor", 0))
         if self.sticky and not state.get("sticky", False):
-            # Overflows of a run that skipped them, or that ended for them, are not this one's.
+            # The saved run skipped its overflows or was ended by them; they must not end this run.
             self.state.streak.zero_()
             self._heeded_from = self.windows

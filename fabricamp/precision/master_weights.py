@@ -1,4 +1,4 @@
-"""The fp32 values behind a converted module: masters of what is trained, originals of the rest; nothing of them is lost."""
+"""The fp32 values of a converted module: masters of trained parameters, originals of the other tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 
 _PARAMETERS: Final = WeakTensorKeyDictionary()
-"""The parameter behind each master, for those who see the optimizer alone."""
+"""The module parameter of each master, for callers that only have the optimizer."""
 
 
 def module_parameter(updated: Tensor) -> Tensor:
-    """Returns the module's own parameter for a tensor that an optimizer updates: the half one for its fp32 master."""
+    """Returns the module's parameter of a tensor that an optimizer updates: the half parameter of an fp32 master."""
     parameter = _PARAMETERS.get(updated, lambda: None)()
     return updated if parameter is None else parameter
 
@@ -29,8 +29,8 @@ def module_parameter(updated: Tensor) -> Tensor:
 class FullValue:
     """The fp32 value of a converted tensor.
 
-    While only the half copy is used (frozen weights, buffers, levels without masters) it waits in host memory, and ``version``
-    is the tensor's version at which both were last known to agree; ``is_stale`` is known of one that no longer agrees.
+    While only the half copy is used (frozen weights, buffers, levels without masters), the value is kept in host memory.
+    ``version`` is the tensor's version when both last agreed.  ``is_stale`` is set once they are known to differ.
     """
 
     __slots__ = ("is_master", "is_stale", "value", "version")
@@ -43,29 +43,29 @@ class FullValue:
 
 
 class MasterWeights:
-    """Full values by converted parameter or buffer.  Conversion changes ``.data`` only: every tensor stays the object it was."""
+    """The fp32 values, by converted parameter or buffer.  Conversion changes ``.data`` only: every tensor stays the same object."""
 
     def __init__(self) -> None:
         self.full_values: dict[Tensor, FullValue] = {}
         self.handles: list[RemovableHandle] = []
 
     def convert(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-        """Rounds ``tensors`` to ``dtype`` in place and keeps their full values."""
+        """Rounds ``tensors`` to ``dtype`` in place and keeps their fp32 values."""
         for tensor in tensors:
-            full = tensor.data  # detach() would share its version: writing into the full value would look like an edit
-            # What is wider than it came in (fp64) stays so: rounded back it would not be what was trained.
+            full = tensor.data  # detach() would share the version: a write into the full value would look like an edit
+            # A full value wider than the original (fp64) stays wide: rounding it back would lose trained bits.
             full = full.to(torch.promote_types(full.dtype, torch.promote_types(dtype, torch.float32)))
-            # A copy only where memory is shared: `.data = ` leaves the old storage to us.
+            # Copied only if memory would be shared: `.data = ` leaves the old storage to us.
             full = full.clone() if tensor.dtype == dtype and full.dtype == dtype else full
             tensor.grad = None
             tensor.data = tensor.detach().to(dtype)
             if isinstance(tensor, nn.Parameter):
-                # Half weights may hold the fp32 gradient that hooks look at; backward still fills in half.
+                # Half weights may hold an fp32 gradient for hooks; backward still writes half gradients.
                 tensor.grad_dtype = None
             self.full_values[tensor] = FullValue(full.cpu(), tensor._version)
 
     def watch_loading(self, modules: Iterable[nn.Module]) -> None:
-        """Lets every way of loading a state dict into ``modules`` reach the full values, low bits included."""
+        """Registers hooks on ``modules`` so that loading a state dict also sets the fp32 values, with all their bits."""
         hook = _RefreshOnLoad(self.full_values)
         self.handles += [module.register_load_state_dict_pre_hook(hook) for module in modules]
 
@@ -73,7 +73,7 @@ class MasterWeights:
         return tensor in self.full_values
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Returns the fp32 value behind ``tensor``, where it is; None where it was not converted."""
+        """Returns the fp32 value of ``tensor``, on its current device; None if ``tensor`` was not converted."""
         full = self.full_values.get(tensor)
         if full is None:
             return None
@@ -81,13 +81,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def master_of(self, parameter: Tensor) -> Tensor:
-        """Returns the fp32 parameter that is updated instead of ``parameter`` (itself where it was not converted)."""
+        """Returns the fp32 master of ``parameter``, created on first use; ``parameter`` itself if it was not converted."""
         full = self.full_values.get(parameter)
         if full is None:
             return parameter
         if not full.is_master:
             value = self.checked(parameter, full).to(parameter.device)
-            # Its memory is its own: an optimizer writes into it.
+            # A clone, because the optimizer writes into it.
             full.value = nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
             full.is_master = True
             _PARAMETERS[full.value] = weakref.ref(parameter)
@@ -95,14 +95,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Takes full values anew from the converted tensors: all, or those of some."""
+        """Copies the converted tensors into their fp32 values: all, or only ``tensors``."""
         for tensor in self.full_values if tensors is None else tensors:
             full = self.full_values[tensor]
             full.value.copy_(tensor)
             full.version = tensor._version
 
     def in_state(self, module: nn.Module, state: dict[str, Any], *, written: bool = True) -> dict[str, Any]:
-        """Returns ``state`` with full values for rounded ones; without ``written`` only for what was not written into since."""
+        """Returns ``state`` with fp32 values instead of rounded ones; ``written`` False leaves out tensors written since."""
         result = copy.copy(state)
         look_up = self.value_of if written else self._unwritten
         for name, tensor in [
@@ -114,16 +114,16 @@ class MasterWeights:
         return result
 
     def _unwritten(self, tensor: Tensor) -> Tensor | None:
-        """The full value behind a tensor that still is what it was rounded to; each is compared until it no longer is."""
+        """Returns the fp32 value of a tensor that still equals its rounded value; None after the first difference."""
         full = self.full_values.get(tensor)
         if full is None or full.is_stale:
             return None
-        # Versions do not tell: kernels write through pointers.
+        # Version counters are not enough: kernels write through pointers.
         full.is_stale = not torch.equal(tensor.detach(), full.value.to(tensor.device, tensor.dtype))
         return None if full.is_stale else full.value
 
     def restore(self) -> None:
-        """Puts the full values back into the converted tensors, except where these were changed since; forgets them."""
+        """Puts the fp32 values back into the converted tensors and drops them; keeps changes made to the tensors since."""
         with torch.no_grad():
             for tensor, full in self.full_values.items():
                 full.version = -1
@@ -137,7 +137,7 @@ class MasterWeights:
         self.handles.clear()
 
     def checked(self, tensor: Tensor, full: FullValue) -> Tensor:
-        """Returns the full value of ``tensor``, which is its own widened where somebody wrote into it."""
+        """Returns the fp32 value of ``tensor``; if the tensor was written since, the value is first set to the tensor's."""
         if full.version != tensor._version:
             current = tensor.detach()
             if not torch.equal(current, full.value.to(current.device, current.dtype)):
@@ -147,7 +147,7 @@ class MasterWeights:
 
 
 class _RefreshOnLoad:
-    """A hook before loading; a copy or pickle of its module has no masters, so the hook's copy knows none."""
+    """A pre-hook for loading state dicts; its copy or pickle is empty, because a copied module has no masters."""
 
     def __init__(self, full: dict[Tensor, FullValue]) -> None:
         self._full = full
@@ -175,7 +175,7 @@ class _RefreshOnLoad:
 
 
 def adopt(masters: MasterWeights, optimizer: Optimizer) -> None:
-    """Puts masters into the optimizer's own ``param_groups`` lists and moves the state it has to them, fp32."""
+    """Puts masters into the optimizer's own ``param_groups`` lists, and moves existing optimizer state to them in fp32."""
     for group in optimizer.param_groups:
         parameters = group["params"]
         for index, parameter in enumerate(parameters):
@@ -194,6 +194,6 @@ def _widened(state: Any, parameter: Tensor) -> Any:
 
 
 def round_to(masters: list[Tensor], parameters: list[Tensor]) -> None:
-    """Makes each half weight the rounded master again."""
+    """Rounds each master into its half parameter."""
     pairs = [pair for pair in zip(masters, parameters, strict=True) if pair[0] is not pair[1]]
     ops.copy_cast([master for master, _ in pairs], [parameter for _, parameter in pairs])

@@ -1,4 +1,4 @@
-"""Looks up a Precision by its name, and gives it the Trainer's ``nan_policy``."""
+"""Looks up a Precision by name, and sets the Trainer's ``nan_policy`` on it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TRUE_NAMES = {torch.float16: "16-true", torch.bfloat16: "bf16-true", torch.floa
 def precision_from(
     value: str | int | Precision, nan_policy: str | None = None, device_type: str | None = None
 ) -> Precision:
-    """Returns the Precision that ``value`` names (32 and 16 as Lightning means them), or ``value`` itself where it is one.
+    """Returns the Precision with the name ``value`` (32 and 16 mean the same as in Lightning), or ``value`` if it is a Precision.
 
-    ``nan_policy`` is what it does about non-finite gradients.  Raises :class:`ConfigError` for names that are not known, and for
-    a precision that knows no policy, or an opt level that devices of ``device_type`` ("cpu" or "cuda") cannot compute at.
+    ``nan_policy`` is the policy for non-finite gradients.  Raises :class:`ConfigError` for unknown names, for a precision without
+    policies, and for an opt level that ``device_type`` ("cpu" or "cuda") does not support.
     """
     precision = value if isinstance(value, Precision) else _by_name(value)
     if type(precision) is Precision and nan_policy is not None:
@@ -38,7 +38,7 @@ def precision_from(
 
 
 def precision_name(precision: Precision) -> str:
-    """Returns Lightning's name of a precision where it has one, else the precision's own."""
+    """Returns Lightning's name of a precision if there is one, else the precision's own."""
     if isinstance(precision, TruePrecision):
         return _TRUE_NAMES[precision.dtype]
     return _LIGHTNINGS_NAMES.get(precision.name, precision.name)

@@ -1,4 +1,4 @@
-"""What a non-finite gradient or loss means for a run: the policies, and what is said about it."""
+"""The policies for non-finite gradients and losses, and the messages about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_NAMES: Final = 5
 
 
 def described(overflow: Overflow, names: Sequence[str], step: int) -> str:
-    """Returns whose gradients were not finite, at which ``step`` (``global_step`` then), with which loss and scale."""
+    """Returns a sentence that names the parameters, the ``step`` (a ``global_step``), the loss and the scale of an overflow."""
     shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
     return (
         f"the gradients{' of ' if names else ''}{shown} were not finite at step {step} (loss {overflow.loss:g}, "
@@ -27,16 +27,16 @@ def described(overflow: Overflow, names: Sequence[str], step: int) -> str:
 
 
 class LossWatch:
-    """A sink of logged values that says once of each loss that it is not finite; where nothing looks at gradients.
+    """Receives logged values and warns once per loss if it is not finite; used if nothing checks the gradients.
 
-    A loss is what is logged under a name with "loss" in it.
+    A logged value counts as a loss if its name contains "loss".
     """
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def __call__(self, values: Mapping[str, float], step: int) -> None:
-        """Looks at the values of a flush."""
+        """Checks the values of a flush."""
         for name, value in values.items():
             if math.isfinite(value) or "loss" not in name.lower() or name in self._told:
                 continue

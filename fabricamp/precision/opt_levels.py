@@ -1,4 +1,4 @@
-"""The table of opt levels, and the check of what a caller overrides in it."""
+"""The table of opt levels, and the checks of a caller's overrides."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DEFAULT_FLOOR: Final = 2.0**-14
-"""Where the dynamic scale stops falling, unless ``min_loss_scale`` says otherwise."""
+"""The lowest value of a dynamic scale, unless ``min_loss_scale`` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """What an opt level does; a row of the table, or one with overrides."""
+    """The settings of an opt level: a row of the table, with or without overrides."""
 
     name: str
     autocast: torch.dtype | None = None
@@ -35,15 +35,15 @@ class Level:
     cast_model_outputs: torch.dtype | None = None
     num_losses: int = 1
     whole_step: bool = False
-    """Whether all of the user's step is in ``cast_model_type``, losses too; else it sees fp32 at the module's boundary."""
+    """Whether the complete step, with losses, is in ``cast_model_type``; else module outputs are fp32 in the step."""
 
     @property
     def dynamic(self) -> bool:
-        """Whether the loss scale moves."""
+        """Whether the loss scale is dynamic."""
         return self.loss_scale == "dynamic"
 
     def check_device(self, device_type: str) -> None:
-        """Raises :class:`ConfigError` where devices of ``device_type`` ("cpu" or "cuda") cannot compute at this level."""
+        """Raises :class:`ConfigError` if devices of ``device_type`` ("cpu" or "cuda") do not support this level."""
         dtype = self.autocast or self.cast_model_type
         if self.autocast is not None and not torch.amp.is_autocast_available(device_type):
             raise ConfigError(
@@ -86,9 +86,9 @@ _FLAGS: Final = {"True": True, "False": False}
 
 
 def resolve(name: str, overrides: Mapping[str, Any]) -> Level:
-    """Returns the level called ``name`` with ``overrides`` (None: the level's own).
+    """Returns the level ``name`` with ``overrides`` (None: the level's default).
 
-    Raises :class:`ConfigError` for what cannot be.
+    Raises :class:`ConfigError` for an unknown level and for overrides that it does not allow.
     """
     level = LEVELS.get(name)
     if level is None:
@@ -108,12 +108,12 @@ def resolve(name: str, overrides: Mapping[str, Any]) -> Level:
             f"min_loss_scale={level.min_loss_scale:g} is above max_loss_scale={level.max_loss_scale:g}; swap or widen them"
         )
     if level.master_weights and level.cast_model_type is None:
-        level = replace(level, master_weights=False)  # weights that stay fp32 are their own masters
+        level = replace(level, master_weights=False)  # fp32 weights need no masters
     return level
 
 
 def _check_autocast_overrides(name: str, given: Mapping[str, Any]) -> None:
-    """O1 and O4 leave weights alone: what would change them belongs to another level."""
+    """Raises :class:`ConfigError` for overrides that convert weights: O1 and O4 keep fp32 weights."""
     allowed = (False, "False", torch.float32, "float32", "torch.float32")
     if "cast_model_type" in given and given["cast_model_type"] not in allowed:
         raise ConfigError(

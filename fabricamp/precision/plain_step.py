@@ -1,4 +1,4 @@
-"""A step on gradients as autograd or a strategy left them: torch's own clipping, nothing scaled, nothing skipped."""
+"""An optimizer step in full precision: torch's own clipping, no scaling, no skipping."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class Stepper:
-    """Makes an update of a window's gradients; this one for full precision, where the optimizer updates what backward fills."""
+    """Updates parameters from their gradients; this base serves full precision, without masters or scaling."""
 
     def gradients(self, optimizer: Optimizer) -> GradientMemory:
-        """Returns where the gradients of ``optimizer`` are before its step."""
+        """Returns the memory with the gradients of ``optimizer`` before its step."""
         return GradientMemory(owned_parameters(optimizer))
 
     def collect(self, loss_id: int) -> None:
         """Moves every ``.grad`` into the sums, unscaled and checked for the scaler of ``loss_id``."""
 
     def show(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        """Writes unscaled, averaged gradients into ``.grad``, for those who look at them before :meth:`step`."""
+        """Writes unscaled, averaged gradients into ``.grad``, for hooks that read or edit them before :meth:`step`."""
         if gradients is not IN_PLACE:
             write_gradients(optimizer, gradients)
 
@@ -51,7 +51,7 @@ class Stepper:
     ) -> None:
         """Clips and updates, or skips; ``loss``: see :meth:`Precision.step <fabricamp.precision.Precision.step>`."""
         if run is None and isinstance(optimizer, FusedOptimizer):
-            # Clips and updates from wherever the gradients are; .grad stays as it is.
+            # Reads the gradients from the strategy's buffers; .grad stays as it is.
             flags = None if gradients.present is None else flags_of(gradients.present)
             how = None
             if clip is not None or gradients.divisor != 1 or gradients.weight is not None:
@@ -68,7 +68,7 @@ class Stepper:
         (run or optimizer.step)()
 
     def release(self) -> None:
-        """Gives the optimizers back as they came."""
+        """Restores the optimizers."""
 
 
 PLAIN: Final = Stepper()
@@ -77,7 +77,7 @@ _SHARED: Final[WeakKeyDictionary[Any, tuple[list[Tensor], SharedRows | None]]] =
 
 @torch.no_grad()
 def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
-    """Puts what a strategy averaged elsewhere, or left to be divided, into ``.grad``."""
+    """Writes gradients from a strategy's buffers into ``.grad``, and applies the division that the strategy left out."""
     parameters = owned_parameters(optimizer)
     if gradients.tensors is not None:
         for parameter, value in zip(parameters, gradients.values(), strict=True):
@@ -89,9 +89,9 @@ def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
 
 @torch.no_grad()
 def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
-    """Limits the ``.grad`` of everything in ``optimizer``, by torch's own functions: a hand-written loop has equal bits.
+    """Clips the ``.grad`` of all parameters of ``optimizer`` by torch's own functions, for the same bits as a hand-written loop.
 
-    Of sharded ones this rank's parts, by one exchange: torch would exchange a norm of each.
+    Sharded gradients are clipped shard by shard, with one exchange in total; torch would exchange a norm per parameter.
     """
     parameters = [one for one in owned_parameters(optimizer) if one.grad is not None]
     if any_shard(parameters):
@@ -114,7 +114,7 @@ def _clip_parts(optimizer: Optimizer, parameters: list[Tensor], clip: Clip) -> N
 
 
 def _shared_rows(optimizer: Optimizer, parameters: list[Tensor]) -> SharedRows | None:
-    """Who shares the parameters, asked of them when they are others than last time."""
+    """Returns which ranks share the parameters; cached until the list of parameters changes."""
     known = _SHARED.get(optimizer)
     if known is None or len(known[0]) != len(parameters) or not all(map(operator.is_, known[0], parameters)):
         known = _SHARED[optimizer] = parameters, SharedRows.of(parameters)

@@ -1,4 +1,4 @@
-"""The loss scale of an opt level: a constant, a constant under a ``nan_policy``, or dynamic, one a loss."""
+"""The loss scale of an opt level: constant, constant with a ``nan_policy``, or dynamic with one scale per loss."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 
 
 class ConstantScale:
-    """A constant scale; every window is applied."""
+    """A constant scale; every step is applied."""
 
     verdicts: Verdicts | None = None
     scaler: LossScaler | None = None
 
     def __init__(self, level: Level, device: torch.device | None = None) -> None:
         self.device = device
-        """Whose memory the scale is in; None before a module is there."""
+        """The device of the scale; None before a module is known."""
         self.early: dict[str, Any] = {}
-        """A state that was loaded before there were scalers: for those that come."""
+        """A state that was loaded before the scalers existed; they load it when they are made."""
         self._level = level
         self._factor = 1.0 if level.dynamic else float(level.loss_scale)
 
     def scaled(self, loss: Tensor, loss_id: int) -> Tensor:
-        """Returns what backward runs on: the scaled loss, fp32 at least."""
+        """Returns the scaled loss, in fp32 or wider."""
         loss = loss.float() if loss.dtype in HALF_DTYPES else loss
         return loss * self._factor
 
     def follow(self, module: nn.Module, strategy: Strategy, stepper: OptimizerStepper) -> None:
-        """Takes note of whose gradients are judged."""
+        """Stores the module and bindings, to name the parameters with non-finite gradients."""
 
     def leave(self) -> None:
-        """Forgets module and optimizers, after a run."""
+        """Drops module and optimizers after a run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Scales, counters and the verdicts on their way."""
+        """Returns scales, counters and step statuses not read yet."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class ConstantScale:
 
 
 class JudgedScale(ConstantScale):
-    """A constant scale under a ``policy`` for what is not finite: each window has a verdict."""
+    """A constant scale with a ``policy`` for non-finite gradients: each step has a status (applied or skipped)."""
 
     verdicts: Verdicts
     scaler: LossScaler
@@ -64,28 +64,31 @@ class JudgedScale(ConstantScale):
         self.verdicts = Verdicts(self.scaler, policy, dynamic=level.dynamic)
 
     def follow(self, module: nn.Module, strategy: Strategy, stepper: OptimizerStepper) -> None:
-        """Takes note of whose gradients are judged."""
+        """Stores the module and bindings, to name the parameters with non-finite gradients."""
         self.verdicts.follow(module, strategy, stepper.bindings, stepper.numbers_each)
 
     def leave(self) -> None:
-        """Forgets module and optimizers, after a run; what is known of the windows stays."""
+        """Drops module and optimizers after a run; the step statuses stay."""
         self.verdicts.leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scales, counters and the verdicts on their way."""
+        """Returns scales, counters and step statuses not read yet."""
         return {"scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave; a scale starts fresh where one of the two is a constant."""
+        """Restores a :meth:`state_dict`; the scale starts fresh if only one of the saved and the current one is dynamic."""
         if "scaler" in state and (state.get("loss_scale") == "dynamic") == self._level.dynamic:
             self.scaler.load_state_dict(state["scaler"])
 
 
 class DynamicScale(JudgedScale):
-    """One scale per loss, which moves: each window has a verdict."""
+    """A dynamic scale per loss: each step has a status (applied or skipped)."""
 
     def scaled(self, loss: Tensor, loss_id: int) -> Tensor:
-        """Returns what backward runs on: the loss times its own scale, fp32 at least."""
+        """Returns the loss times its own scale, in fp32 or wider.
+
+        Raises :class:`ConfigError` if ``loss_id`` is not below ``num_losses``.
+        """
         losses = self.scaler.losses
         if not 0 <= loss_id < len(losses):
             name = self._level.name
@@ -98,7 +101,7 @@ class DynamicScale(JudgedScale):
 
 
 def scale_for(level: Level, device: torch.device, policy: str | None) -> ConstantScale:
-    """Returns what an opt level, with a policy for what is not finite, scales losses by."""
+    """Returns the loss scale of an opt level, with ``policy`` for non-finite gradients."""
     if level.dynamic:
         return DynamicScale(level, device, policy)
     return ConstantScale(level, device) if policy is None else JudgedScale(level, device, policy)

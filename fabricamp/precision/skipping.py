@@ -1,4 +1,4 @@
-"""Lets optimizers without kernels of this package leave a step out, by torch's ``found_inf`` protocol where they follow it."""
+"""Lets torch's and other foreign optimizers skip a step, by torch's ``found_inf`` protocol if they support it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ logger = logging.getLogger("fabricamp")
 
 
 def may_skip(optimizer: Optimizer) -> bool:
-    """Returns whether ``optimizer`` may skip its next step by itself, after it was given the state that this takes."""
+    """Returns whether ``optimizer`` can skip its next step on the device; creates the optimizer state that this needs."""
     return _skips_by_itself(optimizer) and _prepare_to_skip(optimizer)
 
 
 def _skips_by_itself(optimizer: Optimizer) -> bool:
-    """Whether ``step`` reads ``found_inf`` on the device: torch's protocol for optimizers with ``fused=True``."""
+    """Returns whether ``step`` reads ``found_inf`` on the device: torch's protocol for optimizers with ``fused=True``."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused", True) for group in optimizer.param_groups
     )
 
 
 def _prepare_to_skip(optimizer: Optimizer) -> bool:
-    """Whether the state that a skipped step needs is there, or could be made.
+    """Returns whether the optimizer state for a skipped step exists or could be created.
 
-    torch's fused SGD allocates its momentum buffers in the first step and leaves them uninitialised where that one is skipped.
-    Zeros make the same first step without dampening; with dampening they do not, and the host has to decide until the buffers
-    are there.
+    torch's fused SGD allocates its momentum buffers in the first step and leaves them uninitialised if that step is skipped.
+    Without dampening, zeros give the same first step.  With dampening they do not, so the host has to decide until the buffers
+    exist.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return True
@@ -47,7 +47,10 @@ def _prepare_to_skip(optimizer: Optimizer) -> bool:
 
 
 def run_unless_overflow(optimizer: Any, found_inf: Tensor, update: Callable[[], Any] | None = None) -> None:
-    """Steps ``optimizer``, which reads ``found_inf`` on the device; ``update`` where its ``step`` is somebody else's by now."""
+    """Steps ``optimizer``, which reads ``found_inf`` on the device; calls ``update`` instead of ``optimizer.step`` if given.
+
+    ``update`` is for an optimizer with a replaced ``step``.
+    """
     optimizer.grad_scale, optimizer.found_inf = None, found_inf
     try:
         (update or optimizer.step)()
@@ -56,9 +59,9 @@ def run_unless_overflow(optimizer: Any, found_inf: Tensor, update: Callable[[], 
 
 
 def leave_fused(optimizer: torch.optim.SGD, *, tell: bool) -> None:
-    """Lets SGD take its plain path: on CPU, torch's fused one (seen in 2.13) leaves most half weights as they are.
+    """Sets ``fused=False`` in SGD: on CPU, torch's fused SGD (seen in 2.13) does not update most half weights.
 
-    Looked at in each step, because loading an optimizer's state brings back the option that was saved.
+    Called in each step, because loading an optimizer's state restores the saved ``fused`` option.
     """
     for group in optimizer.param_groups:
         if group["fused"]:

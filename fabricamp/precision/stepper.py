@@ -1,4 +1,4 @@
-"""Steps optimizers behind a loss scaler or half weights: gradient statistics, one multiplier, one pass, then a step or none."""
+"""Steps optimizers with loss scaling or half weights: statistics, one multiplier, one pass over the gradients, update or skip."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ logger = logging.getLogger("fabricamp")
 
 
 class OptimizerStepper(Stepper):
-    """Steps optimizers whose gradients are scaled, half, or looked at for values that are not finite.
+    """Steps optimizers with gradients that are scaled, half, or checked for non-finite values.
 
     ``scaler`` None: the scale is a constant, and no step is skipped.  ``plain``: gradients are fp32 and unscaled, so torch's own
-    arithmetic writes and clips them.
+    functions write and clip them.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class OptimizerStepper(Stepper):
         self._static_scale = static_scale
         self._state = scaler.state if scaler is not None else ops.StepState.on(device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        # What gradients still carry, on the device: the dynamic scale, a constant, or 1 where the sums are unscaled.
+        # The factor in the gradients, on the device: the dynamic scale, a constant, or 1 if the sums are unscaled already.
         self._scale = torch.full((), float(static_scale), dtype=torch.float32, device=device)
         if scaler is not None:
             self._scale = self._one if self._several_losses else self._state.scale
         self._told = False
         self._bindings: dict[Any, Binding] = {}
-        # A step that is the whole window ends it too, in the same launch.
+        # A single optimizer step also finishes the training step, in the same launch.
         self._closes = len(optimizers) == 1 and not self._several_losses
         self.numbers_each = (2**31 - 1) // max(len(optimizers), 1)
-        """How many statistics each of several optimizers may have, so that all together have numbers of their own."""
+        """Size of each optimizer's range of statistic numbers; the ranges do not overlap and fit into int32."""
         for optimizer in optimizers:
             self._bind(optimizer, masters, sums=sums)
         if sums:
@@ -89,7 +89,7 @@ class OptimizerStepper(Stepper):
         exchanged = sums and self._strategy.distributed and self._strategy.world_size > 1
         binding = self._bindings[optimizer] = Binding(optimizer, masters, blame, sums=sums, exchanged=exchanged)
         if elsewhere:
-            # Backward fills other tensors than those of param_groups: these have to be cleared too.
+            # Backward fills tensors outside of param_groups, so zero_grad has to clear these too.
             optimizer.zero_grad = MethodType(functools.partial(_zero_grad, binding), optimizer)  # type: ignore[method-assign]
 
     def _check(self, optimizer: Optimizer, elsewhere: bool) -> None:
@@ -119,11 +119,11 @@ class OptimizerStepper(Stepper):
 
     @property
     def bindings(self) -> list[Binding]:
-        """What each of the optimizers updates."""
+        """The binding of each optimizer, in the order given."""
         return list(self._bindings.values())
 
     def gradients(self, optimizer: Optimizer) -> GradientMemory:
-        """Returns where the gradients of ``optimizer`` are before its step."""
+        """Returns the memory with the gradients of ``optimizer`` before its step."""
         binding = self._binding(optimizer)
         binding.refresh()
         return binding.memory
@@ -139,9 +139,9 @@ class OptimizerStepper(Stepper):
 
     @torch.no_grad()
     def show(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        """Writes unscaled, averaged gradients into ``.grad``, for those who look at them before :meth:`step`.
+        """Writes unscaled, averaged gradients into ``.grad``, for hooks that read or edit them before :meth:`step`.
 
-        A half weight and its master get the same fp32 tensor, so that edits reach both.
+        A half weight and its master get the same fp32 tensor, so edits reach both.
         """
         binding = self._binding(optimizer)
         self._write(binding, gradients, None, None)
@@ -159,7 +159,7 @@ class OptimizerStepper(Stepper):
         run: Callable[[], Any] | None,
         loss: Tensor | None,
     ) -> None:
-        """Clips and updates, or skips; ends the window too where ``loss`` is given and that can be done in the same launch."""
+        """Clips and updates, or skips; with ``loss`` it also finishes the training step if the same launch can do so."""
         self.launch_step(optimizer, gradients, clip, run, loss)
         self.note_stepped(optimizer)
 
@@ -171,7 +171,7 @@ class OptimizerStepper(Stepper):
         run: Callable[[], Any] | None,
         loss: Tensor | None,
     ) -> None:
-        """What :meth:`step` does on the device."""
+        """Runs the device part of :meth:`step`."""
         binding = self._bindings.get(optimizer) or self._binding(optimizer)
         if isinstance(optimizer, FusedOptimizer) and binding.seen is None and run is None:
             self._launch_fused(optimizer, binding, gradients, clip, loss)
@@ -184,7 +184,7 @@ class OptimizerStepper(Stepper):
             binding.memory.clear()
 
     def note_stepped(self, optimizer: Optimizer) -> None:
-        """What only the host does behind a step: remembers whose statistics it took, and forgets the gradients it used."""
+        """Runs the host part of :meth:`step`: records the parameters of the statistics, and drops the used gradients."""
         binding = self._bindings[optimizer]
         if self._scaler is not None and binding.looked is not None:
             binding.blame.note(self._scaler.windows, binding.looked)
@@ -192,7 +192,7 @@ class OptimizerStepper(Stepper):
         binding.clear(sums=False)
 
     def _fill(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> Tensor:
-        """One pass over the gradients, into ``.grad``; returns whether the optimizer has to leave its step out."""
+        """Writes the gradients into ``.grad`` in one pass; returns the device flag that tells the optimizer to skip its step."""
         if binding.seen is not None:
             return self._rewrite(binding, binding.seen, clip)
         self._write(binding, gradients, clip, loss)
@@ -201,7 +201,7 @@ class OptimizerStepper(Stepper):
     def _launch_fused(
         self, optimizer: FusedOptimizer, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None
     ) -> None:
-        """Statistics, finish and update; ``.grad`` stays as backward left it."""
+        """Launches statistics, finish and update; leaves ``.grad`` unchanged."""
         values, flags = binding.rows(gradients)
         scaler, scale, divisor = self._scaler, self._scale, gradients.divisor
         if gradients.weight is not None:
@@ -216,14 +216,14 @@ class OptimizerStepper(Stepper):
         binding.looked = None if statistics is None else Looked(statistics)
 
     def _closing(self, loss: Tensor | None) -> tuple[ops.ScaleRule | None, Tensor | None]:
-        """The rule that ends the window in a step's own launch, with the loss for it; None where that takes a launch more."""
+        """Returns (rule, loss) to finish the training step in the optimizer step's launch; Nones if it needs another launch."""
         scaler = self._scaler
         if loss is None or scaler is None or not self._closes:
             return None, None
         return scaler.closing(), scaler.as_loss(loss)
 
     def _write(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
-        """Puts a window's gradients into ``.grad``, unscaled, averaged and clipped."""
+        """Writes the accumulated gradients into ``.grad``, unscaled, averaged and clipped."""
         binding.writes = True
         if self._plain:
             self._look(binding, gradients, clip, loss)
@@ -247,7 +247,7 @@ class OptimizerStepper(Stepper):
         ops.scale(sources, destinations, self._state.multiplier, limit)
 
     def _look(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
-        """Writes and clips by torch's own arithmetic, as without a policy, after a look at whether all is finite."""
+        """Writes and clips by torch's own functions, as without a policy, and checks that all gradients are finite."""
         write_gradients(binding.optimizer, gradients)
         targets = [target for target in binding.targets if target.grad is not None]
         values = binding.own([values_of(target.grad) for target in targets])
@@ -265,7 +265,7 @@ class OptimizerStepper(Stepper):
         max_norm: float | None,
         loss: Tensor | None,
     ) -> None:
-        """Statistics of the gradients of ``targets``, and what they mean for the step."""
+        """Computes statistics of the gradients of ``targets``, and from them the step's multiplier, norm and overflow flag."""
         scaler = self._scaler
         shared = binding.shared(targets)
         statistics = ops.gradient_statistics(sources, scale, divisor, shared=shared)
@@ -277,7 +277,8 @@ class OptimizerStepper(Stepper):
         binding.looked = Looked(statistics, (targets, sizes))
 
     def _rewrite(self, binding: Binding, seen: list[Tensor | None], clip: Clip | None) -> Tensor:
-        """Takes in what hooks made of the gradients they were shown, and clips it; returns whether the step has to be skipped."""
+        """Reads the gradients from ``.grad`` after hooks edited them, and clips them; returns the flag that skips the step."""
+        # A hook may have replaced the .grad of a half weight; the master's .grad, if unchanged, follows it.
         for holder, target, shown in zip(binding.holders, binding.targets, seen, strict=True):
             if holder is not target and holder.grad is not shown and target.grad is shown:
                 target.grad = None if holder.grad is None else holder.grad.to(target.dtype)
@@ -286,7 +287,7 @@ class OptimizerStepper(Stepper):
         values, found_inf = binding.own([values_of(target.grad) for target in targets]), binding.found_inf
         max_norm, limit = limits(None if self._plain else clip)
         multiplier: Tensor | float = 1.0
-        if self._scaler is not None or max_norm is not None:  # hooks may have written what is not finite
+        if self._scaler is not None or max_norm is not None:  # hooks may have written non-finite values
             self._finish(binding, targets, values, self._one, 1.0, max_norm, None)
             multiplier, found_inf = self._state.multiplier, torch.maximum(found_inf, self._state.found_inf)
         if clip is not None and self._plain:
@@ -325,7 +326,7 @@ class OptimizerStepper(Stepper):
         )  # fmt: skip
 
     def release(self) -> None:
-        """Gives the optimizers back as they came."""
+        """Restores the optimizers: their own parameters and ``zero_grad``."""
         for optimizer, binding in self._bindings.items():
             binding.release()
             optimizer.__dict__.pop("zero_grad", None)

@@ -1,4 +1,4 @@
-"""Lightning's "true" precisions: all of the user's step in one dtype, with its inputs, its outputs and torch's default dtype."""
+"""Lightning's "true" precisions: one dtype for the complete step, with its inputs, its outputs and torch's default dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabricamp.precision.level import OptLevel
 
 
 class TruePrecision(OptLevel):
-    """O3 without the fp32 boundary: batches come in ``dtype``, and the step keeps what its modules give back.
+    """O3 without the fp32 boundary: batches are cast to ``dtype``, and module outputs keep their dtype.
 
     >>> TruePrecision(torch.bfloat16).convert_input(torch.ones(2)).dtype
     torch.bfloat16
@@ -27,20 +27,20 @@ class TruePrecision(OptLevel):
         self._default = _DefaultDtype(dtype)
 
     def convert_input(self, batch: Any) -> Any:
-        """Brings the floating tensors of a batch to the module's dtype."""
+        """Casts the floating tensors of a batch to the module's dtype."""
         return cast_floating(batch, self.dtype)
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Runs the user's step with ``dtype`` as torch's default."""
+        """Runs the user's step with ``dtype`` as torch's default dtype."""
         with self._default:
             return step(*args)
 
     def _bound(self, module: nn.Module, converted: set[int]) -> None:
-        """No call is cast."""
+        """Adds no boundaries, so no call is cast."""
 
 
 class _DefaultDtype:
-    """A context in which torch's default dtype is another one; it may be entered again inside itself."""
+    """A context that sets torch's default dtype; it can be nested."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -1,4 +1,4 @@
-"""What became of each update window: decided on the device, read by the host two windows later."""
+"""The status of each step (applied or skipped): decided on the device, read by the host two steps later."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Verdicts:
-    """The verdicts of a Precision that may skip a window: for overflow, or by ``policy`` for any non-finite gradient.
+    """The step statuses of a Precision that may skip steps: for overflow, or by ``policy`` for any non-finite gradient.
 
-    ``policy`` is the Trainer's ``nan_policy``: "skip", "stop" or "raise"; None: what the level does by itself.
-    ``dynamic``: whether the loss scale moves.
-    ``schedules_follow``: learning-rate schedules follow applied windows; not where the first one that is not applied is the end.
+    ``policy`` is the Trainer's ``nan_policy``: "skip", "stop" or "raise"; None: the level's own behaviour.
+    ``dynamic``: whether the loss scale is dynamic.
+    ``schedules_follow``: learning-rate schedules count applied steps; False if the first skipped step ends the run.
     """
 
     def __init__(self, scaler: LossScaler, policy: str | None, *, dynamic: bool) -> None:
@@ -40,81 +40,87 @@ class Verdicts:
 
     @property
     def scale(self) -> float:
-        """The loss scale, as far as the host knows without waiting."""
+        """The loss scale in the last status that the host has read; does not wait."""
         return self.scaler.known.scale
 
     @property
     def applied_steps(self) -> int:
-        """Windows applied, as far as the host knows without waiting."""
+        """The number of applied steps in the last status that the host has read; does not wait."""
         return self.scaler.known.applied_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Windows skipped, as far as the host knows without waiting."""
+        """The number of skipped steps in the last status that the host has read; does not wait."""
         return self.scaler.known.skipped_steps
 
     @property
     def applied_on_device(self) -> Tensor:
-        """The number of windows applied, on the device, known there before the host knows; a later window changes it."""
+        """The number of applied steps, as a device tensor, up to date before the host reads it; later steps change it."""
         return self.scaler.state.applied
 
     @property
     def window_tensors(self) -> list[Tensor]:
-        """What an open window has on the device beside its gradients: what is known of each of several losses."""
+        """The device state of an accumulation in progress beside its gradients: one struct per loss if there are several."""
         losses = self.scaler.losses
         return [one.words for one in losses] if len(losses) > 1 else []
 
     def follow(self, module: nn.Module, strategy: Strategy, bindings: Sequence[Binding], numbers_each: int) -> None:
-        """Takes note of whose gradients are judged; the statistics of each binding have so many numbers of their own."""
+        """Stores module, strategy and bindings; each binding has a range of ``numbers_each`` statistic numbers."""
         self._module, self._strategy, self._bindings, self._numbers_each = module, strategy, bindings, numbers_each
         self._first = None
 
     def widen(self, steps: int) -> None:
-        """Keeps the verdicts of so many windows that are launched together; before the first batch."""
+        """Makes room for the statuses of ``steps`` steps per launch; call it before the first batch."""
         self.scaler.widen(steps + SLOTS)
         for binding in self._bindings:
             binding.blame.widen(steps + SLOTS)
 
     def leave(self) -> None:
-        """Forgets module and optimizers, after a run; what is known of the windows stays."""
+        """Drops module and optimizers after a run; the step statuses stay."""
         self._module, self._bindings = None, ()
 
     def close_window(self, loss: Tensor | None) -> Verdict | None:
-        """Ends an update window; returns what became of the one two windows ago, None before there is one."""
+        """Finishes a step; returns the status of the step two steps ago, None before there is one."""
         self.launch_close(loss)
         return self.note_closed()
 
     def launch_close(self, loss: Tensor | None) -> None:
-        """Moves the scales and records the verdict, on the device, where no step has done so in its own launch."""
+        """Updates the scales and records the status on the device, unless an optimizer step did so in its own launch."""
         losses = self.scaler.losses
         if len(losses) > 1 and self._strategy.distributed:
             _agree([one.finite for one in losses], self._strategy)
         self.scaler.launch_close(loss)
 
     def repeated(self, optimizer: Optimizer) -> Callable[[], None] | None:
-        """Returns what notes, behind each repetition of the last step of ``optimizer``, what its statistics are of."""
+        """Returns a callback to run after each replay of the last step of ``optimizer``; None if it took no statistics.
+
+        The callback records which parameters the statistics belong to.
+        """
         scaler = self.scaler
         blame = next(binding.blame for binding in self._bindings if binding.optimizer is optimizer)
         looked = blame.looked
         return None if looked is None else lambda: blame.note(scaler.windows, looked)
 
     def keep_statistics(self, optimizer: Optimizer) -> None:
-        """Copies what the last step of ``optimizer`` looked at, while it is captured, to where no other graph writes."""
+        """Copies the statistics of the last step of ``optimizer``, during capture, to memory that no other graph writes."""
         next(binding.blame for binding in self._bindings if binding.optimizer is optimizer).keep()
 
     def note_closed(self) -> Verdict | None:
-        """Counts the window and reads the verdict that is due; nothing is launched."""
+        """Counts the step and returns the status that is due; launches nothing."""
         verdict = self.scaler.note_closed()
         if verdict is not None and not verdict.applied:
             self._look_at(self.scaler.overflow)
         return verdict
 
     def drain(self) -> list[Verdict]:
-        """Reads, waiting, the verdicts that :meth:`close_window` has not told yet; they stay to be told."""
+        """Returns the statuses that :meth:`close_window` has not returned yet; waits for the device.
+
+        :meth:`close_window` still returns them later.
+        """
         return self.scaler.pending()
 
     def explain(self, global_step: int) -> str:
-        """Returns which gradients were not finite first, in the overflow for which the run has to end; waits for the device."""
+        """Returns a sentence that names the non-finite gradients of the overflow that ends the run; waits for the device."""
         scaler = self.scaler
         if self._module is None:
             return ""
@@ -125,7 +131,7 @@ class Verdicts:
         return described(scaler.overflow, blamed, global_step - 1 - scaler.windows_since(scaler.overflow))
 
     def _look_at(self, overflow: Overflow) -> None:
-        """Finds, while that is known, whose gradient had the lowest bad chunk of an overflow."""
+        """Finds the parameter of an overflow's lowest non-finite statistic, before its ring slot is overwritten."""
         if self._first is not None and self._first[0] == overflow.window:
             return
         first = None
@@ -135,7 +141,7 @@ class Verdicts:
         self._first = overflow.window, first
 
     def _blamed(self, overflow: Overflow) -> list[Tensor]:
-        """Returns what backward filled with non-finite gradients: the first of that overflow, then the last window's."""
+        """Returns the model parameters with non-finite gradients: the overflow's first, then those of the last step."""
         self._look_at(overflow)
         found = [self._first[1]] if self._first is not None and self._first[1] is not None else []
         found += [target for binding in self._bindings for target in binding.blame.last_targets()]
@@ -148,7 +154,7 @@ class Verdicts:
 
 
 def _agree(flags: Sequence[Tensor], strategy: Strategy) -> None:
-    """Makes the ranks agree which of several losses overflowed, before their scales move (one small exchange)."""
+    """Makes the ranks agree which of several losses overflowed, before their scales are updated (one small exchange)."""
     finite = strategy.reduce(torch.stack(list(flags)), "min")
     for flag, agreed in zip(flags, finite, strict=True):
         flag.copy_(agreed)

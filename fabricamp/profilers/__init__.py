@@ -1,4 +1,4 @@
-"""Profilers: what a run spends its time on, by the names of what is called."""
+"""Profilers: measure the time that a run spends in each named action."""
 
 from __future__ import annotations
 

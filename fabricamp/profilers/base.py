@@ -1,4 +1,4 @@
-"""The profiler of a Trainer that was given none."""
+"""The profiler of a Trainer without a ``profiler`` argument."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ class PassThroughProfiler(Profiler):
         ...     pass
     """
 
-    def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]  # as a context it is the same
-        """A context in which nothing is noted."""
+    def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]  # also a context manager of str
+        """Returns a context that records nothing."""
         return contextlib.nullcontext(action_name)

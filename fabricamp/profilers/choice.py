@@ -1,4 +1,4 @@
-"""Which profiler ``Trainer(profiler=...)`` means."""
+"""Resolves ``Trainer(profiler=...)`` to a profiler."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NAMES = ("simple", "pytorch", "memory")
 
 
 def profiler_from(value: Any, device_type: str) -> Profiler:
-    """Returns the profiler of a name, an object or None; raises :class:`ConfigError` for anything else.
+    """Returns the profiler for a name, an object or None; raises :class:`ConfigError` for anything else.
 
-    That of a GPU's memory is refused on another device, where it would write nothing.
+    A MemoryProfiler is refused on other devices than a GPU, where it would write nothing.
     """
     profiler = _chosen(value)
     if isinstance(profiler, MemoryProfiler) and device_type != "cuda":
@@ -38,7 +38,7 @@ def _chosen(value: Any) -> Profiler:
     if value == "memory":
         return MemoryProfiler()
     if value == "pytorch":
-        from fabricamp.profilers.pytorch import PyTorchProfiler  # torch.profiler is imported where it is asked for
+        from fabricamp.profilers.pytorch import PyTorchProfiler  # imports torch.profiler only on request
 
         return PyTorchProfiler()
     if words := lightnings(value):

@@ -1,4 +1,4 @@
-"""What a GPU's memory was asked for in a window of steps, by whom: a snapshot for pytorch.org/memory_viz."""
+"""Records GPU allocations and their callers over some steps: a snapshot for pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LOG = logging.getLogger("fabricamp")
 class MemoryProfiler(Profiler):
     """Records each allocation on the GPU with its Python frames, and writes a snapshot that https://pytorch.org/memory_viz shows.
 
-    By default it records from the beginning of the run, with weights and the optimizer's states, to the end of the third batch.
-    An error within the window, such as out of memory, ends the recording: the file shows what led to it.  ``"fit-memory.pickle"``
-    is in the folder of the logs, with several processes one for each (``"fit-memory-0.pickle"``).
+    By default it records from the start of the run, including weights and optimizer states, to the end of the third batch.
+    An error within the recorded window, such as out of memory, ends the recording: the file shows what led to the error.
+    ``"fit-memory.pickle"`` is in the folder of the logs; with several processes there is one file each (``"fit-memory-0.pickle"``).
 
     Args:
-        dirpath: the folder of the file; None is that of the run's logs.
-        wait: how many batches come before the window; 0 begins it with the run.
-        active: how many batches it has; None: up to the end of the run.
-        max_entries: how many of the last allocations and frees are kept; each takes a few kB.
+        dirpath: the folder of the file; None means the folder of the run's logs.
+        wait: number of batches before the window; 0 starts it with the run.
+        active: number of batches in the window; None records up to the end of the run.
+        max_entries: number of most recent allocations and frees to keep; each takes a few kB.
 
     Raises:
         ConfigError: for a number that is out of range; from the Trainer, on a CPU.
@@ -51,14 +51,14 @@ class MemoryProfiler(Profiler):
         self._written = ""
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Begins the window where nothing goes before it."""
+        """Starts recording if ``wait`` is 0."""
         super().setup(stage, local_rank, log_dir)
         self._batches, self._written = 0, ""
         if self.wait == 0:
             self._begin()
 
     def stop(self, action_name: str) -> None:
-        """Counts batches; begins the window and ends it."""
+        """Counts batches; starts and ends the recording."""
         if not action_name.endswith(BATCHES[self._stage or "fit"]):
             return
         self._batches += 1
@@ -68,15 +68,15 @@ class MemoryProfiler(Profiler):
             self._end()
 
     def summary(self) -> str:
-        """Ends the window; returns where the snapshot is, or why there is none."""
+        """Ends the recording; returns the snapshot's path, or why there is none."""
         self._end()
         return self._written or (
-            f"the memory of no batch was recorded: the run had {self._batches}, and MemoryProfiler(wait={self.wait}) begins behind "
+            f"the memory of no batch was recorded: the run had {self._batches}, and MemoryProfiler(wait={self.wait}) begins after "
             "them; give a smaller wait"
         )
 
     def teardown(self, stage: str | None) -> None:
-        """Ends the window that an error has cut; says where the snapshot is."""
+        """Ends a recording that an error has interrupted, and logs the snapshot's path."""
         if self._records:
             self._end()
             if not self._local_rank:

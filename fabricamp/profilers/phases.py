@@ -1,4 +1,4 @@
-"""Where the time of a batch goes: reading, forward, backward, exchange, update, and what the host does beside."""
+"""Measures the phases of a batch: reading, forward, backward, exchange, update, and the remaining time on the host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BY_ACTION: Final = {
     "optimizer_step": "update",
     "run_training_epoch": "host",
 }
-"""What is within none of the others is the host's; actions are known by what stands behind the last point."""
+"""Phase by the last component of an action's name; time outside all other phases counts as "host"."""
 _VALIDATION: Final = "[_EvaluationLoop].run"
 _BATCH: Final = "run_training_batch"
 _WIDTH: Final = 40
 
 
 class Breakdown(NamedTuple):
-    """The seconds of one batch by phase; so many ``batches`` were measured."""
+    """The mean seconds of one batch by phase, over ``batches`` measured batches."""
 
     title: str
     seconds: dict[str, float]
@@ -38,10 +38,10 @@ class _Open(NamedTuple):
 
 
 class PhaseClock:
-    """Adds up the time of each phase, less that of the phases within it.
+    """Adds up the time of each phase, without that of the phases nested in it.
 
-    ``mark`` notes a moment and ``between`` tells the seconds between two; ``graph`` says that a batch is the replay of a CUDA
-    graph, in which no phases are told apart.
+    ``mark`` returns a time mark, and ``between`` the seconds between two marks.  With ``graph`` a batch is the replay of a CUDA
+    graph, in which phases cannot be distinguished.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class PhaseClock:
         self._noted: list[tuple[str, str | None, Any, Any]] = []
 
     def start(self, action: str) -> None:
-        """An action begins."""
+        """Notes the start of an action."""
         phase = self._phase_of(action)
         if phase is not None:
             self._open.append(_Open(action, phase, self._mark()))
 
     def stop(self, action: str) -> None:
-        """It is over."""
+        """Notes the end of an action."""
         self.batches += action == _BATCH
         if self._open and self._open[-1].action == action:
             one = self._open.pop()
@@ -74,14 +74,14 @@ class PhaseClock:
             self._noted.append((one.phase, outer, one.begin, self._mark()))
 
     def restart(self) -> None:
-        """Forgets what has been; what is open begins here."""
+        """Drops all measurements; open actions count from now on."""
         now = self._mark()
         self._open = [one._replace(begin=now) for one in self._open]
         self._noted.clear()
         self.batches = 0
 
     def breakdown(self, title: str) -> Breakdown | None:
-        """Returns the mean batch; None where there was none."""
+        """Returns the mean batch; None if there was no batch."""
         if not self.batches:
             return None
         totals = dict.fromkeys((*PHASES, _VALIDATION), 0.0)

@@ -1,4 +1,4 @@
-"""The face of a profiler: it is told when an action starts and stops, and reports at the end of a run."""
+"""The base class of profilers: called at the start and stop of each action, and reports at the end of a run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BATCHES: Final = {
     "test": "test_step",
     "predict": "predict_step",
 }
-"""The action that is one batch, by entry point."""
+"""The action of one batch, by entry point."""
 
 
 class Profiler(NamesKeywords):
-    """Derive from it, and override ``start``, ``stop`` and ``summary``.  It is called only if it is given to the Trainer.
+    """Base class of profilers: override ``start``, ``stop`` and ``summary``.  It is called only if it is given to the Trainer.
 
     Args:
-        dirpath: the folder of its files; None is that of the run's logs.
+        dirpath: the folder of its files; None means the folder of the run's logs.
         filename: writes the report to this file, with the entry point's name before it and ".txt" after it; None prints it.
 
     Example:
@@ -50,10 +50,10 @@ class Profiler(NamesKeywords):
         self._local_rank: int | None = None
 
     def start(self, action_name: str) -> None:
-        """An action begins, such as ``"run_training_batch"`` or ``"[Callback]ModelCheckpoint.on_train_end"``."""
+        """Called at the start of an action, such as ``"run_training_batch"`` or ``"[Callback]ModelCheckpoint.on_train_end"``."""
 
     def stop(self, action_name: str) -> None:
-        """It is over, also by an exception."""
+        """Called at the end of an action, also after an exception."""
 
     def summary(self) -> str:
         """Returns the report."""
@@ -61,7 +61,7 @@ class Profiler(NamesKeywords):
 
     @contextlib.contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """A context that is one action: ``with self.trainer.profiler.profile("loss"):`` in a step of yours."""
+        """Profiles a block as one action: ``with self.trainer.profiler.profile("loss"):`` in your own step."""
         self.start(action_name)
         try:
             yield action_name
@@ -69,15 +69,15 @@ class Profiler(NamesKeywords):
             self.stop(action_name)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """A run of ``stage`` ("fit", "validate", "test" or "predict") begins; the rank is None where there is one process."""
+        """Called at the start of a run of ``stage`` ("fit", "validate", "test" or "predict"); the rank is None with one process."""
         self._stage, self._local_rank = stage, local_rank
         self.dirpath = self.dirpath or log_dir
 
     def watch(self, module: nn.Module) -> None:
-        """The module that is run, before the first action."""
+        """Called with the module of the run, before the first action."""
 
     def teardown(self, stage: str | None) -> None:
-        """The run is over, perhaps by an exception."""
+        """Called at the end of a run, also after an exception."""
 
     def describe(self) -> None:
         """Writes the summary to the file, or logs it on the first rank of each machine."""
@@ -92,7 +92,7 @@ class Profiler(NamesKeywords):
         self.teardown(self._stage)
 
     def _file(self, name: str) -> Path:
-        """The path of a file of this rank, in a folder that is there."""
+        """Returns the path of a file of this rank; creates the folder."""
         folder = Path(self.dirpath or ".")
         folder.mkdir(parents=True, exist_ok=True)
         stem, dot, rest = name.partition(".")

@@ -1,4 +1,4 @@
-"""torch's profiler over a window of steps: a trace file, and a table of operations."""
+"""Runs torch's profiler over some steps: writes a trace file, and a table of operations."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _SORT_KEYS = (*_TIMES, *(f"self_{name}" for name in _TIMES[2:]), "count")
 class PyTorchProfiler(Profiler):
     """Records a few steps with ``torch.profiler``: writes a trace for chrome://tracing, and shows the operations that took longest.
 
-    By default the third to fifth step are recorded.  ``schedule=torch.profiler.schedule(wait=100, warmup=1, active=5, repeat=1)``
-    records others, ``schedule=None`` the whole run.
+    By default it records the third to fifth step.  ``schedule=torch.profiler.schedule(wait=100, warmup=1, active=5, repeat=1)``
+    records other steps, ``schedule=None`` the complete run.
 
     Args:
-        dirpath: the folder of its files; None is that of the run's logs.
+        dirpath: the folder of its files; None means the folder of the run's logs.
         filename: writes the table to this file, with the entry point's name before it and ".txt" after it; None prints it.
         group_by_input_shapes: a row for each shape of an operation's inputs; needs ``record_shapes=True``.
-        emit_nvtx: marks operations for NVIDIA's tools in place of recording them.
-        export_to_chrome: writes the trace, one file a window: ``fit-trace.0.pt.trace.json``.
-        row_limit: how many rows the table has; -1: all.
-        sort_by_key: what the table is sorted by; None is the time on the GPU if there is one, else on the CPU.
+        emit_nvtx: marks operations for NVIDIA's tools instead of recording them.
+        export_to_chrome: writes the trace, one file per recorded window: ``fit-trace.0.pt.trace.json``.
+        row_limit: number of rows in the table; -1: all.
+        sort_by_key: the sort key of the table; None means the time on the GPU if there is one, else on the CPU.
         record_module_names: shows in the trace which submodule runs.
         table_kwargs: further arguments of torch's table.
         **profiler_kwargs: further arguments of ``torch.profiler.profile``, such as ``schedule`` and ``profile_memory``.
@@ -73,7 +73,7 @@ class PyTorchProfiler(Profiler):
                 f"schedule={given!r} is no function; give torch.profiler.schedule(...), or None for the whole run"
             )
         self.profiler: Any = None
-        """torch's profiler, once the run has begun."""
+        """torch's profiler; None before a run."""
         self._group_by_input_shapes = group_by_input_shapes
         self._emit_nvtx = emit_nvtx
         self._export_to_chrome = export_to_chrome
@@ -87,7 +87,7 @@ class PyTorchProfiler(Profiler):
         self._table = ""
 
     def watch(self, module: nn.Module) -> None:
-        """Notes where submodules begin and end."""
+        """Adds hooks that mark the start and end of each submodule's forward."""
         if not self._record_module_names:
             return
         for name, one in module.named_modules():
@@ -99,13 +99,13 @@ class PyTorchProfiler(Profiler):
                 ]
 
     def start(self, action_name: str) -> None:
-        """Opens a range of this name, and the profiler where it is the first."""
+        """Opens a range with this name; the first call also starts torch's profiler."""
         if self.profiler is None:
             self._open()
         self._enter(action_name)
 
     def stop(self, action_name: str) -> None:
-        """Closes it; behind a step's the profiler counts one."""
+        """Closes the range; after the action of a batch, advances torch's profiler by one step."""
         self._leave(action_name)
         step = BATCHES.get(self._stage or "", "")
         if step and action_name.endswith(step) and isinstance(self.profiler, profile):
@@ -119,7 +119,7 @@ class PyTorchProfiler(Profiler):
         return "torch's profiler recorded no step: the run was too short for its window; give schedule=None, or a shorter one"
 
     def teardown(self, stage: str | None) -> None:
-        """Ends the recording, and takes the hooks off the module."""
+        """Ends the recording, and removes the hooks from the module."""
         self._close()
         self.profiler = None
         self._table = ""
@@ -139,7 +139,7 @@ class PyTorchProfiler(Profiler):
         defaults = {
             "activities": activities,
             "schedule": schedule(wait=1, warmup=1, active=3, repeat=1),
-            "acc_events": True,  # the table is of all windows
+            "acc_events": True,  # the table covers all windows
         }
         options = {**defaults, **self._profiler_kwargs}
         given, windows = options.pop("on_trace_ready", None), iter(range(10**9))

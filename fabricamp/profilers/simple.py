@@ -1,4 +1,4 @@
-"""How often actions were called, and how long they took: a table at the end of the run."""
+"""Counts and times actions, and prints a table at the end of the run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class SimpleProfiler(Profiler):
     """Adds up the time of each action on the host: the GPU's time counts for the action that waits for its result.
 
-    Actions contain each other, as a batch its hooks, so the shares do not add up to 100.  After them come the parts of a training
-    batch, which do not overlap.
+    Actions are nested (a batch contains its hooks), so the shares do not add up to 100.  The phases of a training batch follow the
+    table; they do not overlap.
 
     Args:
-        dirpath: the folder of the report; None is that of the run's logs.
+        dirpath: the folder of the report; None means the folder of the run's logs.
         filename: writes the report to this file, with the entry point's name before it and ".txt" after it; None prints it.
-        extended: shows the number of calls and the share of the whole time too.
+        extended: also shows the number of calls and the share of the total time.
 
     Raises:
         ConfigError: if an action starts within itself, or stops without having started.
@@ -41,14 +41,14 @@ class SimpleProfiler(Profiler):
         self.phases = PhaseClock()
 
     def start(self, action_name: str) -> None:
-        """Notes the time."""
+        """Notes the start time of an action."""
         if action_name in self.current_actions:
             raise ConfigError(f"the action {action_name!r} is started within itself; give the inner one another name")
         self.current_actions[action_name] = time.monotonic()
         self.phases.start(action_name)
 
     def stop(self, action_name: str) -> None:
-        """Notes how long it took."""
+        """Notes the duration of an action."""
         end = time.monotonic()
         self.phases.stop(action_name)
         if action_name not in self.current_actions:
@@ -57,7 +57,7 @@ class SimpleProfiler(Profiler):
         self.recorded_durations.setdefault(action_name, []).append(seconds)
 
     def summary(self) -> str:
-        """Returns the table, the longest first."""
+        """Returns the table, longest total time first, and the phases of a batch."""
         whole = time.monotonic() - self.start_time
         totals = {name: sum(seconds) for name, seconds in self.recorded_durations.items()}
         rows = [("action", "mean ms", "total s", "calls", "% of the time")]

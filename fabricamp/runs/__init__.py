@@ -1,4 +1,4 @@
-"""Runs that are on disk: what they logged, as pictures in the terminal and in files."""
+"""Plots the logs of runs on disk, in the terminal and into files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def plot(
     """Draws the logs of runs over each other in the terminal, and into the file ``out``, if given.
 
     Panels: loss of training and of validation, learning rate, loss scale with the skipped steps marked, gradient norm and
-    throughput, as far as they were logged; TensorBoard's events and lines of JSON have a time, which gives the
-    steps per second where no throughput was logged.
+    throughput, as far as they were logged.  If no throughput was logged, steps per second are computed from the times in
+    TensorBoard's events and JSON lines.
 
     Args:
         runs: folders of runs, or the event, CSV or JSON files in them.
         out: a .png, .svg or .pdf file; needs matplotlib (``pip install "fabricamp[plot]"``).
         metrics: names to draw in place of these panels.
-        smooth: how much of the mean before stays with each value, 0 to below 1; raw values are drawn beside it.
+        smooth: weight of the previous mean at each value, 0 to below 1; raw values are drawn too.
 
     Raises:
-        ConfigError: where nothing was logged, a name is not known, or matplotlib is missing.
+        ConfigError: if nothing was logged, a name is unknown, or matplotlib is missing.
 
     Example:
         >>> plot(["runs/digits/version_0", "runs/digits/version_1"], out="both.png")  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Lines in a grid of characters, each of which has two by four dots."""
+"""Draws lines in a grid of characters with two by four dots each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""What a dot adds to a braille character, by its row and column."""
+"""The bit of a dot in a braille character, by row and column."""
 
 
 class Cell(NamedTuple):
-    """One character: the layer that is seen, and its dots as those of a braille character."""
+    """One character: its visible layer, and the bits of its braille dots."""
 
     layer: int
     dots: int
@@ -30,25 +30,25 @@ class Frame(NamedTuple):
 
 
 def frame_of(steps: tuple[int, int], values: Sequence[float]) -> Frame:
-    """Returns the frame from one step to another around finite values; it has an extent where they have none."""
+    """Returns the frame of a step range and finite values; its extent is never zero, even if all steps or values are equal."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     margin = 0.0 if high > low else abs(high) * 0.1 or 1.0
     return Frame(steps[0], max(steps[1], steps[0] + 1), low - margin, high + margin)
 
 
 class Canvas:
-    """A grid of ``width`` by ``height`` characters within a frame; of several layers in one the last is seen."""
+    """A grid of ``width`` by ``height`` characters within a frame; in each character the last drawn layer is visible."""
 
     def __init__(self, width: int, height: int, frame: Frame) -> None:
         self._width, self._height, self._frame = width, height, frame
         self._cells: dict[tuple[int, int], Cell] = {}
 
     def column(self, x: float) -> int:
-        """The column that a value on the axis falls into."""
+        """Returns the column of a value on the x axis."""
         return self._across(x) // 2
 
     def draw(self, points: Sequence[tuple[float, float]], layer: int) -> None:
-        """Joins points; those that are not finite leave a gap."""
+        """Draws lines between points; points that are not finite leave a gap."""
         dots = [(self._across(x), self._up(y)) if math.isfinite(y) else None for x, y in points]
         for dot in dots:
             if dot is not None:
@@ -58,7 +58,7 @@ class Canvas:
                 self._join(before, after, layer)
 
     def rows(self) -> list[list[Cell | None]]:
-        """The characters, the highest row first."""
+        """Returns the characters, top row first."""
         return [[self._cells.get((column, row)) for column in range(self._width)] for row in range(self._height)]
 
     def _across(self, x: float) -> int:

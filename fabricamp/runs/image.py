@@ -1,4 +1,4 @@
-"""Pictures in files, by matplotlib."""
+"""Writes pictures to files with matplotlib."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_out(out: str | Path) -> Path:
-    """Returns the path; raises :class:`ConfigError` where no picture can be written to it."""
+    """Returns the path; raises :class:`ConfigError` for an unknown file type or missing matplotlib."""
     path = Path(out).expanduser()
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"out={str(out)!r}: give a file that ends in {', '.join(FORMATS)}")
@@ -49,7 +49,7 @@ def save(panels: Sequence[Panel], out: str | Path) -> None:
 
 
 def save_bars(found: Sequence[Breakdown], out: str | Path) -> None:
-    """Writes a bar for each breakdown of a batch, its phases one behind the other, to a .png, .svg or .pdf file."""
+    """Writes a stacked bar of phases for each breakdown of a batch to a .png, .svg or .pdf file."""
     path = check_out(out)
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A table of the runs in a folder: when they began, how far they came, their best values and how they ended."""
+"""Prints a table of the runs in a folder: start time, number of steps, best values, and how they ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SHORT: Final = 30
 _LEAST: Final = 6
-"""So wide is the last column at least, before names are broken."""
+"""Minimum width of the last column; below it, names are wrapped too."""
 _TIME: Final = len("2026-11-23 15:27")
 _BETWEEN: Final = len(" │ ") * 4
 _STYLES = {"finished": "green", "running": "cyan", "unknown": "dim"}
@@ -32,7 +32,7 @@ _STYLES = {"finished": "green", "running": "cyan", "unknown": "dim"}
 class Summary(NamedTuple):
     """One run; ``status`` is finished, interrupted, failed, running, killed or unknown.
 
-    ``others`` are the folders of its other loggers.
+    ``others`` are the folders of the run's other loggers.
     """
 
     folder: Path
@@ -45,10 +45,10 @@ class Summary(NamedTuple):
 
 
 def summarise(folder: Path) -> Summary:
-    """Returns what its run.json says, and its logs where that was never ended or is not there."""
+    """Returns the summary of a run from its run.json; from its logs if that file is missing or was never completed."""
     content: dict[str, Any] = {}
     if not (folder / NAME).exists():
-        # Only a fit writes that file.
+        # Only a fit writes run.json.
         reason = f"an evaluation or another trainer's (no {NAME})"
         content = {"started": _first_written(folder), "reason": reason}
     with contextlib.suppress(OSError, ValueError):
@@ -66,7 +66,7 @@ def summarise(folder: Path) -> Summary:
 
 
 def show(folder: str | Path) -> None:
-    """Prints the table of the runs below ``folder``; raises :class:`ConfigError` where there are none."""
+    """Prints the table of the runs below ``folder``; raises :class:`ConfigError` if there are none."""
     root = Path(folder).expanduser()
     found = [summarise(one) for one in find_runs(root)] if root.is_dir() else []
     if not found:
@@ -85,7 +85,7 @@ def show(folder: str | Path) -> None:
     best = ["\n".join(f"{metric} {value:.4g}" for metric, value in one.best.items()) for one in found]
     if _width(names) + others_width + _width(best) + _width(" ".join(ended).split()) > console.width:
         best = [one.replace(" ", "\n") for one in best]
-    # Times, metrics and short names stay in one line; where the terminal is narrow the words behind them break.
+    # Times, metrics and short names stay on one line; in a narrow terminal the last column wraps.
     fits = _width(names) + others_width + _width(best) + _LEAST <= console.width
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("run", overflow="fold", no_wrap=fits and _width(names) <= _SHORT)
@@ -99,25 +99,25 @@ def show(folder: str | Path) -> None:
 
 
 def _width(lines: Iterable[str]) -> int:
-    """The width of a column with these lines."""
+    """Returns the width of a column with these lines."""
     return max((len(one) for lines_of_one in lines for one in lines_of_one.splitlines()), default=0)
 
 
 def _ending(run: Summary) -> str:
-    """The status and the reason for it; a run that finished needs the reason alone."""
+    """Returns the status and its reason; for a finished run only the reason, if there is one."""
     if run.status == "finished" and run.reason:
         return run.reason
     return f"{run.status}: {run.reason}" if run.reason else run.status
 
 
 def _first_written(folder: Path) -> str:
-    """When the oldest file of a folder was written last."""
+    """Returns the earliest modification time of a folder's files; empty if it has none."""
     times = [one.stat().st_mtime for one in folder.iterdir() if one.is_file()]
     return datetime.fromtimestamp(min(times)).astimezone().isoformat() if times else ""
 
 
 def _living(process: Any) -> tuple[str, str]:
-    """Whether the process that began a run still runs; that of another machine cannot be asked."""
+    """Returns status and reason of a run by its process: running or killed; unknown for a process on another machine."""
     if not isinstance(process, dict) or not isinstance(process.get("pid"), int):
         return "unknown", ""
     if process.get("host") != socket.gethostname():

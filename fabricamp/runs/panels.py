@@ -1,4 +1,4 @@
-"""Chooses what of the runs stands in which panel of a picture, and smooths it."""
+"""Chooses the panels of a picture and their metrics, and smooths the lines."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _PACE = re.compile(r"throughput|(samples|steps|batches|items|tokens|it)(/s|_per_
 
 
 class Line(NamedTuple):
-    """One metric of one run; ``smoothed`` is empty where it is drawn as it is."""
+    """One metric of one run; ``smoothed`` is empty if only the raw values are drawn."""
 
     run: str
     metric: str
     curve: Curve
     smoothed: list[float]
     skipped: list[int]
-    """The steps by which gradients had overflowed once more."""
+    """Logged steps at which more skipped steps were counted than before."""
 
 
 class Panel(NamedTuple):
-    """Lines over one axis, which counts powers of two where it is ``logarithmic``."""
+    """Lines on one pair of axes; a ``logarithmic`` y axis shows powers of two."""
 
     title: str
     lines: list[Line]
@@ -39,7 +39,7 @@ class Panel(NamedTuple):
 
 
 def choose(runs: Sequence[Run], metrics: Sequence[str] = (), smooth: float = 0.6) -> list[Panel]:
-    """Returns the panels of a picture; raises :class:`ConfigError` where there is nothing to draw."""
+    """Returns the panels of a picture; raises :class:`ConfigError` if there is nothing to draw."""
     if not 0 <= smooth < 1:
         raise ConfigError(f"smooth={smooth:g}: choose 0 (raw values alone) to below 1")
     known = list(dict.fromkeys(name for run in runs for name in run.curves))
@@ -66,7 +66,7 @@ def choose(runs: Sequence[Run], metrics: Sequence[str] = (), smooth: float = 0.6
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Returns the mean of the values so far, older ones counting ``weight`` times as much as the next; inf and nan are passed over.
+    """Returns running means, in which each value counts ``weight`` times as much as the next one; skips inf and nan.
 
     >>> smoothed([1.0, 1.0, 4.0], 0.5)
     [1.0, 1.0, 2.7142857142857144]
@@ -84,17 +84,17 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 
 def training_loss(names: Sequence[str]) -> str | None:
-    """The loss that training lowers, of the logged names."""
+    """Returns the name of the training loss among the logged names, or None."""
     return _main([one for one in names if _is_loss(one) and not _EVALUATION.search(one)])
 
 
 def validation_loss(names: Sequence[str]) -> str | None:
-    """That loss on other data."""
+    """Returns the name of the validation loss among the logged names, or None."""
     return _main([one for one in names if _is_loss(one) and _EVALUATION.search(one)])
 
 
 def is_better_low(name: str) -> bool:
-    """Whether the lowest value of a metric is the one to know of it; of an accuracy, a rate or a pace it is the highest."""
+    """Returns whether lower values of a metric are better; for an accuracy, a rate or a throughput the highest value is shown."""
     return re.search(r"loss|error|perplexity|mse|mae", name.lower()) is not None and "scale" not in name.lower()
 
 
@@ -121,7 +121,7 @@ def _pace(names: Sequence[str]) -> str | None:
 
 
 def _main(names: Sequence[str], *, first: bool = False) -> str | None:
-    """The one to show: ``loss_step`` rather than ``loss_epoch``, ``loss`` rather than ``loss_of_a_part``."""
+    """Returns the name to show: ``loss_step`` rather than ``loss_epoch``, ``loss`` rather than ``loss_of_a_part``."""
     if first or not names:
         return next(iter(names), None)
     return min(names, key=lambda one: (len(re.sub(r"_(step|epoch)$", "", one)), one.endswith("_epoch")))
@@ -151,7 +151,7 @@ def _line(run: str, name: str, curve: Curve, smooth: float) -> Line:
 
 
 def _skipped_steps(run: Run, scale: str) -> list[int]:
-    """Where the count of skipped steps grew; without one, where the scale fell."""
+    """Returns the steps where the count of skipped steps grew; without that metric, where the scale fell."""
     counted = next((curve for name, curve in run.curves.items() if name.endswith("skipped_steps")), None)
     if counted is None:
         curve = run.curves[scale]
@@ -169,11 +169,11 @@ def _throughput(runs: Sequence[Run], smooth: float) -> Panel:
 
 
 def _by_the_clock(run: Run) -> Curve:
-    """Steps per second between the points of the metric that was logged most often.
+    """Returns the steps per second between the points of the metric that was logged most often.
 
-    Points that came together count as one: the last values of a run are all written at its end.
+    Points that were written at nearly the same time count as one: the last values of a run are all written at its end.
     """
-    # The epoch stands beside the values of a later test too, which trained nothing.
+    # "epoch" is left out: a later test logs it too, without training.
     timed = [curve for name, curve in run.curves.items() if curve.times and name != "epoch"]
     longest = max(timed, key=lambda one: len(one.steps), default=None)
     pace = Curve([], [], [])

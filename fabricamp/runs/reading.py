@@ -1,4 +1,4 @@
-"""Reads what runs logged: TensorBoard's event files, a CSV file, or lines of JSON."""
+"""Reads the logs of runs: TensorBoard's event files, a CSV file, or JSON lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 CSV_FILE, JSON_FILE = "metrics.csv", "metrics.jsonl"
 _EVENTS = "*tfevents*"
 _DEPTH = 3
-"""So many folders below the one that is given are looked for runs: ``runs/name/version_0``."""
+"""Depth of the search for runs below the given folder: ``runs/name/version_0``."""
 
 
 class Curve(NamedTuple):
-    """The values of one metric, with the time of each where the log knows it."""
+    """The values of one metric, with their times if the log has them."""
 
     steps: list[int]
     values: list[float]
@@ -29,20 +29,20 @@ class Curve(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one run logged; ``name`` tells it from the other runs of a picture."""
+    """The logged metrics of one run; ``name`` distinguishes the runs of a picture."""
 
     name: str
     curves: dict[str, Curve]
 
 
 def read_runs(places: Sequence[str | Path]) -> list[Run]:
-    """Returns the runs in these folders or files; raises :class:`ConfigError` where nothing was logged."""
+    """Returns the runs in these folders or files; raises :class:`ConfigError` if nothing was logged."""
     paths = [Path(place).expanduser() for place in places]
     return [Run(name, read_curves(path)) for name, path in zip(_names(paths), paths, strict=True)]
 
 
 def read_curves(place: Path) -> dict[str, Curve]:
-    """Returns what was logged into a folder, or a file of it, by the metrics' names."""
+    """Returns the curves that were logged into a folder, or into one log file, by metric name."""
     if not place.exists():
         raise ConfigError(f"{str(place)!r} is not there; give the folder of a run, such as runs/version_0")
     events = sorted(place.glob(_EVENTS)) if place.is_dir() else [place] if "tfevents" in place.name else []
@@ -59,17 +59,17 @@ def read_curves(place: Path) -> dict[str, Curve]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether somebody has logged into this folder, or begun a fit in it."""
+    """Returns whether this folder has a log, or the run.json of a fit."""
     return any((folder / name).is_file() for name in (CSV_FILE, JSON_FILE, NAME)) or any(folder.glob(_EVENTS))
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Returns the folders of runs in ``folder``, itself included, the oldest first."""
+    """Returns the run folders in ``folder``, including ``folder`` itself, oldest first."""
     return sorted(_found(folder, _DEPTH), key=lambda one: (one.stat().st_mtime, str(one)))
 
 
 def _found(folder: Path, depth: int) -> Iterator[Path]:
-    with contextlib.suppress(OSError):  # what may not be listed holds no run of this user
+    with contextlib.suppress(OSError):  # a folder that may not be listed has no run of this user
         if is_run(folder):
             yield folder
         for inner in folder.iterdir() if depth else ():
@@ -78,7 +78,7 @@ def _found(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _why_no_log(place: Path) -> str:
-    """What a fit that logged nothing says of itself, or else which files and folders were looked for."""
+    """Returns why there is no log: a fit logged no value, or else the files and folders that were searched."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads((place / NAME).read_text(encoding="utf-8"))
         every, steps = int(content["trainer"]["log_every_n_steps"]), int(content["step"]) - int(content["first_step"])
@@ -88,12 +88,12 @@ def _why_no_log(place: Path) -> str:
 
 def _runs_below(place: Path) -> str:
     found = [one for one in find_runs(place) if one != place] if place.is_dir() else []
-    found = [one for one in found if (one / NAME).is_file()] or found  # fits, rather than what was tested or predicted
+    found = [one for one in found if (one / NAME).is_file()] or found  # prefer fits to test and predict runs
     return f"; runs below it: {', '.join(str(one) for one in found[-3:])}" if found else "; give the folder of a run"
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The paths without the parts that they all begin with."""
+    """Returns the paths without their common leading folders."""
     parts = [path.absolute().parts for path in paths]
     common = 0
     while all(len(one) > common + 1 and one[common] == parts[0][common] for one in parts):
@@ -113,7 +113,7 @@ def _curves(points: Iterator[tuple[str, int, float, float | None]]) -> dict[str,
 
 
 def _from_events(files: Sequence[Path]) -> Iterator[tuple[str, int, float, float | None]]:
-    """The points of event files in their order; a restart takes back what stood from its step on."""
+    """Yields the points of event files in order; a restart discards earlier points from its step on."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import SessionLog
 

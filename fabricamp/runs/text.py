@@ -1,4 +1,4 @@
-"""Pictures in the terminal: lines of braille dots, or of one character for each run where there are no colours."""
+"""Draws pictures in the terminal: lines of braille dots, or of one character per run if there are no colours."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 _COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 _HEIGHTS = (9, 5)
-"""Rows of the first panel, and of the others."""
+"""Height in rows of the first panel, and of the other panels."""
 _LABEL = 9
 
 
 class _Glyphs(NamedTuple):
-    """What a terminal can show: ``marks`` are those of the runs, ``lines`` says that one run is drawn in dots."""
+    """The characters that a terminal can show: ``marks`` has one per run, ``dots`` allows braille dots."""
 
     marks: str
     raw: str
@@ -41,7 +41,7 @@ _ASCII = _Glyphs("*+xo%#", ".", "|", "+", "-", dots=False)
 
 
 def show(panels: Sequence[Panel], console: Console | None = None) -> None:
-    """Prints the panels, as wide as the terminal."""
+    """Prints the panels in the terminal's width."""
     console = console or Console(highlight=False)
     for line in _Picture(panels, console).lines():
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
@@ -90,7 +90,7 @@ class _Picture:
         yield from self._skips(panel, canvas)
 
     def _title(self, panel: Panel) -> Iterator[Text]:
-        """What the panel shows, and of each run the last value and the lowest or highest."""
+        """Yields the panel's title, and each run's last value and its lowest or highest value."""
         several = len(self._runs) > 1
         names = list(dict.fromkeys(line.metric for line in panel.lines))
         head = Text.assemble((panel.title, "bold"), "" if names == [panel.title] else f"  {', '.join(names)}")
@@ -138,7 +138,10 @@ class _Picture:
 
 
 def _drawn(line: Line, panel: Panel, *, is_raw: bool) -> list[list[tuple[float, float]]]:
-    """The raw values where a smoothed line stands beside them; else that line, or the values themselves."""
+    """Returns the points of a line, in a list; empty for ``is_raw`` without a smoothed line.
+
+    With ``is_raw`` these are the raw values beneath a smoothed line; otherwise the smoothed line, or the values if there is none.
+    """
     if is_raw and not line.smoothed:
         return []
     values = line.curve.values if is_raw or not line.smoothed else line.smoothed

@@ -1,4 +1,4 @@
-"""``fabricamp verify``: runs a script straight, and killed and resumed, and compares the bits."""
+"""``fabricamp verify``: runs a script uninterrupted, and again killed and resumed, and compares the bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Record = dict[str, dict[str, Any]]
-"""The lines of one rank by their places, in order."""
+"""The recorded lines of one rank by position (``epoch/batch``), in order."""
 
 _FEWEST = 4
 _PARTS = ("data", "rng", "state")
@@ -40,9 +40,9 @@ _CAUSES = {
     ): "the checkpoint gives these back with other values: look at on_load_checkpoint, load_state_dict and "
     "buffers that are not persistent",
     ("resumed", "data"): (
-        "the data go on elsewhere: an iterable dataset or a sampler with a place of its own; give it state_dict and load_state_dict"
+        "the data resume elsewhere: an iterable dataset or a sampler has its own position; give it state_dict and load_state_dict"
     ),
-    ("resumed", "rng"): "random numbers went on elsewhere: something draws beside the steps",
+    ("resumed", "rng"): "the RNG states differ: something outside the steps consumes random numbers",
     ("resumed", "state"): (
         "the step reads what no checkpoint holds, such as a plain attribute that changes while training: make it a buffer, or "
         "write it in on_save_checkpoint; or an operation has no fixed order (Trainer(deterministic=True) names it)"
@@ -51,7 +51,7 @@ _CAUSES = {
 
 
 class Difference(NamedTuple):
-    """The first thing that differed: in which comparison, where, which part of it, which names."""
+    """The first difference: the comparison, the position, the part (data, rng or state), and the names."""
 
     comparison: str
     place: str
@@ -71,13 +71,13 @@ class Difference(NamedTuple):
 
 
 def _named(place: str) -> str:
-    """A place in words, both counted from 0."""
+    """Returns a position as text, batch and epoch counted from 0."""
     epoch, batch = place.split("/")
     return f"batch {batch} of epoch {epoch}"
 
 
 def verify(script: Path, arguments: Sequence[str] = (), batches: int = 20) -> tuple[Difference | None, str]:
-    """Returns the first difference, or None, and what was compared; raises :class:`ConfigError` where it cannot be tried."""
+    """Returns the first difference or None, and what was compared; raises :class:`ConfigError` if the script cannot be tested."""
     if not script.is_file():
         raise ConfigError(f"{str(script)!r} is not there; give the script that calls Trainer.fit")
     if batches < _FEWEST:
@@ -93,7 +93,7 @@ def verify(script: Path, arguments: Sequence[str] = (), batches: int = 20) -> tu
         killed = _run(command, Plan(f"{name}/killed", batches, save_at, kill_at))
         found = compare("again", straight, killed)
         ranks = "1 process" if len(straight) == 1 else f"{len(straight)} processes"
-        what = f"{len(places)} batches on {ranks}, killed behind {_named(kill_at)}, resumed behind {_named(save_at)}"
+        what = f"{len(places)} batches on {ranks}, killed after {_named(kill_at)}, resumed after {_named(save_at)}"
         if found is None:
             rest = len(places) - saved - 1
             resumed = _run(command, Plan(f"{name}/resumed", rest, resume_from=f"{name}/killed/saved.ckpt"))
@@ -104,7 +104,7 @@ def verify(script: Path, arguments: Sequence[str] = (), batches: int = 20) -> tu
 def compare(
     comparison: str, straight: Sequence[Record], other: Sequence[Record], begun_at: str = START
 ) -> Difference | None:
-    """Returns the first thing in which the ``other`` run, begun behind ``begun_at``, differs from the straight one."""
+    """Returns the first difference of the ``other`` run, which began after ``begun_at``, from the uninterrupted run."""
     for rank, (lines, others) in enumerate(zip(straight, other, strict=True)):
         names = _differing(lines[begun_at]["state"], others[START]["state"])
         if names:
@@ -123,7 +123,7 @@ def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def _run(command: Sequence[str], plan: Plan) -> list[Record]:
-    """Runs the script as the plan says, and returns what each rank wrote."""
+    """Runs the script by the plan, and returns each rank's record."""
     folder = Path(plan.folder)
     folder.mkdir()
     environment = {**os.environ, VARIABLE: json.dumps(plan._asdict())}

@@ -1,4 +1,4 @@
-"""Where the processes are, and how gradients travel between them: by name or as an object with options."""
+"""Strategies: the processes of a run and the exchange of gradients; given by name or as an object with options."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ def __getattr__(name: str) -> Any:
 
 
 def strategy_from(value: object, world_size: int) -> Strategy:
-    """Returns the strategy that ``Trainer(strategy=value)`` means in a run of ``world_size`` processes.
+    """Returns the strategy for ``Trainer(strategy=value)`` in a run of ``world_size`` processes.
 
-    ``"auto"`` is ``"single"`` for one process and ``"ddp"`` for several.  Lightning's longer names are taken too:
-    ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` say how processes are started, and
-    ``"ddp_find_unused_parameters_true"`` is an option of :class:`DDP`; both can be joined.
+    ``"auto"`` is ``"single"`` for one process and ``"ddp"`` for several.  Lightning's longer names are accepted too:
+    ``"ddp_spawn"``, ``"ddp_fork"`` and ``"ddp_notebook"`` select how processes are started, and
+    ``"ddp_find_unused_parameters_true"`` sets an option of :class:`DDP`; both can be combined.  Raises :class:`ConfigError` for
+    unknown values, and for a one-process strategy with several processes.
     """
     if isinstance(value, str):
         automatic = "ddp" if world_size > 1 else "single"
@@ -83,7 +84,7 @@ def strategy_from(value: object, world_size: int) -> Strategy:
 
 
 def _lightnings_form(name: str) -> Strategy | None:
-    """The strategy of one of Lightning's names that stand for options; None for any other name."""
+    """Returns the strategy of a Lightning name with options; None for any other name."""
     if name == "single_device":
         return Strategy()
     found = _LIGHTNINGS_FORM.fullmatch(name)

@@ -1,4 +1,4 @@
-"""The face of a strategy: where the processes are, and how gradients and values travel between them."""
+"""The interface of a strategy: the processes of a run, and the exchange of gradients and values between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Which process this is: found by ``launch.detect``, handed to :meth:`Strategy.setup_environment`."""
+    """The process's rank and world size, found by ``launch.detect`` and passed to :meth:`Strategy.setup_environment`."""
 
     rank: int = 0
     local_rank: int = 0
@@ -48,59 +48,59 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
-    """What a strategy that shards has to know of a run, above all in which dtype parameters are gathered."""
+    """The settings of a run for a sharding strategy, mainly the dtypes of parameters."""
 
     compute_dtype: torch.dtype | None = None
-    """None: the parameters' own."""
+    """The dtype in which parameters are gathered; None: their own."""
     stored_dtype: torch.dtype | None = None
-    """What trained parameters are cast to before they are sharded; None: they stay what they are, masters at O2 and O5."""
+    """Trained parameters are cast to it before sharding; None: they keep their dtype (as masters at O2 and O5)."""
     kept: Collection[nn.Module] = ()
-    """Modules whose own parameters are gathered as they are."""
+    """The parameters of these modules themselves (without submodules) are gathered in their own dtype."""
     accumulates: bool = False
-    """Whether windows have several micro-batches."""
+    """Whether steps have several micro-batches."""
     filled_later: bool = False
-    """Whether a checkpoint's weights follow, so that parameters need no first values."""
+    """Whether weights of a checkpoint are loaded later; parameters then need no first values."""
 
 
 class Strategy(NamesKeywords):
-    """One process on one device; the base of the others, which override what differs between processes."""
+    """One process on one device; the base class of the other strategies."""
 
     name: ClassVar[str] = "single"
     distributed: ClassVar[bool] = False
     owns_master_weights: ClassVar[bool] = False
     asks_for_parameters: ClassVar[bool] = False
-    """Whether :meth:`reduce_gradients` is told in automatic optimization too whose gradients it is about."""
+    """Whether :meth:`reduce_gradients` gets a gradient memory in automatic optimization too."""
 
     eager_steps: ClassVar[int] = 0
-    """How many steps run eagerly, whatever is asked for, before one is captured as a CUDA graph."""
+    """Minimal number of eager steps before a step is captured as a CUDA graph, whatever the Trainer's setting."""
 
     averages_gradients: bool = True
-    """Whether :meth:`reduce_gradients` averages over the ranks, where there are several."""
+    """Whether :meth:`reduce_gradients` averages over the ranks and does not only sum."""
 
     averages_weights: ClassVar[bool] = True
-    """Whether losses may come with weights, by whose sum over the ranks gradients are divided."""
+    """Whether losses may have weights; gradients are then divided by the sum of the weights over the ranks."""
 
     heals: ClassVar[bool] = False
-    """Whether processes come and go in the middle of a run: one that comes takes the others' state (:meth:`join`)."""
+    """Whether processes join and leave during a run; one that joins gets the others' state (:meth:`join`)."""
 
     checkpoint_form: ClassVar[Literal["file", "folder"]] = "file"
-    """A file that rank 0 writes, or a folder that all ranks write, each the parts that it holds."""
+    """A file that rank 0 writes, or a folder to which every rank writes its own shards."""
 
     offload: bool = False
-    """Whether what is updated is in host memory, whatever the device is."""
+    """Whether the updated parameters are in host memory, on any device."""
 
     tensor_parallel: int = 1
-    """How many neighbouring ranks compute one batch together, each a part of its layers."""
+    """Number of neighbouring ranks that compute one batch together, each with its shard of the layers."""
 
     timeout: timedelta = timedelta(minutes=30)
-    """How long a rank waits for the slowest one."""
+    """How long a rank waits for the slowest rank."""
 
     group: ProcessGroup | None = None
-    """Where the ranks meet; None is torch's default group."""
+    """The process group of the ranks; None is torch's default group."""
 
     _session: Callable[[], object] = staticmethod(lambda: None)
     start_method: str | None = None
-    """How processes are started where the Trainer's ``start_method`` is "auto"; None for what fits."""
+    """How processes are started if the Trainer's ``start_method`` is "auto"; None: chosen automatically."""
 
     def __init__(self) -> None:
         self.environment = Environment()
@@ -108,7 +108,7 @@ class Strategy(NamesKeywords):
 
     @property
     def store(self) -> Store | None:
-        """The key-value store that the processes met through, where there are several; one ``clone()`` per thread."""
+        """The key-value store of the rendezvous, None for one process; each thread needs its own ``clone()``."""
         return None
 
     @property
@@ -153,12 +153,12 @@ class Strategy(NamesKeywords):
 
     @property
     def data_ranks(self) -> int:
-        """How many parts the data is dealt out in: neighbours that compute one batch together have the same one."""
+        """The number of shares of the data; neighbours that compute one batch together have the same share."""
         return self.world_size // self.tensor_parallel
 
     @property
     def data_rank(self) -> int:
-        """Which of these parts is this process's."""
+        """The index of this process's share of the data."""
         return self.rank // self.tensor_parallel
 
     @property
@@ -173,7 +173,7 @@ class Strategy(NamesKeywords):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """What ``configure_optimizers`` returned."""
+        """The optimizers that ``configure_optimizers`` returned."""
         return getattr(self._session(), "optimizers", [])
 
     @property
@@ -182,30 +182,30 @@ class Strategy(NamesKeywords):
         return getattr(self._session(), "precision", None)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
-        """Returns whether the ``decision`` of ``all`` ranks, or of any of them, is true."""
+        """Returns whether ``decision`` is true on all ranks, or with ``all`` False on any rank."""
         found = self.all_gather_object(bool(decision))
         return min(found) if all else max(found)
 
     @property
     def lockstep(self) -> bool:
-        """Whether each step is made together with other processes, which wait where this one leaves it out."""
+        """Whether all processes have to make each step together; the others wait if one leaves it out."""
         return self.world_size > 1
 
     @property
     def train_share(self) -> tuple[int, int]:
-        """Which part of the training data is this process's, and of how many."""
+        """This process's share of the training data, as (index, number of shares)."""
         return self.data_rank, self.data_ranks
 
     def attach(self, session: object) -> None:
-        """Lets others ask for the module and its optimizers; the Trainer calls it."""
+        """Stores a weak reference to the run, for the properties with module and optimizers; the Trainer calls it."""
         self._session = weakref.ref(session)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the last run."""
+        """Returns the state without the reference to the last run."""
         return {key: value for key, value in self.__dict__.items() if key != "_session"}
 
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
-        """Takes its place among the processes and makes ``device`` the current one."""
+        """Joins the run's processes and makes ``device`` the current one."""
         self.environment = environment
         self.device = device
         rank_zero_only.rank = environment.rank  # type: ignore[attr-defined]  # what lightning-utilities' functions look at
@@ -213,100 +213,104 @@ class Strategy(NamesKeywords):
             torch.cuda.set_device(device)
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
-        """Leaves each rank with its part of the module's parameters; returns a line that tells of it, empty where all stay whole.
+        """Shards the module's parameters over the ranks; returns a line for the log, empty if nothing is sharded.
 
-        Comes behind ``configure_model``, before weights of a checkpoint are loaded.
+        Called after ``configure_model``, before weights of a checkpoint are loaded.
         """
         return ""
 
     def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
-        """Undoes :meth:`shard_module` after a run; rank 0 has the ``whole`` parameters then, else nobody."""
+        """Undoes :meth:`shard_module` after a run; with ``whole`` rank 0 then has the full parameters, else no rank has."""
 
     def place_module(self, module: nn.Module) -> None:
-        """Brings the module to the device."""
+        """Moves the module to the device."""
         module.to(self.device)
 
     def share_module(self, module: nn.Module) -> None:
-        """Gives every rank rank 0's parameters and buffers, after a check that all ranks built the same module.
+        """Broadcasts rank 0's parameters and buffers, after a check that all ranks built the same module.
 
-        Comes before precision converts the module: the fp32 masters are taken from what every rank then has.
+        Called before precision converts the module, so all ranks take their fp32 masters from equal values.
         """
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Gives every rank the buffers that a checkpoint would have, before a validation: it judges what is saved."""
+        """Broadcasts the buffers that a checkpoint would contain; called before a validation, so it evaluates the saved state."""
 
     def settle_module(self, module: nn.Module) -> None:
-        """Leaves ``module`` with the parameters that optimizers update, and with no copy of them: before these are written."""
+        """Removes gathered copies, so ``module`` holds the parameters that optimizers update; called before they are written."""
 
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
     ) -> Callable[..., Any]:
-        """Returns what the loop calls instead of ``step`` (``training_step``) in training; evaluation calls ``module``.
+        """Returns the callable that replaces ``step`` (``training_step``) in training; evaluation calls ``module``.
 
-        With ``automatic`` False (manual optimization) gradients are exchanged by :meth:`reduce_gradients` alone.
-        ``accumulates`` says that some micro-batches will run under :meth:`no_sync`.  Options that cannot work so are
-        refused here.
+        With ``automatic`` False (manual optimization) only :meth:`reduce_gradients` exchanges gradients.
+        ``accumulates``: some micro-batches will run under :meth:`no_sync`.  Raises :class:`ConfigError` for options that
+        cannot work in this mode.
         """
         return step
 
     def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what the loop calls from now on: ``step`` itself unless parameters were frozen or unfrozen since.
+        """Returns the callable for the next epoch: ``step`` itself unless parameters were frozen or unfrozen.
 
         Every rank calls it at the start of each epoch, after the hooks that may freeze.
         """
         return step
 
     def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Returns the optimizers to step, after whatever the strategy has to do with them."""
+        """Returns the optimizers to step, prepared for the strategy."""
         return optimizers
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
+        """Returns a context that keeps gradients local, for every micro-batch of a step except the last."""
         return contextlib.nullcontext()
 
     def refuses_graph(self) -> str:
-        """Returns why steps cannot be captured as graphs, and what to give; empty where they can."""
+        """Returns why steps cannot be captured as CUDA graphs, and what to do; empty if they can."""
         if self.name == "single":
             return ""
         return f"strategy {self.name!r} is not captured; give strategy='delayed_ddp', or 'single' with devices=1"
 
     def note_window(self, *, begun: bool) -> None:
-        """Told whether the next forward goes on with a window that has ``begun``, where no forward before it has shown that.
+        """Says whether the next forward continues an accumulation (``begun``), when the strategy cannot know it.
 
-        In a resumed run, where a window was dropped, and behind a replay of a CUDA graph.
+        Called in a resumed run, after an accumulation was dropped, and after a replay of a CUDA graph.
         """
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """Returns gradients of an open window that sharded parameters do not have yet, by name: stacked over ranks, one each."""
+        """Returns the full gradients of an accumulation in progress that are not scattered to shards yet, by name.
+
+        Each is stacked over the ranks, with one entry per rank.
+        """
         return {}
 
     def places_of_whole_gradients(self) -> dict[str, Tensor]:
-        """Returns what :meth:`whole_gradients` may return, without values; empty where gradients are not kept whole."""
+        """Returns tensors like those of :meth:`whole_gradients`, without values; empty if full gradients are not kept."""
         return {}
 
     def take_whole_gradients(self, stacked: dict[str, Tensor]) -> None:
-        """Goes on with what :meth:`whole_gradients` returned on as many ranks."""
+        """Resumes an accumulation from the result of :meth:`whole_gradients` on the same number of ranks."""
 
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
-        """Ends the exchange of a window's gradients and says where the update finds them.
+        """Completes the exchange of a step's gradients; returns the gradients for the update.
 
-        ``memory`` None: those that the wrapped module's backward has exchanged on its way.  Else those of its parameters, which
-        backward left local: its sums, or each ``.grad`` (manual optimization, and strategies that ask for them).
+        ``memory`` None: the wrapped module's backward has exchanged them already.  Else the gradients in ``memory`` are still
+        local and are exchanged now: its sums, or each ``.grad`` (manual optimization, and strategies with
+        :attr:`asks_for_parameters`).
         """
         return IN_PLACE if memory is None else memory.local()
 
     def join(self, state: Callable[[], Tensor]) -> Tensor | None:
-        """Takes its place among processes that come and go; returns the state that a fit goes on from, None where its own is.
+        """Joins processes that may leave and return; returns the state to continue the fit from, None to keep the own state.
 
-        ``state`` returns this run's, for one that comes later; it is called between two steps, from another thread.
+        ``state`` returns this run's state, for a process that joins later; it is called between two steps, from another thread.
         """
         return None
 
     def begin_step(self) -> None:
-        """Comes before the first batch of each window is read."""
+        """Called before the first batch of each step is read."""
 
     def end_steps(self) -> None:
-        """Comes behind the last step of a fit that came to its limit."""
+        """Called after the last step of a fit that reached its limit."""
 
     def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.
@@ -332,10 +336,10 @@ class Strategy(NamesKeywords):
         return [value]
 
     def on_rank_zero(self, action: Callable[[], Value]) -> Value:
-        """Runs ``action`` on rank 0 alone and returns its answer (anything that pickles) on every rank.
+        """Runs ``action`` on rank 0 only and returns its result (anything that pickles) on every rank.
 
-        What it raises there is raised by every rank: an error of fabricamp's in its class and words, any other as a
-        :class:`DistributedError` that quotes it.  One process raises whatever it is.
+        An error on rank 0 is raised on every rank: an error of fabricamp with its class and message, any other one as a
+        :class:`DistributedError` that quotes it.  With one process the error is raised unchanged.
         """
         if self.world_size == 1:
             return action()
@@ -346,7 +350,7 @@ class Strategy(NamesKeywords):
                 answer = action()
             except FabricampError as error:
                 failure = error
-            except Exception as error:  # noqa: BLE001 - the others, who wait for the answer, have to learn of it
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for the result and have to get the error
                 failure = DistributedError(f"rank 0 failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
         answer, told = self.broadcast((answer, failure and _portable(failure)))
@@ -355,7 +359,7 @@ class Strategy(NamesKeywords):
         return cast("Value", answer)
 
     def agree(self, problem: FabricampError | None) -> None:
-        """Raises on every rank where one has a ``problem``: the first one's class, the words of all; every rank calls it."""
+        """Raises on every rank if any rank has a ``problem``: the class of the first, the messages of all.  Every rank calls it."""
         if self.world_size == 1:
             found = [] if problem is None else [problem]
         else:
@@ -364,18 +368,18 @@ class Strategy(NamesKeywords):
             raise type(found[0])("; ".join(dict.fromkeys(map(str, found)))) from problem
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's state dict, the same on every rank; of what is sharded, each rank's part."""
+        """Returns the module's state dict, the same on every rank except for local shards."""
         return module.state_dict()
 
     def barrier(self, name: str = "") -> None:
         """Waits for every rank."""
 
     def teardown(self) -> None:
-        """Gives back what :meth:`setup_environment` took."""
+        """Undoes :meth:`setup_environment`."""
 
 
 def _portable(error: FabricampError) -> FabricampError:
-    """``error`` in fabricamp's own class: that of a plugin or of the user may not pickle."""
+    """Returns ``error`` as its nearest fabricamp class, because a class of a plugin or the user may not pickle."""
     family: type[FabricampError] = next(
         one for one in type(error).__mro__ if one.__module__ == FabricampError.__module__
     )
@@ -383,7 +387,7 @@ def _portable(error: FabricampError) -> FabricampError:
 
 
 def check_reduction(op: str, value: Tensor) -> None:
-    """Raises :class:`ConfigError` where ``value`` cannot be reduced by ``op``."""
+    """Raises :class:`ConfigError` if ``op`` cannot reduce ``value``."""
     if op not in REDUCTIONS:
         known = ", ".join(repr(name) for name in REDUCTIONS)
         raise ConfigError(f"op={op!r} is no reduction{nearest(op, REDUCTIONS)} (known: {known})")

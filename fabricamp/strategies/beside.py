@@ -1,4 +1,4 @@
-"""The ranks of a strategy in a thread of their own: they meet in another group, whatever training exchanges meanwhile."""
+"""Collectives of background threads, one per rank, in a process group separate from training's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class Beside(Strategy):
-    """What a thread of each rank does together with those of the others, over Gloo; every rank makes one at the same place."""
+    """Collectives over Gloo between background threads, one per rank; every rank has to create it at the same place."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Beside(Strategy):
         return everyone
 
     def leave(self) -> None:
-        """Gives the group back."""
+        """Destroys the group."""
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

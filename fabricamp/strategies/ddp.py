@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel as a strategy: its numbers, its overlap, its options."""
+"""torch's DistributedDataParallel as a strategy, with the same results, overlap and options."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+
 
 
 class DDP(ProcessGroupStrategy):
-    """Every process holds the whole module; torch's DistributedDataParallel averages gradients during backward.
+    """Every process holds the full module; torch's DistributedDataParallel averages gradients during backward.
 
-    The options are torch's.  The bits are those of a hand-written ``DistributedDataParallel(model)`` with the same options.
+    The options are torch's.  The bits equal those of a hand-written ``DistributedDataParallel(model)`` with the same options.
 
     Args:
-        find_unused_parameters: looks in each step for parameters that the loss does not reach; needed if there are any.  With
-            manual optimization it changes nothing: there they are fine without.
+        find_unused_parameters: searches in each step for parameters that the loss does not reach; needed if there are any.  It
+            has no effect with manual optimization, which needs no search.
         static_graph: the loss reaches the same parameters in every step.
-        gradient_as_bucket_view: gradients are views of what is exchanged, which saves a copy of them.
-        bucket_cap_mb: how much is exchanged at once; None is torch's own (25 MB after a first bucket of 1 MB).
+        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy of them.
+        bucket_cap_mb: the size of a bucket; None is torch's default (25 MB after a first bucket of 1 MB).
         comm_hook: a function of ``(state, bucket)``, or a pair ``(state, function)``.
-        broadcast_buffers: every rank gets rank 0's buffers in each step.
+        broadcast_buffers: broadcasts rank 0's buffers in each step.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
     Example:
@@ -60,7 +60,7 @@ class DDP(ProcessGroupStrategy):
 
     name: ClassVar[str] = "ddp"
     eager_steps: ClassVar[int] = (
-        11  # torch's wrapper takes statistics of its first ten, by events that no capture can hold
+        11  # torch's wrapper records timing events in its first ten steps, which cannot be captured
     )
 
     def __init__(
@@ -90,11 +90,11 @@ class DDP(ProcessGroupStrategy):
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
     ) -> Callable[..., Any]:
-        """Returns what the loop calls in training: torch's wrapper, or in manual optimization the step itself."""
+        """Returns the callable for training: torch's wrapper, or in manual optimization the step itself."""
         self._check_mode(automatic=automatic, accumulates=accumulates)
         if automatic:
             _check_trainable(module)
-        # Once more: optimizers and hooks may have changed weights since, each rank its own.
+        # A second broadcast: since the first one, optimizers and hooks may have changed weights differently on each rank.
         self.share_module(module)
         self._release()
         if automatic:
@@ -104,7 +104,7 @@ class DDP(ProcessGroupStrategy):
         return AfterBroadcast(step, module, exchange) if has_buffers and self.broadcast_buffers else step
 
     def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what the loop calls from now on: a new wrapper where some were frozen or unfrozen, else ``step``."""
+        """Returns the callable for the next epoch: a new wrapper if any rank froze or unfroze parameters, else ``step``."""
         if self._forward is None:
             return step
         changed = any(not parameter.requires_grad for parameter in self._trainable.values()) or self._unfrozen()
@@ -118,7 +118,7 @@ class DDP(ProcessGroupStrategy):
         return self._wrapped(forward)
 
     def _exchange_frozen(self) -> None:
-        """Averages what frozen parameters have from a window that was carried over: no wrapper does it any more."""
+        """Averages the gradients of newly frozen parameters from an accumulation in progress; the new wrapper would not."""
         for parameter in [one for one in self._trainable.values() if not one.requires_grad]:
             begun = torch.tensor(parameter.grad is not None, dtype=torch.bool, device="cpu")
             if self.reduce(begun, "max").item():
@@ -126,7 +126,7 @@ class DDP(ProcessGroupStrategy):
                 parameter.grad = self.reduce(own)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
+        """Returns a context that keeps gradients local, for every micro-batch of a step except the last."""
         if self._wrapper is None:
             return contextlib.nullcontext()
         if self.static_graph:
@@ -134,7 +134,7 @@ class DDP(ProcessGroupStrategy):
         return self._wrapper.no_sync()
 
     def refuses_graph(self) -> str:
-        """Returns why steps cannot be captured as graphs, and what to give; empty where they can."""
+        """Returns why steps cannot be captured as CUDA graphs, and what to do; empty if they can."""
         if self.find_unused_parameters:
             return (
                 "DDP(find_unused_parameters=True) looks on the host for what a step has used; give strategy='delayed_ddp', which "
@@ -143,23 +143,23 @@ class DDP(ProcessGroupStrategy):
         return ""
 
     def note_window(self, *, begun: bool) -> None:
-        """Lets the wrapper share rank 0's buffers with the next forward where that is the first of a window."""
+        """Makes the wrapper broadcast rank 0's buffers in the next forward if that is the first of a step."""
         wrapper = self._wrapper
         if wrapper is not None and wrapper.require_forward_param_sync is begun:
             wrapper.require_forward_param_sync = not begun
 
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
-        """Ends the exchange of a window's gradients and says where the update finds them.
+        """Completes the exchange of a step's gradients; returns the gradients for the update.
 
-        Raises :class:`DistributedError` before an update with gradients that were not exchanged: backward left
-        parameters out, or frozen ones were unfrozen in the middle of an epoch.
+        Raises :class:`DistributedError` if some gradients were not exchanged: backward left parameters out, or frozen ones
+        were unfrozen in the middle of an epoch.
         """
         if memory is None:
             if self._wrapper is not None:
                 self._check_exchanged(self._wrapper)
             return IN_PLACE
         if memory.flat is not None and self._wrapper is not None:
-            # All forwards of the window ran under no_sync; torch would never broadcast the module's buffers again.
+            # All forwards of the step ran under no_sync, so torch would never broadcast the module's buffers again.
             self._wrapper.require_forward_param_sync = True
         if self.world_size == 1:
             return memory.local()
@@ -170,13 +170,13 @@ class DDP(ProcessGroupStrategy):
         return IN_PLACE
 
     def teardown(self) -> None:
-        """Takes torch's hooks off the module, and leaves the process group if :meth:`setup_environment` made it."""
+        """Removes torch's hooks from the module, and destroys the process group if :meth:`setup_environment` made it."""
         self._release()
         super().teardown()
 
     def _wrapped(self, forward: _Forward) -> DistributedDataParallel:
         named = list(forward.module.named_parameters())
-        # In this order torch's reducer numbers the parameters.
+        # torch's reducer numbers the parameters in this order.
         self._trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
         self._forward = forward
@@ -190,16 +190,16 @@ class DDP(ProcessGroupStrategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             **options,
         )
-        self._wrapper.reducer._set_ddp_runtime_logging_sample_rate(_NEVER)  # the steps behind those may be captured
+        self._wrapper.reducer._set_ddp_runtime_logging_sample_rate(_NEVER)  # later steps can be captured
         if self.comm_hook is not None:
             self._wrapper.register_comm_hook(*self.comm_hook)
         return self._wrapper
 
     def _release(self) -> None:
-        """Takes the wrapper off: a second one on the same parameters must not find the first one's hooks."""
+        """Removes the wrapper and its hooks, because a second wrapper on the same parameters must not run them too."""
         if self._wrapper is not None:
             self._wrapper.reducer._remove_autograd_hooks()
-            # Whoever still holds the wrapper does not hold the process group then, which has to end with the run.
+            # A remaining reference to the wrapper must not keep the process group alive, which has to end with the run.
             del self._wrapper.reducer, self._wrapper.logger, self._wrapper.process_group
         self._forward = None
         self._wrapper = None
@@ -208,7 +208,7 @@ class DDP(ProcessGroupStrategy):
         self._flats.clear()
 
     def _flat_of(self, parameters: Sequence[Tensor]) -> FlatGradients:
-        """The flat memory that these travel in; every one has its place, whatever is frozen in this step of the user's."""
+        """Returns the flat memory to exchange ``parameters`` in; all have a slot, also those frozen in the current step."""
         key = tuple(map(id, parameters))
         if key not in self._flats:
             if len(self._flats) == _MOST_LISTS:
@@ -224,7 +224,7 @@ class DDP(ProcessGroupStrategy):
 
     def _check_exchanged(self, wrapper: DistributedDataParallel) -> None:
         try:
-            # Here, and not only in the next forward, where torch looks: by then the wrong update has been made.
+            # torch checks only in the next forward, after the wrong update was made.
             wrapper.reducer._check_reducer_finalized()
         except RuntimeError as error:
             found = _UNUSED.search(str(error))
@@ -254,7 +254,7 @@ class DDP(ProcessGroupStrategy):
     def _check_mode(self, *, automatic: bool, accumulates: bool) -> None:
         if not automatic:
             if self.find_unused_parameters and self.rank == 0:
-                # Most GANs for Lightning ask for it, as its wrapper needs it there; the result is the same without.
+                # Most GANs for Lightning set it, because Lightning's wrapper needs it; the result is the same without.
                 say_once(
                     "find_unused_parameters=True changes nothing with automatic_optimization=False: parameters without gradients "
                     "are fine there",
@@ -276,17 +276,17 @@ class DDP(ProcessGroupStrategy):
 
 
 class _Forward(nn.Module):
-    """What torch's wrapper wraps: a module whose forward is the step, so that the user's own forward stays as it is."""
+    """The module inside torch's wrapper; its forward is the step, so the user's own forward stays unchanged."""
 
     def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
-        # Past nn.Module's __setattr__, which would register a step that is a module (a compiled one) a second time.
+        # Bypasses nn.Module's __setattr__, which would register a compiled step (a module) a second time.
         object.__setattr__(self, "forward", step)
 
 
 class AfterBroadcast:
-    """A step that starts from rank 0's buffers, as torch's wrapper does it; for manual optimization."""
+    """A step that first broadcasts rank 0's buffers, as torch's wrapper does; for manual optimization."""
 
     def __init__(self, step: Callable[..., Any], module: nn.Module, exchange: Exchange) -> None:
         self._step = step
@@ -294,7 +294,7 @@ class AfterBroadcast:
         self._exchange = exchange
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step."""
+        """Broadcasts the buffers, then runs the step."""
         self._exchange.broadcast(list(self._module.buffers()))
         return self._step(*args, **kwargs)
 
@@ -308,7 +308,7 @@ def _check_trainable(module: nn.Module) -> None:
 
 
 def _buffer_option() -> str:
-    """What this torch calls the option: newer ones warn of the old name."""
+    """Returns the option's name in this version of torch; newer versions warn about the old name."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
@@ -327,7 +327,7 @@ def _checked_capacity(value: object) -> float | None:
 
 def _checked_hook(comm_hook: object) -> tuple[object, Callable[..., Any]]:
     state, hook = comm_hook if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else (None, comm_hook)
-    # torch itself asks a hook for its name and for an argument called bucket, and fails strangely without.
+    # torch reads a hook's name and its argument "bucket", and fails with an unclear error if one is missing.
     if not (callable(hook) and hasattr(hook, "__name__") and "bucket" in inspect.signature(hook).parameters):
         raise ConfigError(
             f"DDP(comm_hook={comm_hook!r}) has to be a function of (state, bucket) such as those of "
@@ -337,6 +337,6 @@ def _checked_hook(comm_hook: object) -> tuple[object, Callable[..., Any]]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DDPStrategy":  # Lightning's path to it
+    if name == "DDPStrategy":  # Lightning's import path
         return getattr(importlib.import_module("fabricamp.strategies.ddp_strategy"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Lightning's DDPStrategy: ``DDP`` with that one's arguments."""
+"""Lightning's DDPStrategy: ``DDP`` with Lightning's arguments."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _START_METHODS: Final = {"popen": None, "spawn": "spawn", "fork": "fork", "forks
 
 
 class DDPStrategy(DDP):
-    """:class:`DDP` by Lightning's name: the same options, and Lightning's names of some.
+    """:class:`DDP` under Lightning's name: the same options, some with Lightning's names.
 
     Args:
-        ddp_comm_state: the state that the hook gets.
+        ddp_comm_state: the state passed to the hook.
         ddp_comm_hook: a function of ``(state, bucket)``.
         process_group_backend: only "nccl" on GPUs and "gloo" on CPUs.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
-        start_method: "popen" (what fits), "spawn", "fork" or "forkserver" (as "spawn").
-        **options: those of :class:`DDP`.
+        start_method: "popen" (chosen automatically), "spawn", "fork" or "forkserver" (same as "spawn").
+        **options: the options of :class:`DDP`.
 
     Raises:
-        ConfigError: for arguments that have another place here, such as ``parallel_devices``.
+        ConfigError: for arguments that are given elsewhere, such as ``parallel_devices``.
 
     Example:
         >>> DDPStrategy(find_unused_parameters=True).find_unused_parameters
@@ -66,7 +66,7 @@ class DDPStrategy(DDP):
         self._backend = process_group_backend
 
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
-        """Joins the other processes."""
+        """Joins the other processes; raises :class:`ConfigError` for another backend than the device's."""
         backend = "nccl" if device.type == "cuda" else "gloo"
         if self._backend not in (None, backend):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""apex's delayed all-reduce as a strategy: gradients travel after backward in one flat buffer, and are updated from there."""
+"""apex's delayed all-reduce as a strategy: gradients are exchanged after backward in flat buffers, and the update reads these."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ _MOST_LISTS = 8
 
 
 class DelayedDDP(ProcessGroupStrategy):
-    """Every process holds the whole module; gradients are averaged after backward, by one collective per dtype.
+    """Every process holds the full module; gradients are averaged after backward, by one collective per dtype.
 
     ``message_size`` or ``allreduce_trigger_params`` select the overlapped mode: gradients are sent in messages during backward.
-    A rank whose backward leaves parameters out waits for the others' flags, unless the optimizer is one of fabricamp's fused
-    ones.
+    If a rank's backward leaves out parameters, that rank waits for the others' flags; fabricamp's fused optimizers avoid this
+    wait.
 
     Args:
-        delay_allreduce: False asks for the overlapped mode; None follows from the other options.
-        message_size: a message is sent as soon as it holds so many elements.
+        delay_allreduce: False selects the overlapped mode; None: the other options select the mode.
+        message_size: a message is sent as soon as it holds at least this number of elements.
         allreduce_trigger_params: a message is sent as soon as one of these parameters (or names) has its gradient.
-        num_allreduce_streams: how many streams carry messages in turn, in overlapped mode.
-        allreduce_communicators: your own process groups and streams for them.
+        num_allreduce_streams: number of streams that send messages in turn, in overlapped mode.
+        allreduce_communicators: your own (process groups, streams) for the messages.
         retain_allreduce_buffers: leaves averaged gradients in ``.grad``, as views of ``allreduce_buffers``.
         allreduce_always_fp32: exchanges half gradients in fp32.
-        allreduce_dtype: the dtype that gradients are exchanged in.
-        gradient_average: False: the sum in place of the average.
-        gradient_predivide_factor: what half gradients are divided by before the sum; None: the number of ranks.
-        broadcast_buffers: every rank gets rank 0's buffers with each exchange.
+        allreduce_dtype: the dtype in which gradients are exchanged.
+        gradient_average: False sums the gradients instead of averaging them.
+        gradient_predivide_factor: half gradients are divided by it before the sum; None: by the number of ranks.
+        broadcast_buffers: broadcasts rank 0's buffers with each exchange.
         prof: marks the exchange for profilers (NVTX).
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
@@ -134,7 +134,7 @@ class DelayedDDP(ProcessGroupStrategy):
 
     @property
     def allreduce_buffers(self) -> list[Tensor]:
-        """The flat tensors that the gradients of the last update came in, where ``retain_allreduce_buffers`` keeps them valid."""
+        """The flat tensors with the gradients of the last update; empty unless ``retain_allreduce_buffers`` is set."""
         if not self.retain_allreduce_buffers:
             return []
         return [message.result for flat, _ in self._flats.values() for message in flat.messages]
@@ -142,13 +142,13 @@ class DelayedDDP(ProcessGroupStrategy):
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
     ) -> Callable[..., Any]:
-        """Returns what the loop calls in training: the step itself, unless something has to be done around it."""
+        """Returns the callable for training: ``step``, or in manual optimization a step that first broadcasts the buffers."""
         if not (automatic or self.delay_allreduce):
             raise ConfigError(
                 "DelayedDDP(message_size or allreduce_trigger_params) with automatic_optimization=False: gradients that leave "
                 "during backward belong to one optimizer and one backward; leave them out: each step then exchanges its own"
             )
-        # Once more: optimizers and hooks may have changed weights since, each rank its own.
+        # A second broadcast: since the first one, optimizers and hooks may have changed weights differently on each rank.
         self.share_module(module)
         self._release()
         self._automatic = automatic
@@ -168,7 +168,7 @@ class DelayedDDP(ProcessGroupStrategy):
         return step if automatic else AfterBroadcast(step, module, self._exchange_of_buffers)
 
     def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Takes in which parameters were frozen or unfrozen since; the step stays what it is."""
+        """Lays the buffers out again if parameters were frozen or unfrozen on any rank; returns ``step``."""
         if self._module is None or self.world_size == 1:
             return step
         changed = _trainable(self._module) != self._trainable
@@ -178,17 +178,17 @@ class DelayedDDP(ProcessGroupStrategy):
         return step
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which forward and backward leave gradients local: every micro-batch of a window but the last."""
+        """Returns a context that keeps gradients local, for every micro-batch of a step except the last."""
         return self._local
 
     def refuses_graph(self) -> str:
-        """Returns an empty string: whatever is exchanged may be captured."""
+        """Returns an empty string: all exchanges can be captured."""
         return ""
 
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
-        """Averages a window's gradients, or ends their exchange, and says where the update finds them.
+        """Averages a step's gradients, or completes their exchange; returns the gradients for the update.
 
-        Without ``memory`` those of the whole module, into ``.grad``.
+        Without ``memory`` it averages the gradients of the full module, into ``.grad``.
         """
         if self.world_size == 1:
             return super().reduce_gradients(memory)
@@ -196,13 +196,13 @@ class DelayedDDP(ProcessGroupStrategy):
             gradients = memory.sum_over_ranks(self.transport, self.world_size, update_divides=True)
         else:
             gradients = self._average(None if memory is None else memory.parameters)
-        # Behind the gradients, whose messages ranks may send at different moments of their backward.
+        # After the gradients: ranks may send messages at different times in backward, and the order of collectives has to agree.
         if self._shared is not None:
             self._exchange_of_buffers.broadcast(list(self._shared.buffers()))
         return gradients
 
     def teardown(self) -> None:
-        """Lets go of buffers and hooks, and leaves the process group if :meth:`setup_environment` made it."""
+        """Drops buffers and hooks, and destroys the process group if :meth:`setup_environment` made it."""
         self._release()
         super().teardown()
 
@@ -250,7 +250,7 @@ class DelayedDDP(ProcessGroupStrategy):
         module = self._module
         assert module is not None, "wrap_module comes first"
         if self._overlap is not None and self._overlap.runs:
-            self._overlap.finish()  # what has left on one rank has to leave on all
+            self._overlap.finish()  # another rank may have sent messages already, so this rank has to send them too
         if self._automatic or len(self._flats) >= _MOST_LISTS:
             self._drop_flats()
         order, names = self._order, self._names
@@ -261,13 +261,13 @@ class DelayedDDP(ProcessGroupStrategy):
             message_size=self.message_size or math.inf,
             triggers=indices_of_triggers(self.allreduce_trigger_params, module, parameters),
             key=lambda index: order.get(id(parameters[index]), -1),
-            # As it was when the epoch began: manual optimization switches requires_grad off and on within a step.
+            # As at the start of the epoch: manual optimization toggles requires_grad within a step.
             frozen={*self._frozen, *(id(one) for one in parameters if id(one) not in order and not one.requires_grad)},
         )
         return flat, Differences([names.get(id(one), f"{tuple(one.shape)}") for one in parameters], self.rank)
 
     def _take_module(self, module: nn.Module) -> None:
-        indices_of_triggers(self.allreduce_trigger_params, module, ())  # an unknown one is found before the first batch
+        indices_of_triggers(self.allreduce_trigger_params, module, ())  # unknown names fail before the first batch
         named = list(module.named_parameters())
         self._module = module
         self._trainable = _trainable(module)

@@ -18,25 +18,25 @@ _MOST_PLANS = 64
 
 
 def elements_of(megabytes: float) -> int:
-    """Returns how many fp32 numbers these are."""
+    """Returns the number of fp32 elements in ``megabytes``, at least 1."""
     return max(int(megabytes * 1024 * 1024) // 4, 1)
 
 
 class Exchange:
-    """Averages over the ranks of torch.distributed's default group, bucket by bucket, all of them under way at once.
+    """Averages tensors over the ranks of torch.distributed's default group, in buckets with concurrent all-reduces.
 
-    Like torch's DistributedDataParallel it divides before it sums, so half gradients do not overflow in the sum.
+    Like torch's DistributedDataParallel it divides before the sum, so half gradients do not overflow in the sum.
     """
 
     def __init__(self, world_size: int, bucket_megabytes: float) -> None:
         self._share = 1.0 / world_size
         self._capacity = elements_of(bucket_megabytes)
-        # Holds its tensors, so that an id stands for one tensor as long as the plan exists.
+        # A plan holds its tensors, so the ids in its key stay valid.
         self._plans: dict[tuple[int, ...], tuple[tuple[Tensor, ...], list[Bucket]]] = {}
 
     @torch.no_grad()
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Averages ``tensors`` in place; one that fills a bucket by itself travels without being copied."""
+        """Averages ``tensors`` in place; a contiguous tensor that is alone in its bucket is not copied."""
         buckets = [[tensors[index] for index in bucket.indices] for bucket in self._plan(tensors)]
         flats: list[Tensor] = []
         RankSums().run(self._share_of(own, flats) for own in buckets)
@@ -46,7 +46,7 @@ class Exchange:
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites ``tensors`` with rank 0's, as bytes: any dtype."""
+        """Overwrites ``tensors`` with rank 0's, sent as bytes, so any dtype works."""
         for bucket in self._plan(tensors):
             own = [tensors[index] for index in bucket.indices]
             flat = torch.cat([tensor.reshape(-1) for tensor in own])
@@ -57,14 +57,14 @@ class Exchange:
         key = tuple(map(id, tensors))
         known = self._plans.get(key)
         if known is None:
-            if len(self._plans) == _MOST_PLANS:  # a caller that brings new tensors each time must not fill the memory
+            if len(self._plans) == _MOST_PLANS:  # a caller with new tensors each time must not fill the memory
                 self._plans.clear()
             pieces = [Piece(tensor.numel(), (tensor.dtype, tensor.device)) for tensor in tensors]
             known = self._plans[key] = (tuple(tensors), plan_messages(pieces, self._capacity))
         return known[1]
 
     def _share_of(self, own: Sequence[Tensor], flats: list[Tensor]) -> Tensor:
-        """What of a bucket goes into its average from here, as one flat tensor, which is added to ``flats``."""
+        """Returns this rank's share of a bucket's average as one flat tensor, and appends it to ``flats``."""
         alone = len(own) == 1 and own[0].is_contiguous()
         flat = own[0] if alone else torch.cat([tensor.reshape(-1) for tensor in own])
         flats.append(flat.mul_(self._share))
@@ -72,6 +72,6 @@ class Exchange:
 
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Cuts ``flat`` into tensors shaped like those given."""
+    """Returns views of ``flat`` in the shapes of ``like``."""
     pieces = torch.split_with_sizes(flat, [tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]

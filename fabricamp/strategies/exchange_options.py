@@ -1,4 +1,4 @@
-"""The options of the delayed exchange, checked; what the strategy shares with apex's wrapper."""
+"""Checks of the delayed exchange's options, shared by the strategy and apex's wrapper."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def checked_switch(name: str, value: object) -> bool:
-    """Returns ``value``, which has to be True or False."""
+    """Returns ``value``; raises :class:`ConfigError` unless it is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} has to be True or False")
     return value
 
 
 def checked_count(name: str, value: object) -> int:
-    """Returns ``value``, which has to be a whole number above 0."""
+    """Returns ``value``; raises :class:`ConfigError` unless it is a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}={value!r} has to be a whole number of at least 1")
     return value
 
 
 def checked_transport(dtype: object, *, always_fp32: object, average: object, predivide: object) -> Transport:
-    """Returns how gradients travel."""
+    """Returns the transport (dtype and division) of gradients; raises :class:`ConfigError` for wrong options."""
     always_fp32 = checked_switch("allreduce_always_fp32", always_fp32)
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype in _DTYPES)):
         raise ConfigError(
@@ -58,7 +58,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def checked_triggers(triggers: object) -> list[Any]:
-    """Returns parameters, or names of parameters, as a list."""
+    """Returns parameters, or names of parameters, as a list; raises :class:`ConfigError` for an empty or wrong one."""
     if triggers is None:
         return []
     if isinstance(triggers, Sequence) and not isinstance(triggers, str):
@@ -71,7 +71,7 @@ def checked_triggers(triggers: object) -> list[Any]:
 
 
 def checked_communicators(communicators: object, num_streams: int) -> tuple[list[Any], list[Any]] | None:
-    """Returns (groups, streams), of ``num_streams`` entries each."""
+    """Returns (groups, streams) of ``num_streams`` entries each; raises :class:`ConfigError` for other values."""
     if communicators is None:
         return None
     if isinstance(communicators, Sequence) and len(communicators) == 2:
@@ -85,7 +85,10 @@ def checked_communicators(communicators: object, num_streams: int) -> tuple[list
 
 
 def indices_of_triggers(triggers: Sequence[Any], module: nn.Module, parameters: Sequence[Tensor]) -> list[int]:
-    """Returns where ``triggers`` stand among ``parameters``; those that are not exchanged are left out."""
+    """Returns the positions of ``triggers`` in ``parameters``, without those that are not in it.
+
+    Raises :class:`ConfigError` for names and tensors that are no parameters of ``module``.
+    """
     named = dict(module.named_parameters())
     for trigger in triggers:
         if isinstance(trigger, str) and trigger not in named:
@@ -100,7 +103,7 @@ def indices_of_triggers(triggers: Sequence[Any], module: nn.Module, parameters: 
 
 
 def marked(name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context that a profiler shows under ``name``: an NVTX range on a GPU, a range of torch's profiler elsewhere."""
+    """Returns a context that profilers show as ``name``: an NVTX range on a GPU, else a range of torch's profiler."""
     if device.type == "cuda":
         return cast("AbstractContextManager[Any]", torch.cuda.nvtx.range(name))
     return torch.profiler.record_function(name)

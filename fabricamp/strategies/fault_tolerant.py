@@ -1,4 +1,4 @@
-"""Replica groups that come and go: a dead one is left out of the next step, and takes the others' state when it is back."""
+"""Replica groups that may fail and return: the others continue without a dead group, and it gets their state when it returns."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _GROUP, _GROUPS, _LIGHTHOUSE = "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHF
 class FaultTolerant(Strategy):
     """Each process is a replica group of torchft; gradients are averaged over the groups that are alive.
 
-    If a group dies, the others make the step without it and continue.  Started again, it takes the state of a running group
-    between two steps, and makes the next step with them.  Each group is a run of its own, with its own start, folder and logs.
-    ``torchft_lighthouse`` has to run where all of them reach it.  Needs ``pip install "fabricamp[ft]"``.
+    If a group dies, the others make the step without it and continue.  When the group is started again, it gets the state of a
+    running group between two steps, and takes part in the next step.  Each group is a separate run, with its own start, folder
+    and logs.  ``torchft_lighthouse`` has to run on a host that all groups can reach.  Needs ``pip install "fabricamp[ft]"``.
 
     Args:
-        groups: the full number of groups; the training data is dealt out in so many shares; None: ``NUM_REPLICA_GROUPS``.
-        group: which of them this is, from 0; None: ``REPLICA_GROUP_ID``.
+        groups: the full number of groups, and of shares of the training data; None: ``NUM_REPLICA_GROUPS``.
+        group: the index of this group, from 0; None: ``REPLICA_GROUP_ID``.
         lighthouse: the address of ``torchft_lighthouse``, such as ``"http://host:29510"``; None: ``TORCHFT_LIGHTHOUSE``.
-        timeout: seconds (or a timedelta) that a sum waits for a silent group, and the running groups for one that comes back;
+        timeout: seconds (or a timedelta) that a sum waits for a silent group, and that running groups wait for a returning one;
             less than the lighthouse's ``--join_timeout_ms`` (60 s).
         quorum_timeout: seconds (or a timedelta) that a group waits for the others, or the remaining ones, before a step.
 
@@ -80,25 +80,25 @@ class FaultTolerant(Strategy):
 
     @property
     def lockstep(self) -> bool:
-        """Whether each step is made together with other processes."""
+        """True: all groups make each step together."""
         return True
 
     @property
     def train_share(self) -> tuple[int, int]:
-        """Which part of the training data is this group's, and of how many."""
+        """This group's share of the training data, as (index, number of shares)."""
         return self.replica_group, self.groups
 
     @property
     def participants(self) -> int:
-        """How many groups make this step, or made the last one; 0 outside a fit."""
+        """Number of groups in the current step, or in the last one; 0 outside a fit."""
         return 0 if self._quorum is None else self._quorum.participants
 
     def refuses_graph(self) -> str:
-        """Returns why steps cannot be captured as graphs, and what to give."""
+        """Returns why steps cannot be captured as CUDA graphs, and what to do."""
         return "strategy 'fault_tolerant' asks before each step who makes it; leave cuda_graph out"
 
     def join(self, state: Callable[[], Tensor]) -> Tensor | None:
-        """Takes its place among the groups; returns the state to go on from, None where this group's own is."""
+        """Joins the other groups; returns the state to continue from, None to keep this group's own state."""
         lighthouse = self.lighthouse or os.environ.get(_LIGHTHOUSE)
         if not lighthouse:
             raise ConfigError(
@@ -120,7 +120,10 @@ class FaultTolerant(Strategy):
         return received
 
     def share_module(self, module: nn.Module) -> None:
-        """Gives groups that begin together the first one's parameters and buffers, where they built the same module."""
+        """Broadcasts the first group's parameters and buffers to groups that begin together.
+
+        Raises :class:`DistributedError` if they built different modules.
+        """
         if self._quorum is None or not self._begins_together or self._quorum.participants == 1:
             return
         own = torch.frombuffer(
@@ -138,25 +141,25 @@ class FaultTolerant(Strategy):
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
     ) -> Callable[..., Any]:
-        """Returns ``step``; raises :class:`ConfigError` where groups would come to update differently."""
+        """Returns ``step``; raises :class:`ConfigError` for a schedule that could differ between groups."""
         if any(config.reduce_on_plateau for config in getattr(self._session(), "schedulers", ())):
             raise ConfigError(
                 "strategy 'fault_tolerant' with a schedule that follows a logged value: each group logs its own, and their "
-                "learning rates would part; give a schedule by steps or epochs"
+                "learning rates would differ; give a schedule by steps or epochs"
             )
-        # Once more: optimizers and hooks may have changed weights since, each group its own.
+        # A second broadcast: since the first one, optimizers and hooks may have changed weights differently in each group.
         self.share_module(module)
         self._begins_together = False
         return step
 
     def begin_step(self) -> None:
-        """Finds out who makes the next step, and lets in who has come."""
+        """Determines the groups of the next step, and admits groups that want to join."""
         if self._quorum is not None:
             self._quorum.begin()
             self._tell(self._quorum)
 
     def end_steps(self) -> None:
-        """Waits, behind the last step, until all groups have it."""
+        """Waits after the last step until all groups have made it."""
         if self._quorum is None:
             return
         try:
@@ -165,7 +168,7 @@ class FaultTolerant(Strategy):
             _LOG.warning("replica group %d has all its steps; at the end: %s", self.replica_group, error)
 
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
-        """Averages a window's gradients over the groups of this step, or of those that are left of them."""
+        """Averages a step's gradients over the groups of this step; if a group fails, over the remaining ones."""
         assert memory is not None
         assert self._quorum is not None
         if memory.flat is not None:
@@ -176,7 +179,7 @@ class FaultTolerant(Strategy):
         return gradients
 
     def teardown(self) -> None:
-        """Leaves the groups, which go on."""
+        """Leaves the other groups, which continue."""
         quorum, self._quorum, self._flat = self._quorum, None, None
         if quorum is not None:
             quorum.close()
@@ -199,7 +202,7 @@ class FaultTolerant(Strategy):
 
 
 def _from_environment(argument: str, value: object, variable: str, *, least: int) -> int:
-    """``value``, or what the variable says; a whole number of at least ``least``."""
+    """Returns ``value``, or if None the variable's value; raises :class:`ConfigError` if it is below ``least`` or no integer."""
     given: Any = os.environ.get(variable) if value is None else value
     if given is None:
         raise ConfigError(

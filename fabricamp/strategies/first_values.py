@@ -1,4 +1,4 @@
-"""First values for parameters and buffers that were built on the meta device, where they have none."""
+"""Allocates and fills parameters and buffers that were built on the meta device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def fills_others(module: nn.Module, units: Collection[nn.Module]) -> bool:
-    """Whether an ``init_weights`` of ``module``, or of a part of it, is of other units too: all have to be there at once then."""
+    """Returns whether an ``init_weights`` in ``module`` also fills other units; all tensors then have to exist at once."""
     return any(
         callable(getattr(one, "init_weights", None))
         and any(inner in units for inner in one.modules() if inner is not one)
@@ -21,7 +21,7 @@ def fills_others(module: nn.Module, units: Collection[nn.Module]) -> bool:
 
 
 def leave_meta(module: nn.Module) -> list[str]:
-    """Gives what ``module`` has on the meta device values in host memory; returns the names of what nothing has written to."""
+    """Moves tensors of ``module`` from the meta device to host memory and fills them; returns the names of unfilled ones."""
     if not any(one.is_meta for one in (*module.parameters(), *module.buffers())):
         return []
     first = FirstValues(module, torch.device("cpu"), fills=True)
@@ -30,7 +30,7 @@ def leave_meta(module: nn.Module) -> list[str]:
 
 
 class FirstValues:
-    """Gives tensors on the meta device memory on ``device``, and on rank 0 (``fills``) values by their modules' own methods."""
+    """Allocates meta tensors on ``device``; on rank 0 (``fills``) it also fills them by their modules' own methods."""
 
     def __init__(self, module: nn.Module, device: torch.device, *, fills: bool) -> None:
         self._device = device
@@ -38,12 +38,13 @@ class FirstValues:
         self._names = {id(one): name for name, one in (*module.named_parameters(), *module.named_buffers())}
         self._made: dict[int, Tensor] = {}
         self.unfilled: list[str] = []
-        """Names of what no method has written to."""
+        """Names of the tensors that no method has filled completely."""
 
     def give(self, modules: Iterable[nn.Module]) -> None:
-        """Gives what these modules, each behind those that it is in, own themselves; what several own stays that of them all.
+        """Allocates the meta tensors that these modules own themselves; shared tensors stay shared.
 
-        On rank 0 inner ones come first: ``reset_parameters`` of those that own something, ``init_weights`` of all.
+        ``modules`` have to be in the order of outer before inner.  On rank 0, inner modules first, it then calls
+        ``reset_parameters`` of the modules with new tensors, and ``init_weights`` of all.
         """
         modules = list(modules)
         marked = {module: own for module in modules if (own := self._allocated(module))}
@@ -58,7 +59,7 @@ class FirstValues:
         self.unfilled += [name for own in marked.values() for name, one in own if bool(_is_mark(one).any())]
 
     def _allocated(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """The module's own tensors that were on the meta device, in memory now, with a mark instead of values."""
+        """Allocates the module's own meta tensors, filled with a mark; returns them with their names."""
         return [
             (self._names[id(one)], self._put(table, name, one))
             for table in _tables(module)

@@ -1,4 +1,4 @@
-"""torch's ``fully_shard`` as a strategy: each rank holds a part of every parameter, its gradient and its optimizer state."""
+"""torch's ``fully_shard`` as a strategy: each rank holds a shard of every parameter, gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class FSDP(ProcessGroupStrategy):
     """Every process holds a shard of the module; a unit's parameters are gathered when it runs, and gradients are scattered.
 
     The engine is torch's ``fully_shard`` over all processes.  Updates, clipping and loss scaling work on the local shards, with
-    one exchange of one number.  A checkpoint is a folder that all processes write; any number of them can resume from it.  After
-    a run rank 0 has the whole parameters, in host memory; the other ranks have them on the meta device.
+    one exchange of one number.  A checkpoint is a folder that all processes write; any number of processes can resume from it.
+    After a run rank 0 has the full parameters, in host memory; the other ranks have them on the meta device.
 
     Args:
-        units: "auto" finds repeated layers by structure; or a list of the classes whose modules are the units.
-        replicate: how many copies of the module there are, each sharded over an equal number of ranks (HSDP); copies exchange
-            only gradients.
-        reshard_after_forward: True (or "zero3") frees a unit's gathered parameters between forward and backward, False ("zero2")
-            keeps them, a number of ranks reshards over only so many, which keeps a larger shard.
-        offload: keeps shards, gradients and optimizer states in host memory, where the update runs; weights are moved to the GPU
-            unit by unit.  Without loss scaling: at O0, O4 and O5.
-        activation_checkpointing: classes whose modules recompute their activations in backward.
+        units: "auto" finds repeated layers by structure; or a list of the units' classes.
+        replicate: number of copies of the module, each sharded over an equal number of ranks (HSDP); copies exchange only
+            gradients.
+        reshard_after_forward: True (or "zero3") frees a unit's gathered parameters between forward and backward; False ("zero2")
+            keeps them; a number reshards over this number of ranks, which keeps a larger shard.
+        offload: keeps shards, gradients and optimizer states in host memory, and runs the update there; weights are moved to the
+            GPU unit by unit.  Without loss scaling: at O0, O4 and O5.
+        activation_checkpointing: classes of modules that recompute their activations in backward.
         parallelize: a function of the module and a mesh that splits layers with torch's ``parallelize_module``; numbers of
             modules that it changes (heads of an attention) are restored after the run.
-        tensor_parallel: over how many neighbouring ranks it splits them; they compute one batch together.
+        tensor_parallel: number of neighbouring ranks to split the layers over; they compute one batch together.
         timeout: seconds (or a timedelta) that a rank waits for the others; None is half an hour.
 
     Raises:
@@ -99,7 +99,10 @@ class FSDP(ProcessGroupStrategy):
         self._whole: WholeGradients | None = None
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
-        """Shards ``module``, unit by unit: first values where they are missing, rank 0's on all ranks, then this rank's part."""
+        """Shards ``module`` unit by unit: fills meta tensors, broadcasts rank 0's values, then keeps this rank's shard.
+
+        Returns a line for the log.
+        """
         self._check_new(module)
         self._check_ranks()
         kind = type(module).__name__
@@ -140,7 +143,7 @@ class FSDP(ProcessGroupStrategy):
         return self._told(module, kinds, sizes) + accumulation
 
     def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
-        """Gives the module back plain, as it came; rank 0 has its ``whole`` parameters, in host memory."""
+        """Restores the plain module; with ``whole`` rank 0 has the full parameters, in host memory."""
         undo, self._undo, self._module, self._whole = self._undo, None, None, None
         if undo is None:
             return
@@ -150,7 +153,7 @@ class FSDP(ProcessGroupStrategy):
                 vars(module)[name] = before
         self._steps = {}
         _reshard(module)
-        # As precisions give a module back: not narrower than it came, nor than it was trained.
+        # As precisions restore a module: parameters are at least as wide as originally and as in training.
         dtypes = {
             id(one): torch.promote_types(one.dtype, self._dtypes[name]) for name, one in module.named_parameters()
         }
@@ -165,33 +168,33 @@ class FSDP(ProcessGroupStrategy):
         undo.undo()
 
     def place_module(self, module: nn.Module) -> None:
-        """Brings the module to the device; parts that are offloaded stay in host memory."""
+        """Moves the module to the device; offloaded shards stay in host memory."""
         if not self.offload:
             super().place_module(module)
 
     def share_module(self, module: nn.Module) -> None:
-        """Gives every rank rank 0's buffers; parameters are sharded already."""
+        """Broadcasts rank 0's buffers; parameters are sharded already."""
         self.share_buffers(module)
 
     def settle_module(self, module: nn.Module) -> None:
-        """Frees what a forward without a backward has left gathered in the place of the parts."""
+        """Reshards parameters that a forward without a backward has left gathered."""
         _reshard(module)
 
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
     ) -> Callable[..., Any]:
-        """Returns the step, which gathers what it needs; refuses manual optimization."""
+        """Returns ``step``, which gathers parameters itself; raises :class:`ConfigError` for manual optimization."""
         if not automatic:
             raise ConfigError(
-                "strategy='fsdp' with automatic_optimization=False is not offered: backward has to come behind the step; leave "
+                "strategy='fsdp' with automatic_optimization=False is not offered: backward has to come after the step; leave "
                 "backward and step to the Trainer, or use strategy='ddp'"
             )
         return step
 
     def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``step``; raises :class:`ConfigError` where parameters were frozen or unfrozen since they were sharded."""
+        """Returns ``step``; raises :class:`ConfigError` if parameters were frozen or unfrozen since they were sharded."""
         assert self._module is not None
-        _reshard(self._module)  # what a validation has left gathered
+        _reshard(self._module)  # a validation may have left parameters gathered
         changed = [
             name for name, one in self._module.named_parameters() if one.requires_grad != self._trained.get(name)
         ]
@@ -203,35 +206,35 @@ class FSDP(ProcessGroupStrategy):
         return step
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which gradients stay whole, where memory allows that; else they are exchanged behind each micro-batch."""
+        """Returns a context that keeps full gradients local if memory allows; else they are exchanged after each micro-batch."""
         return contextlib.nullcontext() if self._whole is None else self._whole
 
     def note_window(self, *, begun: bool) -> None:
-        """Lets go of whole gradients of a window that was dropped."""
+        """Drops the full gradients of a dropped accumulation."""
         if self._whole is not None and not begun:
             self._whole.forget()
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """Returns gradients that are kept whole until the end of the open window, by name, stacked over the ranks."""
+        """Returns the full gradients of the accumulation in progress, by name, stacked over the ranks."""
         return {} if self._whole is None else self._whole.stacked()
 
     def places_of_whole_gradients(self) -> dict[str, Tensor]:
-        """Returns what :meth:`whole_gradients` may return, without values; empty where gradients are not kept whole."""
+        """Returns tensors like those of :meth:`whole_gradients`, without values; empty if full gradients are not kept."""
         return {} if self._whole is None else self._whole.places()
 
     def take_whole_gradients(self, stacked: dict[str, Tensor]) -> None:
-        """Goes on with what :meth:`whole_gradients` returned on as many ranks."""
+        """Resumes an accumulation from the result of :meth:`whole_gradients` on the same number of ranks."""
         if self._whole is not None:
             self._whole.take(stacked)
 
     def refuses_graph(self) -> str:
-        """Returns that nothing is captured."""
+        """Returns the reason: steps are never captured with this strategy."""
         return "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out"
 
     def teardown(self) -> None:
-        """Lets go of the module, and leaves the process group if :meth:`setup_environment` made it."""
+        """Drops the module, and destroys the process group if :meth:`setup_environment` made it."""
         self._undo, self._module, self._whole, self._steps = None, None, None, {}
-        # Nobody may hold the group beyond this: torch's states hold each other, and the mesh is the optimizers' too.
+        # No reference to the group may remain: torch's FSDP states are reference cycles, and optimizers hold the mesh too.
         gc.collect()
         for mesh in self._meshes:
             vars(mesh).get("_pg_registry", {}).clear()  # in newer versions of torch
@@ -263,7 +266,7 @@ class FSDP(ProcessGroupStrategy):
             )
 
     def _mesh_of_ranks(self) -> Any:
-        """The ranks as torch's mesh: neighbours share a copy."""
+        """Returns the mesh of the ranks; neighbouring ranks share a copy of the module."""
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         sharing = self.world_size // (self.replicate * self.tensor_parallel)
@@ -273,7 +276,7 @@ class FSDP(ProcessGroupStrategy):
             self._meshes = [init_device_mesh(self.device.type, (sharing,), mesh_dim_names=names)]
             return self._meshes[0]
         ranks = torch.arange(self.world_size, dtype=torch.int64, device="cpu").view([sizes[one] for one in names])
-        # init_device_mesh would split NCCL's group, which dies of it in a process that had another one before (pytorch#192109).
+        # init_device_mesh would split NCCL's group, which crashes in a process that had another group before (pytorch#192109).
         groups = [
             dist.new_subgroups_by_enumeration(_neighbours_along(ranks, place), timeout=self.timeout)[0]
             for place in range(len(names))
@@ -283,7 +286,7 @@ class FSDP(ProcessGroupStrategy):
         return self._meshes[0]
 
     def _share(self, modules: Sequence[nn.Module], exchange: Exchange) -> None:
-        """Gives every rank rank 0's values of what these modules own, on the device; in host memory where layers are split then."""
+        """Broadcasts rank 0's values of the modules' own tensors, on the device; with ``parallelize`` they end in host memory."""
         own = {id(one): one for module in modules for one in (*_own(module._parameters), *_own(module._buffers))}
         for tensor in own.values():
             tensor.data = tensor.data.to(self.device)
@@ -294,7 +297,7 @@ class FSDP(ProcessGroupStrategy):
                 tensor.data = tensor.data.to(_CPU)
 
     def _cast(self, modules: Sequence[nn.Module], plan: ShardPlan) -> None:
-        """Brings what is trained of these modules' own to the dtype that it is stored in; what is frozen stays exact."""
+        """Casts the modules' own trained parameters to ``stored_dtype``; frozen ones keep their dtype."""
         if plan.stored_dtype is None:
             return
         kept = {id(one) for module in plan.kept for one in module.parameters(recurse=False)}
@@ -311,43 +314,43 @@ class FSDP(ProcessGroupStrategy):
         half = MixedPrecisionPolicy(
             param_dtype=plan.compute_dtype,
             reduce_dtype=plan.compute_dtype and torch.promote_types(plan.compute_dtype, torch.float32),
-            cast_forward_inputs=False,  # precision does, where it has to be done
+            cast_forward_inputs=False,  # the precision casts inputs
         )
         full = MixedPrecisionPolicy(cast_forward_inputs=False)
         after: bool | int | None = self.reshard_after_forward
         for one in modules:
             if one in plan.kept and one is not unit.module and next(one.parameters(recurse=False), None) is not None:
                 fully_shard(one, mesh=self._mesh, reshard_after_forward=after, mp_policy=full, offload_policy=place)
-        # The rest is needed again as soon as backward begins: torch keeps it where it may choose.
+        # The root's parameters are needed again when backward begins; None lets torch keep them gathered.
         after = None if is_root and after is not False else after
         policy = full if unit.module in plan.kept else half
         options = {"mesh": self._mesh, "reshard_after_forward": after, "mp_policy": policy, "offload_policy": place}
         fully_shard(unit.module, **options)
 
     def _wrap_steps(self, module: nn.Module) -> None:
-        """Makes each step that the user wrote gather what belongs to no unit, as a forward does."""
+        """Makes each of the user's steps gather the parameters outside of all units, as a forward does."""
         for name in _STEPS:
             if callable(getattr(module, name, None)) and _is_written(module, name):
                 self._steps[name] = vars(module).get(name)
                 vars(module)[name] = gathering(module, name)
 
     def _choose_accumulation(self, module: nn.Module) -> str:
-        """Decides where gradients of a window are exchanged; returns the words that tell of it."""
+        """Decides when gradients of an accumulation are exchanged: at its end or per micro-batch; returns words for the log."""
         trained = sum(max(4, one.element_size()) * one.numel() for one in module.parameters() if one.requires_grad)
         memory = memory_of(self.device, self.environment.local_world_size)
         here = not self.offload and self.parallelize is None
         fit = here and fits(trained, self.world_size // self.replicate, memory)
         if not min(self.all_gather_object(fit)):
-            return f"; gradients are exchanged behind each micro-batch: whole they are {_bytes(trained)}"
+            return f"; gradients are exchanged after each micro-batch: full gradients would take {_bytes(trained)}"
         self._whole = WholeGradients(module, self._mesh)
-        return f"; gradients of a window are kept whole, {_bytes(trained)}, and exchanged at its end"
+        return f"; full gradients are accumulated, {_bytes(trained)}, and exchanged at the end of a step"
 
     def _told(self, module: nn.Module, kinds: str, sizes: Sequence[int]) -> str:
         here = sum(one._local_tensor.nbytes for one in module.parameters())  # type: ignore[attr-defined]  # DTensors
         kept = "" if self.reshard_after_forward is True else f", reshard_after_forward={self.reshard_after_forward}"
         kept += f", {self.replicate} copies" if self.replicate > 1 else ""
         kept += f", layers split over {self.tensor_parallel} ranks" if self.tensor_parallel > 1 else ""
-        kept += ", parts in host memory" if self.offload else ""
+        kept += ", shards in host memory" if self.offload else ""
         return (
             f"fsdp: {kinds}; {_bytes(here)} of {_bytes(sum(sizes))} of weights on rank 0, at most {_bytes(max(sizes))} "
             f"gathered at once{kept}"
@@ -355,7 +358,7 @@ class FSDP(ProcessGroupStrategy):
 
 
 def _neighbours_along(ranks: Tensor, dimension: int) -> list[list[int]]:
-    """Returns the ranks that differ in this dimension alone, group by group."""
+    """Returns groups of ranks that differ only in this dimension of the mesh."""
     found: list[list[int]] = ranks.transpose(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist()
     return found
 
@@ -385,7 +388,7 @@ def _reshard(module: nn.Module) -> None:
 
 
 def _is_written(module: nn.Module, name: str) -> bool:
-    """Whether the user's class has this step, and not the base of all alone."""
+    """Returns whether the user's class defines this step, not only fabricamp's or Lightning's base class."""
     owner = next((one for one in type(module).__mro__ if name in vars(one)), None)
     return name in vars(module) or (owner is not None and owner.__module__.split(".")[0] not in _BASES)
 

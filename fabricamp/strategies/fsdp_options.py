@@ -1,4 +1,4 @@
-"""Options of ``FSDP``, checked before any process has started."""
+"""Checks of ``FSDP``'s options, before any process starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ZERO_NAMES: Final = {"zero3": True, "zero2": False}
 
 
 def checked_classes(name: str, given: object) -> list[type[nn.Module]]:
-    """Returns the classes that option ``name`` lists; raises :class:`ConfigError` where they are none."""
+    """Returns the list of classes of option ``name``; raises :class:`ConfigError` for anything but module classes."""
     listed = list(given) if isinstance(given, (list, tuple, set)) else []
     wrong = [one for one in listed if not (isinstance(one, type) and issubclass(one, nn.Module))]
     if wrong or not isinstance(given, (list, tuple, set)) or (name == "units" and not listed):
@@ -24,14 +24,14 @@ def checked_classes(name: str, given: object) -> list[type[nn.Module]]:
 
 
 def checked_flag(value: object) -> bool:
-    """Returns ``offload``; raises :class:`ConfigError` for what is no flag."""
+    """Returns ``offload``; raises :class:`ConfigError` unless it is True or False."""
     if isinstance(value, bool):
         return value
-    raise ConfigError(f"FSDP(offload={value!r}) has to be True (parts are in host memory) or False")
+    raise ConfigError(f"FSDP(offload={value!r}) has to be True (shards are in host memory) or False")
 
 
 def checked_copies(value: object) -> int:
-    """Returns ``replicate``; raises :class:`ConfigError` for what is no number of copies."""
+    """Returns ``replicate``; raises :class:`ConfigError` unless it is a whole number from 1."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     raise ConfigError(
@@ -40,7 +40,7 @@ def checked_copies(value: object) -> int:
 
 
 def checked_reshard(value: object) -> bool | int:
-    """Returns ``reshard_after_forward`` as torch takes it; raises :class:`ConfigError` for what cannot be."""
+    """Returns ``reshard_after_forward`` in torch's form; raises :class:`ConfigError` for a wrong value."""
     named = _ZERO_NAMES.get(value, value) if isinstance(value, str) else value
     if isinstance(named, bool) or (isinstance(named, int) and named > 1):
         return named

@@ -1,4 +1,4 @@
-"""Steps under torch's ``fully_shard``: they gather what belongs to no unit, and a gradient of a gradient is refused in them."""
+"""Steps under torch's ``fully_shard``: they gather the parameters outside of all units, and refuse second-order gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def gathering(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The method of that name as torch wraps it, with the signature that it has: torch's takes one argument less."""
+    """Returns the method ``name`` wrapped by torch, with its own signature: torch's wrapper shows one argument less."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     written = getattr(module, name)
@@ -27,10 +27,10 @@ def gathering(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def refuse_second_order(units: Sequence[Unit]) -> Callable[[], None]:
-    """Makes a backward with ``create_graph=True`` through what is gathered an error; returns what takes that back.
+    """Makes a backward with ``create_graph=True`` through gathered modules raise; returns a function that removes the hooks.
 
-    Weights are freed behind a unit's first backward, and the graph that it makes would read them: torch ends the process then.
-    The last unit is the rest, whose modules are called one by one within a step.
+    A unit's weights are freed after its first backward, and the second-order graph would read them: torch then ends the process.
+    The last unit is the rest of the module; its modules are called one by one in a step, so each of them gets a hook.
     """
     rest = [one for one in own_modules(units[-1], units)[1:] if next(one.parameters(recurse=False), None) is not None]
     watched = {*rest, *(unit.module for unit in units[:-1])}
@@ -56,8 +56,8 @@ def _watch(refuse: Callable[[Tensor], None], _module: nn.Module, _inputs: Any, o
 
 
 def _refuse(name: str, _gradient: Tensor) -> None:
-    if torch.is_grad_enabled():  # within a backward: it was asked for its graph
+    if torch.is_grad_enabled():  # in backward this means create_graph=True
         raise ConfigError(
             f"a gradient of a gradient (create_graph=True) through {name!r} with strategy='fsdp' is not offered, as its weights "
-            "are freed behind the first backward: use strategy='ddp', or leave the penalty out"
+            "are freed after the first backward: use strategy='ddp', or leave the penalty out"
         )

@@ -1,4 +1,4 @@
-"""Where the processes of one attempt find each other, and none of an earlier attempt's."""
+"""The rendezvous of one attempt's processes, separate from those of earlier attempts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LOOK_SECONDS = 0.01
 
 
 def store_of(environment: Environment, name: str, timeout: timedelta) -> Store:
-    """Returns the store that all ranks of this attempt share, through ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """Returns the store shared by all ranks of this attempt, found through ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    ``name`` is the strategy's, for the :class:`ConfigError` where these are missing.
+    ``name`` is the strategy's name, for the :class:`ConfigError` if one of these variables is missing.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -36,21 +36,22 @@ def store_of(environment: Environment, name: str, timeout: timedelta) -> Store:
 
 @functools.cache
 def _rendezvous(place: tuple[str, str, int, int, int], timeout: timedelta) -> Store:
-    """Returns the store of these processes; kept, because its server could not start on the same port again at once."""
+    """Returns the store of these processes; cached, because its server could not restart on the same port at once."""
     _, _, rank, world_size, _ = place
     found, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     store = cast("Store", found)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return PrefixStore("fabricamp", store)  # rank 0's own, which ends with it
+        return PrefixStore("fabricamp", store)  # hosted by rank 0, so it ends with this attempt
     return PrefixStore(f"fabricamp/{_attempt(store, rank, world_size, timeout)}", store)
 
 
 def _attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Returns a name that the ranks of this attempt have, and nobody had before.
+    """Returns a unique name of this attempt, the same on all its ranks.
 
-    The agent's store outlives the workers that it restarts, with all that they wrote.  The count of restarts tells no attempt: each
-    machine's agent counts by itself, and one that joins or leaves is none.  So every rank says a word of its own, and rank 0
-    answers it with the name, again where a rank says another: the first word may be that of a process that is gone.
+    The agent's store outlives restarted workers and keeps their keys.  The restart count does not identify an attempt: each
+    machine's agent counts separately, and a machine that joins or leaves does not count as a restart.  So every rank writes a
+    random word, and rank 0 answers each word with the name.  Rank 0 also answers a rank's later words, because the first word may
+    be from a dead process.
     """
     if rank == 0:
         return _named_by_first(store, world_size, timeout)
@@ -78,7 +79,7 @@ def _named_by_first(store: Store, world_size: int, timeout: timedelta) -> str:
 
 
 def _answer(store: Store, rank: int, attempt: str, answered: dict[int, bytes]) -> None:
-    """Answers what ``rank`` has said last, once."""
+    """Answers the last word of ``rank``, once."""
     if store.check([_word_of(rank)]) and (word := store.get(_word_of(rank))) != answered[rank]:
         store.set(_answer_to(word.decode()), attempt)
         answered[rank] = word

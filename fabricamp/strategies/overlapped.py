@@ -1,4 +1,4 @@
-"""Overlaps the all-reduce of gradients with backward: a bucket leaves as soon as its last gradient is there."""
+"""Overlaps the all-reduce of gradients with backward: a message is sent as soon as its last gradient is ready."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_GROUPS: Final = 8
 
 
 class Lane(NamedTuple):
-    """What carries every n-th message: a process group (None: the default one), and a stream beside torch's current one."""
+    """Sends every n-th message: a process group (None: the default one), and a side stream."""
 
     group: dist.ProcessGroup | None
     stream: torch.cuda.Stream | None
@@ -41,11 +41,11 @@ def lanes_for(
     *,
     default: bool,
 ) -> list[Lane]:
-    """Returns ``count`` lanes of ``communicators`` (groups, streams), or of their own; every rank calls it.
+    """Returns ``count`` lanes with the given ``communicators`` (groups, streams), or with new ones; every rank calls it.
 
-    ``default`` lets the first one have the default group: where nothing else uses that in backward, such as layers that exchange
-    statistics, or another module's messages.  Ranks whose backwards reach different parameters send messages at different moments
-    of it, and one's message would meet another's statistics.
+    ``default`` gives the first lane the default group.  That is safe only if nothing else uses this group in backward, such as
+    layers that exchange statistics or another module's messages.  Ranks with different used parameters send their messages at
+    different points of backward, so one rank's message would pair with another rank's statistics.
     """
     if communicators is not None:
         groups, streams = communicators
@@ -63,7 +63,7 @@ def exchanges_statistics(module: nn.Module) -> bool:
 
 
 class _Groups:
-    """Groups of all ranks beside the default one, lent in turn: modules that come and go shall not leave a communicator each."""
+    """A pool of process groups beside the default one, used in turn, so that a new module does not need new communicators."""
 
     def __init__(self) -> None:
         self._world: weakref.ref[dist.ProcessGroup] | None = None
@@ -71,12 +71,12 @@ class _Groups:
         self._lent = 0
 
     def lend(self, device: torch.device) -> dist.ProcessGroup:
-        """Returns the next one, which waits for a slow rank as long as the default group does; every rank calls it."""
+        """Returns the next group, with the default group's timeout; every rank calls it."""
         world = dist.group.WORLD
         assert world is not None, "init_process_group comes first"
         if self._world is None or self._world() is not world:
             groups: list[dist.ProcessGroup] = []
-            # Their threads end with the groups, which have to be gone before the interpreter is.
+            # The groups own threads, which have to end before the interpreter does: drop them with the default group.
             self._world, self._lent = weakref.ref(world, lambda _: groups.clear()), 0
             self._groups = groups
         if len(self._groups) < _MOST_GROUPS:
@@ -89,7 +89,7 @@ _groups: Final = _Groups()
 
 
 class Local:
-    """The context of micro-batches whose gradients stay local."""
+    """The context for micro-batches with local gradients."""
 
     on = False
 
@@ -101,13 +101,13 @@ class Local:
 
 
 class Overlap:
-    """Sends the messages of ``flat``, in their order, from hooks on gradients.
+    """Sends the messages of ``flat``, in their order, from gradient hooks.
 
-    In its first backward it only learns in which order gradients come; from then on it listens to the last one of each message
-    alone, which sends all that is complete by then.  What is not, is sent by :meth:`finish`: every rank sends every message once,
-    so none waits in vain.
+    The first backward only records the order of the gradients.  Later only the last gradient of each message has a hook, which
+    sends all messages complete at that point.  :meth:`finish` sends the others, so every rank sends every message once and none
+    waits in vain.
 
-    ``local`` None: :meth:`begin` announces each backward that counts; else all count but those within ``local``.
+    ``local`` None: :meth:`begin` is called for each backward to exchange; else all are exchanged except those within ``local``.
     """
 
     def __init__(self, flat: FlatGradients, lanes: Sequence[Lane], local: Local | None = None) -> None:
@@ -116,20 +116,21 @@ class Overlap:
         self._local = local
         self._next = 0
         self._sent: list[list[tuple[Tensor | None, int]]] = []
-        self._arrived: dict[int, int] = {}  # in which order
-        self._repeated: set[int] = set()  # those that come several times: re-entrant checkpointing does that
-        self._counts = False  # listens to all for good: gradients that grow do not show by themselves that they have
+        self._arrived: dict[int, int] = {}  # the order of each gradient in this backward
+        self._repeated: set[int] = set()  # gradients that come several times, as in re-entrant checkpointing
+        # True keeps hooks on all parameters: a .grad from an earlier backward does not show whether it was added to.
+        self._counts = False
         self._handles: dict[int, RemovableHandle] = {}
         self._listens = self._learns = True
         self.runs = False
-        """Whether a backward has begun whose messages are not all received."""
+        """Whether a backward has begun and its messages are not all received."""
         self.behind = 0
-        """How many messages of the last backward did not leave before its end."""
+        """Number of messages that were sent only after the end of the last backward."""
         self._listen()
 
     def begin(self, first: Tensor | None = None) -> None:
-        """Called as a backward begins, or by its ``first`` gradient."""
-        if self.runs:  # a second one through the same loss: what it adds is found to be late
+        """Starts the exchange of a backward; called at its begin, or by the hook of its ``first`` gradient."""
+        if self.runs:  # a second backward through the same loss: _check_late finds gradients that it changes
             return
         self.runs, self._next = True, 0
         self._arrived.clear()
@@ -142,7 +143,7 @@ class Overlap:
             self._listen()
 
     def finish(self) -> Gradients:
-        """Sends what could not be sent before, waits (the device, not the host) for all, and returns what has arrived."""
+        """Sends the remaining messages, makes the device (not the host) wait for all, and returns the received gradients."""
         messages = self.flat.messages
         self._check_late()
         self.runs, self.behind = False, len(messages) - self._next
@@ -157,18 +158,18 @@ class Overlap:
             if not self._counts:
                 self._listen_to_last()
         elif self.behind and not (self.flat.missing or self._repeated or self._counts):
-            self._listen()  # gradients come in another order than they did
+            self._listen()  # the order of gradients has changed: learn it again
         self._sent.clear()
         return gradients
 
     def detach(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
     def _listen(self) -> None:
-        """Listens to all parameters, in the next backward to learn."""
+        """Registers hooks on all parameters, to learn the order of gradients in the next backward."""
         self._listens = self._learns = True
         for message in self.flat.messages:
             for index, member in zip(message.indices, message.members, strict=True):
@@ -177,7 +178,7 @@ class Overlap:
                     self._handles[index] = member.register_post_accumulate_grad_hook(hook)
 
     def _listen_to_last(self) -> None:
-        """Listens to the parameter of each message whose gradient came last, and to the very first."""
+        """Keeps the hooks of each message's last gradient, and of the first gradient of all; removes the others."""
         self._listens = False
         kept = {max(message.indices, key=lambda index: self._arrived.get(index, -1)) for message in self.flat.messages}
         if self._local is not None:
@@ -221,7 +222,7 @@ class Overlap:
             self._sent.append([(one, 0 if one is None else one._version) for one in gradients])
 
     def _check_late(self) -> None:
-        """Raises where a gradient has grown since it was sent: its message left with a part of it."""
+        """Raises :class:`DistributedError` if a gradient has changed since its message was sent."""
         for message, sent in zip(self.flat.messages, self._sent, strict=False):
             for member, (gradient, version) in zip(message.members, sent, strict=True):
                 if member.grad is not gradient or (gradient is not None and gradient._version != version):

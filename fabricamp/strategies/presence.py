@@ -1,4 +1,4 @@
-"""Notices, without a wait, that the ranks' backward passes reached different parameters, and says so once."""
+"""Warns once, without a wait, if the ranks' backward passes reached different parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LOOK_EVERY = 64
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first few names, and how many more there are."""
+    """Returns the first few names, and the number of the others."""
     more = len(names) - _NAMED_AT_MOST
     return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
 
 
 class Differences:
-    """Looks, at a later step, at the flags of a step in which this rank lacked gradients that others may have had."""
+    """Checks in a later step whether other ranks had gradients that this rank lacked."""
 
     def __init__(self, names: Sequence[str], rank: int) -> None:
         self._names = names
@@ -34,9 +34,9 @@ class Differences:
         self._pending: tuple[Tensor, Collection[int], torch.cuda.Event | None] | None = None
 
     def note(self, present: Tensor, missing: Collection[int]) -> None:
-        """Sends ``present`` on its way to the host, where that is not told yet; ``missing`` are this rank's.
+        """Starts a copy of the flags ``present`` to the host, unless the warning was given; ``missing`` are this rank's indices.
 
-        A GPU is asked only now and then where it is the same ones in every step.
+        On a GPU, if the same parameters are missing in every step, only every 64th step is checked.
         """
         if self._told or self._pending is not None or is_capturing(present.device):
             return
@@ -56,7 +56,7 @@ class Differences:
         self.look()
 
     def tell_of_delay(self, missing: Collection[int], behind: int) -> None:
-        """Tells that messages waited for the end of backward, since their gradients did not come."""
+        """Warns once that messages were sent only after backward, because some of their gradients were missing."""
         if not self._told:
             self._told = True
             logger.warning(
@@ -67,7 +67,7 @@ class Differences:
             )  # fmt: skip
 
     def look(self) -> None:
-        """Tells of what has arrived."""
+        """Warns about differences if the flags have arrived on the host; does not wait."""
         if self._pending is None:
             return
         host, missing, event = self._pending
@@ -80,6 +80,6 @@ class Differences:
             self._told = True
             logger.warning(
                 "rank %d's backward gave no gradient to %s, another rank's did; they count as zeros here, and the "
-                "average goes on over all ranks (said once)",
+                "average is still over all ranks (said once)",
                 self._rank, listed(elsewhere),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Several processes over torch.distributed: how they meet, exchange values and part; the base of ddp and its kin."""
+"""Several processes over torch.distributed: rendezvous, exchange of values, teardown; the base of ddp and similar strategies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-# What travels in place of dtypes that Gloo or NCCL cannot reduce, or whose sum would lose bits.
+# Dtypes to exchange instead of those that Gloo or NCCL cannot reduce, or that would lose bits in a sum.
 _TRANSPORT = {
     torch.bool: torch.int64,
     torch.uint8: torch.int64,
@@ -48,8 +48,8 @@ _MEETINGS = itertools.count()
 class ProcessGroupStrategy(Strategy):
     """One process per device, joined by torch.distributed: NCCL between GPUs, Gloo between CPUs.
 
-    ``timeout`` (seconds or a timedelta; None: half an hour) is how long a collective waits for the slowest rank, and the most
-    that a run in which no rank comes further goes on.
+    ``timeout`` (seconds or a timedelta; None: half an hour) is how long a collective waits for the slowest rank, and how long a
+    run continues without progress on any rank.
     """
 
     distributed: ClassVar[bool] = True
@@ -64,16 +64,16 @@ class ProcessGroupStrategy(Strategy):
 
     @property
     def store(self) -> Store | None:
-        """The key-value store that the processes met through; one ``clone()`` per thread."""
+        """The key-value store of the rendezvous; each thread needs its own ``clone()``."""
         return self._store
 
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
-        """Joins the other processes through ``MASTER_ADDR`` and ``MASTER_PORT``, or takes the group that exists."""
+        """Joins the other processes through ``MASTER_ADDR`` and ``MASTER_PORT``, or uses the existing process group."""
         super().setup_environment(environment, device)
         if dist.is_initialized():
             self._take_group(environment)
             return
-        # Its functions have the group as a default value, which they would hold for ever where torch imports it later by itself.
+        # Its functions have the default group as a default argument.  If torch imported it later, they would keep the group alive.
         importlib.import_module("torch.distributed.nn.functional")
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._store = self._meet(environment)
@@ -88,10 +88,10 @@ class ProcessGroupStrategy(Strategy):
         self._owns_group = True
 
     def teardown(self) -> None:
-        """Leaves the process group if :meth:`setup_environment` made it.
+        """Destroys the process group if :meth:`setup_environment` made it.
 
-        Nobody may hold the group beyond this.  Gloo's threads let go of a tensor shortly after its exchange, for which they need
-        Python's lock; one that asks for it while the interpreter ends aborts the process.  They end with the group.
+        No reference to the group may remain.  Gloo's threads release a tensor shortly after its exchange, and need the GIL for
+        it; a thread that requests the GIL while the interpreter ends aborts the process.  The threads end with the group.
         """
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -126,10 +126,10 @@ class ProcessGroupStrategy(Strategy):
         shape = (self.world_size, *value.shape)
         if value.numel() == 0:
             return value.detach().new_empty(shape)
-        # As bytes: any dtype.
+        # Sent as bytes, so any dtype works.
         own = value.detach().to(self._transport_device(value)).contiguous().reshape(-1).view(torch.uint8)
         everyone = own.new_empty(self.world_size, own.numel())
-        # Into views: the one-tensor forms have another name in each torch.
+        # Into a list of views, because the one-tensor variants have different names in different versions of torch.
         dist.all_gather(list(everyone.unbind()), own)
         return everyone.view(-1).view(value.dtype).view(shape).to(value.device)
 
@@ -140,9 +140,9 @@ class ProcessGroupStrategy(Strategy):
         return everyone
 
     def barrier(self, name: str = "") -> None:
-        """Waits for every rank; an error says at which ``name`` it happened.
+        """Waits for every rank; raises :class:`DistributedError` with ``name`` if a rank does not come.
 
-        Between runs, when there is no process group, the ranks of the last one meet at its store.
+        Between runs, without a process group, the ranks of the last run synchronise through its store.
         """
         try:
             if dist.is_initialized():
@@ -155,19 +155,22 @@ class ProcessGroupStrategy(Strategy):
             ) from error
 
     def share_module(self, module: nn.Module) -> None:
-        """Gives every rank rank 0's parameters and buffers, after a check that all ranks built the same module."""
+        """Broadcasts rank 0's parameters and buffers, after a check that all ranks built the same module."""
         self.check_same_module(module)
         if self.world_size > 1:
             Exchange(self.world_size, DEFAULT_BUCKET_MB).broadcast([*module.parameters(), *module.buffers()])
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Gives every rank rank 0's buffers, which a checkpoint has, unless ``broadcast_buffers`` is off."""
+        """Broadcasts rank 0's buffers, which a checkpoint contains, unless ``broadcast_buffers`` is off."""
         buffers = list(module.buffers())
         if buffers and self.broadcast_buffers and self.world_size > 1:
             Exchange(self.world_size, DEFAULT_BUCKET_MB).broadcast(buffers)
 
     def check_same_module(self, module: nn.Module) -> None:
-        """Raises the same :class:`DistributedError` on every rank where the ranks built different modules."""
+        """Raises the same :class:`DistributedError` on every rank if the ranks built different modules.
+
+        Raises :class:`ConfigError` for lazy parameters, which have no shape yet.
+        """
         if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
             raise ConfigError(
                 f"{', '.join(lazy)} have no shape yet, and the ranks have to agree on it before the first batch; run one "
@@ -186,7 +189,7 @@ class ProcessGroupStrategy(Strategy):
         )
 
     def _transport_device(self, value: Tensor) -> torch.device:
-        """NCCL moves nothing that lies on the host."""
+        """Returns the device to exchange on: NCCL cannot send host memory."""
         return self.device if self.device.type == "cuda" else value.device
 
     def _take_group(self, environment: Environment) -> None:
@@ -210,17 +213,17 @@ class ProcessGroupStrategy(Strategy):
         store.wait(others, self.timeout)
         store.add("left", 1)
         while environment.rank == 0 and store.add("left", 0) < environment.world_size:
-            time.sleep(0.01)  # it may be the one whose process has the store
+            time.sleep(0.01)  # rank 0 may host the store, so it leaves last
 
     def _meet(self, environment: Environment) -> Store:
         if environment.world_size == 1:
             return HashStore()
-        # A second run in the same processes must not read what the first one left in the store.
+        # A second run in the same processes must not read keys that the first one left in the store.
         return PrefixStore(str(next(_MEETINGS)), store_of(environment, self.name, self.timeout))
 
 
 def described_module(module: nn.Module) -> list[str]:
-    """Returns a line for each parameter and buffer: what has to be the same on all ranks."""
+    """Returns a line for each parameter and buffer, with everything that has to be the same on all ranks."""
     lines = [
         f"{name} {tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
         for name, parameter in module.named_parameters()
@@ -229,7 +232,7 @@ def described_module(module: nn.Module) -> list[str]:
 
 
 def checked_timeout(name: str, timeout: float | timedelta) -> timedelta:
-    """Returns the time that ``timeout``, the argument called ``name``, stands for."""
+    """Returns ``timeout`` (seconds or a timedelta) as a timedelta; raises :class:`ConfigError`, with the argument's ``name``."""
     if isinstance(timeout, timedelta) and timeout > timedelta(0):
         return timeout
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout < math.inf:

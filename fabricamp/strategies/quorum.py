@@ -1,4 +1,4 @@
-"""The replica groups that make a step together, by torchft's manager: sums that fail are made again by those that are left."""
+"""The replica groups that make a step together, by torchft's manager; the remaining groups repeat a failed sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("fabricamp")
 _MOST_TRIES: Final = 10
-"""How often in a row a sum may fail, each time with those that are left."""
+"""Maximal number of failures of a sum in a row; each retry uses the remaining groups."""
 
 
 Take = Callable[[dict[str, Any]], None]
@@ -31,34 +31,34 @@ Connect = Callable[[Take, Give], "Connection"]
 
 
 class Connection(NamedTuple):
-    """What a group has of the others."""
+    """A group's connection to the other groups."""
 
     manager: Any
     """torchft's ``Manager``."""
     hang_up: Callable[[], None]
-    """Ends what the groups of a step exchange through: whoever waits there for this one learns of it."""
+    """Aborts the process group of a step, so groups that wait for this one get an error."""
     close: Callable[[], None]
-    """Ends everything: the others then go on without this group."""
+    """Ends the connection; the others then continue without this group."""
 
 
 class Quorum(RankSums):
-    """The groups of a step, and this one's place among them.
+    """Sums gradients over the groups of a step, and admits groups between steps.
 
-    A quorum is begun between two steps, and there alone another group may come in: it gets the state of that moment.  A sum that
-    fails is made again, of the same gradients, by those that are left.  It may have arrived in some groups and not in others; each
-    one keeps the last, so that one that lacks it takes it from a group that is ahead by that step, and makes the same update.
+    A quorum starts between two steps; only then can another group join, and it gets the state of that point.  If a sum fails, the
+    remaining groups repeat it with the same gradients.  A sum may have succeeded in some groups and failed in others.  So each
+    group keeps its last sum; a group that lacks it gets it from a group that is one step ahead, and makes the same update.
 
     Args:
-        connect: makes the manager, which calls the first function with what another group has sent, and the second for what it is
-            to send, from a thread of its own while :meth:`begin` waits.
+        connect: makes the manager from two functions.  The manager calls the first one with the state received from another
+            group, and the second one for the state to send, from its own thread while :meth:`begin` waits.
     """
 
     def __init__(self, connect: Connect) -> None:
         super().__init__()
         self.state: Callable[[], Tensor] | None = None
-        """Returns this run's whole state, between two steps; None where there is none to give."""
+        """Returns this run's full state, between two steps; None if there is no state to send."""
         self.steps = 0
-        """How many sums have been kept since the first group began; 0 before this one has joined."""
+        """Number of committed sums since the first group began; 0 before this group has joined."""
         self._open = self._within = False
         self._received: dict[str, Any] | None = None
         self._last: list[Tensor] = []
@@ -67,17 +67,17 @@ class Quorum(RankSums):
 
     @property
     def participants(self) -> int:
-        """How many groups make this step, or made the last one."""
+        """Number of groups in the current step, or in the last one."""
         return int(self._manager.num_participants())
 
     @property
     def _failure(self) -> str:
-        """The first line of what went wrong in this quorum; empty where nothing did."""
+        """The first line of this quorum's error; empty if there is none."""
         found = self._manager.errored()
         return "" if found is None else str(found).partition("\n")[0]
 
     def join(self) -> tuple[bool, Tensor | None]:
-        """Enters the first quorum; returns whether all in it begin together, and the state to go on from where another gives it."""
+        """Joins the first quorum; returns (whether all groups begin together, the state from another group or None)."""
         self._start(shrink_only=False)
         if failure := self._failure:
             raise DistributedError(
@@ -86,7 +86,7 @@ class Quorum(RankSums):
         received, self._received = self._received, None
         begins = self._manager.current_step() == 0
         if begins:
-            # From here on none is at 0, where torchft lets all but one take that one's state.
+            # At step 0 torchft makes all groups but one take that one's state, so no group stays at 0.
             self._manager.load_state_dict({"step": 1, "batches_committed": 0})
         elif received is None or received["state"] is None:
             raise DistributedError(
@@ -97,7 +97,7 @@ class Quorum(RankSums):
         return begins, None if received is None else received["state"]
 
     def begin(self, *, shrink_only: bool = False) -> None:
-        """Finds who makes the next step, unless that is known; with ``shrink_only`` nobody comes in."""
+        """Starts the quorum of the next step, unless it has started; with ``shrink_only`` no group can join."""
         if self._open:
             return
         self._start(shrink_only=shrink_only)
@@ -106,13 +106,16 @@ class Quorum(RankSums):
         if behind > 1:
             raise DistributedError(
                 f"this replica group was left out of {behind} steps while it was held up, and cannot make them any more; start it "
-                "again: it then goes on with the others' state (torchrun --max-restarts does so)"
+                "again: it then continues with the others' state (torchrun --max-restarts does so)"
             )
         if behind == 1 and received is not None:
             self._lacking = received["last"]
 
     def run(self, flats: Iterable[Tensor], *, alone: bool = False) -> None:
-        """Averages ``flats``, in place, over the groups of this step, or of those that are left of them."""
+        """Averages ``flats`` in place over the groups of this step; if a group fails, over the remaining ones.
+
+        Raises :class:`DistributedError` after too many failures in a row.
+        """
         own = list(flats)
         self.begin()
         for _ in range(_MOST_TRIES):
@@ -126,11 +129,11 @@ class Quorum(RankSums):
         )
 
     def share(self, tensors: Iterable[Tensor]) -> None:
-        """Gives all groups that begin together the first one's ``tensors``, bit for bit."""
+        """Broadcasts the first group's ``tensors``, bit for bit, to all groups that begin together."""
         first = self._manager.participating_rank() == 0
         for tensor in tensors:
             own = tensor.detach().contiguous()
-            # As bytes, to which zeros are added: any dtype.
+            # A sum of bytes, with zeros from the other groups, so any dtype works.
             travelling = (
                 own.reshape(-1).view(torch.uint8)
                 if first
@@ -144,7 +147,7 @@ class Quorum(RankSums):
             tensor.detach().copy_(travelling.view(own.dtype).view(own.shape))
 
     def end(self) -> None:
-        """Behind the last step: whoever lacks it takes it from those that have it, which stay so long."""
+        """Waits after the last step until groups that lack it have received it from the others."""
         self.begin(shrink_only=True)
         self._open = False
         self.begin(shrink_only=True)
@@ -161,11 +164,11 @@ class Quorum(RankSums):
         self._open = True
 
     def _averaged(self, own: list[Tensor]) -> bool:
-        """Whether ``own`` is the average now; it is untouched where not."""
+        """Sets ``own`` to the average; returns False, with ``own`` unchanged, if the sum failed."""
         if self._lacking is not None:
             arrived = [value.to(one.device) for one, value in zip(own, self._lacking, strict=True)]
             self._lacking = None
-            self.steps += 1  # and the quorum is that of the next step
+            self.steps += 1  # the open quorum stays, for the next step
         else:
             arrived = self._summed(own)
         for tensor, value in zip(own, arrived, strict=False):
@@ -174,10 +177,10 @@ class Quorum(RankSums):
         return bool(arrived)
 
     def _summed(self, own: list[Tensor]) -> list[Tensor]:
-        """The average over the groups; empty where it did not come about."""
+        """Returns the average over the groups; empty if the sum failed."""
         fits = [one.shape for one in self._last] == [one.shape for one in own]
         travelling = self._last if fits else [torch.empty_like(one) for one in own]
-        # Those of a sum that failed are left to it: what is under way may still write there.
+        # Buffers of a failed sum are not reused, because work in flight may still write to them.
         self._last = []
         for one, value in zip(travelling, own, strict=True):
             one.copy_(value)
@@ -185,7 +188,7 @@ class Quorum(RankSums):
             work.wait()
         self._open = False
         if not self._manager.should_commit():
-            # Gloo tells the neighbours of a dead process, and not all of them: one may wait for another that has failed already.
+            # Gloo reports a dead process only to its neighbours; another group may still wait for one that has failed already.
             self._hang_up()
             return []
         self.steps = self._manager.current_step()
@@ -209,10 +212,13 @@ def connect_torchft(
     timeout: timedelta,
     quorum_timeout: timedelta,
 ) -> Connection:
-    """Returns torchft's manager of a group of one process, over Gloo, or NCCL on a GPU."""
+    """Returns the connection of a group of one process by torchft's manager, over Gloo, or NCCL on a GPU.
+
+    Raises :class:`DistributedError` if the lighthouse does not answer, :class:`ConfigError` without torchft.
+    """
     torchft = _torchft()
     host = socket.gethostname()
-    # One of its own, on a port that is free: what another start has left in a store is never met.
+    # A new store on a free port, so keys left by an earlier start are never read.
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     kind = torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo
     exchange = kind(timeout=timeout)
@@ -238,7 +244,7 @@ def connect_torchft(
     def hang_up() -> None:
         exchange.abort(errored=False)
 
-    def close(held: object = store) -> None:  # noqa: ARG001 - the store lives as long
+    def close(held: object = store) -> None:  # noqa: ARG001 - keeps the store alive
         manager.shutdown()
         hang_up()
 
@@ -246,7 +252,7 @@ def connect_torchft(
 
 
 def _torchft() -> Any:
-    os.environ.setdefault("RUST_LOG", "warn")  # else a handful of lines at each step
+    os.environ.setdefault("RUST_LOG", "warn")  # else torchft logs several lines at each step
     try:
         import torchft
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A module under torch's ``fully_shard``, and back: what it changed of the module is undone after the run."""
+"""Undoes the changes of torch's ``fully_shard`` to a module after the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs
 
 
 class Undo:
-    """Remembers what sharding changes: classes and attributes of modules, and whatever their parameters are by then."""
+    """Remembers the classes and attributes of modules before sharding, and restores them; parameters keep their values."""
 
     def __init__(self, module: nn.Module) -> None:
         self._before = [(one, type(one), set(vars(one))) for one in module.modules()]
@@ -34,15 +34,15 @@ class Undo:
         self._also: list[Callable[[], None]] = []
 
     def also(self, give_back: Callable[[], None]) -> None:
-        """Lets :meth:`undo` end with ``give_back``."""
+        """Makes :meth:`undo` call ``give_back`` at its end."""
         self._also.append(give_back)
 
     def note(self) -> None:
-        """Takes note of the attributes that were added, right behind the sharding: those that others add later stay."""
+        """Records the attributes added by sharding; call it right after sharding, so attributes added later stay."""
         self._added = [set(vars(one)) - names for one, _, names in self._before]
 
     def undo(self) -> None:
-        """Takes it back, with torch's hooks, some of which come with the first forward."""
+        """Restores the modules and removes torch's hooks; torch adds some of these only in the first forward."""
         for (one, kind, _), names in zip(self._before, self._added, strict=True):
             sharded_modules().pop(one, None)
             one.__class__ = kind
@@ -57,14 +57,14 @@ class Undo:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Whether ``fully_shard`` registered it, or what computes activations again."""
+    """Returns whether ``fully_shard`` or activation checkpointing registered the hook."""
     return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_TORCHS)
 
 
 def replace_shards(module: nn.Module, make: Callable[[Any], Tensor]) -> None:
-    """Puts a plain parameter in the place of each sharded one; one of several modules stays that of them all."""
+    """Replaces each sharded parameter by a plain one from ``make``; shared parameters stay shared."""
     made: dict[int, nn.Parameter] = {}
-    held = []  # ids are those of tensors that are still there
+    held = []  # keeps the old tensors alive, so their ids stay unique
     for one in module.modules():
         for name, parameter in one._parameters.items():
             if parameter is None or not is_shard(parameter):

@@ -11,10 +11,10 @@ __all__ = ["SingleDeviceStrategy"]
 
 
 class SingleDeviceStrategy(Strategy):
-    """One process on one device: that of the Trainer's ``accelerator`` and ``devices``.
+    """One process on one device, chosen by the Trainer's ``accelerator`` and ``devices``.
 
     Args:
-        device: if given, has to be that device.
+        device: if given, has to be the Trainer's device.
 
     Example:
         >>> SingleDeviceStrategy(device="cpu").name
@@ -26,7 +26,7 @@ class SingleDeviceStrategy(Strategy):
         self._wanted = None if device is None else torch.device(device)
 
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
-        """Takes the device."""
+        """Sets the device; raises :class:`ConfigError` if another one was given."""
         wanted = self._wanted
         if wanted is not None and (wanted.type != device.type or wanted.index not in (None, device.index)):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Lightning's path to the base of strategies."""
+"""Lightning's import path of the base class of strategies."""
 
 from fabricamp.strategies.base import Strategy
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism under a strategy that shards: the user's ``parallelize(module, mesh)`` over neighbouring ranks."""
+"""Tensor parallelism with a sharding strategy: the user's ``parallelize(module, mesh)`` over neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 TENSOR: str = "tp"
-"""The dimension of the mesh over which layers are split, as torch's examples name it."""
+"""The name of the mesh dimension over which layers are split, as in torch's examples."""
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def checked(parallelize: object, tensor_parallel: object) -> int:
-    """Returns over how many ranks layers are split; raises :class:`ConfigError` for what cannot be."""
+    """Returns the number of ranks that layers are split over; raises :class:`ConfigError` for wrong options."""
     number = tensor_parallel if isinstance(tensor_parallel, int) and not isinstance(tensor_parallel, bool) else 0
     if number < 1:
         raise ConfigError(
@@ -36,9 +36,10 @@ def checked(parallelize: object, tensor_parallel: object) -> int:
 
 
 def split_layers(module: nn.Module, mesh: Any, parallelize: Callable[[nn.Module, Any], object]) -> Callable[[], None]:
-    """Lets ``parallelize`` split layers of ``module`` over ``mesh``; returns what gives back the attributes that it has changed.
+    """Splits layers of ``module`` over ``mesh`` by ``parallelize``; returns a function that restores changed attributes.
 
-    These are plain values, such as a number of heads.  Raises :class:`ConfigError` where nothing has been split.
+    The attributes are plain values, such as a number of heads.  Raises :class:`ConfigError` if nothing was split, or if shards
+    have different sizes.
     """
     before = {one: _plain_values(one) for one in module.modules()}
     parallelize(module, mesh)

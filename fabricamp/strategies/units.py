@@ -1,4 +1,4 @@
-"""Which submodules are gathered one after the other by a strategy that shards: found by structure, or by their classes."""
+"""Chooses the units of a sharding strategy (submodules that are gathered one at a time), by structure or by class."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LARGE = 1 / 3
-"""A repeated module with more of the weights than this is looked into for smaller ones."""
+"""A repeated module with more than this fraction of the weights is searched for smaller repeated modules."""
 _SMALL_MODEL = 64 * 2**20
-"""Bytes of weights up to which it does not matter how they are cut."""
+"""Bytes of weights up to which unit sizes are not checked."""
 
 
 class Unit(NamedTuple):
-    """A submodule whose parameters, but for those of units within it, are gathered together."""
+    """A submodule with its ``parameters``, gathered together; the parameters of inner units are not included."""
 
     name: str
     module: nn.Module
@@ -28,15 +28,15 @@ class Unit(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many bytes its parameters have, whole."""
+        """The number of bytes of its full parameters."""
         return sum(one.numel() * one.element_size() for one in self.parameters)
 
 
 def units_of(module: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> list[Unit]:
-    """Returns the units of ``module``, inner ones first, the module itself with all the rest last.
+    """Returns the units of ``module``, inner ones first; the last one is the module itself with all remaining parameters.
 
-    Raises :class:`ConfigError` for classes that it has none of, for parameters that two units share, and where one unit holds more
-    than half of a large module's weights.
+    Raises :class:`ConfigError` for classes without a submodule, for parameters shared by two units, and if one unit holds more than
+    half of a large module's weights.
     """
     chosen = _repeated(module) if isinstance(wanted, str) else of_classes(module, wanted, "units")
     units, taken = [], set[int]()
@@ -63,7 +63,7 @@ def own_modules(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
 
 
 def of_classes(module: nn.Module, classes: Sequence[type[nn.Module]], option: str) -> list[tuple[str, nn.Module]]:
-    """Returns the submodules of these classes that have parameters; raises :class:`ConfigError` for a class that has none here."""
+    """Returns the submodules of these classes that have parameters; raises :class:`ConfigError` for a class without submodules."""
     kinds = tuple(classes)
     found = [(name, one) for name, one in module.named_modules() if name and issubclass(type(one), kinds)]
     missing = [kind.__name__ for kind in classes if not any(isinstance(one, kind) for _, one in found)]
@@ -77,14 +77,14 @@ def of_classes(module: nn.Module, classes: Sequence[type[nn.Module]], option: st
 
 
 def described(units: Sequence[Unit]) -> str:
-    """Returns of which classes the units are, the last one, which has the rest, aside."""
+    """Returns the number of units per class, as words; the last unit counts as "the rest"."""
     kinds = Counter(type(one.module).__name__ for one in units[:-1])
     listed = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     return f"{listed} and the rest" if listed else "the module as a whole"
 
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost submodules that stand beside others of their class: layers of layers, else single layers."""
+    """Returns the outermost submodules with siblings of the same class: preferably composite layers, else single layers."""
     total = sum(one.numel() for one in module.parameters())
     shared = _shared(module)
     for leaves in (False, True):
@@ -113,7 +113,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _shared(module: nn.Module) -> set[int]:
-    """The ids of parameters that several modules have."""
+    """Returns the ids of parameters that several modules own."""
     owners = Counter(id(one) for each in module.modules() for one in each.parameters(recurse=False))
     return {key for key, number in owners.items() if number > 1}
 

@@ -1,4 +1,4 @@
-"""Gradients that each process keeps whole within a window, where memory allows: one exchange at its end is then all of it."""
+"""Full gradients, kept by each process during an accumulation if memory allows; one exchange at its end is then enough."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _SHARE: Final = 1 / 4
-"""How much of the memory whole gradients may take, with parts, their gradients and states: the rest is for activations."""
+"""Fraction of the memory for full gradients, shards, their gradients and optimizer states; the rest is for activations."""
 _BYTES_OF_PARTS: Final = 16
-"""A part's value, gradient and two moments."""
+"""Bytes of a shard per parameter: value, gradient and two optimizer moments, in fp32."""
 
 
 def memory_of(device: torch.device, processes: int) -> int:
-    """Returns the bytes of a GPU, or of the host by each of its ``processes``: of all, so that a resumed run chooses the same."""
+    """Returns the bytes of a GPU, or of the host divided by its ``processes``; total memory, so a resumed run decides the same."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
 
 
 def fits(trained: int, sharing: int, memory: int) -> bool:
-    """Returns whether so many bytes of whole gradients, fp32 at least, may be kept where ``sharing`` ranks share a copy."""
+    """Returns whether ``trained`` bytes of full gradients (fp32 or wider) fit, if ``sharing`` ranks share a copy of the module."""
     return trained + _BYTES_OF_PARTS * trained / 4 / sharing <= _SHARE * memory
 
 
 class WholeGradients:
-    """A context in which backward leaves gradients whole; what is kept so, as an open window's checkpoint has it."""
+    """A context in which backward keeps full gradients; also saves and restores them for an accumulation in progress."""
 
     def __init__(self, module: nn.Module, mesh: Any) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -51,27 +51,27 @@ class WholeGradients:
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         for one in self._units:
-            one.reshard()  # names are those of parts
+            one.reshard()  # after it named_parameters() yields the shards
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         for one in self._units:
             for record in sharded_parameters(one):
                 yield names[id(record.sharded_param)], record
 
     def stacked(self) -> dict[str, Tensor]:
-        """Returns what is kept, over the ranks: each is one tensor of which every rank has its own."""
+        """Returns the kept gradients by name, each stacked over the ranks as a DTensor with one entry per rank."""
         found = {}
         for name, record in self._named():
             gradient = whole_gradient(record)
             if gradient is None:
                 continue
             exchanged: Any = record.sharded_param.grad
-            if exchanged is not None:  # by a run with another number of ranks, whose window this one goes on with
+            if exchanged is not None:  # resumed from an accumulation of another number of ranks, exchanged already
                 gradient = gradient + exchanged.full_tensor()
             found[name] = self._stack(gradient.detach())
         return found
 
     def places(self) -> dict[str, Tensor]:
-        """Returns tensors like those of :meth:`stacked`, of all parameters, without values."""
+        """Returns tensors like those of :meth:`stacked`, for all parameters, without values."""
         found = {}
         for name, record in self._named():
             one = record.sharded_param
@@ -79,15 +79,15 @@ class WholeGradients:
         return found
 
     def take(self, stacked: Mapping[str, Any]) -> None:
-        """Goes on with what :meth:`stacked` gave."""
+        """Resumes an accumulation from the result of :meth:`stacked`."""
         for one in self._units:
-            one.unshard()  # makes the parameters that forward gathers: from torch 2.15 on these have the gradients
+            one.unshard()  # creates the gathered parameters: from torch 2.15 on they hold the gradients
             one.reshard()
         for name, record in self._named():
             keep_whole_gradient(record, stacked[name].to_local()[0] if name in stacked else None)
 
     def forget(self) -> None:
-        """Lets go of what is kept."""
+        """Drops the kept gradients."""
         for _, record in self._named():
             keep_whole_gradient(record, None)
 

@@ -1,4 +1,4 @@
-"""The Trainer, its arguments, and what it lets others see."""
+"""The Trainer, its arguments, and its properties for callbacks, loggers and users."""
 
 from fabricamp.trainer.trainer import Trainer as Trainer
 

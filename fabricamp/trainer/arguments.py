@@ -1,4 +1,4 @@
-"""The Trainer's arguments: each one checked by itself, before anything is built."""
+"""Checks the Trainer's plain arguments, before anything is built."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fabricamp.precision.nonfinite import NAN_POLICIES
 LIGHTNINGS_DEFAULTS: dict[str, Any] = {
     "model_registry": None,
 }
-"""What asks for nothing: configurations that Lightning wrote are full of these."""
+"""Arguments that are ignored at these values, because configurations written by Lightning contain them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Settings:
-    """The checked arguments that are plain values; the Trainer's setters change them."""
+    """The checked arguments with plain values; the Trainer's setters change them."""
 
     num_nodes: int
     max_epochs: int
@@ -71,29 +71,29 @@ class Settings:
     performance: Performance | None
     compile: dict[str, Any] | None
     accumulation_schedule: Mapping[int, int] | None = None
-    """``accumulate_grad_batches`` by the epoch from which it counts; None: the same in all."""
+    """Maps an epoch to ``accumulate_grad_batches`` from that epoch on; None: the same in all epochs."""
     left_by_schedule: int = 1
-    """``accumulate_grad_batches`` as the last fit's schedule left it: another schedule may take its place."""
+    """``accumulate_grad_batches`` after the last fit's schedule; another schedule may replace this value."""
 
     @property
     def most_accumulated(self) -> int:
-        """How many micro-batches a window has at most."""
+        """The largest number of micro-batches in a step."""
         return max(self.accumulate_grad_batches, *(self.accumulation_schedule or {0: 1}).values())
 
     @property
     def accumulates(self) -> bool:
-        """Whether there are steps of several micro-batches."""
+        """Whether any step has several micro-batches."""
         return self.most_accumulated > 1
 
     def accumulated_in(self, epoch: int) -> int:
-        """How many micro-batches make a step in this epoch."""
+        """Returns the number of micro-batches of a step in ``epoch``."""
         schedule = self.accumulation_schedule
         return (
             self.accumulate_grad_batches if schedule is None else schedule[max(one for one in schedule if one <= epoch)]
         )
 
     def begin_epoch(self, epoch: int) -> None:
-        """Lets ``accumulate_grad_batches`` be that of this epoch."""
+        """Sets ``accumulate_grad_batches`` to the value of ``epoch``."""
         self.accumulate_grad_batches = self.accumulated_in(epoch)
 
 
@@ -131,13 +131,13 @@ def check_settings(given: dict[str, Any]) -> Settings:
 
 
 def _check_order(what: str, least: int, most: int) -> None:
-    """Raises :class:`ConfigError` for a least that is above the most."""
+    """Raises :class:`ConfigError` if the minimum is above the maximum."""
     if least > most >= 0:
         raise ConfigError(f"min_{what}={least} is above max_{what}={most}; lower it, or raise max_{what}")
 
 
 def _make_trial(settings: Settings) -> None:
-    """A few batches of each loader, and one validation behind them."""
+    """Limits ``settings`` to a trial run: a few batches of each loader, and one validation after them."""
     for name in LIMITS:
         setattr(settings, name, settings.fast_dev_run)
     settings.max_epochs, settings.max_steps, settings.num_sanity_val_steps = 1, settings.fast_dev_run, 0
@@ -149,7 +149,7 @@ def _trial_batches(name: str, value: Any) -> int:
 
 
 def check_accumulation(name: str, value: Any) -> int:
-    """Returns a whole number from 1; a schedule by epochs is refused with the way it is done here."""
+    """Returns a whole number from 1; for a dict of epochs raises ConfigError that names GradientAccumulationScheduler."""
     if isinstance(value, dict):
         raise ConfigError(
             f"{name}={value!r} is a schedule; give callbacks=[GradientAccumulationScheduler({value!r})], and here a number from 1"
@@ -158,7 +158,7 @@ def check_accumulation(name: str, value: Any) -> int:
 
 
 def check_prefetch(name: str, value: Any) -> int:
-    """Returns how many batches are moved ahead of their steps."""
+    """Returns the number of batches to move ahead of their steps, 0 to ``MOST_AHEAD``."""
     number = check_number(name, value, least=0)
     if number > MOST_AHEAD:
         raise ConfigError(f"{name}={value!r} is not allowed; give 0 (none) to {MOST_AHEAD}")
@@ -166,7 +166,7 @@ def check_prefetch(name: str, value: Any) -> int:
 
 
 def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[int, int]:
-    """Returns the schedule; raises :class:`ConfigError` where the Trainer's other arguments leave no room for one."""
+    """Returns the schedule; raises :class:`ConfigError` if another argument of the Trainer cannot work with a schedule."""
     accumulated = settings.accumulate_grad_batches
     replaceable = settings.accumulation_schedule is not None or accumulated in (1, settings.left_by_schedule)
     others = {
@@ -185,7 +185,7 @@ def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[i
 
 
 def check_limit_of(name: str, value: Any) -> int | float:
-    """Returns a number of batches or a share of them; None stands for all."""
+    """Returns a number of batches (int) or a fraction of them (float); None means all."""
     limit = check_limit(value, name, optional=True)
     return 1.0 if limit is None else limit
 
@@ -261,7 +261,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "default_root_dir": _folder,
     "start_method": functools.partial(check_choice, choices=("auto", "script", "spawn", "fork")),
 }
-"""What each argument is checked by that stands for itself; the setters of limits check by it too."""
+"""The check of each argument that can be checked alone; the setters of limits use the same checks."""
 
 
 def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -279,14 +279,14 @@ def refuse_unknown_data(entry: str, given: Mapping[str, Any]) -> None:
     known += ["datamodule", "ckpt_path"]
     for name, value in given.items():
         if name == "weights_only" and value in (None, True, False):
-            continue  # files are always read so, and one that would need code to run is refused by name
+            continue  # every file is read with weights_only=True, and one that would need code to run is refused by name
         meant = "model" if name == "module" else _loaders_meant(name, known)
         cure = f"; give {meant}=..." if meant else advice(entry, name, known)
         raise UnknownArgumentError(f"{entry} has no argument {name!r}{cure}")
 
 
 def _loaders_meant(name: str, known: Sequence[str]) -> str | None:
-    """Which of ``known`` stands for a name such as "train_loader" or "val_dataloader"."""
+    """Returns the argument in ``known`` meant by a name such as "train_loader" or "val_dataloader"; None if there is none."""
     if "loader" not in name:
         return None
     return next(
@@ -295,7 +295,7 @@ def _loaders_meant(name: str, known: Sequence[str]) -> str | None:
 
 
 def as_clip(value: Any, algorithm: Any) -> Clip | None:
-    """Returns how gradients are limited; None where ``value`` is None or 0, as in Lightning."""
+    """Returns the gradient clipping; None if ``value`` is None or 0, as in Lightning."""
     check_choice("gradient_clip_algorithm", algorithm, ("norm", "value", None))
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""What stands for the Trainer's arguments that are not given, or None."""
+"""Default values of the Trainer's arguments that are left out or None."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _DEFAULTS: dict[str, Any] = {
     "use_distributed_sampler": True,
     "val_check_interval": 1.0,
 }
-"""What None stands for, where it is not a value of its own."""
+"""The value that None means, for arguments where None has no meaning of its own."""
 
 _BARE: dict[str, Any] = {
     "detect_anomaly": False,
@@ -61,16 +61,16 @@ _BARE: dict[str, Any] = {
     "num_sanity_val_steps": 0,
     "profiler": None,
 }
-"""What ``barebones=True`` stands for."""
+"""The values that ``barebones=True`` sets."""
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``given`` with the default in place of each None that is not a choice of its own."""
+    """Returns ``given`` with each None replaced by the argument's default; None stays where it has a meaning of its own."""
     return {name: _DEFAULTS.get(name) if value is None else value for name, value in given.items()}
 
 
 def from_environment(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Lets variables such as ``PL_TRAINER_MAX_EPOCHS=3`` stand for arguments of ``init`` that are not given."""
+    """Decorates ``init``: environment variables such as ``PL_TRAINER_MAX_EPOCHS=3`` set arguments that are not given."""
     names = list(inspect.signature(init).parameters)
 
     @functools.wraps(init)
@@ -84,7 +84,7 @@ def from_environment(init: Callable[Arguments, None]) -> Callable[Arguments, Non
 
 
 def _bared(given: dict[str, Any]) -> dict[str, Any]:
-    """``given`` with all switched off that is not training, where it asks for that; raises where it asks for one of them too."""
+    """Returns ``given``, with ``barebones=True`` updated by ``_BARE``; raises ConfigError if another argument contradicts that."""
     if given.get("barebones") is not True:
         return given
     for name, off in _BARE.items():
@@ -96,7 +96,7 @@ def _bared(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """The Python value that ``text`` spells, else the text itself."""
+    """Returns the Python literal in ``text``, or ``text`` itself if it is not a literal."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

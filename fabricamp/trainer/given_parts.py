@@ -1,4 +1,4 @@
-"""The callbacks and loggers that a Trainer was given."""
+"""Checks the callbacks, loggers and plugins given to a Trainer, and adds the defaults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BY_DEFAULT: Final[Mapping[str, type[Callback]]] = {
 
 
 def as_callbacks(value: Any) -> list[Callback]:
-    """Returns a list of callbacks from one, several, names among them, or None."""
+    """Returns the list of callbacks for a callback, a registered name, a sequence of these, or None; raises ConfigError."""
     given = [] if value is None else _listed(value)
     found = [_by_name(one) if isinstance(one, str) else adopted(one) for one in given]
     for one in found:
@@ -52,12 +52,12 @@ def as_callbacks(value: Any) -> list[Callback]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """One, or several in any sequence: hydra's ``instantiate`` gives lists of a class of its own."""
+    """Returns a list of the value, or of its items if it is any sequence: hydra's ``instantiate`` passes its own list class."""
     return [*value] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def default_callbacks(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> list[Callback]:
-    """Returns those that the Trainer adds by itself, where ``callbacks``, which were given, have none of their kind."""
+    """Returns the default callbacks that ``given`` enables; raises ConfigError if ``callbacks`` contradicts ``given``."""
     wanted: list[type[Callback]] = [kind for name, kind in _BY_DEFAULT.items() if check_flag(name, given[name])]
     saving = next((one for one in callbacks if isinstance(one, Checkpoint)), None)
     if ModelCheckpoint not in wanted and saving is not None:
@@ -67,7 +67,7 @@ def default_callbacks(given: Mapping[str, Any], callbacks: Sequence[Callback]) -
 
 
 def _by_name(name: str) -> Callback:
-    """The callback that a third party has registered under ``name``."""
+    """Returns the callback that a third party has registered under ``name``; raises ConfigError if there is none."""
     if name in CALLBACKS.names():
         return CALLBACKS.build(name)
     matches = difflib.get_close_matches(name, callbacks.__all__, n=1)
@@ -79,7 +79,7 @@ def _by_name(name: str) -> Callback:
 
 
 def as_loggers(value: Any, settings: Settings) -> list[Logger]:
-    """Returns a list of loggers, from None or True the default one, from False none; a trial run's has one that writes nothing."""
+    """Returns the list of loggers: None or True: the default logger; False: none; a trial run: one logger that writes nothing."""
     default = value is None or value is True
     found: list[Logger] = [TensorBoardLogger(settings.default_root_dir)] if default else _checked_loggers(value)
     return [DummyLogger()] if found and settings.fast_dev_run else found
@@ -100,7 +100,7 @@ def _checked_loggers(value: Any) -> list[Logger]:
 
 
 def of_plugins(plugins: Any, precision: Any) -> tuple[Any, Environment | None]:
-    """Returns the precision, out of ``plugins`` where there is one, and the environment, where they hold one."""
+    """Returns (precision, environment): a precision in ``plugins`` replaces ``precision``; the environment may be None."""
     given = [] if plugins is None else _listed(plugins)
     precisions = [one for one in given if isinstance(one, Precision)]
     environments = [one for one in given if isinstance(one, Environment)]

@@ -1,4 +1,4 @@
-"""The Trainer's arguments that can be read, and set for the next run: limits also in a running one."""
+"""The Trainer's arguments as properties: readable, and settable for the next run; limits can be set in a running fit too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 class _Setting(Generic[Value]):
-    """An argument by its name: read, and set to what its check makes of the new value."""
+    """A descriptor for one argument of the Trainer: setting it stores the value that the argument's check returns."""
 
     def __init__(self, doc: str) -> None:
         self.__doc__ = doc
@@ -24,7 +24,7 @@ class _Setting(Generic[Value]):
         self._name = name
 
     def __get__(self, trainer: TrainerLimits | None, owner: type | None = None) -> Value:
-        if trainer is None:  # of the class, as help() asks
+        if trainer is None:  # read on the class, as help() does
             return cast("Value", self)
         return cast("Value", getattr(trainer._runner.settings, self._name))
 
@@ -33,7 +33,7 @@ class _Setting(Generic[Value]):
 
 
 class TrainerLimits:
-    """When training ends, how much of the data is seen, and what happens every so often."""
+    """The Trainer's limits: when training ends, how much data is used, and how often validation and logging happen."""
 
     _runner: Runner
 
@@ -64,7 +64,7 @@ class TrainerLimits:
 
     @property
     def gradient_clip_algorithm(self) -> str | None:
-        """What is limited: the "norm" of all gradients, or each "value"; None for no limit."""
+        """The clipping algorithm: "norm" (of all gradients together) or "value" (of each element); None for no limit."""
         clip = self._runner.settings.clip
         return None if clip is None else clip.algorithm
 
@@ -74,7 +74,7 @@ class TrainerLimits:
 
     @property
     def accumulation_schedule(self) -> Mapping[int, int] | None:
-        """``accumulate_grad_batches`` by the epoch from which it counts; None: the same in all.  Set before optimizers are made."""
+        """Maps an epoch to ``accumulate_grad_batches`` from then on; None: the same in all.  Set it before optimizers are built."""
         return self._runner.settings.accumulation_schedule
 
     @accumulation_schedule.setter
@@ -84,11 +84,11 @@ class TrainerLimits:
             settings.accumulation_schedule = check_schedule(settings, schedule)
         elif settings.accumulation_schedule is not None:
             settings.accumulation_schedule = None
-            settings.left_by_schedule = settings.accumulate_grad_batches  # which stays, as in Lightning
+            settings.left_by_schedule = settings.accumulate_grad_batches  # the schedule's value stays, as in Lightning
 
     @property
     def val_check_interval(self) -> Any:
-        """After how many micro-batches (int), which share of an epoch (float), or how many steps or minutes validation runs."""
+        """The interval between validations: micro-batches (int), a fraction of an epoch (float), or a number of steps or a time."""
         return self._runner.settings.val_check_interval
 
     @val_check_interval.setter
@@ -98,7 +98,7 @@ class TrainerLimits:
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
-        """In which epochs validation runs; None: micro-batches are counted across epochs."""
+        """Validation runs in every n-th epoch; None: ``val_check_interval`` counts micro-batches across epochs."""
         return self._runner.settings.check_val_every_n_epoch
 
     @check_val_every_n_epoch.setter
@@ -108,27 +108,27 @@ class TrainerLimits:
 
     @property
     def num_sanity_val_steps(self) -> float:
-        """How many batches of each validation loader run before training; infinity for all."""
+        """The number of batches of each validation loader that run before training; infinity for all."""
         return self._runner.settings.num_sanity_val_steps
 
     @property
     def fast_dev_run(self) -> int:
-        """The number of batches of a trial run, 0 for a real one."""
+        """The number of batches of a trial run; 0 for a normal run."""
         return self._runner.settings.fast_dev_run
 
     @property
     def overfit_batches(self) -> float:
-        """How many batches (int), or which share of them (float), training and validation have; 0 for all."""
+        """The number of batches (int), or fraction of them (float), that training and validation use; 0 for all."""
         return self._runner.settings.overfit_batches
 
     @property
     def default_root_dir(self) -> str:
-        """The folder of logs and checkpoints that have no other place."""
+        """The default folder for logs and checkpoints."""
         return self._runner.settings.default_root_dir
 
     @property
     def root_folder(self) -> str:
-        """``default_root_dir`` as an absolute path, which it was when the Trainer was made."""
+        """``default_root_dir`` as an absolute path, resolved when the Trainer was made."""
         return self._runner.root_folder
 
     @property

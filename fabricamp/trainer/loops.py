@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 class Count(NamedTuple):
-    """How many epochs, or micro-batches, were begun and how many are done."""
+    """The number of epochs, or micro-batches, that were begun and that are done."""
 
     ready: int
     completed: int
 
     @property
     def started(self) -> int:
-        """As many as are ready."""
+        """The same as ``ready``."""
         return self.ready
 
     @property
     def processed(self) -> int:
-        """As many as are completed."""
+        """The same as ``completed``."""
         return self.completed
 
 
@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 
 
 class _Limit(Generic[Value]):
-    """A limit of the Trainer's under the same name: read, and set."""
+    """A descriptor that reads and sets the Trainer's limit of the same name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -56,7 +56,7 @@ class EpochLoop:
     """The step at which training ends; -1 for no limit."""
 
     min_steps = _Limit[int]()
-    """The steps that training lasts at least: a stop request waits for them."""
+    """The minimum number of steps: a stop request waits for them."""
 
     def __init__(self, trainer: TrainerProperties) -> None:
         self._trainer = trainer
@@ -68,7 +68,7 @@ class EpochLoop:
 
     @property
     def batch_idx(self) -> int:
-        """The number of the micro-batch that was begun last, in its epoch; -1 before the first."""
+        """The index, in its epoch, of the micro-batch that was begun last; -1 before the first."""
         return self.batch_progress.current.ready - 1
 
     @property
@@ -78,7 +78,7 @@ class EpochLoop:
 
     @property
     def batch_progress(self) -> Progress:
-        """How many micro-batches were begun and done."""
+        """The number of micro-batches that were begun, and that are done."""
         state = self._trainer.state
         begun = 1 if state.open_batch else 0
         current, total = state.batch_idx, state.batches_done
@@ -97,19 +97,19 @@ class FitLoop:
     """The epoch at which training ends; -1 for no limit."""
 
     min_epochs = _Limit[int]()
-    """The epochs that training lasts at least: a stop request waits for them."""
+    """The minimum number of epochs: a stop request waits for them."""
 
     max_steps = _Limit[int]()
     """The step at which training ends; -1 for no limit."""
 
     min_steps = _Limit[int]()
-    """The steps that training lasts at least: a stop request waits for them."""
+    """The minimum number of steps: a stop request waits for them."""
 
     def __init__(self, trainer: TrainerProperties) -> None:
         self._trainer = trainer
 
     def setup_data(self) -> None:
-        """Has the loader to train on made, and does nothing where it is; ``trainer.train_dataloader`` does so by itself."""
+        """Builds the training loader if it is not built yet; reading ``trainer.train_dataloader`` does the same."""
         _ = self._trainer.train_dataloader
 
     @property
@@ -119,7 +119,7 @@ class FitLoop:
 
     @property
     def batch_idx(self) -> int:
-        """The number of the micro-batch that was begun last, in its epoch; -1 before the first."""
+        """The index, in its epoch, of the micro-batch that was begun last; -1 before the first."""
         return self.epoch_loop.batch_idx
 
     @property
@@ -134,7 +134,7 @@ class FitLoop:
 
     @property
     def epoch_progress(self) -> Progress:
-        """How many epochs were begun and done, in this fit and the one that it goes on from."""
+        """The number of epochs that were begun, and that are done, in this fit and the fit that it continues."""
         epoch = self._trainer.current_epoch
         count = Count(epoch + (1 if self._trainer.state.fitting else 0), epoch)
         return Progress(count, count)
@@ -160,28 +160,28 @@ class EvaluationLoop:
 
 
 class PredictionLoop(EvaluationLoop):
-    """``trainer.predict_loop``; what it predicts is known while it runs, indices beside a ``BasePredictionWriter``."""
+    """``trainer.predict_loop``: predictions while it runs; sample indices only if there is a ``BasePredictionWriter``."""
 
     def __init__(self, trainer: TrainerProperties) -> None:
         super().__init__(trainer, "predict")
 
     @property
     def current_batch_indices(self) -> list[Any] | None:
-        """The indices of the batch's samples; None where they are not known."""
+        """The indices of the batch's samples; None if they are not known."""
         record = self._record
         return None if record is None else record.indices
 
     @property
     def epoch_batch_indices(self) -> list[list[list[Any]] | None]:
-        """The indices of every batch so far, a list per loader; None for a loader that does not tell."""
+        """The indices of every batch so far, one list per loader; None for a loader that does not report indices."""
         record = self._record
         return [] if record is None or not record.writes else record.epoch_indices
 
     @property
     def predictions(self) -> list[Any]:
-        """What this rank predicted so far: a list of batches, of several loaders a list each.
+        """The predictions of this rank so far: a list of batches; with several loaders one list per loader.
 
-        Nothing where it is not kept: with ``return_predictions=False``, unless there is a writer that writes an epoch.
+        Empty with ``return_predictions=False``, unless a prediction writer writes at the end of an epoch.
         """
         kept = [] if self._record is None else self._record.predictions
         return kept[0] if len(kept) == 1 else kept

@@ -1,4 +1,4 @@
-"""What a Trainer lets others see: Lightning's names, read from the parts that hold the values."""
+"""The Trainer's properties: Lightning's names, read from the objects that hold the values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrainerProperties(TrainerLimits):
     device_type: str
     """"cpu" or "cuda"."""
     log_dir: str | None
-    """The folder of this run's logs, the same on every rank; the default folder without a logger that writes files."""
+    """The folder of this run's logs, the same on every rank; the default folder if no logger writes files."""
     _runner: Runner
 
     def __repr__(self) -> str:
@@ -61,22 +61,22 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def module(self) -> TrainingModule:
-        """The module of the running, or last, fit, validate, test or predict."""
+        """The module of the running, or the last, fit, validate, test or predict."""
         return self._opened.module
 
     @property
     def lightning_module(self) -> TrainingModule:
-        """The module, by Lightning's name."""
+        """The module, under Lightning's name."""
         return self.module
 
     @property
     def model(self) -> TrainingModule:
-        """The module, by the name of ``fit``'s argument."""
+        """The module, under the name of ``fit``'s argument."""
         return self.module
 
     @property
     def precision(self) -> str:
-        """Lightning's name of the precision, such as "32-true" or "16-mixed"; "O2", "O3" and "O5" have only their own."""
+        """Lightning's name of the precision, such as "32-true" or "16-mixed"; "O2", "O3" and "O5" have no other name."""
         return precision_name(self.precision_plugin)
 
     @property
@@ -86,7 +86,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """What ``configure_optimizers`` returned, for this fit or the last one."""
+        """The optimizers that ``configure_optimizers`` returned, of this fit or the last one."""
         return self._opened.optimizers
 
     @property
@@ -96,24 +96,24 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def _accelerator_connector(self) -> SimpleNamespace:
-        """What ``all_gather`` of a LightningModule, and Lightning's Tuner, look at."""
+        """An object for ``all_gather`` of a LightningModule, and for Lightning's Tuner, which read ``is_distributed``."""
         return SimpleNamespace(is_distributed=self.world_size > 1)
 
     @property
     def delivery(self) -> Delivery:
-        """The way to all loggers, as in ``trainer.delivery.log_metrics(values, step)``; on ranks other than 0 there are none."""
+        """Sends values to all loggers, as in ``trainer.delivery.log_metrics(values, step)``; has loggers on rank 0 only."""
         return self._opened.delivery
 
     @property
     def train_feed(self) -> Feed:
-        """What brings batches to the steps of the running fit, from ``on_train_start`` on."""
+        """The feed that supplies the steps of the running fit with batches; available from ``on_train_start`` on."""
         feed = self._opened.data.train_feed
         assert feed is not None
         return feed
 
     @property
     def record(self) -> Record:
-        """The state of the running, or last, fit: sections that are saved, and restored, by name."""
+        """The state of the running, or the last, fit: named sections that are saved and restored."""
         return self._opened.record
 
     @property
@@ -132,7 +132,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
-        """Every :class:`Checkpoint`, those of class :class:`ModelCheckpoint` among them."""
+        """Every :class:`Checkpoint`, including those of class :class:`ModelCheckpoint`."""
         return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
     @property
@@ -152,22 +152,22 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, None in other runs; of several the collection that was given, as in the next three."""
+        """The training loader, or the collection of loaders that was given; None in other runs than fit."""
         return self._opened.data.as_given("train")
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loaders; None if there are none."""
+        """The validation loader, or the collection of loaders that was given; None if there are none."""
         return self._opened.data.as_given("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loaders; None if there are none."""
+        """The test loader, or the collection of loaders that was given; None if there are none."""
         return self._opened.data.as_given("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loaders; None if there are none."""
+        """The prediction loader, or the collection of loaders that was given; None if there are none."""
         return self._opened.data.as_given("predict")
 
     @property
@@ -178,7 +178,7 @@ class TrainerProperties(TrainerLimits):
             )
         return self._runner.session
 
-    # -- where the run stands ----------------------------------------------------------------------------------------------------
+    # -- position of the run -----------------------------------------------------------------------------------------------------
 
     @property
     def current_epoch(self) -> int:
@@ -188,7 +188,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def global_step(self) -> int:
-        """The number of attempted update windows."""
+        """The number of attempted steps."""
         self._refuse_in_a_capture("global_step")
         if self.state.ahead:
             raise ConfigError(
@@ -206,38 +206,38 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of windows skipped for overflow; during training as of two steps ago, exact after it."""
+        """The number of steps skipped because of overflow; it lags by two steps during training, and is exact after it."""
         verdicts = self.precision_plugin.verdicts if self.state.global_step else None
         return self.state.skipped_before + (0 if verdicts is None else verdicts.skipped_steps)
 
     @property
     def training(self) -> bool:
-        """Whether ``fit`` runs, and not its validation."""
+        """Whether ``fit`` is running, outside its validation."""
         return self.state.stage is RunningStage.TRAINING
 
     @property
     def validating(self) -> bool:
-        """Whether validation runs."""
+        """Whether validation is running."""
         return self.state.stage is RunningStage.VALIDATING
 
     @property
     def testing(self) -> bool:
-        """Whether ``test`` runs."""
+        """Whether ``test`` is running."""
         return self.state.stage is RunningStage.TESTING
 
     @property
     def evaluating(self) -> bool:
-        """Whether validation, the sanity check or ``test`` runs."""
+        """Whether validation, the sanity check or ``test`` is running."""
         return self.validating or self.testing or self.sanity_checking
 
     @property
     def predicting(self) -> bool:
-        """Whether ``predict`` runs."""
+        """Whether ``predict`` is running."""
         return self.state.stage is RunningStage.PREDICTING
 
     @property
     def sanity_checking(self) -> bool:
-        """Whether the sanity check, the validation batches before training, runs."""
+        """Whether the sanity check (the validation batches before training) is running."""
         return self.state.stage is RunningStage.SANITY_CHECKING
 
     @property
@@ -252,60 +252,60 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def enable_validation(self) -> bool:
-        """Whether ``fit`` validates: the module has a validation_step, and batches are not limited to none."""
+        """Whether ``fit`` validates: the module has a validation_step, and ``limit_val_batches`` is not 0."""
         return self.limit_val_batches > 0 and overrides(self.module, "validation_step", TrainingModule)
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """The logged values, as new tensors on the device: in a step this rank's latest ones, else those of all ranks.
+        """The logged values, as new tensors on the device: this rank's latest values within a step, otherwise those of all ranks.
 
-        Looking waits for nothing, on no rank; ``float()`` of a tensor waits for the device.  What callbacks put into the dict
-        stays there, and can be monitored.
+        Reading them never waits, on any rank; ``float()`` of a tensor waits for the device.  Entries that callbacks add to the dict
+        stay there, and can be monitored.
         """
         return {} if self._runner.session is None else self._runner.session.metrics.callback_metrics()
 
     @property
     def monitored_metrics(self) -> dict[str, Any]:
-        """The values that monitors use: those of all ranks, on the host, and what callbacks put into ``callback_metrics``."""
+        """The values for monitors, on the host: those of all ranks, and entries that callbacks added to ``callback_metrics``."""
         return {} if self._runner.session is None else self._runner.session.metrics.monitored()
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The values that went to the loggers last, as new tensors; in a step this rank's latest ones."""
+        """The values sent to the loggers last, as new tensors; this rank's latest values within a step."""
         return {} if self._runner.session is None else self._runner.session.metrics.logged_metrics()
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values that the progress bar shows: in a step this rank's last ones, on a GPU a picture or two old."""
+        """The values that the progress bar shows: this rank's latest within a step; on a GPU they lag by one or two refreshes."""
         return {} if self._runner.session is None else self._runner.session.metrics.glance()
 
-    # -- loops, as Lightning has them ---------------------------------------------------------------------------------------------
+    # -- Lightning's loops --------------------------------------------------------------------------------------------------------
 
     @property
     def fit_loop(self) -> FitLoop:
-        """The epochs of a fit: limits, which can be set, and counters."""
+        """The limits of a fit, which can be set, and its counters."""
         return FitLoop(self)
 
     @property
     def validate_loop(self) -> EvaluationLoop:
-        """The batches to validate on."""
+        """The numbers of validation batches and loaders."""
         return EvaluationLoop(self, "val")
 
     @property
     def test_loop(self) -> EvaluationLoop:
-        """The batches to test on."""
+        """The numbers of test batches and loaders."""
         return EvaluationLoop(self, "test")
 
     @property
     def predict_loop(self) -> PredictionLoop:
-        """The batches to predict."""
+        """The predictions, and the numbers of batches and loaders to predict."""
         return PredictionLoop(self)
 
-    # -- how much there is -------------------------------------------------------------------------------------------------------
+    # -- numbers of batches and steps --------------------------------------------------------------------------------------------
 
     @property
     def num_training_batches(self) -> float:
-        """The number of micro-batches in an epoch on this rank, of the last fit in other runs; infinity where it is not known."""
+        """The number of micro-batches in an epoch on this rank, in other runs that of the last fit; infinity if it is not known."""
         session = self._runner.session
         if session is not None and session.fn is TrainerFn.FITTING:
             return session.data.num_training_batches
@@ -319,7 +319,7 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def num_val_batches(self) -> list[float]:
-        """The number of validation batches, one per loader: within ``validate`` and after it that run's, else the last fit's."""
+        """The number of validation batches, one per loader: of ``validate`` if it runs or ran last, otherwise of the last fit."""
         session = self._runner.session
         fn = TrainerFn.VALIDATING if session is not None and session.fn is TrainerFn.VALIDATING else TrainerFn.FITTING
         return self._num_batches("val", fn)
@@ -340,7 +340,7 @@ class TrainerProperties(TrainerLimits):
         return [min(self.num_sanity_val_steps, length) for length in self._num_batches("val", TrainerFn.FITTING)]
 
     def _num_batches(self, name: str, fn: TrainerFn) -> list[float]:
-        """The numbers of batches of ``name`` in the running, or last, run of ``fn``, one per loader."""
+        """Returns the numbers of batches of ``name`` in the running, or the last, run of ``fn``, one per loader."""
         session = self._runner.session
         if session is not None and session.fn is fn:
             return session.data.evaluation_lengths(name)
@@ -356,7 +356,7 @@ class TrainerProperties(TrainerLimits):
         return min(limits, default=float("inf"))
 
     def _steps_of(self, batches: int) -> int:
-        """How many steps ``max_epochs`` epochs of so many micro-batches have."""
+        """Returns the number of steps in ``max_epochs`` epochs of ``batches`` micro-batches each."""
         settings = self._runner.settings
         if settings.partial_window == "carry":
             return batches * self.max_epochs // settings.accumulate_grad_batches
@@ -390,18 +390,18 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def accelerator(self) -> Accelerator:
-        """The kind of devices it runs on, as one of Lightning's objects."""
+        """The kind of devices that the Trainer runs on, as an object with Lightning's methods."""
         return accelerator_of(self.device_type)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """What torch's ``DistributedSampler`` takes; empty for one process."""
+        """The arguments for torch's ``DistributedSampler``; empty for one process."""
         rank, ranks = self.strategy.train_share
         return {"num_replicas": ranks, "rank": rank} if ranks > 1 else {}
 
     @property
     def device_ids(self) -> list[int]:
-        """The numbers of this node's devices, or of its processes on the CPU."""
+        """The indices of this node's devices, or of its processes on the CPU."""
         return list(self._runner.device_indices)
 
     @property
@@ -411,5 +411,5 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0, the one that writes files and prints."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.global_rank == 0

@@ -1,4 +1,4 @@
-"""Lightning's path to what ``trainer.state`` is and holds."""
+"""Lightning's path to the class of ``trainer.state``, and to the enums in it."""
 
 from fabricamp.state import RunningStage, TrainerFn, TrainerStatus
 from fabricamp.state import RunState as TrainerState

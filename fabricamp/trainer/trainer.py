@@ -43,40 +43,40 @@ if TYPE_CHECKING:
 class Trainer(TrainerProperties):
     """Trains, validates, tests and predicts with a :class:`TrainingModule`; argument names are Lightning's.
 
-    None means an argument's default.  An environment variable such as ``PL_TRAINER_MAX_EPOCHS`` gives an argument that is left
-    out.  Every argument is checked here; what depends on the module, its optimizers or the data is checked in ``fit``, before the
-    first batch.
+    None means an argument's default.  An environment variable such as ``PL_TRAINER_MAX_EPOCHS`` sets an argument that is left
+    out.  The constructor checks every argument; ``fit`` checks everything that depends on the module, its optimizers or the data,
+    before the first batch.
 
     Args:
-        accelerator: "cpu", "gpu" ("cuda" is the same), or "auto": a GPU where there is one.
-        devices: how many processes on this machine, one per GPU; -1 all GPUs; a list or "0,2" chooses GPUs; "auto" all GPUs, or
-            one process on the CPU.  Under torchrun and SLURM the number that was started.
-        num_nodes: how many machines.  torchrun or SLURM starts the processes on each.
+        accelerator: "cpu", "gpu" ("cuda" is the same), or "auto": a GPU if there is one.
+        devices: the number of processes on this machine, one per GPU; -1: all GPUs; a list or "0,2": these GPUs; "auto": all GPUs,
+            or one process on the CPU.  Under torchrun and SLURM: the number of processes that they started on this machine.
+        num_nodes: the number of machines.  torchrun or SLURM starts the processes on each.
         strategy: "single", "ddp", "delayed_ddp", "fsdp", "fault_tolerant", "auto" ("single" or "ddp"), or an object with options.
         precision: "O0" to "O5", Lightning's names such as "16-mixed" and "bf16-true", or an object such as ``OptLevel("O2")``.
         max_epochs: the epoch at which training ends; -1 for no limit.  By default 1000 if neither steps nor time are limited.
         max_steps: the step at which training ends; -1 for no limit.
-        max_time: how long training may take: "DD:HH:MM:SS", a timedelta, or a dict such as ``{"hours": 2}``.
-        min_epochs: the epochs that training lasts at least: early stopping and ``should_stop`` wait for them.
-        min_steps: the steps that training lasts at least: early stopping and ``should_stop`` wait for them.
-        limit_train_batches: batches per epoch at most (int), or a share of them (float).
-        limit_val_batches: the same for each validation loader; 0 leaves validation out.
+        max_time: the longest duration of training: "DD:HH:MM:SS", a timedelta, or a dict such as ``{"hours": 2}``.
+        min_epochs: the minimum number of epochs: early stopping and ``should_stop`` wait for them.
+        min_steps: the minimum number of steps: early stopping and ``should_stop`` wait for them.
+        limit_train_batches: the maximum number of batches per epoch (int), or a fraction of all batches (float).
+        limit_val_batches: the same for each validation loader; 0 turns validation off.
         limit_test_batches: the same for each test loader.
         limit_predict_batches: the same for each prediction loader.
-        fast_dev_run: a trial of so many batches (True: 1) of each kind, without logs, checkpoints and sanity check.
-        overfit_batches: trains and validates on the same few batches (int), or this share of them (float), in each epoch: nothing
-            is shuffled, and ``validation_step`` gets what ``training_step`` got.
-        val_check_interval: validates after so many batches (int), or after each such share of an epoch (float).  By default 1.0.
-            Also by words such as "100 steps, 1 epoch, 30 min", or after a time: a timedelta, "DD:HH:MM:SS" or a dict.
+        fast_dev_run: a trial run with this number of batches (True: 1) of each kind, without logs, checkpoints and sanity check.
+        overfit_batches: trains and validates on the same batches in each epoch, this number (int) or fraction (float) of them:
+            nothing is shuffled, and ``validation_step`` gets the batches of ``training_step``.
+        val_check_interval: validates each time after this number of batches (int), or after this fraction of an epoch (float).  By
+            default 1.0.  Also text such as "100 steps, 1 epoch, 30 min", or a time: a timedelta, "DD:HH:MM:SS" or a dict.
         check_val_every_n_epoch: validates in every n-th epoch; None counts ``val_check_interval`` across epochs.
-        num_sanity_val_steps: validation batches that are tried before training; -1 all, 0 none.
-        log_every_n_steps: how many steps lie between two rows of logged values; 0 logs no step's values, only those of epochs.
-        accumulate_grad_batches: micro-batches whose gradients make one step.
-        partial_window: what happens to an incomplete window at the end of an epoch: "step" makes a step, "carry" continues it in
-            the next epoch, "drop" discards its gradients.
-        on_world_change: what a run that is resumed with more or fewer processes keeps: "keep_per_rank"
-            (``accumulate_grad_batches``) or "keep_global_batch" (the samples of a step, by another ``accumulate_grad_batches``).
-        gradient_clip_val: the largest norm, or absolute value, of gradients; None and 0 do not clip.
+        num_sanity_val_steps: the number of validation batches to run before training; -1 all, 0 none.
+        log_every_n_steps: the number of steps between two rows of logged values; 0 logs epoch values only.
+        accumulate_grad_batches: the number of micro-batches whose gradients are accumulated for one step.
+        partial_window: what happens to an incomplete accumulation at the end of an epoch: "step" makes a step, "carry" continues
+            the accumulation in the next epoch, "drop" discards its gradients.
+        on_world_change: what stays the same when a run resumes with more or fewer processes: "keep_per_rank" keeps
+            ``accumulate_grad_batches``; "keep_global_batch" keeps the samples per step, and changes ``accumulate_grad_batches``.
+        gradient_clip_val: the largest norm, or absolute value, of gradients; None and 0: no clipping.
         gradient_clip_algorithm: "norm" (of all gradients together) or "value" (of each element).
         profiler: "simple" (a table of times), "pytorch" (a trace of a few steps), "memory" (a GPU's), an object, or None.
         nan_policy: what happens when gradients are inf or nan: "skip" the step, "stop" with a checkpoint, "raise"; None: a
@@ -86,18 +86,18 @@ class Trainer(TrainerProperties):
         enable_checkpointing: adds a :class:`ModelCheckpoint` if ``callbacks`` has none.
         enable_progress_bar: adds a :class:`ProgressBar` if ``callbacks`` has none.
         enable_model_summary: adds a :class:`ModelSummary` if ``callbacks`` has none.
-        start_method: how other processes start: "script" runs the script again, "spawn", "fork"; "auto" takes what fits.
-        deterministic: torch's deterministic algorithms; "warn" warns of operations that have none, instead of an error.
-        benchmark: cuDNN's search for the fastest algorithm; None leaves it as it is, or off with ``deterministic``.
-        detect_anomaly: torch's anomaly detection, which finds the operation that a bad gradient came from, and is slow.
-        use_distributed_sampler: shares loaders among processes; False: every process reads all of them.
-        per_sample_seed: seeds augmentation by (seed, epoch, index), so it does not depend on workers and ranks.
-        prefetch_batches: how many batches are moved to a GPU ahead of their steps, 0 to 2; your transfer hooks run ahead too.
-        sync_batchnorm: BatchNorm over the batches of all processes.
+        start_method: how the other processes start: "script" runs the script again, "spawn", "fork"; "auto" chooses one.
+        deterministic: torch's deterministic algorithms; "warn": an operation without one warns instead of raising an error.
+        benchmark: cuDNN's search for the fastest algorithm; None does not change the setting, but ``deterministic`` turns it off.
+        detect_anomaly: torch's anomaly detection, which finds the operation that produced a bad gradient, and is slow.
+        use_distributed_sampler: splits the samples of each loader among the processes; False: every process reads all samples.
+        per_sample_seed: seeds augmentation by (seed, epoch, index), independent of workers and ranks.
+        prefetch_batches: the number of batches to move to a GPU ahead of their steps, 0 to 2; your transfer hooks run ahead too.
+        sync_batchnorm: BatchNorm statistics over the batches of all processes.
         inference_mode: ``validate``, ``test`` and ``predict`` run under ``torch.inference_mode``; False: under ``torch.no_grad``.
-        cuda_graph: True replays the training step as one CUDA graph, "auto" if possible; a :class:`CudaGraph` has options.
-        plugins: a :class:`Precision` or an :class:`Environment` (which process this is), or a list of them; None for none.
-        reload_dataloaders_every_n_epochs: makes the loaders anew every so many epochs; 0 makes them once.
+        cuda_graph: True replays the training step as one CUDA graph, "auto" does if possible; a :class:`CudaGraph` has options.
+        plugins: a :class:`Precision` or an :class:`Environment` (the rank and world size), or a list of them; None for none.
+        reload_dataloaders_every_n_epochs: rebuilds the loaders each time after this number of epochs; 0 builds them once.
         enable_autolog_hparams: gives loggers the hyper-parameters that ``save_hyperparameters`` saved.
         barebones: only trains: no logs, checkpoints, bar, summary, sanity check, profiler and ``self.log``.
         performance: "max", "safe" or a dict of ``tf32``, ``matmul_precision``, ``benchmark``, ``channels_last`` and ``hold_gc``.
@@ -188,7 +188,7 @@ class Trainer(TrainerProperties):
     def _choose_processes(
         self, given: dict[str, Any], num_nodes: int, environment: Environment | None
     ) -> tuple[Environment | None, list[int]]:
-        """Decides how many processes there are, and on what; returns which of them this one is, and this node's devices."""
+        """Sets device type and strategy; returns the environment (None: started by no launcher) and the device indices."""
         environment, devices = environment or launch.detect(), given["devices"]
         self.device_type, indices = launch.resolve_devices(given["accelerator"], devices, environment)
         launch.check_environment(environment, None if devices == "auto" else len(indices), num_nodes)
@@ -212,17 +212,17 @@ class Trainer(TrainerProperties):
     ) -> None:
         """Trains from the start, or resumes from a checkpoint.
 
-        A second fit continues the counts of epochs and steps, with new optimizers.  If a limit is reached already, it says so and
-        trains nothing; raise the limit with ``trainer.fit_loop.max_epochs = n``.  :meth:`reset` lets the next one count from 0.
+        A second fit continues the counts of epochs and steps, with new optimizers.  If a limit is reached already, ``fit`` says so
+        and does not train; raise the limit with ``trainer.fit_loop.max_epochs = n``.  :meth:`reset` sets both counts to 0.
 
         Args:
             model: the module to train.
             train_dataloaders: a loader, or a dict or list of loaders; None if the module or ``datamodule`` has them.
             val_dataloaders: a loader, or a list of loaders.
             datamodule: a :class:`DataModule` in place of loaders.
-            ckpt_path: a path or URL, "last" (the furthest checkpoint), "best", or "auto" ("last" if there is one, else a new
-                start).
-            **unknown: refused, with the argument that is meant.
+            ckpt_path: a path or URL, "last" (the checkpoint that got furthest), "best", or "auto" ("last" if there is one, else a
+                new start).
+            **unknown: raises an error that names the argument to use instead.
         """
         refuse_unknown_data("fit", unknown)
         self._run(TrainerFn.FITTING, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
@@ -241,14 +241,14 @@ class Trainer(TrainerProperties):
         """Runs the validation loop once; returns the logged values, one dict per loader.
 
         Args:
-            model: the module, whose weights are taken as they are; None: that of the last run, with its best checkpoint's weights.
+            model: the module, with its current weights; None: the module of the last run, with its best checkpoint's weights.
             dataloaders: a loader, or a list of loaders; None if the module or ``datamodule`` has them.
-            ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None leaves those of a module that
-                is given; without a module it is the first :class:`ModelCheckpoint`'s best (without a monitor its newest), and
-                :class:`MissingCheckpointError`, a ValueError, is raised where there is none.
+            ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None with a module: keeps the
+                module's weights.  None without a module: loads the best checkpoint of the first :class:`ModelCheckpoint` (without a
+                monitor: the newest); raises :class:`MissingCheckpointError`, a ValueError, if there is no checkpoint.
             verbose: shows the values in a table.
             datamodule: a :class:`DataModule` in place of loaders.
-            **unknown: refused, with the argument that is meant.
+            **unknown: raises an error that names the argument to use instead.
         """
         refuse_unknown_data("validate", unknown)
         return self._run(TrainerFn.VALIDATING, model, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
@@ -265,14 +265,14 @@ class Trainer(TrainerProperties):
         """Runs the test loop once; returns the logged values, one dict per loader.
 
         Args:
-            model: the module, whose weights are taken as they are; None: that of the last run, with its best checkpoint's weights.
+            model: the module, with its current weights; None: the module of the last run, with its best checkpoint's weights.
             dataloaders: a loader, or a list of loaders; None if the module or ``datamodule`` has them.
-            ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None leaves those of a module that
-                is given; without a module it is the first :class:`ModelCheckpoint`'s best (without a monitor its newest), and
-                :class:`MissingCheckpointError`, a ValueError, is raised where there is none.
+            ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None with a module: keeps the
+                module's weights.  None without a module: loads the best checkpoint of the first :class:`ModelCheckpoint` (without a
+                monitor: the newest); raises :class:`MissingCheckpointError`, a ValueError, if there is no checkpoint.
             verbose: shows the values in a table.
             datamodule: a :class:`DataModule` in place of loaders.
-            **unknown: refused, with the argument that is meant.
+            **unknown: raises an error that names the argument to use instead.
         """
         refuse_unknown_data("test", unknown)
         return self._run(TrainerFn.TESTING, model, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
@@ -286,17 +286,17 @@ class Trainer(TrainerProperties):
         ckpt_path: str | Path | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
-        """Returns the outputs of ``predict_step`` on all ranks, batch by batch; for several loaders a list each.
+        """Returns the outputs of ``predict_step`` on all ranks, batch by batch; for several loaders: one list per loader.
 
         Args:
-            model: the module, whose weights are taken as they are; None: that of the last run, with its best checkpoint's weights.
+            model: the module, with its current weights; None: the module of the last run, with its best checkpoint's weights.
             dataloaders: a loader, or a list of loaders; None if the module or ``datamodule`` has them.
             datamodule: a :class:`DataModule` in place of loaders.
-            return_predictions: False returns None, for a callback that writes them.
-            ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None leaves those of a module that
-                is given; without a module it is the first :class:`ModelCheckpoint`'s best (without a monitor its newest), and
-                :class:`MissingCheckpointError`, a ValueError, is raised where there is none.
-            **unknown: refused, with the argument that is meant.
+            return_predictions: False returns None; use it with a callback that writes the predictions.
+            ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None with a module: keeps the
+                module's weights.  None without a module: loads the best checkpoint of the first :class:`ModelCheckpoint` (without a
+                monitor: the newest); raises :class:`MissingCheckpointError`, a ValueError, if there is no checkpoint.
+            **unknown: raises an error that names the argument to use instead.
         """
         refuse_unknown_data("predict", unknown)
         keep = return_predictions is not False
@@ -312,12 +312,12 @@ class Trainer(TrainerProperties):
         ckpt_path: str | Path | None,
         **options: bool,
     ) -> Any:
-        """Runs one entry point, in this process or in workers; the four above are its faces."""
+        """Runs fit, validate, test or predict, in this process or in workers."""
         runner = self._runner
         module_given = module is not None
         module, source = runner.check_call(fn, module, train, evaluation, datamodule)
         if not module_given and ckpt_path is None:
-            # Before workers start: they are given the module and this file.
+            # Resolved before workers start: they get the module and this path.
             ckpt_path = best_of_last_fit(self, fn.value)
             options["chosen"] = True
         if Tuner(self).searches_for_lightnings(module, source):
@@ -345,10 +345,10 @@ class Trainer(TrainerProperties):
         return result
 
     def reset(self) -> None:
-        """Lets the next fit begin at epoch 0 and step 0, as a new Trainer's would.
+        """Resets the counters: the next fit begins at epoch 0 and step 0, as with a new Trainer.
 
-        Loaders are asked for, and optimizers made, anew by every fit.  The module's weights stay, and so does what callbacks have
-        counted (``EarlyStopping``'s patience, the best checkpoint): give new ones, as in ``trainer.callbacks[:] = [...]``.
+        Every fit asks for loaders and builds optimizers again.  The module's weights stay.  The state of callbacks stays too
+        (``EarlyStopping``'s patience, the best checkpoint): replace the callbacks, as in ``trainer.callbacks[:] = [...]``.
 
         Example:
             >>> trainer = Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -362,7 +362,7 @@ class Trainer(TrainerProperties):
 
     @property
     def should_stop(self) -> bool:
-        """Whether training ends after this step; any rank may set it, and all end after the same one."""
+        """Whether training ends after this step; any rank may set it, and all ranks end after the same step."""
         return self.state.should_stop
 
     @should_stop.setter
@@ -373,15 +373,15 @@ class Trainer(TrainerProperties):
             self.state.should_stop = self.state.agreed = False
 
     def stop(self, reason: str, error: Exception | None = None) -> None:
-        """Ends training at the next step boundary; for decisions that every rank takes at the same place (else ``should_stop``).
+        """Ends training at the next step boundary; every rank has to call it at the same position (else set ``should_stop``).
 
-        ``error`` is what ``fit`` raises then, once the run is over as any other.
+        ``fit`` raises ``error``, if given, after it has ended the run in the usual way.
         """
         self.state.stop(reason)
         self.state.stop_error = error or self.state.stop_error
 
     def reduce_step_metrics(self) -> None:
-        """Brings ``monitored_metrics`` up to the values of the last step, waiting for them; every rank calls it, or none."""
+        """Updates ``monitored_metrics`` to the values of the last step, and waits for them; every rank has to call it, or none."""
         self._opened.metrics.reduce_steps(self.state.global_step)
 
     def save_checkpoint(
@@ -391,7 +391,7 @@ class Trainer(TrainerProperties):
         *,
         write: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
-        """Writes a checkpoint, or lets ``write`` do it: every rank calls it; raises :class:`CheckpointError` on every rank."""
+        """Writes a checkpoint, or passes it to ``write``; every rank calls it; raises :class:`CheckpointError` on every rank."""
         if self._runner.launches:
             raise CheckpointError(
                 "save_checkpoint after a run in workers: their optimizers are gone with them; use a ModelCheckpoint, or "
@@ -400,11 +400,11 @@ class Trainer(TrainerProperties):
         self._opened.save_checkpoint(str(filepath), weights_only=weights_only, write=write)
 
     def replace_schedules(self, scheduler: Any) -> None:
-        """Trains with ``scheduler``, which steps by epochs, and no other from here on; in hooks up to ``on_train_epoch_start``."""
+        """Replaces all schedulers by ``scheduler``, which steps once per epoch; call it in hooks up to ``on_train_epoch_start``."""
         self._opened.replace_schedules(scheduler)
 
     def forward_train_batches(self) -> None:
-        """Runs ``training_step`` on each batch of an epoch, without updates and logs; in hooks such as ``on_train_end``."""
+        """Runs ``training_step`` on each batch of an epoch, without updates and logs; call it in hooks such as ``on_train_end``."""
         forward_train_batches(self._opened)
 
     def print(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Searches before a fit: a learning rate, and the largest batch size that fits into memory."""
+"""Searches before a fit: for a learning rate, and for the largest batch size that fits into memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for the largest batch size that fits into memory: fits, or other runs, of a few steps each."""
+"""Searches for the largest batch size that fits into memory, by runs (fits or evaluations) of a few steps each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocato
 
 
 def scale_batch_size(trainer: Trainer, options: BatchSizeFinder, module: TrainingModule, source: GivenData) -> int:
-    """Runs the search; module, data and Trainer are what they were after it, the batch size too."""
+    """Returns the largest batch size found; restores module, data, Trainer and batch size afterwards."""
     holders = holders_of(options.batch_arg_name, module, source.datamodule)
     _check(trainer, module, source, options.batch_arg_name, found=bool(holders))
     before = [one.value for one in holders]
@@ -54,7 +54,7 @@ def scale_batch_size(trainer: Trainer, options: BatchSizeFinder, module: Trainin
 
 
 class _Search:
-    """The largest size that ``fits``: doubled until one does not, or until all samples are in one batch."""
+    """Searches for the largest size that ``fits``: doubles until a size does not fit, or until one batch has all samples."""
 
     def __init__(self, fits: Callable[[int], bool], num_samples: Callable[[], float], options: BatchSizeFinder) -> None:
         self._fits = fits
@@ -65,7 +65,7 @@ class _Search:
         self._high: int | None = None
 
     def doubled(self, size: int) -> int:
-        """Returns the largest size that fitted; the first one is halved until it does."""
+        """Returns the largest doubled size that fitted; the first size is halved until it fits."""
         size = int(min(size, self._most))
         while self._try(size):
             self._most = min(self._most, self._num_samples())
@@ -82,7 +82,7 @@ class _Search:
         return self.doubled(size // 2)
 
     def halved(self) -> int:
-        """Returns the largest size that fits between the largest that did and the smallest that did not."""
+        """Returns the largest fitting size, by bisection between the largest that fitted and the smallest that did not."""
         while self._high is not None and self._high - self._low > 1 and self._left:
             self._try((self._low + self._high) // 2)
         return self._low
@@ -97,13 +97,13 @@ class _Search:
 
 
 class _Guard:
-    """Survives what a lack of memory raises; ``fits`` says whether there was none."""
+    """Catches out-of-memory errors; ``fits`` is False after one."""
 
     def __init__(self) -> None:
         self.fits = True
 
     def __call__(self, run: Callable[[], Any]) -> bool:
-        """Returns whether ``run`` came to its end."""
+        """Calls ``run`` and returns whether it completed; raises any other error."""
         try:
             run()
         except (RuntimeError, MemoryError) as error:
@@ -118,7 +118,7 @@ def _is_of_memory(error: Exception) -> bool:
 
 
 def _free_memory(*, collect: bool) -> None:
-    """Gives back what the last trial held; of one that was broken off frames may be in cycles."""
+    """Frees the memory of the last trial; ``collect`` after an aborted trial, whose frames may be in reference cycles."""
     if collect:
         gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -126,7 +126,7 @@ def _free_memory(*, collect: bool) -> None:
 
 
 def _num_samples(trainer: Trainer) -> float:
-    """How many samples the loaders of the last trial have; infinity where one does not tell."""
+    """Returns the largest number of samples among the last trial's loaders; infinity if a loader has no known length."""
     session = trainer._runner.session
     assert session is not None
     if session.fn is TrainerFn.FITTING:

@@ -1,4 +1,4 @@
-"""A curve as text, for a terminal."""
+"""Draws a curve as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LABEL, _WIDTH, _HEIGHT = 10, 60, 12
 
 
 def drawn(values: Sequence[float], *, marked: int | None) -> list[str]:
-    """Returns the lines of a picture of ``values`` from left to right: ``*`` each column's mean, ``O`` the ``marked`` one."""
+    """Returns the text lines of a plot of ``values``: ``*`` is a column's mean, ``O`` the column of index ``marked``."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ["(no finite value)"]

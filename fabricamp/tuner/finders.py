@@ -1,4 +1,4 @@
-"""Runs the searches that callbacks and the Tuner describe, and puts what they found where it belongs."""
+"""Runs the searches that callbacks and the Tuner describe, and sets the values that they found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RATES = ("lr", "learning_rate")
 
 
 def search_first(trainer: Trainer, module: TrainingModule, source: GivenData, ckpt_path: object) -> None:
-    """Runs the searches of the Trainer's callbacks, in their order; a run that goes on from a checkpoint has its values there."""
+    """Runs the searches of the Trainer's callbacks in order; none in a resumed run, whose checkpoint has the values."""
     if ckpt_path not in (None, "auto"):
         return
     for one in [*trainer.callbacks]:
@@ -50,7 +50,7 @@ def find_learning_rate(
     source: GivenData,
     run: Callable[[Callable[[Trainer], Any]], Any],
 ) -> None:
-    """Looks for the rate that ``options`` describe, by ``run``, notes what was found, and sets it where it is kept."""
+    """Searches for the learning rate by ``options`` through ``run``, stores the result in ``options``, and sets the attribute."""
     if _is_trial(trainer, "lr_find"):
         return
     names = (options.attr_name,) if options.attr_name else _RATES
@@ -76,7 +76,7 @@ def find_learning_rate(
 
 
 def find_batch_size(trainer: Trainer, options: BatchSizeFinder, module: TrainingModule, source: GivenData) -> None:
-    """Looks for the size that ``options`` describe, notes what was found, and sets it where it is kept."""
+    """Searches for the batch size by ``options``, stores the result in ``options``, and sets the attribute."""
     if _is_trial(trainer, "scale_batch_size"):
         return
     size = scale_batch_size(trainer, options, module, source)
@@ -93,6 +93,6 @@ def _is_trial(trainer: Trainer, what: str) -> bool:
 
 
 def _tell(trainer: Trainer, line: str) -> None:
-    """Says it where the Trainer says something too."""
+    """Logs the line on rank 0 if the Trainer has a progress bar or a model summary."""
     if trainer.is_global_zero and any(isinstance(one, ProgressBar | ModelSummary) for one in trainer.callbacks):
         _LOG.info(line)

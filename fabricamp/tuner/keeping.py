@@ -1,4 +1,4 @@
-"""What trial runs change outside of their session: kept before them, and given back after them."""
+"""Saves a module before trial runs, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def module_kept(module: nn.Module) -> Iterator[None]:
-    """A context after which the module is what it was: weights, buffers, modes, states of metrics, plain attributes.
+    """Restores the module at the end of the block: weights, buffers, modes, states of metrics, plain attributes.
 
-    Tensors wait in host memory.  The objects stay the same ones: optimizers and hooks of others still know them.
+    The saved tensors are in host memory.  Objects are restored in place: references from optimizers and hooks stay valid.
     """
     lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
@@ -35,11 +35,11 @@ def module_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _Kept:
-    """The content of a module, of its submodules, and of the collections and tensors that they hold."""
+    """Saved content of a module, its submodules, and the collections and tensors in them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._seen: dict[int, Any] = {}  # by identity, and alive as long as this
+        self._seen: dict[int, Any] = {}  # by id; the reference keeps the id valid
         waiting: list[Any] = [module]
         while waiting:
             one = waiting.pop()
@@ -48,12 +48,12 @@ class _Kept:
                 waiting += self._keep(one)
 
     def give_back(self) -> None:
-        """Undoes what has happened to them since."""
+        """Restores the saved content."""
         for undo in self._undo:
             undo()
 
     def _keep(self, one: Any) -> list[Any]:
-        """Notes one object; returns what is in it."""
+        """Saves one object; returns the objects in it, which are still to be saved."""
         if isinstance(one, nn.Module):
             return [vars(one)]
         if isinstance(one, Tensor):
@@ -66,7 +66,7 @@ class _Kept:
         return list(one) if isinstance(one, tuple) else []
 
     def _keep_tensor(self, tensor: Tensor) -> None:
-        if tensor.is_meta or tensor.is_inference():  # without values, or without a way to change them
+        if tensor.is_meta or tensor.is_inference():  # no values, or not changeable
             return
         values, leaf, requires_grad = tensor.detach().to("cpu", copy=True), tensor.is_leaf, tensor.requires_grad
         grad = tensor.grad if leaf else None

@@ -1,4 +1,4 @@
-"""The search for a learning rate: a short training with a rate that grows at each step, and what came of it."""
+"""Searches for a learning rate: a short training with a rate that grows at each step, and its result."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _SMOOTHING = 0.98
 
 
 class LRFinder:
-    """What ``Tuner.lr_find`` found: the rates that were tried, the loss at each, and the one to take.
+    """The result of ``Tuner.lr_find``: the rates that were tried, the loss at each, and the suggested rate.
 
     ``print(finder)`` draws the curve in the terminal.
 
     Args:
         mode: "exponential" or "linear": how the rate grew.
         lr_min: the first rate.
-        lr_max: the last rate, if the search was not ended before.
-        num_training: how many rates there were to try.
+        lr_max: the last rate, unless the search ended earlier.
+        num_training: the number of rates to try.
 
     Example:
         >>> finder = LRFinder("linear", 0.1, 0.5, num_training=5)
@@ -49,17 +49,17 @@ class LRFinder:
         self.lr_max = lr_max
         self.num_training = num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
-        """``"lr"``: the rates that were tried, and ``"loss"``: the loss at each, smoothed over the ones before.
+        """``"lr"``: the rates that were tried, and ``"loss"``: the loss at each, smoothed over earlier losses.
 
-        The numbers are Lightning's, of which the first come out too small: a half, two thirds, three quarters of the loss.
+        The numbers equal Lightning's, whose first ones are too small: a half, two thirds, three quarters of the loss.
         """
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Returns the rate at which the loss falls fastest; None if fewer than two losses are finite.
 
         Args:
-            skip_begin: so many rates at the beginning are not used.
-            skip_end: so many at the end.
+            skip_begin: number of rates at the beginning that are not used.
+            skip_end: number of rates at the end that are not used.
         """
         place = self._steepest(skip_begin, skip_end)
         return None if place is None else self.results["lr"][place]
@@ -69,7 +69,7 @@ class LRFinder:
 
         Args:
             suggest: marks the suggested rate.
-            show: opens a window, where there is a screen.
+            show: opens a window, if there is a screen.
             ax: the axes to draw into; None makes a new figure.
 
         Raises:
@@ -98,7 +98,7 @@ class LRFinder:
         return ax.figure
 
     def __str__(self) -> str:
-        """The curve as text, the suggested rate marked."""
+        """Returns the curve as text, with the suggested rate marked."""
         rates, place = self.results["lr"], self._steepest()
         if not rates:
             return "no learning rate was tried"
@@ -119,7 +119,7 @@ class LRFinder:
 
 
 class _Sweep(Callback):
-    """Gives each update the next rate, and notes the loss that it began with: the mean of its micro-batches and of all ranks."""
+    """Sets the next rate before each update, and records the update's loss: the mean over its micro-batches and all ranks."""
 
     def __init__(self, rates: list[float], early_stop_threshold: float | None) -> None:
         self.rates = rates
@@ -153,7 +153,7 @@ class _Sweep(Callback):
         step = len(self.losses) + 1
         smoothed = self._average / (1 - _SMOOTHING ** (step + 1))
         self.losses.append(smoothed)
-        # Not "larger than", so that nan ends the search too.
+        # `not <=` instead of `>`: nan ends the search too.
         if self._threshold is not None and step > 1 and not smoothed <= self._threshold * self._best:
             trainer.stop("the loss grows")
         if step == 1 or smoothed < self._best:
@@ -161,7 +161,7 @@ class _Sweep(Callback):
 
 
 def lr_find(trainer: Trainer, options: LearningRateFinder, module: TrainingModule, source: GivenData) -> LRFinder:
-    """Runs the search on this process, and the others of the job; the module is what it was after it."""
+    """Runs the search on this process and the other ranks, restores the module, and returns the result."""
     sweep = _Sweep(_rates(options), options.early_stop_threshold)
 
     def prepare(session: Session) -> None:
@@ -199,7 +199,7 @@ def _check_optimizers(session: Session) -> None:
 
 
 def _until_not_finite(run: Callable[[], Any]) -> bool:
-    """``nan_policy="raise"`` ends a search no otherwise than a loss that grows."""
+    """Returns False if ``run`` raises NonFiniteError: with ``nan_policy="raise"`` it ends the search as a growing loss does."""
     try:
         run()
     except NonFiniteError:

@@ -1,4 +1,4 @@
-"""Runs that try something and leave no trace: each is a session of its own, so that any precision and strategy takes part."""
+"""Trial runs that leave no trace; each one is a separate session, and works with any precision and strategy."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 Guard = Callable[[Callable[[], Any]], bool]
-"""Calls what it is given; returns whether it came to its end, or raises."""
+"""Calls its argument; returns whether the call completed, or raises."""
 
 
 @contextlib.contextmanager
 def leaving_no_trace(trainer: Trainer, module: TrainingModule, *callbacks: Callback) -> Iterator[None]:
-    """A context for trials with these callbacks alone: module, generators and Trainer are what they were after it."""
+    """Runs trials with only these callbacks in this block; restores module, generators and Trainer afterwards."""
     with module_kept(module), trainer._runner.apart(module, callbacks), isolate_rng():
         yield
 
@@ -44,16 +44,16 @@ def train(
     prepare: Callable[[Session], None] | None = None,
     within: Guard,
 ) -> None:
-    """Trains ``steps`` updates from the beginning; ``prepare`` gets the session once the optimizers are there."""
+    """Trains ``steps`` updates from the beginning; ``prepare`` gets the session once the optimizers exist."""
     with _session(trainer, module, source) as session, isolate(generators_of(leaves_of(session.data.train_loader))):
         if prepare is not None:
             prepare(session)
-        # Not before: configure_optimizers sees the settings of the run that is to come.
+        # Change the settings only now: configure_optimizers must see those of the real run.
         settings = session.settings
         settings.max_steps, settings.max_epochs, settings.min_steps, settings.min_epochs = steps, -1, 0, 0
         settings.max_time, settings.limit_val_batches, settings.num_sanity_val_steps = None, 0, 0
         settings.val_check_interval, settings.check_val_every_n_epoch = 1.0, 1
-        settings.cuda_graph = settings.cuda_graph and settings.cuda_graph.one_by_one()  # trials look at each step
+        settings.cuda_graph = settings.cuda_graph and settings.cuda_graph.one_by_one()  # the host checks each step
         loop = session.fit_loop()
         whole = within(loop.run)
         if not session.agreement.came_late() and whole:
@@ -61,7 +61,7 @@ def train(
 
 
 def evaluate(trainer: Trainer, module: TrainingModule, source: GivenData, steps: int, *, within: Guard) -> None:
-    """Validates, tests or predicts, as ``source`` is for, ``steps`` batches of each loader."""
+    """Validates, tests or predicts (by ``source.fn``) ``steps`` batches of each loader."""
     kind = LOADERS[KINDS[source.fn]]
     with _session(trainer, module, source) as session:
         setattr(session.settings, f"limit_{kind}_batches", steps)

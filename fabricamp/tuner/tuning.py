@@ -32,7 +32,7 @@ class Tuner:
     and counters are restored, also after an error; no file is written.
 
     Args:
-        trainer: the Trainer whose fit is to come.
+        trainer: the Trainer that will run the fit.
 
     Example:
         >>> trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -59,7 +59,7 @@ class Tuner:
         update_attr: bool = True,
         attr_name: str = "",
     ) -> LRFinder | None:
-        """Trains a few steps with a growing rate; returns what it found, None under ``fast_dev_run``.
+        """Trains a few steps with a growing rate; returns the result, None under ``fast_dev_run``.
 
         Args:
             model: the module, with one optimizer, under automatic optimization.
@@ -70,9 +70,9 @@ class Tuner:
             method: only "fit".
             min_lr: the first rate.
             max_lr: the last rate.
-            num_training: how many rates are tried, with one update each.
+            num_training: number of rates to try, with one update each.
             mode: how the rate grows: "exponential" or "linear".
-            early_stop_threshold: ends the search when the loss is so many times the smallest one; None: never.
+            early_stop_threshold: ends the search when the loss exceeds this multiple of the smallest loss; None: never.
             update_attr: sets the module's attribute to the suggested rate.
             attr_name: the name of that attribute or hyper-parameter; "" means ``lr`` or ``learning_rate``.
 
@@ -105,21 +105,21 @@ class Tuner:
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> int | None:
-        """Looks for the largest batch size that does not run out of memory, sets and returns it; None under ``fast_dev_run``.
+        """Searches for the largest batch size that fits into memory, sets and returns it; returns None under ``fast_dev_run``.
 
         Args:
             model: the module, which makes its loaders with ``batch_arg_name`` if the DataModule does not.
             train_dataloaders: only a DataModule: a loader's batch size cannot be changed.
             val_dataloaders: refused: a loader's batch size cannot be changed.
-            dataloaders: likewise.
+            dataloaders: refused: a loader's batch size cannot be changed.
             datamodule: a DataModule that makes its loaders with ``batch_arg_name``.
-            method: what is tried: "fit", "validate", "test" or "predict".
+            method: the run to try: "fit", "validate", "test" or "predict".
             mode: "power" doubles the size until it does not fit; "binsearch" then searches between the last two sizes.
-            steps_per_trial: how many steps, or batches, are tried with each size.
+            steps_per_trial: number of steps, or batches, to run with each size.
             init_val: the first size.
-            max_trials: the search ends after so many sizes that fit.
-            batch_arg_name: where the size is kept, among attributes and hyper-parameters of module and DataModule.
-            margin: the share that "binsearch" leaves unused.
+            max_trials: the search ends after this number of sizes that fit.
+            batch_arg_name: the attribute or hyper-parameter of module or DataModule that has the batch size.
+            margin: the share of the found size by which "binsearch" reduces the result.
             max_val: the largest size that is tried.
 
         Raises:
@@ -130,7 +130,7 @@ class Tuner:
         return None if self._trainer.fast_dev_run else options.optimal_batch_size
 
     def searches_for_lightnings(self, module: TrainingModule, source: GivenData) -> bool:
-        """Whether Lightning's own Tuner has called the Trainer, for a search alone: then it is done behind this."""
+        """Runs the search of Lightning's own Tuner, if that has called the Trainer for a search only; returns whether it had."""
         callbacks = self._trainer.callbacks
         finder = next((one for one in callbacks if searches_alone(one)), None)
         if finder is None:
@@ -163,7 +163,7 @@ class Tuner:
         )
 
     def _somewhere(self, search: Callable[[Trainer], Any]) -> Any:
-        """Runs it here, or in the processes that the Trainer starts; a script is run again in each."""
+        """Runs the search here, or in processes that the Trainer starts; with "script" each one runs the script again."""
         runner = self._trainer._runner
         if not runner.launches:
             return search(self._trainer)

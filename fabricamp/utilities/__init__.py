@@ -1,4 +1,4 @@
-"""Lightning's helpers: what happens on rank 0 only, types, gradient norms, moving data, seeds."""
+"""Lightning's helpers: functions for rank 0 only, types, gradient norms, moving data, seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's path to the error that a wrong argument, or combination of arguments, raises."""
+"""Lightning's path to the error for a wrong argument or combination of arguments."""
 
 from fabricamp.errors import ConfigError as MisconfigurationException
 

@@ -1,4 +1,4 @@
-"""Norms of gradients, to be logged."""
+"""Norms of gradients, for logging."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fabricamp.gradients.norms import norms_of
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """Returns the norm of each parameter's gradient, and of all of them, by name; empty where nothing has a gradient.
+    """Returns the norm of each parameter's gradient, and of all gradients together, by name; empty if there are no gradients.
 
-    Called in ``on_before_optimizer_step``, where gradients are averaged and unscaled.  The values stay on the device:
-    ``self.log_dict`` takes them as they are.  Raises :class:`ConfigError` where ``norm_type`` is not above 0.
+    Call it in ``on_before_optimizer_step``, where gradients are averaged and unscaled.  The values stay on the device:
+    ``self.log_dict`` takes them as they are.  Raises :class:`ConfigError` if ``norm_type`` is not above 0.
     """
     order = float(norm_type)
     if not order > 0:

@@ -1,4 +1,4 @@
-"""Lightning's path to a dict whose keys are attributes."""
+"""Lightning's path to a dict with its keys as attributes."""
 
 from fabricamp.hyperparameters import Hyperparameters as AttributeDict
 

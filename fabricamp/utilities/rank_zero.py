@@ -1,4 +1,4 @@
-"""What is done, said or warned of on rank 0 only: lightning-utilities' own functions, told which rank this is."""
+"""Functions that run, log or warn on rank 0 only: those of lightning-utilities, with the rank set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_deprecation as rank_zer
 from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_warn as rank_zero_warn
 
-import fabricamp.first_rank  # noqa: F401 - sets the rank that these functions look at
+import fabricamp.first_rank  # noqa: F401 - sets the rank that these functions read
 
 _LOG = logging.getLogger("fabricamp")
 
@@ -24,5 +24,5 @@ def rank_zero_info(*args: Any, stacklevel: int = 3, **options: Any) -> None:
 
 @rank_zero_only
 def rank_zero_debug(*args: Any, stacklevel: int = 3, **options: Any) -> None:
-    """Logs a message on rank 0 that is shown where the level of logger ``fabricamp`` is DEBUG."""
+    """Logs a message on rank 0 through logger ``fabricamp`` at level DEBUG."""
     _LOG.debug(*args, stacklevel=stacklevel, **options)

@@ -1,4 +1,4 @@
-"""Lightning's path to seeds and to a context that gives the generators back."""
+"""Lightning's path to seeding, and to a context that restores the random generators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fabricamp.rng import seed_everything as seed_everything
 
 @contextlib.contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """A context that leaves every generator as it found it; those of CUDA devices only where ``include_cuda``."""
+    """Returns a context that restores every random generator at its end; those of CUDA devices only with ``include_cuda``."""
     state = capture_rng()
     if not include_cuda:
         state["cuda"] = []

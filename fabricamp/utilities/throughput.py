@@ -1,4 +1,4 @@
-"""What a step computes, to be compared with what the device could."""
+"""Counts the floating-point operations of a step, to compare them with the device's peak."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def measure_flops(
     forward_fn: Callable[[], Any],
     loss_fn: Callable[[Any], Tensor] | None = None,
 ) -> int:
-    """Returns the floating-point operations of ``forward_fn()``, with ``loss_fn`` those of its backward too.
+    """Returns the number of floating-point operations of ``forward_fn()``; with ``loss_fn`` those of the backward too.
 
-    On the ``meta`` device nothing is computed.
+    On the ``meta`` device the operations are counted but not computed.
 
     >>> with torch.device("meta"):
     ...     layer, batch = torch.nn.Linear(8, 4), torch.randn(2, 8)

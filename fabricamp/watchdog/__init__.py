@@ -1,4 +1,4 @@
-"""Watching over a run from beside it: any rank may ask to stop, and a rank that fails, hangs or is gone ends the run."""
+"""Watches a run from a second thread: any rank may ask to stop, and a rank that fails, hangs or is gone ends the run."""
 
 from fabricamp.watchdog.leaving import leave_at_exit
 from fabricamp.watchdog.requests import LoopRequests

@@ -1,4 +1,4 @@
-"""How the process of a rank ends: its threads of torch.distributed have ended before Python's interpreter does."""
+"""Ends a rank's process safely: the threads of torch.distributed end before the Python interpreter does."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from fabricamp.strategies.base import Strategy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# An exchange that a failed rank had begun ends once the others come to it, or are gone too.
+# A collective that a failed rank had begun ends once the other ranks join it, or are gone too.
 _LEAVE_SECONDS = 5.0
 _FLUSH_SECONDS = 1.0
 
 _leavers: dict[int, _Leaver] = {}
-"""The one of this process, by its process id: a forked child has none of its parent's threads to end."""
+"""The leaver of this process, keyed by process id: a forked child has none of its parent's threads to end."""
 
 
 def leave_at_exit(strategy: Strategy) -> None:
-    """Leaves the process group of a run that failed when the interpreter ends, as long as that is whole.
+    """Leaves the process group of a failed run at interpreter exit, before the interpreter starts to shut down.
 
-    A run that came to its end has left its group.  A failed one keeps it, since leaving would wait for ranks that may be anywhere.
-    Gloo's threads let go of a tensor shortly after its exchange, and need Python's lock for it.  While the interpreter ends,
-    Python (before 3.14) ends a thread that asks for the lock, and C++ calls std::terminate where that thread is in a destructor:
-    the process died by SIGABRT ("terminate called without an active exception") instead of exiting with its own code.
+    A run that completed has already left its group.  A failed run keeps it, because leaving could wait for ranks that are anywhere.
+    Gloo's threads release a tensor shortly after its exchange, and need the GIL for that.  During interpreter shutdown Python
+    (before 3.14) ends a thread that asks for the GIL, and C++ calls std::terminate if that thread is in a destructor: without this
+    function the process dies by SIGABRT ("terminate called without an active exception") instead of exiting with its own code.
     """
     if strategy.world_size == 1:
         return
@@ -45,10 +45,10 @@ def leave_at_exit(strategy: Strategy) -> None:
 
 
 class _Leaver:
-    """A thread that waits for the end of the process, and then leaves the groups.
+    """A thread that waits for the end of the process, and then leaves the process groups.
 
-    It is started here since Python starts no thread any more once the interpreter ends; and a thread does it, so that the main one
-    need not wait for longer than a few seconds.
+    The thread starts early because Python starts no threads once the interpreter ends.  Leaving runs in a thread so the main
+    thread waits for only a few seconds.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Leaver:
         self._ending.set()
         self._over.wait(_LEAVE_SECONDS)
         if not self._left:
-            # The other ranks leave an exchange open.  Its thread would ask for the lock whenever they come to it.
+            # The other ranks have not joined a collective.  Its thread would ask for the GIL whenever they do.
             _flush()
             exit_now(code)
 
@@ -85,24 +85,24 @@ class _Leaver:
         strategy = self.strategy()
         if strategy is not None:
             strategy.teardown()
-        if dist.is_initialized():  # somebody else has made it
+        if dist.is_initialized():  # the group was not created by the strategy
             dist.destroy_process_group()
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Lets go of what the functions that ``error`` came through were working with, the group among it: it has been shown."""
+    """Clears the local variables in the traceback of ``error``, the process group among them; the traceback was already shown."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends the process beside threads that may never come to their end; nothing that waits for one of them is run."""
+    """Ends the process although threads may never end; runs no cleanup that could wait for one of them."""
     for child in multiprocessing.active_children():
         child.kill()
-    # The main thread may be stuck with the lock of a stream.
+    # Flush in a thread: the main thread may be stuck while it holds the lock of a stream.
     flusher = threading.Thread(target=_flush, daemon=True)
-    with contextlib.suppress(RuntimeError):  # where the interpreter ends
+    with contextlib.suppress(RuntimeError):  # raised during interpreter shutdown
         flusher.start()
         flusher.join(_FLUSH_SECONDS)
     os._exit(code)
@@ -115,7 +115,7 @@ def _flush() -> None:
 
 
 def _exit_code() -> int:
-    """What this process was about to exit with: Python tells a function at its end of no ``sys.exit``, so the record has to."""
+    """Returns the exit code this process was ending with; from the record, since atexit functions cannot see ``sys.exit``."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, KeyboardInterrupt):
         return 130

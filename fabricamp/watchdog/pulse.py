@@ -1,4 +1,4 @@
-"""Where a rank is, how long it has not come further, and what follows from what all ranks say of that: plain values."""
+"""A rank's heartbeat (position, idle time, activity), and the diagnosis from the heartbeats of all ranks: plain values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _ENDED = "ended"
 _WAITING = "waiting"
 _SUSPICION = (_DATA, _STARTING, _ELSEWHERE, _SAVING, _ENDED, _WAITING)
 _PACKAGE = str(Path(__file__).parents[1])
-# Told by the innermost of its frames that lies in one of these files; torch's agent is the outermost of a worker's.
+# The innermost frame in one of these files decides.  The elastic agent's frames are a worker's outermost: reached last, they mean
+# that nothing else matched.
 _FILES = (
     ("/torch/distributed/elastic/", _ELSEWHERE),
     ("/torch/distributed/", _WAITING),
@@ -35,7 +36,7 @@ _FILES = (
     (f"{_PACKAGE}/data/", _DATA),
     ("/torch/utils/data/", _DATA),
 )
-# Where the innermost frame of all lies here, it waits inside torch: for an exchange that backward began, or for the GPU.
+# An innermost frame in one of these files waits inside torch: for an exchange that backward began, or for the GPU.
 _INNERMOST = ("/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py", "/torch/cuda/")
 _WORDS = {
     _DATA: "waiting for its loader",
@@ -44,62 +45,62 @@ _WORDS = {
     _ENDED: "at the end of its run",
     _WAITING: "waiting for the other ranks",
 }
-# Letters of /proc/<pid>/stat.  A dead process is a zombie until its parent looks.
+# State letters in /proc/<pid>/stat.  A dead process is a zombie until its parent waits for it.
 _DEAD, _STOPPED = ("Z", "X"), ("T", "t")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What a rank says of itself every few seconds."""
+    """The heartbeat that a rank publishes every few seconds."""
 
     rank: int
     beat: int
-    """Counts up: a rank whose beat stands still is gone, or its interpreter is stuck."""
+    """Counts up; if it stops, the rank is gone or its interpreter is stuck."""
     idle: float
-    """Seconds since its main thread came further."""
+    """Seconds since the main thread last made progress."""
     place: str
-    """Stage, epoch, step and batch in words."""
+    """Stage, epoch, step and batch, as text."""
     epoch: int
     batch: int
     """Micro-batches done in the epoch."""
     doing: str
     where: str
-    """The machine, and the part of it in which ``pid`` has a meaning."""
+    """Host name and PID namespace, in which ``pid`` is valid."""
     pid: int
     stack: str = ""
 
     def encode(self) -> str:
-        """As text for the store."""
+        """Returns the heartbeat as text for the store."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def decode(text: bytes) -> Pulse:
-        """What :meth:`encode` gave."""
+        """Returns the heartbeat that :meth:`encode` turned into ``text``."""
         return Pulse(**json.loads(text))
 
     @property
     def ended(self) -> bool:
-        """Whether its run is over, and nobody watches it any more."""
+        """Whether the rank's run is over, and its watchdog has stopped."""
         return self.doing == _ENDED
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others rather than being waited for."""
+        """Whether the rank waits for others, rather than others for this rank."""
         return self.doing == _WAITING
 
     @property
     def starts(self) -> bool:
-        """Whether it waits for the first batch of loader workers, which may have much to import and to open."""
+        """Whether the rank waits for the first batch of loader workers, which may have much to import and to open."""
         return self.doing == _STARTING
 
     @property
     def site(self) -> str:
-        """The innermost line of the stack that is not torch's."""
+        """The innermost line of the stack outside torch."""
         lines = [line for line in self.stack.splitlines() if line.startswith('  File "') and "/torch/" not in line]
         return lines[-1] if lines else ""
 
     def describe(self, *, silent: bool) -> str:
-        """One line."""
+        """Returns one line about the rank for the diagnosis."""
         if silent:
             return f"rank {self.rank} gives no sign of life ({self._why_silent()}); last seen {self.place}"
         doing = f", {_WORDS[self.doing]}" if self.doing in _WORDS else ""
@@ -107,12 +108,12 @@ class Pulse:
 
     @property
     def gone(self) -> bool:
-        """Whether it is certain that its process has died: it ran beside this one, and did not come to its end."""
+        """Whether the rank's process has certainly died: it ran on this machine, and did not end its run."""
         return not self.ended and self.where == _where() and not _lives(self.pid)
 
     @property
     def stopped(self) -> bool:
-        """Whether it is certain that its process stands still because somebody stopped it."""
+        """Whether the rank's process is certainly stopped (by SIGSTOP, Ctrl-Z or a debugger)."""
         return not self.ended and self.where == _where() and _status(self.pid) in _STOPPED
 
     def _why_silent(self) -> str:
@@ -124,9 +125,9 @@ class Pulse:
 
 
 class PulseTaker:
-    """Takes the pulse of this process: created in the thread that runs the loop, asked by the thread beside it.
+    """Makes the heartbeats of this process: created in the thread that runs the loop, called by the watchdog thread.
 
-    It reads what the loop writes anyway, so it costs the loop nothing.
+    It costs the loop nothing: it only reads counters that the loop keeps anyway.
     """
 
     def __init__(self, state: RunState, rank: int) -> None:
@@ -139,7 +140,7 @@ class PulseTaker:
         self._where = _where()
 
     def idle(self, now: float) -> float:
-        """Seconds since the counters moved."""
+        """Returns the seconds since the counters last changed."""
         state = self._state
         counters = (state.epoch, state.global_step, state.batch_idx, state.batches_done, state.evaluated)
         mark = (state.fn, state.stage, state.scope, *counters)
@@ -148,7 +149,7 @@ class PulseTaker:
         return now - self._since
 
     def take(self, now: float, *, stack: bool, ended: bool = False) -> Pulse:
-        """The pulse; with the main thread's ``stack`` where that is wanted, which tells what it is doing too."""
+        """Returns the current heartbeat; with ``stack`` it has the main thread's stack, and what that thread is doing."""
         self._beat += 1
         idle = self.idle(now)
         frame = sys._current_frames().get(self._thread) if stack and not ended else None
@@ -168,7 +169,7 @@ class PulseTaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Who holds up the run, who is to say so before it exits, and the words."""
+    """Which rank holds up the run, which rank reports it before exiting, and the report."""
 
     rank: int
     reporter: int
@@ -177,10 +178,9 @@ class Diagnosis:
 
 
 def judge(pulses: Sequence[Pulse], silent: set[int], seconds: float) -> Diagnosis | None:
-    """Returns who holds up a run in which no rank has come further for ``seconds``; None where nobody waits for anybody.
+    """Returns which rank holds up a run in which no rank made progress for ``seconds``; None if no rank waits for another.
 
-    ``silent`` are the ranks whose beat stands still.  A rank that is alone with its work after the others have ended holds up
-    nobody.
+    ``silent`` are the ranks whose beat has stopped.  The last running rank, if it works rather than waits, holds up nobody.
     """
     running = [pulse for pulse in pulses if not pulse.ended]
     talking = [pulse for pulse in running if pulse.rank not in silent]
@@ -207,7 +207,7 @@ def judge(pulses: Sequence[Pulse], silent: set[int], seconds: float) -> Diagnosi
 
 
 def place(state: RunState) -> str:
-    """Where the loop is, in words."""
+    """Returns the loop's position as text."""
     if state.fn is None or state.stage is None:
         return "outside fit, validate, test and predict"
     name = state.stage if state.stage is RunningStage.SANITY_CHECKING else state.fn
@@ -218,7 +218,7 @@ def place(state: RunState) -> str:
 
 
 def _why_all_wait(culprit: Pulse, sites: collections.Counter[str]) -> str:
-    """Where nobody does anything else: what can be said about who does not do as the others."""
+    """Returns the explanation if all ranks wait: whether they wait at the same code, else which rank seems to differ."""
     if len(sites) == 1:
         return "and all wait at the same place, so that what is between them hangs (the network, a GPU)"
     odd = f"rank {culprit.rank} as it seems" if len(set(sites.values())) > 1 else "the stacks show where each waits"
@@ -228,7 +228,7 @@ def _why_all_wait(culprit: Pulse, sites: collections.Counter[str]) -> str:
 
 
 def _others(pulses: Sequence[Pulse], culprit: Pulse) -> list[Pulse]:
-    """The other ranks, not more than can be read."""
+    """Returns the other ranks, at most 15 to keep the message readable."""
     return [pulse for pulse in pulses if pulse is not culprit][:15]
 
 
@@ -244,7 +244,7 @@ def _doing(frame: FrameType | None) -> str:
 
 
 def _waits_for_first_batch(frame: FrameType | None) -> bool:
-    """Whether one of the frames is that of an iterator over loader workers that has given no batch yet."""
+    """Returns whether a frame belongs to an iterator over loader workers that has returned no batch yet."""
     while frame is not None:
         if "/torch/utils/data/" in frame.f_code.co_filename and starts_workers(frame.f_locals.get("self")):
             return True
@@ -253,7 +253,7 @@ def _waits_for_first_batch(frame: FrameType | None) -> bool:
 
 
 def _where() -> str:
-    """Containers of one machine may number their processes each for itself."""
+    """Returns host name and PID namespace: each container of a machine may number its processes separately."""
     spaces = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {spaces.readlink() if spaces.is_symlink() else ''}"
 
@@ -269,7 +269,7 @@ def _lives(pid: int) -> bool:
 
 
 def _status(pid: int) -> str:
-    """What Linux says a process does, in one letter; nothing elsewhere."""
+    """Returns the state letter of a process on Linux; an empty string elsewhere."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Ends training on every rank behind the same step, whoever asks: each says how far it is, and who asks waits for that."""
+"""Ends training on every rank after the same step, whichever rank asks: ranks publish their progress, and an asking rank waits."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ _ASKED = "asked"
 _ENDED = float("inf")
 
 _Word = tuple[float, float]
-"""The last boundary that a rank has passed, and the last one at which it asked to stop."""
+"""(last boundary that a rank has passed, last boundary at which it asked to stop)."""
 
 
 class LoopRequests:
-    """What the loop itself asks for (``should_stop``, ``max_time``) counts at a boundary: the end of a step or of an epoch.
+    """Stop requests of the loop itself (``should_stop``, ``max_time``), which count at a boundary: the end of a step or epoch.
 
-    A boundary is a number that grows on every rank alike.  A rank that does not ask passes it, and pays one plain store::
+    A boundary is a number that grows equally on every rank.  A rank that does not ask passes it, at the cost of one assignment::
 
         if state.should_stop and requests.all_ask(boundary):
             break
         state.passed = boundary
 
-    One that asks waits there for a word of every other one.  All asked here: all stop here.  One is past it: this one goes on, and
-    asks again at the next.  Meanwhile the threads beside the ranks have told all of it, so that all ask.
+    A rank that asks waits there for every other rank's published progress.  If all ranks ask at this boundary, all stop here.  If
+    one has passed it, this rank continues and asks again at the next boundary.  Meanwhile the watchdog threads spread the request,
+    until all ranks ask.
 
-    Ranks decide alike.  To stop, all have to ask at the boundary; to pass it, one has to have passed it before, and the first
-    of those did not ask.
+    All ranks decide the same.  They stop only if all of them ask at the boundary.  An asking rank continues only if another rank
+    has passed the boundary, and the first rank to pass it did not ask.
 
     Args:
         state: the run's counters.
-        strategy: says how many ranks there are, and how long they wait for each other.
+        strategy: gives the number of ranks, and how long they wait for each other.
     """
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
@@ -48,7 +49,7 @@ class LoopRequests:
         self._timeout = strategy.timeout.total_seconds()
         self._reason = ""  # why this rank asks
         self._asks_at = -1.0
-        self._first = ""  # why the first of all asks
+        self._first = ""  # why the first rank that asked does
         self._said: _Word | None = None
         self._words: list[_Word] = []
         self._news = threading.Event()
@@ -56,15 +57,18 @@ class LoopRequests:
 
     @property
     def urgent(self) -> bool:
-        """Whether somebody asks, and may be waiting for an answer."""
+        """Whether any rank asks, and may be waiting for an answer."""
         return bool(self._reason or self._first)
 
     def spread(self) -> None:
-        """Lets all ranks know that this one asks; it goes on, since ``min_steps`` or ``min_epochs`` let nobody stop yet."""
+        """Tells all ranks that this one asks, without waiting: ``min_steps`` or ``min_epochs`` let no rank stop yet."""
         self._reason = self._state.stop_reason
 
     def all_ask(self, boundary: float) -> bool:
-        """Whether all ranks ask to stop at ``boundary``; waits for those that have not come to it."""
+        """Returns whether all ranks ask to stop at ``boundary``; waits for ranks that have not reached it.
+
+        Raises :class:`DistributedError` if they do not reach it within the strategy's timeout, or if the store is lost.
+        """
         if self._world_size == 1:
             self._state.agreed = True
             return True
@@ -100,14 +104,14 @@ class LoopRequests:
         ]
         named = f"rank {', '.join(map(str, late))}" if late else "the other ranks"
         return (
-            f"rank {self._rank} asked to stop ({self._state.stop_reason}) behind micro-batch {self._state.batches_done}, and "
+            f"rank {self._rank} asked to stop ({self._state.stop_reason}) after micro-batch {self._state.batches_done}, and "
             f"{named} did not come to it: {why}; see what ended or blocks them"
         )
 
-    # -- for the thread beside the main one --------------------------------------------------------------------------------------
+    # -- for the watchdog thread -------------------------------------------------------------------------------------------------
 
     def look(self, store: Store) -> None:
-        """One look into the store: tells that this rank asks, learns that another does; then says and hears where all are."""
+        """Polls the store once: publishes or learns of a request; after a request, also exchanges the ranks' progress."""
         if not self._first:
             if self._reason:
                 store.compare_set(_ASKED, "", self._reason)
@@ -125,11 +129,11 @@ class LoopRequests:
             self._news.set()
 
     def leave(self, store: Store) -> None:
-        """The last word: this rank is past every boundary, but for one at which it stopped."""
+        """Publishes the final progress: this rank is past every boundary, unless it stopped at one by agreement."""
         self._say(store, (self._state.passed if self._state.agreed else _ENDED, self._asks_at))
 
     def lose(self, why: str) -> None:
-        """The store went with the process that owns it; who waits must learn of it."""
+        """Notes that the store is gone with its owner process, and wakes a main thread that waits in :meth:`all_ask`."""
         self._lost = why.partition("\n")[0]
         self._news.set()
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and the signals with which schedulers end a job, turned into requests to stop."""
+"""Turns Ctrl-C and the signals by which schedulers end a job into requests to stop."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _children_leave = False
 
 @contextlib.contextmanager
 def interrupts(agreement: StopAgreement) -> Iterator[None]:
-    """Within it signals ask to stop: the first Ctrl-C (the second raises KeyboardInterrupt at once), SIGTERM, and those of jobs.
+    """Turns signals into stop requests in this block: the first Ctrl-C, SIGTERM, and job signals.
 
-    Of jobs are SIGUSR1 and SIGUSR2 in SLURM, and the one by which submitit tells of a preemption.
+    The second Ctrl-C raises KeyboardInterrupt at once.  Job signals are SIGUSR1 and SIGUSR2 in SLURM, and the signal by which
+    submitit announces a preemption.
 
-    As long as the agreement is ``opening`` each of them raises KeyboardInterrupt, once it is guarded: a download or an import has
-    no other place to stop at.  The handlers that were there before are given back in any case.
+    While the agreement is ``opening``, each signal raises KeyboardInterrupt, once the agreement is guarded: a download or an import
+    has no other point to stop at.  The previous handlers are always restored.
 
-    Does nothing outside the main thread; leaves a signal alone that is ignored (a job in the background of a shell), and
-    the others where somebody handles them already, but for submitit's, which :func:`hand_on` serves.  Enter it before data loaders
-    start their workers: those that are forked then outlive the signals that reach the whole process group.
+    Does nothing outside the main thread.  Skips ignored signals (a background job of a shell), and signals that already have a
+    handler (except submitit's, see :func:`hand_on`).  Enter it before data loaders start their workers: workers forked inside the
+    block leave the process group, and so survive signals sent to the whole group.
     """
     global _in_run  # noqa: PLW0603 - what happens after a fork is decided for the process
     if threading.current_thread() is not threading.main_thread():
@@ -57,7 +58,7 @@ def interrupts(agreement: StopAgreement) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _heard_at_once(agreement: StopAgreement) -> Iterator[None]:
-    """Lets the thread beside the main one hear of a signal while that is in compiled code, where no handler is called."""
+    """Lets the watchdog thread see a signal while the main thread is in compiled code, where Python runs no handlers."""
     if not agreement.shared:
         yield
         return
@@ -76,14 +77,14 @@ def _heard_at_once(agreement: StopAgreement) -> Iterator[None]:
 
 
 def exit_code(reason: str) -> int:
-    """What a process ends with that was interrupted: as a shell counts, SIGUSR1 and SIGUSR2 as SIGTERM."""
+    """Returns the exit code of an interrupted process: 128 + the signal, as in a shell; SIGUSR1 and SIGUSR2 count as SIGTERM."""
     return 128 + (signal.SIGINT if reason == "interrupted" else signal.SIGTERM)
 
 
 def hand_on(reason: str) -> bool:
-    """Calls submitit's own handler for the signal that has cut a run; returns False where there is none.
+    """Calls submitit's own handler for the signal that interrupted a run; returns False if there is none.
 
-    On rank 0 it asks for a requeue and raises ``SystemExit``, on others it returns.
+    On rank 0 submitit's handler requests a requeue and raises ``SystemExit``; on other ranks it returns.
     """
     number = signal.Signals[reason]
     handler = signal.getsignal(number)
@@ -94,7 +95,7 @@ def hand_on(reason: str) -> bool:
 
 
 def ignore_at_exit() -> None:
-    """Lets the process come to its end undisturbed: a starter that sees the first rank exit sends the others a second SIGTERM."""
+    """Ignores termination signals at exit: a starter that sees the first rank exit sends the other ranks a second SIGTERM."""
     for number in (signal.SIGTERM, *_REQUEUING):
         if signal.getsignal(number) is signal.SIG_DFL:
             atexit.register(signal.signal, number, signal.SIG_IGN)
@@ -112,7 +113,7 @@ def _handlers(agreement: StopAgreement) -> dict[int, _Handler]:
 
 
 def _submitits_signal() -> list[signal.Signals]:
-    """By what submitit tells its jobs of a preemption; none where it did not start this process."""
+    """Returns the signal by which submitit announces a preemption, in a list; empty if submitit did not start this process."""
     name = f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"
     known = "SUBMITIT_EXECUTOR" in os.environ and name in REQUEUES
     return [signal.Signals[name]] if known else []
@@ -149,7 +150,7 @@ def _on_signal(agreement: StopAgreement, name: str) -> _Handler:
         if os.getpid() == owner:
             _ask(agreement, name)
         elif name == "SIGTERM":
-            # A forked child is ended by it as if nobody handled it.
+            # A forked child inherits this handler; SIGTERM must end the child as if there were none.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -157,7 +158,7 @@ def _on_signal(agreement: StopAgreement, name: str) -> _Handler:
 
 
 def _leave_group_after_fork() -> None:
-    """Loader workers leave the process group: starters send it SIGTERM as a whole, and a run cannot end well without its data."""
+    """Makes loader workers leave the process group: starters send SIGTERM to the whole group, and a run needs data to end well."""
     global _children_leave  # noqa: PLW0603 - such a registration is for the life of the process
     if not _children_leave:
         _children_leave = True
@@ -167,7 +168,7 @@ def _leave_group_after_fork() -> None:
 def _leave_group() -> None:
     if _in_run:
         os.setpgid(0, 0)
-        signal.set_wakeup_fd(-1)  # its signals are not its parent's
+        signal.set_wakeup_fd(-1)  # the child's signals must not wake the parent's watchdog
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Cuts a run on every rank at the same place, whichever rank gets the signal: promises instead of a collective."""
+"""Interrupts a run on every rank at the same position, whichever rank gets the signal: by promises, without a collective."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
 
 ANSWER_SECONDS = 10.0
-"""A rank whose thread has not answered a request for so long is gone: it need not wait for its main thread."""
+"""A rank counts as gone if its watchdog thread answers no request for this long; that thread never waits for the main thread."""
 
 _REQUEST = "request"
 
 _Place = tuple[int, int]
-"""Micro-batches done, and batches done of the validation that follows them (``NOT_VALIDATING`` once that is over)."""
+"""(micro-batches done, batches done of the validation after them; ``NOT_VALIDATING`` once that validation is over)."""
 
 _NOWHERE: _Place = (-1, 0)
-"""What a rank that has not come to its first batch promises: there is nothing to save, and nobody needs to wait for it."""
+"""The promise of a rank before its first batch: there is nothing to save, and nobody needs to wait for that rank."""
 
 
 class StopAgreement:
-    """Cuts a run on every rank after the same micro-batch or validation batch, wherever the ranks are when one gets a signal.
+    """Interrupts a run on every rank after the same micro-batch or validation batch, wherever the ranks are at the signal.
 
     The main thread pays one comparison per micro-batch::
 
@@ -42,18 +42,18 @@ class StopAgreement:
         if state.batches_done >= state.hold_at:
             agreement.hold()
 
-    and the like with ``evaluated`` and ``hold_evaluated`` in the validation within ``fit``.  With several ranks a thread beside
-    each of them calls :meth:`look`.  When it finds a request it promises where the main thread will hold and publishes that;
-    the largest promise is where all stop.  No rank is past it then, no collective is needed, and a rank that waits for data or
-    validates promises at once.  A rank that ends promises the place where it ended, so that nobody waits for it.
+    and one more with ``evaluated`` and ``hold_evaluated`` in the validation within ``fit``.  With several ranks the watchdog thread
+    of each rank calls :meth:`look`.  When it finds a request, it promises a position where its main thread will hold, and publishes
+    it; all ranks stop at the largest promise.  No rank can be past that position, no collective is needed, and a rank
+    that waits for data or runs validation answers at once.  A rank that ends promises its last position, and nobody waits for it.
 
-    Before the first batch there is nothing to save: ``opening`` tells the handlers of signals to end the run at once, on all
-    ranks (``abandoned``).  Behind the last place to stop at a request is noted, and heeded by whoever ends the run
+    Before the first batch there is nothing to save: with ``opening`` set, signal handlers end the run at once, on all ranks
+    (``abandoned``).  After the last position to stop at, a request is only noted; the code that ends the run then checks for it
     (:meth:`came_late`, ``asked``).
 
     Args:
         state: the run's counters.
-        strategy: says how many ranks there are.
+        strategy: gives the number of ranks.
     """
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
@@ -64,73 +64,76 @@ class StopAgreement:
         self._store: Store | None = None
         self._settled = threading.Event()
         self.asked = ""
-        """The signal that this rank got, heeded yet or not."""
+        """The reason (signal) of this rank's own request, handled yet or not."""
         self.opening = True
-        """Whether the first batch is still to come."""
+        """Whether the run is still before its first batch."""
         self.guarded = False
-        """Whether who gives the run's parts back is there to catch what a handler raises."""
+        """Whether the run's cleanup code is in place to catch an exception from a signal handler."""
         self.abandoned = False
         """Whether the run ends at once, with nothing to save."""
         self.leaving = False
-        """Whether the main thread knows of that."""
+        """Whether an exception already ends the run in the main thread: handlers of an abandoned run raise only once."""
         self.handled: dict[int, str] = {}
-        """The signals whose handlers ask here, and the reasons that they give."""
+        """Signal number -> the reason that its handler passes to :meth:`request`."""
         self.ears: int | None = None
-        """Where the numbers of signals can be read as soon as they come."""
+        """File descriptor from which signal numbers can be read as soon as they arrive."""
         self.reason = ""
-        """Why all stop, once this rank has learned of it."""
+        """Why all ranks stop; empty until this rank has learned of a request."""
         self.learned_at = sys.float_info.max
         """When this rank learned of a request (monotonic seconds)."""
         self.lost = ""
-        """Why the store cannot be reached any more."""
+        """Why the store cannot be reached; empty while it can."""
 
     @property
     def shared(self) -> bool:
-        """Whether there is anybody to agree with."""
+        """Whether there are other ranks to agree with."""
         return self._strategy.world_size > 1
 
     @property
     def settled(self) -> bool:
-        """Whether it is known where all stop."""
+        """Whether the common stop position is known, or the store is lost."""
         return self._settled.is_set()
 
     def request(self, reason: str) -> None:
-        """Asks all ranks to stop; from any rank, any thread or a signal handler: it only sets plain attributes."""
+        """Requests all ranks to stop; safe on any rank, in any thread and in a signal handler: it only sets plain attributes."""
         if self.asked:
             return
         self.asked = reason
         if self._strategy.world_size == 1:
-            # Nobody to agree with: at the next comparison.
+            # With one rank there is nobody to agree with: stop at the next comparison.
             self.reason = reason
             self._state.hold_at = self._state.hold_evaluated = 0
 
     def abandon(self) -> None:
-        """Ends the run at once, for want of anything to save: where a signal finds this rank ``opening``."""
+        """Marks the run to end at once, because there is nothing to save: this rank was ``opening`` at the signal."""
         self.reason = self.reason or self.asked
         self.abandoned = True
 
     def guard(self) -> None:
-        """From here on handlers raise; raises KeyboardInterrupt where a signal has come since they were set."""
+        """Lets signal handlers raise from now on; raises KeyboardInterrupt if a signal arrived since the handlers were set."""
         self.guarded = True
         self.raise_once()
 
     def raise_once(self) -> None:
-        """Raises KeyboardInterrupt in a run that is abandoned, for the first time and where it is caught."""
+        """Raises KeyboardInterrupt once in an abandoned run, and only while it is guarded."""
         if self.abandoned and self.guarded and not self.leaving:
             self.leaving = True
             raise KeyboardInterrupt(self.reason)
 
     def tell_main_thread(self) -> None:
-        """Raises in the main thread what a signal there would have; for the thread beside it."""
+        """Simulates a signal in the main thread, which raises there; called by the watchdog thread."""
         if self.handled and not self.leaving:
             _thread.interrupt_main(signal.Signals(next(iter(self.handled))))
 
     def begin(self) -> None:
-        """From here on there are places to stop at."""
+        """Marks that the first batch has come: from now on there are positions to stop at."""
         self.opening = False
 
     def hold(self) -> bool:
-        """Called by the main thread where it promised to: learns where all stop; stops and returns True if that is here."""
+        """Waits for the common stop position; stops and returns True if it is here.
+
+        The main thread calls it at the position that this rank promised.
+        """
         if self._strategy.world_size > 1:
             self.wait_for_answers()
             if self.abandoned:
@@ -145,20 +148,23 @@ class StopAgreement:
         return True
 
     def wait_for_answers(self) -> None:
-        """Waits until every rank has answered the request, or could have."""
+        """Waits until every rank has answered the request, for at most ``ANSWER_SECONDS``."""
         if self._strategy.world_size > 1:
             self._settled.wait(ANSWER_SECONDS)
 
     def forget(self) -> None:
-        """Nobody holds any more."""
+        """Cancels the hold: the main thread runs on."""
         self._state.hold_at = self._state.hold_evaluated = sys.maxsize
 
     def ended_early(self, *, here: bool) -> bool:
-        """Whether any rank was cut in what ends now; every rank says whether it was (one small collective), and then all are."""
+        """Returns whether any rank was interrupted in the phase that ends now; if so, all ranks become interrupted.
+
+        Every rank calls it, with ``here`` for its own answer (one small collective).
+        """
         reason = self._state.interruption or self.reason or self.asked
         number = 1 + INTERRUPTIONS.index(reason) if here else 0
         if self._strategy.world_size > 1:
-            # A rank that had no batch left may not have come to the place where the others stopped.
+            # A rank that had no batch left may not have reached the position where the others stopped.
             number = int(self._strategy.reduce(torch.tensor(number, dtype=torch.int64, device="cpu"), "max").item())
         if number and not self._state.interrupted:
             self.forget()
@@ -166,13 +172,13 @@ class StopAgreement:
         return number > 0
 
     def came_late(self) -> bool:
-        """Whether a signal came to any rank behind its last place to stop at; every rank asks, and then all are cut."""
+        """Returns whether any rank got a signal after its last stop position; if so, all are interrupted.  Every rank calls it."""
         return self.ended_early(here=self._state.interrupted or bool(self.asked))
 
-    # -- for the thread beside the main one --------------------------------------------------------------------------------------
+    # -- for the watchdog thread -------------------------------------------------------------------------------------------------
 
     def look(self, store: Store) -> None:
-        """One look into the store: publishes this rank's request, answers anyone's, reads the answers."""
+        """Polls the store once: publishes this rank's request, answers any rank's request, reads the answers."""
         if self._settled.is_set():
             return
         self._store = store
@@ -195,24 +201,24 @@ class StopAgreement:
             self._settled.set()
 
     def _hear(self) -> None:
-        """Takes note of a signal whose handler has to wait until the main thread is back from compiled code."""
+        """Turns a signal into a request while its handler still waits for the main thread to return from compiled code."""
         with contextlib.suppress(BlockingIOError):
             for number in os.read(self.ears, 64) if self.ears is not None else b"":
                 if number in self.handled and not self.abandoned:
                     self.request(self.handled[number])
 
     def leave(self, store: Store) -> None:
-        """Promises the place where this rank has ended, if it has not promised another."""
+        """Promises the position where this rank has ended, unless it has promised another one."""
         if not self._published:
             self._publish(store, (self._state.batches_done, 0))
 
     def lose(self, why: str) -> None:
-        """The store went with the process that owns it; who holds must learn of it."""
+        """Notes that the store is gone with its owner process, and wakes a main thread that waits in :meth:`hold`."""
         self.lost = why
         self._settled.set()
 
     def who_is_missing(self) -> str:
-        """Says which rank has not answered."""
+        """Returns the error message that names the ranks that have not answered."""
         why = f"; the store of the process group is gone ({self.lost.splitlines()[0]})" if self.lost else ""
         if self._store is not None and not self.lost:
             missing = ", ".join(map(str, self.missing(self._store)))
@@ -223,13 +229,13 @@ class StopAgreement:
         )
 
     def missing(self, store: Store) -> list[int]:
-        """The ranks that have not answered yet."""
+        """Returns the ranks that have not answered yet; empty if the store cannot be reached."""
         with contextlib.suppress(RuntimeError):
             return [rank for rank in range(self._strategy.world_size) if not store.check([_promise_key(rank)])]
         return []
 
     def _here(self) -> _Place:
-        """Where the main thread is; the two counters are read at one moment, which is one without a change of the first."""
+        """Returns the main thread's position; reads again if ``batches_done`` changed between the two reads."""
         state = self._state
         while True:
             batches = state.batches_done
@@ -238,9 +244,10 @@ class StopAgreement:
                 return place
 
     def _promise(self) -> _Place:
-        """Sets where the main thread holds, at a place that it cannot have passed, and returns it.
+        """Sets and returns a position where the main thread will hold, and that it cannot have passed.
 
-        The main thread counts, then compares: a count still below the promise once that is set will be compared with it.
+        The main thread increments its count, then compares it.  If the count is still below the promise after the promise is set,
+        the comparison will see the promise.
         """
         while True:
             promise = self._next_place()
@@ -249,7 +256,7 @@ class StopAgreement:
                 return promise
 
     def _next_place(self) -> _Place:
-        """The first place behind this one."""
+        """Returns the first position after the current one."""
         batches, evaluated = self._here()
         return (batches, evaluated + 1) if evaluated != NOT_VALIDATING else (batches + 1, 1)
 

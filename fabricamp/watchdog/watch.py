@@ -1,4 +1,4 @@
-"""The thread beside the main one: passes stop requests on, and ends the process where the run cannot go on."""
+"""The watchdog thread: spreads stop requests, and ends the process if the run cannot continue."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ _SHORTEST_SECONDS = 0.0005
 _URGENT_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
 _BEAT_SECONDS = (0.2, 5.0)
-# How long a main thread whose run cannot go on may take to end by itself, with hooks, files and traceback.
+# How long the main thread of a run that cannot continue may take to end by itself, with hooks, files and traceback.
 _GRACE_SECONDS = 5.0
-# What the rank that reports needs before others end and its starter ends it too.
+# Other ranks wait this long before they exit: after the first exit the starter ends all ranks, also the one that still reports.
 _REPORT_SECONDS = 1.0
 
-# A rank that has not come further for so long in a batch that another one does not have waits for that one.
+# After this long without progress in a batch that another rank does not have, a rank counts as waiting for that other rank.
 _STUCK_SECONDS = 5.0
-# How long workers of a loader may take until the first batch, where that is more than the patience: they import packages, open
-# files and copy the data set, on a machine where everything else starts at the same time.
+# Minimum time for loader workers to deliver the first batch, if the patience is shorter: they import packages, open files and copy
+# the data set, on a machine where everything else starts at the same time.
 _START_SECONDS = 300.0
-# How long a rank that lost a peer looks for who it was.
+# How long a rank that lost a peer looks for which rank it was.
 _GONE_SECONDS = 0.5
 
 _FAILURE, _DIAGNOSIS = "failure", "diagnosis"
 
 
 def patience(timeout: float) -> float:
-    """Seconds without progress on any rank after which a run is given up: so much less than ``timeout`` that it ends by then."""
+    """Returns the seconds without progress on any rank after which a run is ended: early enough to be over within ``timeout``."""
     return max(0.75 * timeout, timeout - 10.0)
 
 
 class Watchdog:
-    """Watches over a run of several processes from a thread in each; with one process there is nothing to do.
+    """Watches a run of several processes from a thread in each process; with one process it does nothing.
 
-    The thread looks into the process group's store ten times a second, where any rank may have asked to stop
-    (:class:`StopAgreement`, :class:`LoopRequests`), and says now and then where its main thread is.  It ends the process, by
-    force where the main thread does not come to it within seconds, if another rank has failed or is gone, or if no rank has come
-    further for almost the strategy's ``timeout``; then it says which rank holds up the others, and where.
+    The thread polls the process group's store ten times a second for stop requests of any rank (:class:`StopAgreement`,
+    :class:`LoopRequests`), and publishes a heartbeat with its main thread's position every few seconds.  If another rank has failed
+    or is gone, or no rank has made progress for almost the strategy's ``timeout``, it ends the process, by force if the main
+    thread does not end within seconds.  Without progress it also reports which rank holds up the others, and where.
 
     Args:
         state: the run's counters.
-        strategy: says how many ranks there are, and how long they wait for each other.
+        strategy: gives the number of ranks, and how long they wait for each other.
     """
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
@@ -86,19 +86,19 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to watch; called by every rank at the same place, after the strategy has joined the processes."""
+        """Starts the thread; every rank calls it at the same point, after the strategy has created the process group."""
         if self._strategy.world_size == 1 or self._thread is not None:
             return
         token = self._strategy.broadcast(uuid.uuid4().hex)
         self._store = _own_store(f"fabricamp/watch/{token}")
         self._taker = PulseTaker(self._state, self._strategy.rank)
-        # Here already, so that nobody waits for the first beat of a rank that never comes to it.
+        # Publish here, before the thread runs: other ranks need a heartbeat of every rank, even if one dies before its first beat.
         self._publish(self._store, self._taker.take(time.monotonic(), stack=False))
         self._thread = threading.Thread(target=self._watch, name="fabricamp-watchdog", daemon=True)
         self._thread.start()
 
     def fail(self, error: BaseException) -> list[int]:
-        """Lets the other ranks know that this one has failed; returns those that failed or were gone before, and notes it."""
+        """Tells the other ranks that this one has failed; returns ranks that failed or died before, and notes them on ``error``."""
         before = self._before(error) if self._store is not None else {}
         if before:
             error.add_note(BEFORE + "; ".join(before.values()))
@@ -106,10 +106,10 @@ class Watchdog:
         return list(before)
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Returns ``batches``, of which none gives the first one before every rank has its own, or knows that there is none.
+        """Returns ``batches``, but yields the first batch only when every rank has its first batch, or knows that it has none.
 
-        Workers of a loader may start slowly on one rank.  The others would wait for it in an exchange, which fails after the
-        strategy's timeout; here they wait as long as the watch finds nothing wrong.
+        Loader workers may start slowly on one rank.  The other ranks would wait in a collective, which fails after the strategy's
+        timeout; here they wait as long as the watchdog finds nothing wrong.
         """
         if self._store is None:
             return iter(batches)
@@ -119,20 +119,20 @@ class Watchdog:
         first = list(itertools.islice(batches, 1))
         self._meet_at_first_batch()
         yield first
-        first.clear()  # the rest of the epoch keeps no batch of it
-        yield batches  # as it is: nothing of this stands between the loader and the later steps
+        first.clear()  # keep no reference to the first batch for the rest of the epoch
+        yield batches  # the loader's own iterator: later batches pass through no code of this method
 
     def _meet_at_first_batch(self) -> None:
         assert self._store is not None
         self._passes += 1
         key = f"first batch/{self._passes}"
-        with contextlib.suppress(DistNetworkError):  # the store went with its process: then the exchanges will tell
+        with contextlib.suppress(DistNetworkError):  # the store's owner process is gone: the next collective will fail
             if self._store.add(f"{key}/ranks", 1) == self._strategy.world_size:
                 self._store.set(f"{key}/all", "")
             pause = _SHORTEST_SECONDS
             while not self._store.check([f"{key}/all"]):
                 if self.agreement.reason:
-                    # A signal: where all stop is agreed upon, and does not depend on who waits here.
+                    # A signal came: the ranks agree on the stop position, which does not depend on who waits here.
                     return
                 time.sleep(pause)
                 pause = min(2 * pause, _POLL_SECONDS)
@@ -144,15 +144,15 @@ class Watchdog:
                     )
 
     def meet_at_end_of_data(self, batches: int) -> None:
-        """Returns once every rank has run the last batch of the epoch: before anything else is exchanged.
+        """Returns once every rank has run its last batch of the epoch; called before the next collective.
 
-        Raises :class:`DistributedError` where another rank stands in a batch that this one does not have: it would wait there for
-        ever, or exchange its gradients with what this rank exchanges next.
+        Raises :class:`DistributedError` if another rank is in a batch that this rank does not have: that rank would wait there
+        forever, or reduce its gradients with this rank's next collective.
         """
         if self._store is None:
             return
         key = f"end of data/{self._state.epoch}"
-        with contextlib.suppress(DistNetworkError):  # the store went with its process: then the exchanges will tell
+        with contextlib.suppress(DistNetworkError):  # the store's owner process is gone: the next collective will fail
             if self._store.add(f"{key}/ranks", 1) == self._strategy.world_size:
                 self._store.set(f"{key}/all", "")
             pause = _SHORTEST_SECONDS
@@ -184,7 +184,7 @@ class Watchdog:
         return [Pulse.decode(text) for text in store.multi_get(keys)] if store.check(keys) else []
 
     def _before(self, error: BaseException) -> dict[int, str]:
-        """What other ranks ended by, where ``error`` may come of it; a process needs a moment to be gone."""
+        """Returns ranks whose end may have caused ``error``, each with a description; polls, as a process takes a moment to die."""
         deadline = time.monotonic() + (_GONE_SECONDS if isinstance(error, RuntimeError) else 0.0)
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the store may be gone too
@@ -203,7 +203,7 @@ class Watchdog:
         return {}
 
     def close(self) -> None:
-        """Ends the watch; waits for no other rank."""
+        """Stops the thread; waits for no other rank."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
@@ -222,7 +222,7 @@ class Watchdog:
             self.requests.leave(self._store)
             self._publish(self._store, self._taker.take(time.monotonic(), stack=False, ended=True))
         except RuntimeError as error:
-            # The store went with the process that owns it.  A run that ends does not need it; who holds must learn of it.
+            # The store is gone with its owner process.  A run that ends does not need it, but a waiting main thread must be woken.
             self.agreement.lose(str(error))
             self.requests.lose(str(error))
             self._go_on_without_store()
@@ -250,7 +250,7 @@ class Watchdog:
             self._listen(store, now, complete=idle >= self._patience)
 
     def _tell(self, store: Store) -> None:
-        """Publishes this rank's failure, once; the first of all counts."""
+        """Publishes this rank's failure, once; the first failure of all ranks is kept."""
         if self._failure and not self._told:
             self._told = True
             said = {"rank": self._strategy.rank, "what": self._failure, "place": place(self._state)}
@@ -260,19 +260,19 @@ class Watchdog:
         store.set(_pulse_key(pulse.rank), pulse.encode())
 
     def _heed_failure(self, store: Store) -> None:
-        """Ends this process soon after another rank has failed: what its main thread waits for will never come."""
+        """Ends this process soon after another rank has failed: the main thread would wait forever for that rank."""
         if not store.check([_FAILURE]):
             return
         failure = json.loads(store.get(_FAILURE))
         self._give_up(f"rank {failure['rank']} failed {failure['place']}: {failure['what']}", before=[failure["rank"]])
 
     def _end_failed(self, idle: float) -> None:
-        """Ends this process where what it does after its own failure takes too long: a hook that waits for the other ranks."""
+        """Ends this process if its cleanup after its own failure takes too long: for example a hook that waits for other ranks."""
         if idle >= self._patience:
             exit_now(1)
 
     def _heed_silence(self, store: Store, now: float) -> None:
-        """Ends this process where it is to stop and a rank is gone, with which nothing can be agreed."""
+        """Ends this process if a stop was requested and a rank does not answer: no agreement is possible then."""
         agreement = self.agreement
         if agreement.settled or now < agreement.learned_at + ANSWER_SECONDS:
             return
@@ -282,20 +282,20 @@ class Watchdog:
             self._give_up(f"{agreement.who_is_missing()} (last seen {'; '.join(last) or 'nowhere'})")
 
     def _heed_death(self, store: Store) -> None:
-        """Ends this process where one beside it on this machine has died: not every exchange notices that its peer is gone."""
+        """Ends this process if another rank's process on this machine has died: not every collective notices a lost peer."""
         environment = self._strategy.environment
         first = environment.rank - environment.local_rank
         keys = [_pulse_key(rank) for rank in range(first, first + environment.local_world_size)]
         if not store.check(keys):
             return
-        # Read before its process was looked at, a last pulse could be missed.
+        # Read again: a process may have published its last heartbeat after the first read, and before it was checked.
         dead = {pulse.rank for pulse in map(Pulse.decode, store.multi_get(keys)) if pulse.gone}
         for pulse in map(Pulse.decode, store.multi_get(keys) if dead else []):
             if pulse.rank in dead and not pulse.ended:
                 self._give_up(f"rank {pulse.rank} has died; last seen {pulse.place}", before=[pulse.rank])
 
     def _listen(self, store: Store, now: float, *, complete: bool) -> None:
-        """Reads how the others are; with ``complete``, after all the patience, ends the run if they stand still too."""
+        """Reads all ranks' heartbeats; with ``complete`` (all patience used up), ends the run if no rank makes progress."""
         pulses = self._pulses(store)
         if not pulses:
             return
@@ -312,38 +312,38 @@ class Watchdog:
             self._conclude(store, diagnosis)
 
     def _patience_with(self, pulse: Pulse) -> float:
-        """How long this rank may stand still where it is."""
+        """Returns how long the rank of ``pulse`` may make no progress in its current state."""
         return max(self._patience, _START_SECONDS) if pulse.starts else self._patience
 
     @property
     def _deaf_seconds(self) -> float:
-        """A rank is silent whose beat stands still for so long."""
+        """The seconds without a new beat after which a rank counts as silent."""
         return max(1.0, min(3 * self._beat_seconds + 1.0, self._patience / 3))
 
     def _silence(self, pulse: Pulse, now: float) -> float:
         return now - self._heard[pulse.rank][1]
 
     def _conclude(self, store: Store, diagnosis: Diagnosis) -> None:
-        """Ends the process by the diagnosis that the first rank came to."""
+        """Ends the process with the diagnosis of the rank that was first to make one."""
         store.compare_set(_DIAGNOSIS, "", json.dumps(asdict(diagnosis)))
         diagnosis = Diagnosis(**json.loads(store.get(_DIAGNOSIS)))
         if diagnosis.reporter == self._strategy.rank:
             stopped = [pulse for pulse in self._pulses(store) if pulse.stopped]
             record_end(f"DistributedError: {diagnosis.text}", diagnosis.stack, killed=[pulse.rank for pulse in stopped])
             for pulse in stopped:
-                # It would not heed its starter's SIGTERM, who would wait for it.
+                # A stopped process does not react to SIGTERM, and its starter would wait for it.
                 os.kill(pulse.pid, signal.SIGKILL)
             exit_now(1)
         time.sleep(_REPORT_SECONDS)
         exit_now(128 + signal.SIGTERM)
 
     def _end_with_the_run(self, diagnosis: Diagnosis) -> None:
-        """Ends this process where the run was found to stand still: its main thread failed only since the reporter is gone."""
+        """Ends this process after a diagnosis, unless it reports: its main thread failed only because the reporter is gone."""
         if diagnosis.reporter != self._strategy.rank:
             exit_now(128 + signal.SIGTERM)
 
     def _leave(self, now: float) -> None:
-        """Ends this process, which was interrupted before its first batch: by force where the main thread does not come to it."""
+        """Ends this process, interrupted before its first batch; by force if the main thread does not end within seconds."""
         if self._abandoned_at > now:
             self._abandoned_at = now
             self.agreement.tell_main_thread()
@@ -351,7 +351,7 @@ class Watchdog:
             exit_now(exit_code(self.agreement.reason))
 
     def _go_on_without_store(self) -> None:
-        """Watches this rank alone, until it ends."""
+        """Watches only this rank, without the store, until the run ends."""
         while not self._closing.wait(_POLL_SECONDS):
             if self.agreement.abandoned:
                 self._leave(time.monotonic())
@@ -364,7 +364,10 @@ class Watchdog:
                 )  # fmt: skip
 
     def _give_up(self, why: str, stack: str = "", before: Sequence[int] = ()) -> None:
-        """Ends this process, whose run cannot go on, unless its main thread is about to; ``before`` are the ranks that ended it."""
+        """Ends this process, whose run cannot continue, unless the main thread ends or fails first.
+
+        ``before`` are the ranks whose end or failure is the cause.
+        """
         deadline = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < deadline and not self._closing.wait(_POLL_SECONDS):
             pass
@@ -381,9 +384,9 @@ def _pulse_key(rank: int) -> str:
 
 
 def _own_store(prefix: str) -> Store:
-    """A connection of its own to the process group's store, where the main thread may wait long for a key.
+    """Returns a separate connection to the process group's store: on the original one the main thread may wait long for a key.
 
-    Thread and main thread share this one: neither waits on it, they only get what they found to be there.
+    The watchdog thread and the main thread share this connection: neither blocks on it, both only read keys that exist.
     """
     store = default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=ANSWER_SECONDS))

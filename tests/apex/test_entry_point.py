@@ -113,7 +113,7 @@ def test_argparse_is_put_back(script):
         (["-m", "missing.train"], "no module 'missing' on Python's path, to run missing.train of it"),
         (["-m", "fabricamp.apexx"], "no module 'apexx' in 'fabricamp'; did you mean 'apex'?"),
         (["."], "a folder without __main__.py"),
-        (["--epochs=1", "train.py"], "--epochs=1 stands where the script has to"),
+        (["--epochs=1", "train.py"], "--epochs=1 is given before the script"),
     ],
 )
 def test_nothing_to_run_is_said(capsys, monkeypatch, tmp_path, arguments, said):

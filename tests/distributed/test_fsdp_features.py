@@ -267,8 +267,8 @@ def test_a_folder_within_a_window_of_whole_gradients_goes_on_in_one_process(rank
 
 def test_where_gradients_are_exchanged_is_told_and_follows_the_memory(ranks):
     ample, scarce = ranks[0]["told"]
-    assert "; gradients of a window are kept whole, 14.4 kB, and exchanged at its end" in ample
-    assert "; gradients are exchanged behind each micro-batch: whole they are 14.4 kB" in scarce
+    assert "; full gradients are accumulated, 14.4 kB, and exchanged at the end of a step" in ample
+    assert "; gradients are exchanged after each micro-batch: full gradients would take 14.4 kB" in scarce
     assert fits(4 * 1_400_000_000, 2, 141 * 10**9)
     assert not fits(4 * 6_900_000_000, 2, 141 * 10**9)
     assert fits(4 * 6_900_000_000, 64, 141 * 10**9)

@@ -160,7 +160,7 @@ def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
     [
         ((), 2, "usage: python -m fabricamp.lightning script.py"),
         (("none.py",), 2, "there is no file 'none.py'"),
-        (("--lr=1", "train.py"), 2, "--lr=1 stands where the script has to"),
+        (("--lr=1", "train.py"), 2, "--lr=1 is given before the script"),
         ((".",), 2, "a folder without __main__.py"),
         (("none",), 2, "for a module write -m none"),
         (("-m", "none.of_these"), 2, "there is no module 'none' on Python's path, to run none.of_these of it"),

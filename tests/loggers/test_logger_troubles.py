@@ -228,7 +228,7 @@ def test_a_server_that_cannot_be_reached(tmp_path):
     own, beside = Own(ConnectionError("no route"), (5, 6, 9)), csv_logger(tmp_path)
     told = fit([own, beside], ModelCheckpoint(tmp_path / "checkpoints"))
     assert told == [
-        "Own: no route; training goes on, and what is lost is told at its end",
+        "Own: no route; training continues, and lost values are reported at its end",
         "Own: 3 rows are lost, of the steps 5 to 9: no route",
     ]
     assert own.kept == [step for step in range(16) if step not in own.steps]
@@ -270,7 +270,7 @@ def test_an_error_while_a_checkpoint_waits_is_told(tmp_path):
         raise TimeoutError("the server is asleep")
 
     told = fit(Own(wait=refuse), ModelCheckpoint(tmp_path))
-    assert told == ["Own: the server is asleep; training goes on, and what is lost is told at its end"]
+    assert told == ["Own: the server is asleep; training continues, and lost values are reported at its end"]
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -246,7 +246,7 @@ def test_a_server_that_refuses_costs_the_rows(tmp_path, patient):
         first, last = fit_with_trouble(f"http://127.0.0.1:{taken.getsockname()[1]}")
     assert first.startswith("MLFlowLogger: API request to ")
     assert "refused" in first
-    assert first.endswith("training goes on, and what is lost is told at its end")
+    assert first.endswith("training continues, and lost values are reported at its end")
     assert last.startswith("MLFlowLogger: 8 rows are lost, of the steps 0 to 7")
 
 

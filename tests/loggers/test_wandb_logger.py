@@ -206,7 +206,7 @@ def test_ids_come_from_who_knows_them(monkeypatch):
     assert WandbLogger().identity() != WandbLogger().identity()
     open_already = wandb.init(id="open")
     assert WandbLogger().identity() == WandbLogger(experiment=open_already).version == "open"
-    with pytest.warns(UserWarning, match=r"goes on in the run open.*wandb.finish"):
+    with pytest.warns(UserWarning, match=r"continues the run open.*wandb.finish"):
         assert WandbLogger(id="other").experiment is open_already
     monkeypatch.setenv("WANDB_RUN_ID", "sweep")
     assert WandbLogger().version == "sweep"

@@ -322,7 +322,7 @@ def test_what_cannot_be_done_within_a_launch_is_an_error(together, tmp_path):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             return -1 if batch_idx == 5 else None
 
-    with pytest.raises(CheckpointError, match="behind step 1, within a launch of several steps"):
+    with pytest.raises(CheckpointError, match="after step 1, within a launch of several steps"):
         quiet_trainer(max_epochs=1, callbacks=[Saves()]).fit(Classifier(), loader(64))
     with pytest.raises(ConfigError, match="on_train_batch_start answered -1"):
         quiet_trainer(max_epochs=1, callbacks=[Skips()]).fit(Classifier(), loader(64))
@@ -443,7 +443,7 @@ BY_STEP = {"schedulers": [{"interval": "step"}]}
         ({}, [Late(), Early()], r"Early.on_train_batch_end may look at each step's weights; override holds_at"),
         ({"module": Hooked()}, [], r"Hooked.on_train_batch_end may look"),
         ({"module": Stepping()}, [], ""),
-        ({"module": Stepping(), **BY_STEP}, [], "lr_scheduler_step runs behind each step"),
+        ({"module": Stepping(), **BY_STEP}, [], "lr_scheduler_step runs after each step"),
         ({"schedulers": [{"interval": "step", "reduce_on_plateau": True}]}, [], "a schedule that watches a value"),
         (
             {"optimizer": lambda ones: torch.optim.SGD(ones, lr=0.1), **BY_STEP},

@@ -322,7 +322,9 @@ def test_a_folder_that_may_not_be_listed_is_not_taken_for_an_empty_one(tmp_path)
 def test_a_restart_that_begins_anew_is_told(count, ckpt_path, said, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
     fit(2, tmp_path, ckpt_path=ckpt_path)
-    assert ("torchrun has restarted this run, which begins anew; ckpt_path='auto' would go on" in caplog.text) is said
+    assert (
+        "torchrun has restarted this run from the beginning; ckpt_path='auto' would resume it" in caplog.text
+    ) is said
 
 
 @pytest.mark.parametrize(("given", "meant"), [("bst", "best"), ("lats", "last"), ("Best", "best"), ("autoo", "auto")])

@@ -1,4 +1,4 @@
-"""apex's recurrent networks, through torch's."""
+"""apex's recurrent networks, built on torch's."""
 
 from fabricamp.apex.RNN.models import GRU, LSTM, ReLU, Tanh, mLSTM
 

@@ -1,4 +1,4 @@
-"""Recurrent networks by apex's names; torch's modules do the work, and so call them."""
+"""Recurrent networks under apex's names; they are torch's modules, and are called like them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _named(name: str, network: Callable[..., Network], *, projects: bool = False
         bidirectional: bool = False,
         output_size: int | None = None,
     ) -> Network:
-        """Returns torch's network of this name; ``output_size``: what an LSTM's hidden state is projected to."""
+        """Returns torch's network of this name; ``output_size`` is the size that an LSTM's hidden state is projected to."""
         projection = {}
         if output_size not in (None, hidden_size):
             if not projects:
@@ -51,9 +51,9 @@ Tanh = _named("Tanh", functools.partial(nn.RNN, nonlinearity="tanh"))
 
 
 class mLSTM(nn.Module):  # noqa: N801  # apex's name
-    """Multiplicative LSTM: its gates see the product of a projection of the input and one of the hidden state.
+    """Multiplicative LSTM: its gates see the product of a projection of the input and a projection of the hidden state.
 
-    Called as torch's LSTM: the output (time, batch, features) and the last ``(hidden, cell)`` (layers, batch, features).
+    As torch's LSTM it returns the output (time, batch, features) and the last ``(hidden, cell)`` (layers, batch, features).
 
     >>> output, (hidden, cell) = mLSTM(3, 4, 2)(torch.zeros(5, 2, 3))
     >>> output.shape, hidden.shape
@@ -83,7 +83,7 @@ class mLSTM(nn.Module):  # noqa: N801  # apex's name
         )
 
     def forward(self, input: Tensor, hx: State | None = None) -> tuple[Tensor, State]:  # noqa: A002  # torch's name
-        """Returns outputs and the last state; ``hx`` is the first one, zeros where it is None."""
+        """Returns the outputs and the last state; ``hx`` is the initial state, None means zeros."""
         value = input.transpose(0, 1) if self.batch_first else input
         last: list[State] = []
         for place in range(0, len(self.cells), self.directions):

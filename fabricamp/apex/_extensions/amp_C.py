@@ -1,8 +1,8 @@
-"""``amp_C``: functions on lists of tensors, in apex's order of arguments, over :mod:`fabricamp.ops`.
+"""``amp_C``: functions on lists of tensors, with apex's order of arguments, implemented with :mod:`fabricamp.ops`.
 
-The first three arguments are ``chunk_size`` (plays no role), ``noop_flag`` (one int32 on the device of the tensors: set where a
-function says so, 1 makes others skip) and ``tensor_lists``.  CPU tensors are as good as CUDA ones.  fp64 tensors are computed in
-fp32, as in apex.  The host reads nothing of a GPU.
+The first three arguments are ``chunk_size`` (no effect), ``noop_flag`` (one int32 on the device of the tensors: some functions set
+it, and 1 makes others skip, as their docstrings say) and ``tensor_lists``.  CPU tensors work as well as CUDA tensors.  fp64 tensors
+are computed in fp32, as in apex.  The host reads nothing from a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fabricamp.apex._multi_tensor.norms import multi_tensor_unscale_l2norm as mu
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: Tensor | float
 ) -> None:
-    """Writes list 0 times ``scale`` into list 1; sets the flag where list 0 is not finite."""
+    """Writes list 0 times ``scale`` into list 1; sets the flag if list 0 holds inf or nan."""
     sources, destinations = checked("multi_tensor_scale", noop_flag, tensor_lists, 2)
     flag_where_not_finite(noop_flag, sources)
     ops.scale(sources, destinations, scale)
@@ -41,7 +41,7 @@ def multi_tensor_axpby(
     b: float,
     arg_to_check: int = -1,
 ) -> None:
-    """Writes ``a * list 0 + b * list 1`` into list 2; sets the flag where ``arg_to_check`` (-1: both) is not finite."""
+    """Writes ``a * list 0 + b * list 1`` into list 2; sets the flag if list ``arg_to_check`` (-1: 0 or 1) holds inf or nan."""
     x, y, out = checked("multi_tensor_axpby", noop_flag, tensor_lists, 3)
     watched = {0: [x], 1: [y]}.get(arg_to_check, [x, y])
     flag_where_not_finite(noop_flag, *watched)
@@ -62,14 +62,14 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Steps parameters (list 1) by gradients (0) times ``scale`` through momentum (2), and copies them to list 3 if there is one.
+    """Makes an SGD step: updates parameters (list 1) and momentum (2) by gradients (0) times ``scale``.
 
-    Nothing changes where the flag is set.
+    Copies the parameters to list 3 if there is one.  Has no effect if the flag is set.
     """
     lists = checked("multi_tensor_sgd", noop_flag, tensor_lists, 3, 4)
     with in_fp32(lists) as (gradients, parameters, buffers, *copies):
         if first_run:
-            torch._foreach_zero_(buffers)  # nobody has written them yet
+            torch._foreach_zero_(buffers)  # they are uninitialised in the first run
         ops.sgd(
             gradients,
             parameters,
@@ -95,7 +95,10 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Step number ``step`` of Adam (``mode`` 0) or AdamW (1): gradients, parameters, averages, squares; whatever the flag is."""
+    """Makes step number ``step`` of Adam (``mode`` 0) or AdamW (1), and ignores the flag.
+
+    Lists: gradients, parameters, averages, squares.
+    """
     lists = checked("multi_tensor_adam", noop_flag, tensor_lists, 4)
     rule = _adam_rule(lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
     with in_fp32(lists) as (gradients, parameters, averages, squares):
@@ -118,7 +121,10 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """As :func:`multi_tensor_adam`; gradients are multiplied by ``inv_scale``, in place; nothing changes where the flag is set."""
+    """Does the same as :func:`multi_tensor_adam`, with gradients multiplied by ``inv_scale`` in place.
+
+    Has no effect if the flag is set.
+    """
     lists = checked("multi_tensor_adam_capturable", noop_flag, tensor_lists, 4)
     rule = _adam_rule(lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
     _adam_on_device(noop_flag, lists, step, inv_scale, rule)
@@ -139,7 +145,7 @@ def multi_tensor_adam_capturable_master(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """As :func:`multi_tensor_adam_capturable`, on masters (list 4), which parameters (list 1) become copies of."""
+    """Does the same as :func:`multi_tensor_adam_capturable` on masters (list 4), and copies them into the parameters (list 1)."""
     lists = checked("multi_tensor_adam_capturable_master", noop_flag, tensor_lists, 5)
     gradients, parameters, averages, squares, masters = lists
     rule = _adam_rule(lr, beta1, beta2, eps, mode, bias_correction, weight_decay)
@@ -149,7 +155,7 @@ def multi_tensor_adam_capturable_master(
 def _adam_on_device(
     noop_flag: Tensor, lists: list[list[Tensor]], step: Tensor, inv_scale: Tensor, rule: ops.AdamRule
 ) -> None:
-    """Adam on gradients, parameters, averages, squares, and copies if there are some."""
+    """Makes an Adam step with numbers on the device; lists: gradients, parameters, averages, squares, copies (optional)."""
     with in_fp32(lists) as (gradients, parameters, averages, squares, *copies):
         unscaling = torch.where(noop_flag.reshape(()) != 0, 1.0, inv_scale.reshape(()).float())
         ops.scale(gradients, gradients, unscaling)
@@ -161,7 +167,7 @@ def _adam_on_device(
 def _adam_rule(
     lr: Tensor | float, beta1: float, beta2: float, eps: float, mode: int, bias_correction: int, weight_decay: float
 ) -> ops.AdamRule:
-    # A tensor as it is: its value is read on the device.
+    # A tensor is passed on, so that its value is read on the device.
     lr = lr.reshape(()) if isinstance(lr, Tensor) else lr
     return ops.AdamRule(lr, beta1, beta2, eps, weight_decay, bias_correction=bool(bias_correction), decoupled=mode == 1)
 
@@ -176,7 +182,7 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """Adagrad on gradients, parameters, sums of squares; weight decay as L2 (``mode`` 0) or decoupled (1)."""
+    """Makes an Adagrad step; lists: gradients, parameters, sums of squares; weight decay is L2 (``mode`` 0) or decoupled (1)."""
     lists = checked("multi_tensor_adagrad", noop_flag, tensor_lists, 3)
     rule = ops.AdagradRule(lr, eps, weight_decay, decoupled=mode == 1)
     with in_fp32(lists) as (gradients, parameters, sums):
@@ -200,7 +206,10 @@ def multi_tensor_novograd(
     mode: int,
     norm_type: int,
 ) -> None:
-    """NovoGrad on gradients, parameters, averages; blends ``grad_norms`` (one per tensor; 2-norms, or with 0 largest values)."""
+    """Makes a NovoGrad step; lists: gradients, parameters, averages.
+
+    Updates the running norms ``grad_norms``, one per tensor: 2-norms, or largest absolute values with ``norm_type`` 0.
+    """
     lists = checked("multi_tensor_novograd", noop_flag, tensor_lists, 3)
     rule = ops.NovoGradRule(
         lr,
@@ -212,10 +221,10 @@ def multi_tensor_novograd(
         inside=mode == 0,
         grad_averaging=bool(grad_averaging),
         largest=norm_type == 0,
-        from_zero=True,  # callers put the first norms in themselves
+        from_zero=True,  # callers initialise the norms themselves
     )
     with in_fp32(lists) as (gradients, parameters, averages):
-        norms = grad_norms.float()  # itself, where it is fp32
+        norms = grad_norms.float()  # the same tensor if it is fp32
         steps = numbers(step - 1, len(gradients), noop_flag.device)
         ops.novograd(gradients, parameters, averages, steps, list(norms.unbind()), rule)
         if norms is not grad_norms:
@@ -233,10 +242,10 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Returns ``current_scale``, changed in place with both trackers: it backs off once overflows have used ``hysteresis`` up.
+    """Returns ``current_scale``, updated in place with both trackers: it backs off when overflows have used up ``hysteresis``.
 
-    The scale goes down to 0, never to a subnormal number, and never grows to inf.  Only a positive ``found_inf`` uses hysteresis
-    up; nan, and what is negative, back off at once.
+    The scale can fall to 0 but not to a subnormal number, and never grows to inf.  Only a positive ``found_inf`` uses up
+    hysteresis; nan and negative values back off at once.
     """
     scale, growth, left = (one.view(()) for one in (current_scale, growth_tracker, hysteresis_tracker))
     found = found_inf.view(())
@@ -256,7 +265,7 @@ def update_scale_hysteresis(
 
 
 def _product(scale: Tensor, factor: float) -> Tensor:
-    """``scale * factor`` as apex's kernel computes it: in fp64, rounded once; built with fast math, it takes subnormals for 0."""
+    """Returns ``scale * factor`` as apex's kernel does: in fp64, rounded once; with fast math, it treats subnormals as 0."""
     smallest = torch.finfo(torch.float32).smallest_normal
     product = (torch.where(scale.abs() < smallest, 0.0, scale).double() * factor).float()
     return torch.where(product.abs() < smallest, 0.0, product)

@@ -1,4 +1,4 @@
-"""What ``import apex`` finds in a spawned process, whose path has this folder: it puts fabricamp.apex in its own place."""
+"""The module that ``import apex`` finds in a spawned process, through this folder on its path; it installs fabricamp.apex."""
 
 from fabricamp.apex.install import install
 

@@ -1,4 +1,4 @@
-"""``apex_C``: many tensors as one flat one, and back."""
+"""``apex_C``: concatenates tensors into one flat tensor, and splits it again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, cat
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a 1-dim tensor with the elements of ``tensors``, which have one dtype, in order."""
+    """Returns a 1-dim tensor with the elements of ``tensors`` in order; they have to have one dtype."""
     return cat([tensor.contiguous().view(-1) for tensor in tensors])
 
 

@@ -1,4 +1,4 @@
-"""``fast_layer_norm``: the passes of LayerNorm over the last dimension, one by one; :mod:`fabricamp.ops` makes fewer of them."""
+"""``fast_layer_norm``: separate passes of LayerNorm over the last dimension; :mod:`fabricamp.ops` needs fewer passes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def ln_bwd(
     beta: Tensor | None = None,
     memory_efficient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of input, gamma and beta, and the fp32 sums that apex made the last two of, one row of each.
+    """Returns the gradients of input, gamma and beta, and those of gamma and beta again as fp32 sums of one row, as in apex.
 
-    With ``memory_efficient`` it takes the output in place of the input, and ``beta``.
+    With ``memory_efficient`` pass the output instead of the input, and ``beta``.
     """
     bias = gamma.new_zeros(gamma.shape) if beta is None else beta
     of_input, of_gamma, of_beta = fused_layer_norm_cuda.backward_affine(

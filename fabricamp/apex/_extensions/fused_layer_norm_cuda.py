@@ -1,6 +1,6 @@
-"""``fused_layer_norm_cuda``: the passes of LayerNorm and RMSNorm, one by one; :mod:`fabricamp.ops` makes fewer of them.
+"""``fused_layer_norm_cuda``: separate passes of LayerNorm and RMSNorm; :mod:`fabricamp.ops` needs fewer passes.
 
-Means and inverse deviations are fp32, one per row.  With ``memory_efficient`` a backward takes the output in place of the input.
+Means and inverse deviations are fp32, one per row.  With ``memory_efficient`` a backward takes the output instead of the input.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _normalised(
     *,
     kept: bool,
 ) -> Tensor:
-    """Returns what the input was before weight and bias, as rows: from the input, or from the output that was ``kept``."""
+    """Returns the normalised input (before weight and bias) as rows, from the input, or from the output if ``kept``."""
     rows = _rows(given, normalized_shape)
     if not kept:
         return (rows if mean is None else rows - mean.reshape(-1, 1)) * invvar.reshape(-1, 1)

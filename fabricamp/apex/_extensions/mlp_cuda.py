@@ -1,4 +1,4 @@
-"""``mlp_cuda``: the passes of :class:`fabricamp.apex.mlp.MLP`, one by one."""
+"""``mlp_cuda``: separate forward and backward passes of :class:`fabricamp.apex.mlp.MLP`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fabricamp.apex.mlp.mlp import MlpFunction
 
 @torch.no_grad()
 def forward(bias: int, activation: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the output as a list of one; ``inputs``: the input, the weights, the biases if there are some."""
+    """Returns a list with the output; ``inputs`` are the input, the weights, and the biases if there are any."""
     return [MlpFunction.apply(bias, activation, *inputs)]
 
 
 def backward(
     bias: int, activation: int, grad_o: Tensor, fprop_outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns the gradients of ``inputs``; the layers are computed again."""
+    """Returns the gradients of ``inputs``; computes the forward again."""
     with torch.enable_grad():
         leaves = [one.detach().requires_grad_() for one in inputs]
         output = MlpFunction.apply(bias, activation, *leaves)

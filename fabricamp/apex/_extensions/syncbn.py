@@ -1,4 +1,4 @@
-"""``syncbn``: the passes of synchronised BatchNorm, one by one; :class:`fabricamp.nn.SyncBatchNorm` makes fewer of them.
+"""``syncbn``: separate passes of synchronised BatchNorm; :class:`fabricamp.nn.SyncBatchNorm` needs fewer passes.
 
 Inputs are (N, C, ...), those of ``*_c_last`` (..., C).  Statistics are fp32 for half inputs.
 """
@@ -27,7 +27,7 @@ def welford_mean_var(input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002  # a
 def welford_parallel(mean: Tensor, var: Tensor, count: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns mean, unbiased variance and ``1 / sqrt(biased variance + eps)`` of all ranks' values.
 
-    ``mean`` and ``var`` (biased) are (ranks, C), ``count`` (ranks) says how many values each rank had a channel.
+    ``mean`` and ``var`` (biased) are (ranks, C); ``count`` (ranks) is the number of values per channel on each rank.
     """
     weights = count.to(mean.dtype).unsqueeze(1)
     total = weights.sum()
@@ -46,7 +46,7 @@ def batchnorm_forward_c_last(
     shift: Tensor | None,
     fuse_relu: bool,
 ) -> Tensor:
-    """Returns the normalised input, times ``weight`` plus ``shift``, plus ``z``, cut at 0 with ``fuse_relu``."""
+    """Returns the normalised input, times ``weight`` plus ``shift``, plus ``z``, with a ReLU if ``fuse_relu``."""
     value = _affine(input, mean, inv_std, weight, shift)
     if z is not None:
         value = value + z
@@ -74,7 +74,7 @@ def reduce_bn_c_last(
     inv_std: Tensor,
     weight: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns, a channel, the sums of dy and of dy * (x - mean), and the gradients of weight and bias (None without weight)."""
+    """Returns per channel the sums of dy and of dy * (x - mean), and the gradients of weight and bias (None without weight)."""
     dy = _wide(grad_output).reshape(-1, input.shape[-1])
     sum_dy = dy.sum(0)
     sum_dy_xmu = (dy * (_wide(input).reshape(dy.shape) - mean)).sum(0)
@@ -91,7 +91,7 @@ def reduce_bn(
     inv_std: Tensor,
     weight: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns what :func:`reduce_bn_c_last` does."""
+    """Returns the same as :func:`reduce_bn_c_last`, for inputs (N, C, ...)."""
     return reduce_bn_c_last(grad_output.movedim(1, -1), input.movedim(1, -1), mean, inv_std, weight)
 
 
@@ -106,7 +106,7 @@ def batchnorm_backward_c_last(
     sum_dy_xmu: Tensor,
     count: Tensor,
 ) -> Tensor:
-    """Returns the gradient of the input, from sums over all ranks; ``count`` (ranks): their numbers of values a channel."""
+    """Returns the gradient of the input, from sums over all ranks; ``count`` (ranks): each rank's number of values per channel."""
     total = count.sum().to(sum_dy.dtype)
     scale = inv_std if weight is None else inv_std * weight.to(inv_std.dtype)
     centred = _wide(input) - mean
@@ -125,7 +125,7 @@ def batchnorm_backward(
     sum_dy_xmu: Tensor,
     count: Tensor,
 ) -> Tensor:
-    """Returns what :func:`batchnorm_backward_c_last` does."""
+    """Returns the same as :func:`batchnorm_backward_c_last`, for inputs (N, C, ...)."""
     last = (grad_output.movedim(1, -1), input.movedim(1, -1))
     return (
         batchnorm_backward_c_last(*last, mean, inv_std, weight, sum_dy, sum_dy_xmu, count).movedim(-1, 1).contiguous()
@@ -142,7 +142,7 @@ def relu_bw_c_last(
     weight: Tensor | None,
     shift: Tensor | None,
 ) -> Tensor:
-    """Returns ``grad_output`` where the forward with ``fuse_relu`` gave more than 0, else 0."""
+    """Returns ``grad_output`` where the output of the forward with ``fuse_relu`` is above 0, and 0 elsewhere."""
     value = _affine(input, mean, inv_std, weight, shift)
     if z is not None:
         value = value + z

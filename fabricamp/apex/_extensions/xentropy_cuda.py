@@ -1,4 +1,4 @@
-"""``xentropy_cuda``: the passes of the cross-entropy, one by one; no label is ignored here."""
+"""``xentropy_cuda``: separate forward and backward passes of the cross-entropy; no label is ignored here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_LABEL = -(2**31)
 
 @torch.no_grad()
 def forward(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: bool) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each row and the logarithm of its sum of exponentials; fp32 with ``half_to_float``."""
+    """Returns each row's loss and log-sum-exp, in fp32 with ``half_to_float``, else in the logits' dtype."""
     losses = fused_cross_entropy(logits, labels, label_smoothing=smoothing, ignore_index=_NO_LABEL, reduction="none")
     totals = torch.logsumexp(logits.float(), dim=-1)
     if half_to_float:

@@ -1,1 +1,1 @@
-"""What the functions of ``amp_C`` are made of."""
+"""The implementation of functions of ``amp_C``."""

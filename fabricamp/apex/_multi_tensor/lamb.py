@@ -1,4 +1,4 @@
-"""LAMB as ``amp_C`` has it: the norm of all gradients comes from the caller."""
+"""LAMB as in ``amp_C``: the caller passes the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb: bool = False,
 ) -> None:
-    """Step number ``step`` of LAMB on gradients, parameters, averages, squares; gradients stay as they are."""
+    """Makes step number ``step`` of LAMB; lists: gradients (not changed), parameters, averages, squares."""
     lists = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
     rule = ops.LambRule(
         lr,
@@ -68,9 +68,9 @@ def multi_tensor_lamb_mp(
     found_inf: Tensor,
     inv_scale: Tensor,
 ) -> None:
-    """As :func:`multi_tensor_lamb`, with numbers on the device; list 4, if there is one, gets copies of the parameters.
+    """Does the same as :func:`multi_tensor_lamb`, with numbers on the device.
 
-    Nothing changes where the flag or ``found_inf`` is set.
+    Copies the parameters to list 4 if there is one.  Has no effect if the flag or ``found_inf`` is set.
     """
     lists = checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5)
     rule = ops.LambRule(
@@ -82,7 +82,7 @@ def multi_tensor_lamb_mp(
         bias_correction=bool(bias_correction),
         decoupled=mode == 1,
         grad_averaging=bool(grad_averaging),
-        max_norm=1.0,  # of the norm in units of the limit, which only the device knows
+        max_norm=1.0,  # the norm is divided by the limit below, because only the device knows the limit
         nvlamb=bool(use_nvlamb),
     )
     state = verdict(noop_flag.reshape(()).logical_or(found_inf.reshape(())), inv_scale)
@@ -116,9 +116,9 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """Takes gradients (list 0) into averages (2) and squares (3), and writes the directions of parameters (1) into list 4.
+    """Updates averages (list 2) and squares (3) from gradients (0), and writes the directions of parameters (1) into list 4.
 
-    ``step`` counts the steps before this one; ``per_tensor_decay`` is the weight decay of each tensor.
+    ``step`` is the number of steps before this one; ``per_tensor_decay`` is the weight decay of each tensor.
     """
     lists = checked("multi_tensor_lamb_stage1_cuda", noop_flag, tensor_lists, 5)
     norm = global_grad_norm.reshape(()).to(noop_flag.device, torch.float32)
@@ -145,7 +145,7 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float,
     use_nvlamb: bool = False,
 ) -> None:
-    """Takes parameters (list 0) along their directions (1): ``lr``, times the ratio of their norms where both are more than 0."""
+    """Moves parameters (list 0) along their directions (1) by ``lr``, times the ratio of their norms if both are above 0."""
     parameters, directions = checked("multi_tensor_lamb_stage2_cuda", noop_flag, tensor_lists, 2)
     ratios = torch.ones_like(per_tensor_param_norm)
     if use_nvlamb or weight_decay != 0:

@@ -1,4 +1,4 @@
-"""What the functions of ``amp_C`` share: checks of tensor lists, the flag, fp32 arithmetic for fp64 tensors."""
+"""Shared code of the functions of ``amp_C``: checks of tensor lists, the flag, fp32 arithmetic for fp64 tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FLOATING: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torc
 
 
 class TensorListError(ConfigError, RuntimeError):
-    """Lists of tensors that a function of ``amp_C`` cannot take; a ``RuntimeError`` too, as there."""
+    """A function of ``amp_C`` cannot take these lists of tensors; this error is a ``RuntimeError`` too, as in apex."""
 
 
 def checked(name: str, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *depths: int) -> Lists:
-    """Returns the lists, which are ``depths`` many, of one length, and of tensors that match; raises :class:`TensorListError`."""
+    """Returns the lists; raises :class:`TensorListError` unless their number is in ``depths`` and their tensors match."""
     lists = [list(one) for one in tensor_lists]
     if len(lists) not in depths:
         wanted = " or ".join(map(str, depths))
@@ -46,7 +46,7 @@ def checked(name: str, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor
 
 
 def _obstacle(tensor: Tensor, first: Tensor, device: torch.device) -> str | None:
-    """Why ``tensor`` cannot stand in a row that begins with ``first``."""
+    """Returns why ``tensor`` does not match ``first``, the tensor of list 0 at the same index; None if it does."""
     if tensor.device != device:
         return f"is not on the same device as the first one ({tensor.device}, {device})"
     if tensor.numel() != first.numel():
@@ -59,17 +59,17 @@ def _obstacle(tensor: Tensor, first: Tensor, device: torch.device) -> str | None
 
 
 def flag_where_not_finite(noop_flag: Tensor, *lists: Sequence[Tensor]) -> None:
-    """Sets the flag where a tensor holds inf or nan; the host reads nothing."""
+    """Sets the flag if a tensor holds inf or nan; the host reads nothing."""
     same: dict[torch.dtype, list[Tensor]] = {}
     for tensor in (one for tensors in lists for one in tensors if one.numel() > 0):
         same.setdefault(tensor.dtype, []).append(tensor)
     for tensors in same.values():
-        largest = torch.stack(list(torch._foreach_norm(tensors, torch.inf)))  # nan where there is one
+        largest = torch.stack(list(torch._foreach_norm(tensors, torch.inf)))  # nan if the tensor holds a nan
         noop_flag.logical_or_(torch.isfinite(largest).all().logical_not_())
 
 
 def verdict(noop_flag: Tensor, multiplier: Tensor | float = 1.0) -> ops.StepState:
-    """Returns what makes an op skip where the flag is set, and multiply gradients by ``multiplier``."""
+    """Returns a StepState that makes an op skip if the flag is set, and multiply gradients by ``multiplier``."""
     state = ops.StepState.on(noop_flag.device)
     state.found_inf.copy_(noop_flag.reshape(()) != 0)
     if isinstance(multiplier, Tensor):
@@ -80,7 +80,7 @@ def verdict(noop_flag: Tensor, multiplier: Tensor | float = 1.0) -> ops.StepStat
 
 
 def numbers(value: Tensor | float, count: int, device: torch.device) -> list[Tensor]:
-    """Returns ``count`` 0-dim fp32 tensors of ``value`` on ``device``."""
+    """Returns ``count`` 0-dim fp32 tensors with ``value`` on ``device``."""
     if isinstance(value, Tensor):
         return list(value.reshape(1).to(device, torch.float32).repeat(count).unbind())
     return list(torch.full((count,), float(value), dtype=torch.float32, device=device).unbind())
@@ -88,7 +88,7 @@ def numbers(value: Tensor | float, count: int, device: torch.device) -> list[Ten
 
 @contextlib.contextmanager
 def in_fp32(lists: Lists) -> Iterator[Lists]:
-    """Gives lists with fp32 copies in the places of fp64 tensors, and writes what becomes of them back: apex's rule for fp64."""
+    """Yields the lists with fp32 copies in place of fp64 tensors, and writes the copies back at exit: apex's rule for fp64."""
     narrow = [[one.float() if one.dtype is torch.float64 else one for one in tensors] for tensors in lists]
     yield narrow
     for tensors, copies in zip(lists, narrow, strict=True):

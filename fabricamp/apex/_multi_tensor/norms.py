@@ -13,7 +13,7 @@ from fabricamp.apex._multi_tensor.lists import checked
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norm of all tensors (one fp32) and, with ``per_tensor``, of each; sets the flag where it is not finite."""
+    """Returns the norm of all tensors (one fp32) and, with ``per_tensor``, of each; sets the flag if the norm is not finite."""
     (tensors,) = checked("multi_tensor_l2norm", noop_flag, tensor_lists, 1)
     norm, each = ops.l2norm(tensors)
     noop_flag.logical_or_(torch.isfinite(norm).logical_not_())
@@ -24,7 +24,7 @@ def multi_tensor_l2norm(
 def multi_tensor_l2norm_mp(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns what :func:`multi_tensor_l2norm` does, and zeros where the flag is set already."""
+    """Returns the same as :func:`multi_tensor_l2norm`, but zeros if the flag is set already."""
     skipped = noop_flag.reshape(()) != 0
     norm, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     return norm.masked_fill(skipped, 0.0), each.masked_fill(skipped, 0.0)
@@ -38,7 +38,7 @@ def multi_tensor_l2norm_scale(
     scale: float,
     per_tensor: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Writes list 0 times ``scale`` into list 1, and returns the norms of list 0; sets the flag where they are not finite."""
+    """Writes list 0 times ``scale`` into list 1, and returns the norms of list 0; sets the flag if they are not finite."""
     sources, destinations = checked("multi_tensor_l2norm_scale", noop_flag, tensor_lists, 2)
     norms = multi_tensor_l2norm(chunk_size, noop_flag, [sources], per_tensor)
     ops.scale(sources, destinations, scale)
@@ -53,7 +53,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor,
     per_tensor: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norms that the tensors times ``inv_scale`` have; sets the flag where they are not finite."""
+    """Returns the norms of the tensors times ``inv_scale``; sets the flag if the norms of the tensors are not finite."""
     norm, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     factor = inv_scale.reshape(1).to(norm)
     return norm * factor, each * factor

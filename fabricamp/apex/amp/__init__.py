@@ -1,4 +1,4 @@
-"""apex's amp over fabricamp's precisions: ``initialize``, ``scale_loss``, and the names around them."""
+"""apex's amp on fabricamp's precisions: ``initialize``, ``scale_loss`` and related names."""
 
 from fabricamp.apex.amp import amp as amp
 from fabricamp.apex.amp import compat as compat

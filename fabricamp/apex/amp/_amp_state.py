@@ -1,4 +1,4 @@
-"""The one state of amp in a process: what ``initialize`` chose, the loss scalers, and what it has changed so far."""
+"""amp's global state: the options of ``initialize``, the loss scalers, and the converted models and optimizers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger("fabricamp")
 
 
 class AmpError(ConfigError, RuntimeError):
-    """What amp refuses; a ``RuntimeError``, as apex's users expect."""
+    """amp cannot work in this way; this error is a ``RuntimeError``, as apex's users expect."""
 
 
 class AmpState:
-    """What scripts read and set of amp's state; attributes without a value here appear with ``initialize``."""
+    """amp's state that scripts read and set; ``initialize`` sets the attributes that have no value here."""
 
     opt_properties: Properties
     loss_scalers: list[LossScaler]
@@ -41,13 +41,13 @@ class AmpState:
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
-        # Weak: a model that its script has dropped takes its masters and hooks with it.
+        # Weak references: when the script drops a model, its masters and hooks are freed too.
         self.conversions: WeakKeyDictionary[nn.Module, Conversion] = WeakKeyDictionary()
         self.models: WeakSet[nn.Module] = WeakSet()
         self.optimizers: WeakSet[AmpOptimizerState] = WeakSet()
 
     def forget(self) -> None:
-        """Goes back to how it was before the first ``initialize``."""
+        """Resets the state to that before the first ``initialize``; keeps switches that scripts set."""
         for name in ("opt_properties", "loss_scalers", "handle", "min_loss_scale", "max_loss_scale"):
             self.__dict__.pop(name, None)
         self.models.clear()
@@ -57,25 +57,25 @@ _amp_state = AmpState()
 
 
 def is_rank_zero() -> bool:
-    """Returns whether this process is the first of all, or the only one."""
+    """Returns whether this process is rank 0, or the only one."""
     import torch.distributed as dist
 
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Prints ``msg`` where verbosity allows; with ``rank0`` on the first process only."""
+    """Prints ``msg`` if verbosity is above 0; with ``rank0`` on rank 0 only."""
     if _amp_state.verbosity > 0 and (not rank0 or is_rank_zero()):
-        print(msg)  # where apex's messages go, and scripts look for them
+        print(msg)  # on stdout, as in apex, where scripts look for messages
 
 
 def warn_or_err(msg: str) -> None:
-    """Raises :class:`AmpError`, or only prints where ``_amp_state.hard_override`` is set."""
+    """Raises :class:`AmpError`; only prints a warning if ``_amp_state.hard_override`` is set."""
     if not _amp_state.hard_override:
         raise AmpError(msg)
     maybe_print(f"Warning:  {msg}")
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Any]:
-    """Yields what ``optimizer`` updates: fp32 masters where the model is half, with unscaled gradients after ``scale_loss``."""
+    """Yields the parameters that ``optimizer`` updates: masters for half models, with unscaled gradients after ``scale_loss``."""
     yield from owned_parameters(optimizer)

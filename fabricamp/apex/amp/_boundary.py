@@ -1,4 +1,4 @@
-"""Boundaries for scripts, which have no step that begins and ends: always armed, from any thread."""
+"""Dtype boundaries for scripts: always armed and in any thread, because a script has no begin and end of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabricamp.precision.boundary import CALLS, Boundary
 
 
 class _Outside(threading.local):
-    """What this thread left outside of the bounded modules that it is in: what autocast did, and whose parts these are."""
+    """Per thread, about the bounded modules entered: autocast's cache setting before them, and the root of their model."""
 
     def __init__(self) -> None:
         self.caching = True
@@ -25,7 +25,7 @@ _OUTSIDE = _Outside()
 
 
 def forget_calls() -> None:
-    """Forgets calls that an interrupt ended: torch runs hooks behind an ``Exception``, and ``KeyboardInterrupt`` is none."""
+    """Clears the calls that an interrupt ended: torch runs hooks after an ``Exception``, which ``KeyboardInterrupt`` is not."""
     if CALLS.stack:
         CALLS.stack.clear()
         torch.set_autocast_cache_enabled(_OUTSIDE.caching)
@@ -33,10 +33,10 @@ def forget_calls() -> None:
 
 
 def _runs(module_id: int, *, besides: nn.Module) -> bool:
-    """Returns whether a call of the module goes on in this thread, not counting the call of ``besides`` that begins.
+    """Returns whether a call of the module is running in this thread, not counting the call of ``besides`` that begins.
 
-    Asks the interpreter's frames: nothing of fabricamp runs where an interrupt passes (``Module.register_forward_hook`` runs an
-    ``always_call`` hook for an ``Exception``), and a script, unlike a step, has no end at which all could be put in order.
+    It looks at the interpreter's frames.  An interrupt runs no code of fabricamp (``Module.register_forward_hook`` runs an
+    ``always_call`` hook for an ``Exception`` only), and a script, unlike a step, has no end at which the state could be reset.
     """
     calls = 0
     frame: FrameType | None = sys._getframe()
@@ -47,11 +47,11 @@ def _runs(module_id: int, *, besides: nn.Module) -> bool:
 
 
 class OpenBoundary(Boundary):
-    """One that is always armed, for scripts: they call a module at any time and from any thread.
+    """A boundary that is always armed, for scripts: they call a module at any time and from any thread.
 
-    So all modules have their hooks from the start.  The flag that tells calls apart in backward is asked always here, and the
-    other way round, on outside of modules and off inside: a script sets nothing.  ``root`` is one object for all modules of a
-    model.
+    So all modules have their hooks from the start.  The autocast cache flag marks the place of a call here too, but it is read in
+    every call, and is on outside of modules and off inside, because a script does not set it.  ``root`` is one object for all
+    modules of a model.
     """
 
     def __init__(self, dtype: torch.dtype | None, output_dtype: torch.dtype, root: object) -> None:
@@ -59,11 +59,11 @@ class OpenBoundary(Boundary):
         self.root = root
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before the forward: casts what comes from the script."""
+        """The pre-hook: casts the inputs of a call from the script."""
         stack = CALLS.stack
         if (
             stack
-            and (stack[0] == id(module) or _OUTSIDE.root is not self.root)  # else it is a part of what runs
+            and (stack[0] == id(module) or _OUTSIDE.root is not self.root)  # else a part of the running module
             and not torch.compiler.is_compiling()
             and not _runs(stack[0], besides=module)
         ):
@@ -79,22 +79,22 @@ class OpenBoundary(Boundary):
         return self.cast_inputs(args, kwargs)
 
     def go_outside(self) -> None:
-        """The outermost module was left: the script goes on."""
+        """Returns to the script after the outermost module."""
         torch.set_autocast_cache_enabled(True)
 
 
 class CachingBoundary(Boundary):
-    """Lets autocast keep the half weights that it made for the length of one call of a module, and no longer.
+    """Turns autocast's cache of half weights on during one call of a module, and off after it.
 
-    For scripts, in which autocast is on all the time: what it kept across calls would be old weights after a step or a loaded
-    state dict, and weights without gradient after an evaluation.  ``output_dtype`` None leaves outputs as they are.
+    For scripts, in which autocast is always on: a cache across calls would hold old weights after a step or a loaded state dict,
+    and weights without gradient after an evaluation.  ``output_dtype`` None leaves outputs as they are.
     """
 
     def __init__(self, output_dtype: torch.dtype | None) -> None:
         super().__init__(None, output_dtype)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before the forward."""
+        """The pre-hook: turns the cache on."""
         stack = CALLS.stack
         if stack and not _runs(stack[0], besides=module):
             forget_calls()
@@ -104,6 +104,6 @@ class CachingBoundary(Boundary):
         torch.set_autocast_cache_enabled(True)
 
     def go_outside(self) -> None:
-        """The outermost module was left: the script goes on."""
+        """Returns to the script after the outermost module."""
         torch.set_autocast_cache_enabled(_OUTSIDE.caching)
         torch.clear_autocast_cache()

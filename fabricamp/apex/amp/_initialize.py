@@ -1,4 +1,4 @@
-"""What ``amp.initialize`` does to models and optimizers, and how it is undone."""
+"""Converts models and optimizers for ``amp.initialize``, and undoes the conversion."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from fabricamp.precision.plain_step import demands_closure
 
 
 class AmpTypeError(ConfigError, TypeError):
-    """What amp refuses for its type."""
+    """An argument of amp has the wrong type."""
 
 
 class Conversion:
-    """One model that was made half, or got a boundary: its full values, and the hooks that are on it."""
+    """A model that was made half or got a boundary, with its full values and its hooks."""
 
     def __init__(self, model: nn.Module, level: Level) -> None:
         self.level = level
@@ -55,11 +55,11 @@ class Conversion:
         else:
             keep = level.keep_batchnorm_fp32
             converted = convert(model, dtype, self.full, keep_batchnorm_fp32=keep)
-            # Boundaries are plain data and stay with copies of the model; full values do not.
+            # Boundaries are plain data and are copied with the model; full values are not.
             root = object()
             for one in bounded(model, converted, keep_batchnorm_fp32=keep):
                 self._handles += OpenBoundary(dtype, outputs, root).attach(one)
-            if self.has_masters:  # BatchNorms that came in half
+            if self.has_masters:  # for BatchNorms that were half before
                 adopted = [one for one in model.modules() if [own for own in own_tensors(one) if self.adopt_half(own)]]
                 self.full.watch_loading(adopted)
             self.full.watch_saving(model.modules(), exact=self.has_masters)
@@ -68,14 +68,15 @@ class Conversion:
             self._handles.append(self._notice)
 
     def holds(self, keys: set[int]) -> bool:
-        """Returns whether one of the parameters (by id) is of this model."""
+        """Returns whether this model has one of the parameters (ids)."""
         model = self._model()
         return model is not None and any(id(parameter) in keys for parameter in model.parameters())
 
     def take_edits(self) -> None:
-        """Takes masters anew from half weights that the script, or torch's DistributedDataParallel, wrote into.
+        """Refreshes the masters of half weights that the script, or torch's DistributedDataParallel, has written into.
 
-        The ranks of that wrapper do so together: its constructor gave them rank 0's half weights, which are no news to rank 0.
+        With that wrapper all ranks refresh together if any rank has to: the wrapper's constructor broadcast rank 0's half weights,
+        and rank 0 itself sees no change.
         """
         edited = self.full.edited()
         if self.wrapper_group is None:
@@ -87,12 +88,12 @@ class Conversion:
             self.full.refresh()
 
     def stop_noticing(self) -> None:
-        """The first backward has ended: a wrapper that there is has been noticed by now."""
+        """Removes the hook that looks for a wrapper; called after the first backward, when a wrapper would have been found."""
         if self._notice is not None:
             self._notice.remove()
 
     def adopt_half(self, tensor: Tensor) -> bool:
-        """Keeps the fp32 value of a half parameter that is in no model that was converted; returns whether this was one."""
+        """Makes a master for ``tensor`` if it is a half parameter of no converted model; returns whether it made one."""
         known = tensor in self.full or any(tensor in one.full for one in _amp_state.conversions.values())
         if known or tensor.dtype not in HALF_DTYPES or not isinstance(tensor, nn.Parameter):
             return False
@@ -100,7 +101,7 @@ class Conversion:
         return True
 
     def release(self) -> None:
-        """Gives the model back as it came: full values in place, no hooks."""
+        """Restores the model: puts the full values back, and removes the hooks."""
         self.full.restore()
         for handle in self._handles:
             handle.remove()
@@ -108,7 +109,7 @@ class Conversion:
 
 
 class _WrapperNotice:
-    """A hook that tells a conversion of torch's wrapper around its model, and of its process group; a copy tells nobody."""
+    """A hook that gives a conversion torch's wrapper around its model, and the process group; a copy of the hook does nothing."""
 
     def __init__(self, conversion: Conversion | None) -> None:
         self._conversion = conversion
@@ -125,18 +126,18 @@ class _WrapperNotice:
 
 
 def _attach(handles: list[RemovableHandle], model: nn.Module, boundary: OpenBoundary | CachingBoundary) -> None:
-    if not isinstance(model, torch.jit.ScriptModule):  # it takes no hooks
+    if not isinstance(model, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
         handles += boundary.attach(model)
 
 
 def _bring_up(model: nn.Module) -> None:
-    """Makes half weights fp32, which only ``allow_incoming_model_not_fp32`` lets in."""
+    """Casts a model with half weights to fp32; only ``allow_incoming_model_not_fp32`` allows such a model."""
     if any(tensor.dtype in HALF_DTYPES for one in model.modules() for tensor in own_tensors(one)):
         model.float()
 
 
 def as_list(value: Any, kind: str) -> list[Any]:
-    """Returns the models or optimizers of ``initialize`` as a list; raises what apex would."""
+    """Returns the models or optimizers of ``initialize`` as a list; raises AmpTypeError with apex's message."""
     if value is None:
         return []
     if kind == "model":
@@ -191,7 +192,7 @@ def _release_known(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> No
         if id(stash.optimizer) in given:
             _check_alone(stash, chosen)
         elif not any(_amp_state.conversions[model].holds(holders) for model in known):
-            continue  # it goes on; the others of before are on weights that are about to be restored
+            continue  # stays as it is; the released optimizers hold masters of models that are about to be restored
         release(stash)
         released.append(stash.optimizer)
     for model in known:
@@ -201,7 +202,7 @@ def _release_known(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> No
 
 
 def _check_alone(stash: Any, models: set[int]) -> None:
-    """Refuses an optimizer again without the model whose masters it updates."""
+    """Raises AmpError for an optimizer passed again without the model that has the masters it updates."""
     holders = {id(holder) for holder, _ in stash.binding.apart}
     for model, conversion in list(_amp_state.conversions.items()):
         if id(model) not in models and holders and conversion.holds(holders):
@@ -216,7 +217,7 @@ def begin(models: list[nn.Module], optimizers: list[Any], level: Level, *, patch
     if not torch.backends.cudnn.enabled:
         raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
     optimizers = list({id(one): one for one in optimizers}.values())
-    # What torch.compile returns is a shell: hooks on both it cannot trace.
+    # torch.compile returns a wrapper of the module, and cannot trace hooks on both; so the module inside gets them.
     models = [getattr(model, "_orig_mod", model) for model in models]
     _check_optimizers(optimizers, level)
     _release_known(models, optimizers)
@@ -250,7 +251,7 @@ def _scaler_of(level: Level, device: torch.device) -> LossScaler:
 
 
 def _match_state(optimizer: Any) -> None:
-    """Brings state that torch's optimizers had for weights of another dtype to that of the weights; fused ones keep theirs fp32."""
+    """Casts the state of a torch optimizer to the dtype of its weights, if that has changed; fused optimizers keep fp32 state."""
     if isinstance(getattr(optimizer, "optim", optimizer), FusedOptimizer):
         return
     differs = any(
@@ -279,7 +280,7 @@ def _device_of(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> torch.
 
 
 def stop_casts() -> None:
-    """Turns off what an earlier O1 has turned on."""
+    """Turns off the casts of an earlier O1."""
     forget_calls()
     handle = _amp_state.__dict__.pop("handle", None)
     if handle is not None:
@@ -287,7 +288,7 @@ def stop_casts() -> None:
 
 
 def release_all() -> None:
-    """Gives every model and optimizer back as it came, and torch too."""
+    """Restores every model and optimizer, and torch's functions."""
     stop_casts()
     stashes = list(_amp_state.optimizers)
     for stash in stashes:

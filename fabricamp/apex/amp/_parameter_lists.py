@@ -1,4 +1,4 @@
-"""apex's lists of an optimizer's parameters, by what they are to amp."""
+"""apex's lists of an optimizer's parameters: half weights, masters, and fp32 weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class GroupLists:
-    """The parameters of an optimizer group by group.
+    """The parameters of an optimizer, by group.
 
     ``fp16`` are half weights, ``fp32_from_fp16`` their masters, ``fp32_from_fp32`` weights that stay fp32.
     """
@@ -23,7 +23,7 @@ class GroupLists:
     binding: Binding
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns what backward fills with what is updated, in the order of ``param_groups``."""
+        """Returns (parameter that backward fills, parameter that is updated), in the order of ``param_groups``."""
         self.binding.refresh()
         return list(zip(self.binding.holders, self.binding.targets, strict=True))
 
@@ -53,20 +53,20 @@ class GroupLists:
 
 
 class ParameterLists(GroupLists):
-    """What scripts read of ``optimizer._amp_stash``."""
+    """The attributes of ``optimizer._amp_stash`` that scripts read."""
 
     kept: list[Tensor | None]
-    """The gradients of passes before the one that is running, in the order of the parameters."""
+    """The gradients of the passes before the running one, in the order of the parameters."""
 
     @property
     def has_masters(self) -> bool:
-        """Whether backward fills other tensors than those that are updated."""
+        """Whether the optimizer updates masters, not only the parameters that backward fills."""
         self.binding.refresh()
         return bool(self.binding.apart)
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
-        """Half weights."""
+        """The half weights."""
         return [holder for holder, _ in self.pairs() if holder.dtype in HALF_DTYPES]
 
     @property
@@ -76,7 +76,7 @@ class ParameterLists(GroupLists):
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """Weights that were not converted."""
+        """The weights that were not converted."""
         return [holder for holder, target in self.pairs() if holder is target and holder.dtype not in HALF_DTYPES]
 
     all_fp32_params = all_fp32_from_fp32_params
@@ -87,12 +87,12 @@ class ParameterLists(GroupLists):
 
     @property
     def all_fp16_grad_stash(self) -> list[Tensor | None]:
-        """What half weights had for gradients before the backward that is running."""
+        """The gradients of half weights before the running backward."""
         return self._stashed(self.all_fp16_params)
 
     @property
     def all_fp32_from_fp32_grad_stash(self) -> list[Tensor | None]:
-        """What fp32 weights had for gradients before the backward that is running."""
+        """The gradients of fp32 weights before the running backward."""
         return self._stashed(self.all_fp32_from_fp32_params)
 
     all_fp32_grad_stash = all_fp32_from_fp32_grad_stash

@@ -1,4 +1,4 @@
-"""amp's methods on an optimizer: how they get there, and how they leave it."""
+"""Installs amp's methods on an optimizer, and removes them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fabricamp.optimizers import LARC
 
 
 def process_optimizer(optimizer: Any) -> AmpOptimizerState:
-    """Returns ``optimizer._amp_stash``, made where there is none, with amp's methods on the optimizer.
+    """Returns ``optimizer._amp_stash``; if there is none, creates it and installs amp's methods on the optimizer.
 
-    They are bound methods: schedulers, which wrap ``step``, accept them, whether they were built before or after.
-    ``optimizer.last_step_skipped`` says, until the next backward, whether an overflow made the last step change nothing: a bool,
-    or a tensor of the device that decided, which only the host that asks waits for.
+    They are bound methods, so that schedulers, which wrap ``step``, accept them, whether built before or after.
+    ``optimizer.last_step_skipped`` says, until the next backward, whether an overflow made the last step have no effect: a bool, or
+    a tensor if the device decided; only a read of this tensor waits.
     """
     stash: AmpOptimizerState | None = optimizer.__dict__.get("_amp_stash")
     if stash is not None:
@@ -32,18 +32,18 @@ def process_optimizer(optimizer: Any) -> AmpOptimizerState:
     optimizer._amp_stash = stash
     optimizer.last_step_skipped = False
     if isinstance(optimizer, LARC):
-        optimizer.optim._amp_stash = stash  # scripts give either to scale_loss
+        optimizer.optim._amp_stash = stash  # scripts pass either of the two to scale_loss
     _amp_state.optimizers.add(stash)
     return stash
 
 
 def release(stash: AmpOptimizerState) -> None:
-    """Gives the optimizer back as it came, with the model's own parameters and the state of their masters."""
+    """Restores the optimizer, with the model's parameters in its groups and the state of their masters."""
     optimizer = stash.optimizer
     for name, function in _METHODS.items():
         current = optimizer.__dict__.get(name)
         if getattr(current, "__func__", None) not in (function, _step_after_scheduler):
-            continue  # a scheduler has wrapped it, and finds the way without us
+            continue  # a scheduler has wrapped the method, which works without amp too (see _step)
         if stash.replaced[name] is None:
             del optimizer.__dict__[name]
         else:
@@ -70,7 +70,7 @@ def _step_after_scheduler(self: Any, closure: Callable[[], Any] | None = None) -
     return _step(self, closure)
 
 
-_step_after_scheduler._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's sign that its own wrapper is below
+_step_after_scheduler._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's mark that its wrapper is inside
 
 
 def _zero_grad(self: Any, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What amp keeps of an optimizer: fp32 masters in its groups, gradients unscaled into them, steps that may be left out."""
+"""amp's state of an optimizer: fp32 masters in its groups, unscaled gradients for them, and steps that may be skipped."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = logging.getLogger("fabricamp")
 
 
 class _LiveMasters(MasterWeights):
-    """The masters of all models that amp has converted, and that there still are."""
+    """The masters of all models that amp has converted and that still exist."""
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self._of(tensor) is not None
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """Returns the fp32 parameter that is updated instead of ``parameter``."""
+        """Returns the fp32 master of ``parameter``, or ``parameter`` itself if it has none."""
         masters = self._of(parameter)
         return parameter if masters is None else masters.master_of(parameter)
 
@@ -45,18 +45,18 @@ class _LiveMasters(MasterWeights):
 
 
 class _Unscaling(NamedTuple):
-    """The gradients of a backward pass on their way: all of them, and how they reach what is updated."""
+    """The gradients of a backward pass, and the operations that unscale them into the gradients of the updated tensors."""
 
     incoming: list[Tensor]
     fresh: list[tuple[Tensor, Tensor]]
-    """A source, and where it goes."""
+    """(source, destination) of gradients without earlier ones."""
     added: list[tuple[Tensor, Tensor, Tensor]]
-    """A source, what is there from earlier passes, and where the sum goes."""
+    """(source, gradient of earlier passes, destination of the sum)."""
     sparse: list[tuple[Tensor, Tensor, Tensor]]
-    """A target, its new gradient, and the one that it had."""
+    """(target, its new gradient, its gradient of earlier passes), if one of them is sparse."""
 
     def in_reals(self) -> _Unscaling:
-        """Returns it with complex gradients as what they are in memory: twice as many real numbers."""
+        """Returns the same work with complex gradients viewed as real ones, twice as many numbers."""
         if not any(one.is_complex() for one in self.incoming):
             return self
         return _Unscaling(
@@ -68,7 +68,7 @@ class _Unscaling(NamedTuple):
 
 
 class AmpOptimizerState(ParameterLists):
-    """``optimizer._amp_stash``: which tensors backward fills, which are updated, and what is known of the open window."""
+    """``optimizer._amp_stash``: the model and master parameters of an optimizer, and the state of the accumulation in progress."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -76,7 +76,7 @@ class AmpOptimizerState(ParameterLists):
         self.replaced: dict[str, Any] = {}
         self.params_have_scaled_gradients = False
         self.skips = False
-        """Whether the host knows that the next step is to be left out."""
+        """Whether the host knows that the next step is to be skipped."""
         self.had_backward = False
         self.stepping = False
         self._ever_had_backward = False
@@ -84,7 +84,7 @@ class AmpOptimizerState(ParameterLists):
         self._flagged = False
         self.kept: list[Tensor | None] = []
         self.settle: Callable[[], None] | None = None
-        """What unscales and checks the window's gradients, which so far are this rank's alone."""
+        """Unscales and checks the gradients of the accumulation; set if they have not been exchanged with other ranks."""
         self._resent = False
         self._wrappers: list[weakref.ref[Any]] = []
         self.binding = Binding(optimizer, _LiveMasters(), Blame(optimizer, 0), sums=False, exchanged=False)
@@ -95,13 +95,16 @@ class AmpOptimizerState(ParameterLists):
 
     @property
     def already_patched(self) -> bool:
-        """Whether the next step will be left out; waits for the device where that decides."""
+        """Whether the next step will be skipped; waits for the device if only the device knows."""
         return self.skips or (self._flagged and bool(self._state.found_inf))
 
     # -- before and after a backward -------------------------------------------------------------------------------------------
 
     def lazy_init(self) -> None:
-        """Before the first backward: takes in what the script did to half weights since ``initialize``."""
+        """Prepares the first backward: updates masters of half weights that the script has edited since ``initialize``.
+
+        Raises AmpError if the model moved to another device than its masters.  Only the first call does anything.
+        """
         if self.lazy_init_called:
             return
         self.lazy_init_called = True
@@ -117,7 +120,7 @@ class AmpOptimizerState(ParameterLists):
                 conversion.take_edits()
 
     def prepare(self) -> None:
-        """Puts gradients of earlier passes, which are unscaled, aside."""
+        """Sets the gradients of earlier passes, which are unscaled, aside in ``kept``."""
         self.lazy_init()
         binding = self.binding
         binding.refresh()
@@ -128,13 +131,13 @@ class AmpOptimizerState(ParameterLists):
                 target.grad = None
 
     def is_local(self) -> bool:
-        """Returns whether a wrapper around the model is told, by ``no_sync`` or ``disable_allreduce``, to exchange nothing."""
+        """Returns whether ``no_sync`` or ``disable_allreduce`` keeps a wrapper around the model from exchanging gradients."""
         wrappers = [wrapper() for wrapper in self._wrappers]
         return any(one is not None and not one.require_backward_grad_sync for one in wrappers)
 
     @torch.no_grad()
     def resend(self, scale: Tensor | float) -> None:
-        """Puts back, scaled, what passes without an exchange left: the wrapper averages it with what the next one adds."""
+        """Writes gradients of passes without an exchange back, times ``scale``: the wrapper averages them with the next pass's."""
         self._resent = True
         rows = [(kept, one) for one, kept in zip(self.binding.holders, self.kept, strict=True) if kept is not None]
         for kept, holder in rows:
@@ -149,7 +152,7 @@ class AmpOptimizerState(ParameterLists):
             multiply(sources, places, scale)
 
     def restore(self) -> None:
-        """Puts gradients of earlier passes back, after a backward that failed."""
+        """Restores the gradients of earlier passes after a backward that failed."""
         if self.params_have_scaled_gradients:
             return
         for target, kept in zip(self.binding.targets, self.kept, strict=False):
@@ -158,11 +161,11 @@ class AmpOptimizerState(ParameterLists):
         self.kept = []
 
     def collect(self, seen: set[int]) -> _Unscaling:
-        """Returns what backward left, except in tensors whose ids are ``seen``: those that another optimizer has too."""
+        """Returns the gradients that backward left, except of parameters that another optimizer has too (ids in ``seen``)."""
         binding, work = self.binding, _Unscaling([], [], [], [])
         binding.refresh()
         earlier = self.kept or [target.grad if holder is not target else None for holder, target in self.pairs()]
-        if self._resent:  # what came earlier is in what comes now
+        if self._resent:  # the new gradients contain the earlier ones
             earlier = [None] * len(earlier)
         self.kept, self.settle, self._resent = [], None, False
         for holder, target, kept in zip(binding.holders, binding.targets, earlier, strict=True):
@@ -188,7 +191,7 @@ class AmpOptimizerState(ParameterLists):
 
     @torch.no_grad()
     def distribute(self, work: _Unscaling, multiplier: Tensor | float) -> None:
-        """Unscales what was collected into what is updated."""
+        """Unscales the collected gradients into the gradients of the updated tensors."""
         if work.fresh:
             sources, places = zip(*work.fresh, strict=True)
             multiply(sources, places, multiplier)
@@ -201,7 +204,7 @@ class AmpOptimizerState(ParameterLists):
             )
 
     def note_backward(self, *, scaled: bool) -> None:
-        """Takes note that backward ran, and whether what it left is still scaled."""
+        """Records that backward ran, and whether its gradients are still scaled."""
         if not self._ever_had_backward:
             self._look_for_wrappers()
         self.had_backward = self._ever_had_backward = True
@@ -216,7 +219,7 @@ class AmpOptimizerState(ParameterLists):
                 self._wrappers += [] if conversion.wrapper is None else [conversion.wrapper]
 
     def may_skip_on_device(self) -> bool:
-        """Returns whether the next step can be left out without the host knowing."""
+        """Returns whether the device can skip the next step without a host read."""
         self._leave_what_cpus_lack()
         return isinstance(self.optimizer, FusedOptimizer) or may_skip(self.optimizer)
 
@@ -225,7 +228,7 @@ class AmpOptimizerState(ParameterLists):
             leave_fused(self.optimizer, tell=is_rank_zero())
 
     def flag(self, found_inf: Tensor) -> None:
-        """Takes note, on the device, of what one of the window's passes found."""
+        """Combines, on the device, the overflow flag of a pass with those of the accumulation's earlier passes."""
         own = self._state.found_inf
         if self._flagged:
             torch.maximum(own, found_inf.to(own.device), out=own)
@@ -236,7 +239,7 @@ class AmpOptimizerState(ParameterLists):
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Steps the optimizer, or leaves it out after an overflow; then rounds the masters into the model."""
+        """Steps the optimizer, or skips the step after an overflow; then rounds the masters into the model."""
         if closure is not None:
             return self._step_with(closure)
         self._check_order()
@@ -244,11 +247,11 @@ class AmpOptimizerState(ParameterLists):
             self.settle()
         result = None
         if self.skips:
-            self.optimizer._opt_called = True  # schedulers ask, and this step was
+            self.optimizer._opt_called = True  # schedulers check it, and a skipped step counts as called
         else:
             with _casts_off(), self._stepping():
                 result = self._update()
-        # Where the device decides, what it will say until the next backward: nobody who does not ask waits.
+        # If the device decides, this is its flag, valid until the next backward: only a caller that reads the flag waits.
         self.optimizer.last_step_skipped = self.skips or (self._state.found_inf if self._flagged else False)
         self._end_window()
         return result
@@ -272,7 +275,7 @@ class AmpOptimizerState(ParameterLists):
     def _update(self) -> Any:
         optimizer, has_masters = self.optimizer, self.has_masters
         if isinstance(optimizer, FusedOptimizer) and not optimizer._optimizer_step_pre_hooks:
-            # One pass: it reads the flag, and writes the half weights too.
+            # One pass over memory: the fused step reads the flag, and writes the half weights too.
             optimizer.gather(None, self.binding.copies if has_masters else None, None)
             optimizer.steer(self._state if self._flagged else None, skips=self._flagged)
             return self.own_step()
@@ -286,7 +289,7 @@ class AmpOptimizerState(ParameterLists):
         return result
 
     def round(self) -> None:
-        """Makes the half weights the rounded masters again."""
+        """Rounds the masters into the half weights."""
         holders, targets = [one for one, _ in self.binding.apart], [one for _, one in self.binding.apart]
         for _, (masters, half) in by_device(targets, holders):
             round_to(masters, half)
@@ -324,14 +327,14 @@ class AmpOptimizerState(ParameterLists):
             target.grad = None
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Forgets the window's gradients, scaled, unscaled and set aside, and with them its overflow."""
+        """Clears the accumulation's gradients (scaled, unscaled and set aside) and its overflow flag."""
         self._zero_grad(*args, **options)
         to_none = options.get("set_to_none", args[0] if args else None)
         self.binding.refresh()
         for holder, target in self.binding.apart:
             target.grad = None
             if to_none is False and holder.grad is not None:
-                holder.grad = holder.grad.detach().zero_()  # a wrapper's are views, which nothing detaches in place
+                holder.grad = holder.grad.detach().zero_()  # a wrapper's views cannot be detached in place
             else:
                 holder.grad = None
         self.kept, self.settle, self._resent = [], None, False
@@ -346,7 +349,7 @@ class AmpOptimizerState(ParameterLists):
 
 
 def give_masters(groups: Sequence[dict[str, Any]]) -> None:
-    """Gives half weights of ``groups`` masters that came to no ``initialize``: those of a model's copy, or of a new part."""
+    """Gives masters to half weights of ``groups`` that no ``initialize`` has seen: those of a model's copy, or of new layers."""
     masters = next((one for one in _amp_state.conversions.values() if one.has_masters), None)
     if masters is not None:
         for group in groups:
@@ -363,7 +366,7 @@ def _reals(gradient: Tensor) -> Tensor:
 
 
 def _own(gradient: Tensor | None) -> Tensor | None:
-    """A gradient that the next backward leaves alone: wrappers exchange each one's in the same memory, and show views of it."""
+    """Returns the gradient, cloned if it is a view: a wrapper's gradients are views of memory that the next backward overwrites."""
     return gradient.clone() if gradient is not None and gradient._is_view() else gradient
 
 

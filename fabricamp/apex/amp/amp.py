@@ -1,4 +1,4 @@
-"""The old entry ``amp.init``, and functions with casts of the script's own."""
+"""apex's old entry point ``amp.init``, and casts that scripts register for functions."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _registry: list[_Registered] = []
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Makes ``module.name`` take half tensors, from the next ``initialize`` or ``init`` that turns casts on."""
+    """Makes ``module.name`` cast its arguments to half, from the next ``initialize`` or ``init`` that turns casts on."""
     _register(module, name, autocast.register_half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Makes ``module.name`` take fp32 tensors, from the next ``initialize`` or ``init`` that turns casts on."""
+    """Makes ``module.name`` cast its arguments to fp32, from the next ``initialize`` or ``init`` that turns casts on."""
     _register(module, name, autocast.register_float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Makes ``module.name`` take its arguments' widest dtype, from the next ``initialize`` or ``init`` that turns casts on."""
+    """Makes ``module.name`` cast to the widest dtype of its arguments, from the next ``initialize`` or ``init`` with casts on."""
     _register(module, name, autocast.register_promote_function)
 
 
@@ -57,9 +57,9 @@ def _register(module: Any, name: str, register: Callable[[Any, str], None]) -> N
 
 
 def apply_lists(handle: AmpHandle, device_type: str, *, allow_banned: bool) -> None:
-    """Replaces what torch.autocast does not do, and what was registered since the last time.
+    """Replaces the functions that torch.autocast does not cast, and those registered since the last call.
 
-    ``handle`` remembers what was there.
+    ``handle`` records the original functions.
     """
     handle._save_func(functional, "binary_cross_entropy", functional.binary_cross_entropy)
     functional.binary_cross_entropy = _binary_cross_entropy(functional.binary_cross_entropy, allow_banned=allow_banned)
@@ -81,7 +81,7 @@ def apply_lists(handle: AmpHandle, device_type: str, *, allow_banned: bool) -> N
 
 
 def _leave(handle: AmpHandle, module: Any, name: str) -> None:
-    """Makes ``module.name`` take its arguments as they come."""
+    """Makes ``module.name`` run without casts."""
     function = getattr(module, name)
 
     @functools.wraps(function)
@@ -93,7 +93,10 @@ def _leave(handle: AmpHandle, module: Any, name: str) -> None:
 
 
 def _binary_cross_entropy(original: Callable[..., Any], *, allow_banned: bool) -> Callable[..., Any]:
-    """Torch's own under autocast refuses whatever it gets; only half probabilities are dangerous."""
+    """Returns a ``binary_cross_entropy`` that raises for half values only, as only these are dangerous; otherwise runs in fp32.
+
+    torch's function raises for any values under autocast.
+    """
     in_fp32 = float_function(original)
 
     @functools.wraps(original)
@@ -118,7 +121,7 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle:
-    """Turns O1's casts on for this thread, and nothing else; returns their handle, whose ``_deactivate()`` ends them."""
+    """Turns O1's casts on for this thread, and nothing else; returns their handle; its ``_deactivate()`` turns them off."""
     from fabricamp.apex.amp._initialize import stop_casts
     from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
 

@@ -1,4 +1,4 @@
-"""What tensors are: helpers that apex offered scripts."""
+"""Checks of tensors that apex offers scripts."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def is_floating_point(x: Any) -> bool:
 
 
 def scalar_python_val(x: torch.Tensor) -> float:
-    """Returns the number in a tensor of one; waits for the device."""
+    """Returns the value of a one-element tensor; waits for the device."""
     return x.item()

@@ -1,4 +1,4 @@
-"""``amp.initialize`` and its options; scalers to and from a checkpoint; ``amp.shutdown``."""
+"""``amp.initialize`` and its options, ``amp.state_dict`` and ``load_state_dict`` of the scalers, ``amp.shutdown``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _UNSET: Final = {
     "master_weights": None,
     "loss_scale": 1.0,
 }
-"""Each option, before a level sets it."""
+"""The options before an opt level sets them."""
 
 
 class OptionAssertionError(ConfigError, AssertionError):
-    """An option with a value that it cannot have; an ``AssertionError``, as apex's users expect."""
+    """An option has a value that is not allowed; this error is an ``AssertionError``, as apex's users expect."""
 
 
 class Properties:
-    """The options of an opt level; each one checked when it is set.
+    """The options of an opt level; setting an option checks its value.
 
     >>> properties = O2()(Properties())
     >>> properties.keep_batchnorm_fp32 = "False"
@@ -104,14 +104,14 @@ class Properties:
 
 
 class _Level:
-    """What an opt level sets: fabricamp's row of that name under apex's options."""
+    """An opt level: sets apex's options from fabricamp's row of the same name."""
 
     name: str
     brief: str
     more: str = ""
 
     def __call__(self, properties: Properties) -> Properties:
-        """Returns ``properties`` with the level's own options."""
+        """Returns ``properties`` with the options of this level set."""
         row = LEVELS[self.name]
         patches = row.autocast is not None
         converts = row.cast_model_type is not None
@@ -137,7 +137,7 @@ class O0(_Level):
 
 
 class O1(_Level):
-    """fp32 weights; functions are cast one by one."""
+    """fp32 weights; casts around individual functions."""
 
     name = "O1"
     brief = "O1:  Insert automatic casts around Pytorch functions and Tensor methods."
@@ -151,7 +151,7 @@ class O2(_Level):
 
 
 class O3(_Level):
-    """A half model, and nothing else."""
+    """A half model without masters or fp32 BatchNorms."""
 
     name = "O3"
     brief = "O3:  Pure FP16 training."
@@ -191,10 +191,10 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     allow_banned: bool = False,
 ) -> Any:
-    """Returns models and optimizers (alone or lists, as they came), ready for ``scale_loss``; without optimizers the models.
+    """Returns models and optimizers (single or lists, as passed), ready for ``scale_loss``; without optimizers the models alone.
 
-    The objects are the same ones.  Given again, they are taken as they came to the first call, with the values that they have
-    by now.  ``allow_banned`` lets O1 run ``binary_cross_entropy`` on half values, in fp32.  Works on any device.
+    The objects are changed in place.  A second call with the same objects first undoes the changes of the earlier call, but keeps
+    the current values.  ``allow_banned`` lets O1 run ``binary_cross_entropy`` on half values, in fp32.  Works on any device.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -237,7 +237,7 @@ def initialize(
 
 
 def _chosen(opt_level: str, **overrides: Any) -> Properties:
-    """Returns the options of a level with overrides that are not None, each one checked; prints them."""
+    """Returns the options of a level, updated by the overrides that are not None; checks and prints them."""
     if opt_level not in opt_levels:
         raise AmpError(
             f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', 'O2', 'O3' (and 'O4', 'O5' for bfloat16). "
@@ -255,7 +255,7 @@ def _chosen(opt_level: str, **overrides: Any) -> Properties:
 
 
 def _effective(properties: Properties) -> dict[str, Any]:
-    """The options as fabricamp's table takes them."""
+    """Returns the options that fabricamp's table of opt levels takes."""
     names = ["loss_scale"]
     if not properties._casts_functions:
         names += ["cast_model_type", "keep_batchnorm_fp32", "master_weights"]
@@ -268,9 +268,9 @@ def _print_options(title: str, properties: Properties) -> None:
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the scale of each loss, and the backward passes since it last changed: ``{"loss_scaler0": {...}}``.
+    """Returns each loss's scale and the number of backward passes since its last change: ``{"loss_scaler0": {...}}``.
 
-    Empty before ``initialize``, or where that was called with ``enabled=False``.  Waits for the device.
+    Empty before ``initialize``, or if ``initialize`` was called with ``enabled=False``.  Waits for the device.
     """
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(_amp_state.__dict__.get("loss_scalers", ())):
@@ -279,9 +279,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Takes back what :func:`state_dict` gave, here or in apex; scalers that one of the two lacks are told of.
+    """Loads the result of :func:`state_dict`, of fabricamp or apex; prints a warning if the number of scalers differs.
 
-    Raises :class:`CheckpointError`, a ``RuntimeError``, for keys that are no scaler's.
+    Raises :class:`CheckpointError`, a ``RuntimeError``, for keys that do not belong to a scaler.
     """
     unknown = [key for key in state_dict if not key.startswith("loss_scaler")]
     if unknown:
@@ -303,5 +303,5 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def shutdown() -> None:
-    """Undoes every ``initialize``: casts off, functions put back, models in fp32 (their masters' values), optimizers as before."""
+    """Undoes every ``initialize``: turns casts off, restores functions and optimizers, and models in fp32 (the masters' values)."""
     release_all()

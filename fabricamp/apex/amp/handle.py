@@ -31,7 +31,7 @@ _MOST_NAMES = 5
 
 
 class LossIdError(ConfigError, IndexError):
-    """A ``loss_id`` that there is no scaler for."""
+    """There is no scaler for this ``loss_id``."""
 
 
 def scale_loss(
@@ -42,11 +42,11 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> contextlib.AbstractContextManager[Tensor]:
-    """Returns a context with the loss to run backward on; at its end the gradients of ``optimizers`` are unscaled, in fp32.
+    """Returns a context that yields the scaled loss for backward; its exit unscales the gradients of ``optimizers``, in fp32.
 
-    ``delay_unscale``: they stay scaled, for a later call to unscale.  ``delay_overflow_check``: nobody asks whether they are
-    finite, and the scale stays.  A step after an overflow changes nothing.  Where all optimizers can leave a step out on the
-    device, the host reads nothing, and an overflow is told two passes late.
+    ``delay_unscale``: the gradients stay scaled, and a later call unscales them.  ``delay_overflow_check``: gradients are not
+    checked for inf and nan, and the scale stays.  A step after an overflow has no effect.  If all optimizers can skip a step on the
+    device, the host reads nothing, and reports an overflow two passes later.
     """
     if "opt_properties" not in _amp_state.__dict__:
         raise AmpError(
@@ -75,7 +75,7 @@ def backward_pass(
     unscales: bool = True,
     checks: bool = True,
 ) -> Iterator[Tensor]:
-    """Yields the scaled loss, outside of casts: backward runs in the dtypes that forward chose.  Then unscales."""
+    """Yields the scaled loss with casts off, as backward runs in the dtypes of the forward; then unscales the gradients."""
     handle = _amp_state.handle
     wide = loss.float() if loss.dtype in HALF_DTYPES else loss
     if loss.is_cuda and scaler.device.type == "cpu" and (handle.is_active() or not scaler.is_one):
@@ -98,7 +98,8 @@ def backward_pass(
         stash.note_backward(scaled=not (plain or unscales))
     if plain or not unscales:
         return
-    # Ranks would judge gradients of their own each, and go on with scales of their own: the exchange carries what is not finite.
+    # Before the exchange each rank would check only its own gradients, and the ranks' scales would diverge.  So the check waits for
+    # the exchange, which carries inf and nan to all ranks.
     local = any(stash.is_local() for stash in stashes)
     _unscale(stashes, scaler, loss, loss_id, checks=checks and not local)
     if local:
@@ -107,7 +108,7 @@ def backward_pass(
 
 
 def _prepare(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> None:
-    """Puts gradients of earlier passes aside, unless they wait for the exchange of this one."""
+    """Sets gradients of earlier passes aside; gradients that have not been exchanged go into this pass's exchange instead."""
     for stash in stashes:
         if not stash.params_have_scaled_gradients:
             stash.prepare()
@@ -116,7 +117,7 @@ def _prepare(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> None:
 
 
 def _settle(stash: AmpOptimizerState, scaler: LossScaler, loss: Tensor, loss_id: int) -> None:
-    """A step without an exchange, each rank for itself: its gradients are judged now."""
+    """Checks the gradients of a step without an exchange; each rank checks its own."""
     if not scaler.dynamic:
         return
     stash.prepare()
@@ -125,7 +126,7 @@ def _settle(stash: AmpOptimizerState, scaler: LossScaler, loss: Tensor, loss_id:
 
 
 def _stashes_of(optimizers: Any) -> list[AmpOptimizerState]:
-    """What amp keeps of each, once; optimizers that ``initialize`` has not seen are taken in."""
+    """Returns amp's state of each optimizer, without duplicates; adds optimizers that ``initialize`` has not seen."""
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     stashes = []
     for optimizer in given:
@@ -138,12 +139,12 @@ def _stashes_of(optimizers: Any) -> list[AmpOptimizerState]:
 
 
 def _adopt(optimizer: Any) -> None:
-    """Tells of an optimizer that ``initialize`` has not seen; half weights of it, of a model's copy, get masters too."""
+    """Warns about an optimizer that ``initialize`` has not seen; gives its half weights (of a model's copy) masters too."""
     kind = type(optimizer).__name__
     if optimizer.__dict__.get("_copied_masters", False):
         raise AmpError(
-            f"this {kind} is a copy.deepcopy of one that updates the fp32 masters of a half model, and of its masters no model is "
-            "rounded. Build model and optimizer anew, pass them to amp.initialize, then give each the state_dict() of the other"
+            f"this {kind} is a copy.deepcopy of an optimizer of fp32 masters of a half model, and no model is rounded from the "
+            "copied masters. Build both again, pass them to amp.initialize, then give each the state_dict() of the other"
         )
     if is_rank_zero():
         logger.warning(
@@ -198,7 +199,7 @@ def _why_hopeless(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> s
     ]
     shown = ", ".join(bad[:_MOST_NAMES]) + (", ..." if len(bad) > _MOST_NAMES else "")
     return (
-        f"nothing but overflows for long, and the loss scale is down to {scaler.loss_scale():g}: the gradients of "
+        f"gradients keep overflowing, and the loss scale is down to {scaler.loss_scale():g}: the gradients of "
         f"{shown or 'some parameters'} are not finite, which no scale can help. Look at the loss and the learning rate, or try "
         "opt_level='O0'"
     )
@@ -206,7 +207,7 @@ def _why_hopeless(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> s
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """A context in which O1 casts nothing; at other levels, or without amp, it changes nothing."""
+    """Returns a context in which O1 casts nothing; it has no effect at other levels or without amp."""
     handle = _amp_state.__dict__.get("handle")
     if handle is None:
         yield
@@ -216,9 +217,9 @@ def disable_casts() -> Iterator[None]:
 
 
 class AmpHandle:
-    """O1's casts, on for this thread from :meth:`start` to :meth:`_deactivate`.
+    """O1's casts; they are on in this thread from :meth:`start` to :meth:`_deactivate`.
 
-    ``has_cache`` is whether autocast keeps the half weights of a forward until its end.
+    ``has_cache``: autocast keeps the half weights of a forward until the forward ends.
     """
 
     def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
@@ -232,7 +233,7 @@ class AmpHandle:
         self._caching = True
 
     def start(self, device_type: str, dtype: torch.dtype, *, allow_banned: bool = False) -> None:
-        """Turns casts on, with the functions that scripts have registered."""
+        """Turns casts on, including those of functions that scripts have registered."""
         from fabricamp.apex.amp.amp import apply_lists
 
         self._device_type = device_type
@@ -241,7 +242,7 @@ class AmpHandle:
         self._casts.__enter__()
         self._off = without_autocast(device_type)
         self._caching = torch.is_autocast_cache_enabled()
-        # Across calls of the model it would hold weights of before a step: CachingBoundary turns it on for one call.
+        # A cache across calls of the model would hold outdated weights after a step: CachingBoundary turns it on for one call.
         torch.set_autocast_cache_enabled(False)
         if self._verbose:
             from fabricamp.apex.amp.lists import describe
@@ -249,7 +250,7 @@ class AmpHandle:
             maybe_print(describe(), rank0=True)
 
     def is_active(self) -> bool:
-        """Returns whether functions are cast here and now."""
+        """Returns whether functions called in this thread are cast at present."""
         return self._casts is not None and torch.is_autocast_enabled(self._device_type)
 
     def casts_off(self) -> contextlib.AbstractContextManager[None]:
@@ -259,13 +260,13 @@ class AmpHandle:
     _disable_casts = casts_off
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Returns the old interface's optimizer, with ``num_loss`` scales of its own."""
+        """Returns the optimizer wrapper of apex's old interface, with ``num_loss`` separate scales."""
         from fabricamp.apex.amp.opt import OptimWrapper
 
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Any:
-        """Raises: the handle's own way to scale a loss is gone."""
+        """Raises AmpError: this method of apex's old interface is not supported."""
         raise AmpError(
             "The old Amp API is no longer supported. Call amp.initialize and `with amp.scale_loss(loss, optimizer) as scaled_loss`"
         )
@@ -277,16 +278,16 @@ class AmpHandle:
 
     @property
     def cache(self) -> dict[Any, Any]:
-        """Nothing: autocast keeps its half weights to itself."""
+        """An empty dict: autocast's cache of half weights cannot be read."""
         return {}
 
     @property
     def verbose(self) -> bool:
-        """Whether what is cast was printed."""
+        """Whether the lists of cast functions were printed."""
         return self._verbose
 
     def remove_cache(self, param: Tensor) -> None:
-        """Drops the half copy of ``param``, and with it all others."""
+        """Clears autocast's whole cache, including the half copy of ``param``."""
         self._clear_cache()
 
     def _clear_cache(self) -> None:
@@ -294,16 +295,16 @@ class AmpHandle:
             torch.clear_autocast_cache()
 
     def _save_func(self, mod: Any, fn: str, func: Callable[..., Any]) -> None:
-        """Remembers what ``mod.fn`` was, for :meth:`_deactivate`."""
+        """Records the original ``mod.fn``, for :meth:`_deactivate`."""
         self._replaced.append((mod, fn, func, fn in vars(mod)))
 
     def _deactivate(self) -> None:
-        """Turns casts off, and puts back every function that was replaced."""
+        """Turns casts off, and restores every replaced function."""
         while self._replaced:
             module, name, function, was_its_own = self._replaced.pop()
             if was_its_own:
                 setattr(module, name, function)
-            else:  # a method of its base's
+            else:  # it was inherited from a base class
                 delattr(module, name)
         if self._casts is None:
             return
@@ -314,12 +315,12 @@ class AmpHandle:
 
 
 class NoOpHandle(AmpHandle):
-    """The handle of levels that cast no functions: one that is never started."""
+    """The handle of levels without casts; it is never started."""
 
     def __init__(self) -> None:
         super().__init__(enable_caching=False)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """Yields the loss as it is."""
+        """Yields the unscaled loss."""
         yield loss

@@ -1,4 +1,4 @@
-"""The old interface's optimizer: ``handle.wrap_optimizer(optimizer, num_loss)``."""
+"""The optimizer wrapper of apex's old interface: ``handle.wrap_optimizer(optimizer, num_loss)``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fabricamp.apex.amp.scaler import LossScaler
 
 
 class OptimWrapper:
-    """An optimizer with a scale for each of ``num_loss`` losses, which come in the same order in every step."""
+    """An optimizer with one scale for each of ``num_loss`` losses; each step has to scale them in the same order."""
 
     def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
         self._optimizer = optimizer
@@ -25,7 +25,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yields the scaled loss; at its end the gradients are unscaled."""
+        """Yields the scaled loss; the exit of the context unscales the gradients."""
         if isinstance(self._handle, NoOpHandle):
             yield loss
             return
@@ -41,7 +41,7 @@ class OptimWrapper:
             yield scaled
 
     def step(self, closure: Any = None) -> Any:
-        """Steps the optimizer, or leaves it out after an overflow."""
+        """Steps the optimizer; skips the step after an overflow."""
         if closure is not None:
             raise AmpError("Currently, Amp does not support closure use with optimizers. Call step without it")
         self._next = 0

@@ -1,8 +1,8 @@
-"""Recurrent networks under O1, which torch.autocast casts by itself."""
+"""apex's module for recurrent networks under O1; torch.autocast casts them."""
 
 from __future__ import annotations
 
 
 def has_old_rnns() -> bool:
-    """Returns whether torch's recurrent layers are those of before 1.0: no."""
+    """Returns False: torch's recurrent layers are not those of before torch 1.0."""
     return False

@@ -1,4 +1,4 @@
-"""apex's LossScaler: the names of one, the state of fabricamp's scaler on the device."""
+"""apex's LossScaler: its names, with the state of fabricamp's scaler on the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fabricamp.precision import loss_scaler as device_scaler
 from fabricamp.precision.gradients import values_of
 
 _FLOOR: Final = 2.0**-14
-"""Where a scale stops falling that was given no minimum: apex's went on to zero, and then divided by it."""
+"""The minimum of a scale without ``min_loss_scale``: apex's scale falls to zero, and is then divided by."""
 
 
 class LossScaler:
     """The scale of one loss, ``"dynamic"`` or a number.
 
-    What apex kept in Python numbers is in device memory here: reading ``loss_scale()`` or ``_unskipped`` waits for the device,
-    training does not.
+    apex keeps the state in Python numbers; here it is in device memory: reading ``loss_scale()`` or ``_unskipped`` waits for the
+    device, training does not.
 
     >>> scaler = LossScaler("dynamic", init_scale=2.0**8, max_loss_scale=2.0**10)
     >>> scaler.loss_scale()
@@ -55,7 +55,7 @@ class LossScaler:
     # -- where it is, and what scripts read and set of it ---------------------------------------------------------------------
 
     def place(self, device: torch.device) -> None:
-        """Moves to ``device``."""
+        """Moves the scaler to ``device``."""
         if self._moving is None:
             self.device = device
         elif device != self.device:
@@ -63,7 +63,7 @@ class LossScaler:
 
     @property
     def moving(self) -> device_scaler.LossScaler:
-        """The scaler on the device, of a dynamic scale."""
+        """The scaler on the device, for a dynamic scale."""
         if self._moving is None:
             self._moving = device_scaler.LossScaler(
                 self.device,
@@ -76,24 +76,24 @@ class LossScaler:
         return self._moving
 
     def _rebuild(self, device: torch.device) -> None:
-        """Another scaler with the options of now and the same state."""
+        """Replaces the scaler on the device by one with the current options and the same state."""
         state = self.state_dict()
         self.device, self._moving = device, None
         self._told.clear()
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns scale and backward passes since it last changed, as apex saves them; waits for the device."""
+        """Returns the scale and the number of backward passes since its last change, in apex's form; waits for the device."""
         return {"loss_scale": self.loss_scale(), "unskipped": self._unskipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave, or apex's ``amp.state_dict()`` holds of one scaler; a constant scale stays."""
+        """Loads the result of :meth:`state_dict`, or one scaler's entry of apex's ``amp.state_dict()``; a constant scale stays."""
         if self.dynamic:
             self._loss_scale = state["loss_scale"]
         self._unskipped = state["unskipped"]
 
     def loss_scale(self) -> float:
-        """Returns the scale of now; waits for the device."""
+        """Returns the current scale; waits for the device."""
         return self._loss_scale
 
     @property
@@ -162,7 +162,7 @@ class LossScaler:
 
     @property
     def is_one(self) -> bool:
-        """Whether the scale is, and stays, 1."""
+        """Whether the scale is constant and 1."""
         return not self.dynamic and self._constant == 1.0
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -173,16 +173,16 @@ class LossScaler:
 
     @property
     def factor(self) -> Tensor | float:
-        """The scale of now, on the device where it moves."""
+        """The current scale, a tensor on the device if it is dynamic."""
         return self.moving.state.scale if self.dynamic else self._constant
 
     @property
     def multiplier(self) -> Tensor | float:
-        """What gradients are multiplied by, once :meth:`look` has seen them."""
+        """The factor that unscales gradients; valid after :meth:`look`."""
         return self.moving.state.multiplier if self.dynamic else 1.0 / self._constant
 
     def look(self, gradients: Sequence[Tensor]) -> None:
-        """Finds out, on the device, whether scaled gradients are finite; a constant scale does not ask."""
+        """Checks on the device whether scaled gradients are finite; with a constant scale does nothing."""
         if not self.dynamic:
             return
         state = self.moving.state
@@ -197,7 +197,7 @@ class LossScaler:
             self._flag.copy_(state.found_inf)
 
     def clear_overflow_state(self) -> None:
-        """Forgets what :meth:`look` saw in a pass that :meth:`close` was not called for."""
+        """Clears the result of a :meth:`look` that no :meth:`close` followed."""
         self._has_overflow = False
         if self._flag is not None:
             self._flag.zero_()
@@ -207,10 +207,10 @@ class LossScaler:
             self.moving.state.bad_chunk.fill_(-1)
 
     def close(self, loss: Tensor | None, *, waits: bool, loss_id: int = 0) -> tuple[bool, bool]:
-        """Ends a backward pass: moves the scale and tells of overflows.
+        """Ends a backward pass: updates the scale and reports overflows.
 
-        Returns whether this pass overflowed (False too where nobody knows yet) and whether it cannot go on so.  ``waits``: the
-        host reads what became of this pass; else that of two passes ago.
+        Returns (whether this pass overflowed, whether training cannot continue); the first is False too if the host does not know
+        yet.  ``waits``: the host reads the status of this pass; otherwise that of two passes before.
         """
         if not self.dynamic:
             self._applied += 1
@@ -240,7 +240,7 @@ class LossScaler:
     # -- apex's own calls ------------------------------------------------------------------------------------------------------
 
     def update_scale(self) -> bool:
-        """Moves the scale by what ``_overflow_buf`` says, which it waits for; returns whether the step has to be skipped."""
+        """Updates the scale from ``_overflow_buf``, and waits for this flag; returns whether the step has to be skipped."""
         if not self.dynamic:
             self._applied += 1
             return False
@@ -259,7 +259,7 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Writes ``model_grads`` divided by the scale (or by ``scale_override``) into ``master_grads``, and looks for overflow."""
+        """Writes ``model_grads`` divided by the scale (or by ``scale_override``) into ``master_grads``, and checks for overflow."""
         if models_are_masters and self.is_one and scale_override is None:
             return
         self.look(model_grads)
@@ -275,7 +275,7 @@ class LossScaler:
     ) -> None:
         """Writes ``model_grads`` divided by the scale, plus ``stashed_master_grads``, into ``master_grads``.
 
-        ``scale_override``: the scales of the two that come in, and of what goes out.
+        ``scale_override``: the scales of ``model_grads``, of ``stashed_master_grads`` and of the result.
         """
         self.look(model_grads)
         alpha, beta = self.multiplier, 1.0
@@ -289,7 +289,7 @@ class LossScaler:
 
 
 def by_device(*columns: Sequence[Tensor]) -> Iterator[tuple[torch.device, list[list[Tensor]]]]:
-    """Yields the rows of several lists of tensors device by device, as lists again."""
+    """Yields (device, lists) for each device, where ``lists`` are ``columns`` with only the rows on that device."""
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(columns[0]):
         places.setdefault(tensor.device, []).append(place)
@@ -298,7 +298,7 @@ def by_device(*columns: Sequence[Tensor]) -> Iterator[tuple[torch.device, list[l
 
 
 def multiply(sources: Sequence[Tensor], destinations: Sequence[Tensor], multiplier: Tensor | float) -> None:
-    """Writes ``sources * multiplier`` into ``destinations``, whatever devices they are on."""
+    """Writes ``sources * multiplier`` into ``destinations``, on any devices."""
     for device, (some, into) in by_device(sources, destinations):
         ops.scale(some, into, _on(multiplier, device))
 
@@ -310,7 +310,7 @@ def add(
     alpha: Tensor | float,
     beta: float = 1.0,
 ) -> None:
-    """Writes ``alpha * sources + beta * others`` into ``destinations``, whatever devices they are on."""
+    """Writes ``alpha * sources + beta * others`` into ``destinations``, on any devices."""
     for device, (some, more, into) in by_device(sources, others, destinations):
         ops.axpby(_on(alpha, device), some, beta, more, into)
 

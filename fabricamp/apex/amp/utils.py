@@ -1,4 +1,4 @@
-"""Casts of single values: helpers that apex offered scripts."""
+"""Casts of single values that apex offers scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_nested(x: Any) -> bool:
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """Returns whether ``x`` is a floating tensor, or a list or tuple of nothing else."""
+    """Returns whether ``x`` is a floating tensor, or a list or tuple of floating tensors only."""
     if is_nested(x):
         return all(is_fp_tensor(one) for one in x)
     return isinstance(x, torch.Tensor) and x.is_floating_point()
@@ -42,7 +42,7 @@ def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
 def cast_to_model_type(x: Any) -> Any:
     """Returns ``x`` with its floating tensors, nested ones too, in the dtype that ``initialize`` gave the model; fp64 stays.
 
-    For what a half model's forward makes itself, and for weights of a loss.  At O1, and without amp, ``x`` is as it was.
+    Use it for tensors that a half model's forward creates, and for weights of a loss.  Returns ``x`` itself at O1 and without amp.
     """
     properties = _amp_state.__dict__.get("opt_properties")
     dtype = None if properties is None else properties.cast_model_type
@@ -50,7 +50,7 @@ def cast_to_model_type(x: Any) -> Any:
 
 
 def casted_args(cast_fn: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Returns ``args`` with ``cast_fn`` applied to what is floating; ``kwargs`` are changed in place."""
+    """Returns ``args`` with ``cast_fn`` applied to floating tensors; does the same to ``kwargs`` in place."""
     for key, value in kwargs.items():
         if is_fp_tensor(value):
             kwargs[key] = cast_fn(value)

@@ -1,4 +1,4 @@
-"""Functions that cast what they are called with, while O1 is on."""
+"""Replaces functions by ones that cast their arguments while O1 is on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fabricamp.precision.autocast import float_function, half_function, promote_
 
 
 class BannedError(ConfigError, NotImplementedError):
-    """A function that is not safe on half values."""
+    """A function was called that is not safe on half values."""
 
 
 def make_cast_wrapper(
     orig_fn: Callable[..., Any], cast_fn: Callable[..., Any], handle: Any, try_caching: bool = False
 ) -> Callable[..., Any]:
-    """Returns ``orig_fn`` with arguments that go through ``cast_fn`` while ``handle`` is active."""
+    """Returns a wrapper of ``orig_fn`` that applies ``cast_fn`` to its arguments while ``handle`` is active."""
     from fabricamp.apex.amp.utils import casted_args
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -34,18 +34,21 @@ def make_cast_wrapper(
 def cached_cast(
     mod: Any, fn: str, cast_fn: Callable[..., Any], handle: Any, try_caching: bool = False, verbose: bool = False
 ) -> None:
-    """Makes ``mod.fn`` take half or fp32 tensors (``utils.maybe_half``, ``utils.maybe_float``) until ``handle`` ends."""
+    """Makes ``mod.fn`` cast its arguments by ``cast_fn``, ``utils.maybe_half`` or ``utils.maybe_float``, until ``handle`` ends."""
     rule = float_function if getattr(cast_fn, "__name__", "") == "maybe_float" else half_function
     _replace(mod, fn, rule, handle)
 
 
 def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Makes ``mod.fn`` take the widest dtype of its arguments until ``handle`` ends."""
+    """Makes ``mod.fn`` cast its arguments to their widest dtype until ``handle`` ends."""
     _replace(mod, fn, promote_function, handle)
 
 
 def err_if_any_half(mod: Any, fn: str, handle: Any, custom_err_msg: str | None = None) -> None:
-    """Makes the in-place function ``mod.fn`` refuse half tensors until ``handle`` ends, with ``custom_err_msg`` where given."""
+    """Makes the in-place function ``mod.fn`` raise BannedError for half tensors until ``handle`` ends.
+
+    ``custom_err_msg`` replaces the error message.
+    """
     message = custom_err_msg or (
         f"Cannot call in-place function {fn} with fp16 arguments, whose results it would round; call {fn[:-1]}, which gives fp32"
     )
@@ -59,7 +62,7 @@ def err_if_any_half(mod: Any, fn: str, handle: Any, custom_err_msg: str | None =
 
 
 def err_if_arg0_half(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Makes the in-place method ``mod.fn`` refuse to write into half tensors until ``handle`` ends."""
+    """Makes the in-place method ``mod.fn`` raise BannedError for a half first argument until ``handle`` ends."""
     message = (
         f"Cannot call in-place method {fn} on fp16 Tensors, which it would round; call {fn[:-1]}, which gives fp32, or bring the "
         "tensor to fp32 before"
@@ -74,7 +77,7 @@ def err_if_arg0_half(mod: Any, fn: str, handle: Any, verbose: bool = False) -> N
 
 
 def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
-    """Makes the other arguments of the in-place method ``mod.fn`` come in the dtype of the first until ``handle`` ends."""
+    """Makes the in-place method ``mod.fn`` cast its other arguments to the dtype of the first until ``handle`` ends."""
 
     def match(args: Any) -> Any:
         first, *others = args
@@ -86,7 +89,7 @@ def promote_match_arg0(mod: Any, fn: str, handle: Any, verbose: bool = False) ->
 
 
 def _is_cast_to_half(value: Any) -> bool:
-    """Whether ``value`` is of the dtype that functions are cast to, where they are."""
+    """Returns whether autocast is on and ``value`` is a tensor of autocast's dtype."""
     if not isinstance(value, torch.Tensor):
         return False
     kind = value.device.type

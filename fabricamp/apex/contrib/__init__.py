@@ -1,4 +1,4 @@
-"""The parts of apex.contrib that scripts still use."""
+"""The modules of apex.contrib that scripts still use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""apex's tools for half models in scripts that convert, scale and keep masters themselves."""
+"""apex's tools for scripts that convert a model to half, scale the loss and keep masters themselves."""
 
 from fabricamp.apex.fp16_utils.fp16_optimizer import FP16_Optimizer as FP16_Optimizer
 from fabricamp.apex.fp16_utils.fp16util import BN_convert_float as BN_convert_float

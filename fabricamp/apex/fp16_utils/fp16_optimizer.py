@@ -1,4 +1,4 @@
-"""apex's FP16_Optimizer: masters and a loss scale around any optimizer of a half model."""
+"""apex's FP16_Optimizer: adds masters and a loss scale to any optimizer of a half model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fabricamp.precision.master_weights import round_to
 
 
 class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
-    """``init_optimizer`` over fp32 masters of the half weights that it was built with; call ``backward(loss)`` on this.
+    """Wraps ``init_optimizer``, which then updates fp32 masters of its half weights; call ``backward(loss)`` on the wrapper.
 
-    ``dynamic_loss_scale`` with ``dynamic_loss_args`` (those of :class:`DynamicLossScaler`), or ``static_loss_scale``.  The host
-    reads whether gradients overflowed.  It is an ``Optimizer`` for schedulers.
+    Use ``dynamic_loss_scale`` with ``dynamic_loss_args`` (those of :class:`DynamicLossScaler`), or ``static_loss_scale``.  The host
+    reads whether gradients overflowed.  The wrapper is an ``Optimizer``, so that schedulers accept it.
 
     >>> model = torch.nn.Linear(2, 1).half()
     >>> optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.5), static_loss_scale=128.0, verbose=False)
@@ -44,7 +44,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        # Not Optimizer.__init__, which would make groups of its own; this one sets up the hooks of a step.
+        # Not Optimizer.__init__, which would create separate groups; __setstate__ sets up the hooks of a step.
         super().__setstate__({"optimizer": init_optimizer})
         self.verbose = verbose
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
@@ -59,20 +59,20 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
         self.binding = Binding(init_optimizer, self._masters, Blame(init_optimizer, 0), sums=False, exchanged=False)
 
     def _convert(self, parameters: list[Tensor]) -> None:
-        """Takes note of the fp32 values of half ``parameters``."""
+        """Makes fp32 masters of half ``parameters``."""
         for one in parameters:
             if one.dtype in HALF_DTYPES:
                 self._masters.convert([one], one.dtype)
 
     def maybe_print(self, msg: str) -> None:
-        """Prints ``msg`` where ``verbose`` is set."""
+        """Prints ``msg`` if ``verbose`` is set."""
         if self.verbose:
-            print(msg)  # where apex's messages go
+            print(msg)  # on stdout, as in apex
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803  # apex's name
-        """Zeroes the gradients, or forgets them; masters forget theirs."""
+        """Zeroes the gradients, or sets them to None; sets those of masters to None."""
         for holder, target in zip(self.binding.holders, self.binding.targets, strict=True):
             if holder is not target:
                 target.grad = None
@@ -89,7 +89,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Writes unscaled gradients into ``.grad`` of the masters, and looks for overflow."""
+        """Writes unscaled gradients into ``.grad`` of the masters, and checks for overflow."""
         gathered = self.binding.gather(IN_PLACE)
         if self.dynamic_loss_scale:
             self.overflow = self.loss_scaler.has_overflow([one.holder for one in gathered])
@@ -101,13 +101,13 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
             ops.scale([source for source, _ in here], [to for _, to in here], 1.0 / self.loss_scale)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Limits the norm of the masters' gradients; returns what it was, -1 after an overflow."""
+        """Clips the norm of the masters' gradients; returns the norm before clipping, or -1 after an overflow."""
         if self.overflow:
             return -1
         return clip_grad_norm(owned_parameters(self), max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps, or leaves the step out after an overflow; ``closure`` runs forward and ``backward(loss)`` of this object."""
+        """Steps the optimizer, or skips after an overflow; ``closure`` runs forward and ``backward(loss)`` of this object."""
         scale = self.loss_scaler.loss_scale
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
@@ -160,7 +160,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
     # -- state -----------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns scale, masters and the optimizer's state: tensors, numbers, strings, lists and dicts."""
+        """Returns the scale, the masters and the optimizer's state, as tensors, numbers, strings, lists and dicts."""
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -172,7 +172,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` gave, or apex's, which holds the scaler as an object."""
+        """Loads the result of :meth:`state_dict`, or apex's, which holds the scaler as an object."""
         saved = state_dict["loss_scaler"]
         self.loss_scaler = DynamicLossScaler() if state_dict["dynamic_loss_scale"] else LossScaler()
         vars(self.loss_scaler).update(saved if isinstance(saved, dict) else vars(saved))
@@ -199,7 +199,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """The factor that losses are multiplied by."""
         return self.loss_scaler.loss_scale
 
     @loss_scale.setter
@@ -208,7 +208,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer inside."""
+        """The state of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -217,7 +217,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     @property
     def param_groups(self) -> Any:
-        """The groups of the optimizer inside, with masters."""
+        """The parameter groups of the wrapped optimizer, with masters."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -226,7 +226,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     @property
     def defaults(self) -> Any:  # type: ignore[override]  # never set here
-        """The defaults of the optimizer inside."""
+        """The defaults of the wrapped optimizer."""
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Half models, and masters in lists of a script's own."""
+"""Half models, and master parameters in lists that the script keeps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
 
 class tofp16(nn.Module):  # noqa: N801  # apex's name
-    """Brings its input to fp16."""
+    """A module that casts its input to fp16."""
 
     def forward(self, value: Tensor) -> Tensor:
         """Returns ``value`` in fp16."""
@@ -25,7 +25,7 @@ class tofp16(nn.Module):  # noqa: N801  # apex's name
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802  # apex's name
-    """Brings every BatchNorm with weights in ``module`` to fp32, in place; returns ``module``."""
+    """Casts every BatchNorm with weights in ``module`` to fp32, in place; returns ``module``."""
     for one in module.modules():
         if isinstance(one, AnyBatchNorm) and one.affine:
             one.float()
@@ -33,12 +33,12 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802  # apex's na
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Returns ``network`` in fp16, its BatchNorms in fp32, behind a cast of its input."""
+    """Returns ``network`` in fp16 with fp32 BatchNorms, preceded by a module that casts the input."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Brings the floating parameters (with gradients) and buffers of ``module`` itself to ``dtype``."""
+    """Casts the floating parameters (with gradients) and buffers of ``module`` itself, not of submodules, to ``dtype``."""
     for tensor in own_tensors(module):
         if not tensor.is_floating_point():
             continue
@@ -48,7 +48,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Brings ``network`` to ``dtype`` in place, except BatchNorms with weights; returns it."""
+    """Casts ``network`` to ``dtype`` in place, except BatchNorms with weights; returns ``network``."""
     for module in network.modules():
         if isinstance(module, AnyBatchNorm) and module.affine:
             continue
@@ -59,7 +59,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """``network`` in fp16, BatchNorms in fp32, whose positional inputs are cast."""
+    """Wraps ``network`` in fp16 with fp32 BatchNorms; casts its positional inputs to fp16."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class FP16Model(nn.Module):
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the parameters that are trained, and fp32 masters of them; with ``flat_master`` one for all."""
+    """Returns the trained parameters and their fp32 masters; with ``flat_master`` one flat master for all."""
     model_params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:
         masters: list[Tensor] = [nn.Parameter(parameter.detach().clone().float()) for parameter in model_params]
@@ -112,7 +112,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Rounds masters into the parameters of their model."""
+    """Copies masters into the parameters of their model, rounded to the parameters' dtype."""
     masters = [master.detach() for master in master_params]
     if flat_master:
         pieces = masters[0].split([parameter.numel() for parameter in model_params])
@@ -121,6 +121,6 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: Any) -> float:
-    """Returns the number in ``t``, a tensor of one or a sequence; waits for the device."""
+    """Returns the value of a one-element tensor, or the first item of a sequence; waits for the device."""
     number: float = t.item() if hasattr(t, "item") else t[0]
     return number

@@ -1,4 +1,4 @@
-"""Loss scales in Python numbers, for scripts that ask and update them by hand."""
+"""Loss scalers with Python numbers, for scripts that call and update them by hand."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from fabricamp.precision.gradients import values_of
 
 
 class LossScaler:
-    """A scale that stays."""
+    """A constant loss scale."""
 
     def __init__(self, scale: float = 1) -> None:
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Returns False: nobody asks."""
+        """Returns False: a constant scale is not checked for overflow."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Changes nothing."""
+        """Does nothing."""
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The factor that the loss is multiplied by."""
         return self.cur_scale
 
     def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
-        """Returns ``grad_in`` times the scale: a backward hook."""
+        """A backward hook: returns ``grad_in`` times the scale."""
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -68,7 +68,7 @@ class DynamicLossScaler(LossScaler):
         return not bool(torch.isfinite(ops.gradient_statistics(tensors, one).sum()))
 
     def update_scale(self, overflow: bool) -> None:
-        """Moves the scale by what became of a pass."""
+        """Updates the scale after a pass."""
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1)
             self.last_overflow_iter = self.cur_iter

@@ -1,4 +1,4 @@
-"""Dense layers, through torch's linear: cuBLAS adds the bias in the same pass there."""
+"""Dense layers through torch's linear, in which cuBLAS adds the bias in the same pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fused_dense_gelu_dense_function(
     weight2: Tensor,
     bias2: Tensor,
 ) -> Tensor:
-    """Returns a dense layer of GELU (the tanh form, as cuBLAS has it) of a dense layer of ``input``."""
+    """Returns dense(gelu(dense(input))), with the tanh form of GELU, as in cuBLAS."""
     return F.linear(F.gelu(F.linear(input, weight1, bias1), approximate="tanh"), weight2, bias2)
 
 
@@ -42,7 +42,7 @@ class FusedDense(nn.Linear):
 
 
 class FusedDenseGeluDense(nn.Module):
-    """Linear, GELU (tanh form), linear; with ``weight1, bias1, weight2, bias2``.
+    """Linear, GELU (tanh form), linear; the parameters are ``weight1, bias1, weight2, bias2``.
 
     >>> import torch
     >>> FusedDenseGeluDense(4, 8, 2)(torch.zeros(3, 4)).shape
@@ -64,5 +64,5 @@ class FusedDenseGeluDense(nn.Module):
         self.weight2, self.bias2 = second.weight, second.bias
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # apex's name
-        """Returns what the second layer gives for ``input`` of shape (..., in_features)."""
+        """Returns the output of the second layer for ``input`` of shape (..., in_features)."""
         return fused_dense_gelu_dense_function(input, self.weight1, self.bias1, self.weight2, self.bias2)

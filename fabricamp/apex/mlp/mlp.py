@@ -1,4 +1,4 @@
-"""Linear layers with one activation behind each of them."""
+"""Linear layers with an activation after each of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ACTIVATIONS: Final = ("none", "relu", "sigmoid")
 
 
 class MlpFunction:
-    """``MlpFunction.apply(bias, activation, input, *weights, *biases)``; autograd goes through torch's own operations.
+    """``MlpFunction.apply(bias, activation, input, *weights, *biases)``; autograd runs through torch's operations.
 
     ``bias`` says whether there are biases; ``activation`` is 0 (none), 1 (relu) or 2 (sigmoid).
     """
 
     @staticmethod
     def apply(bias: int | bool, activation: int, *args: Tensor) -> Tensor:
-        """Returns what the last layer gives."""
+        """Returns the output of the last layer."""
         value, rest = args[0], args[1:]
         layers = len(rest) // 2 if bias else len(rest)
         biases: Sequence[Tensor | None] = rest[layers:] if bias else [None] * layers
@@ -37,13 +37,13 @@ class MlpFunction:
 
 
 def mlp_function(bias: int | bool, activation: int, *args: Tensor) -> Tensor:
-    """Returns what :class:`MlpFunction` does, in autocast's dtype where it is on."""
+    """Returns the output of :class:`MlpFunction`, in autocast's dtype if autocast is on."""
     result: Tensor = MlpFunction.apply(bias, activation, *_cast_if_autocast_enabled(*args))
     return result
 
 
 class MLP(nn.Module):
-    """Linear layers of ``mlp_sizes`` (input first), each followed by ``activation``, the last one too.
+    """Linear layers with the sizes ``mlp_sizes`` (input first); each, also the last, is followed by ``activation``.
 
     >>> MLP([4, 8, 2])(torch.zeros(3, 4)).shape
     torch.Size([3, 2])
@@ -64,25 +64,25 @@ class MLP(nn.Module):
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """One per layer, called ``weight_0`` and so on."""
+        """The weights, one per layer, named ``weight_0`` and so on."""
         return [getattr(self, f"weight_{layer}") for layer in range(self.num_layers)]
 
     @property
     def biases(self) -> list[nn.Parameter]:
-        """One per layer, called ``bias_0`` and so on; none without ``bias``."""
+        """The biases, one per layer, named ``bias_0`` and so on; empty without ``bias``."""
         return [getattr(self, f"bias_{layer}") for layer in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew."""
+        """Initialises the parameters at random."""
         for weight in self.weights:
             nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
         for bias in self.biases:
             nn.init.normal_(bias, 0.0, math.sqrt(1.0 / len(bias)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # apex's name
-        """Returns what the last layer gives for ``input`` of shape (N, sizes[0])."""
+        """Returns the output of the last layer for ``input`` of shape (N, sizes[0])."""
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:
-        """What ``print`` says of it."""
+        """Returns the description that ``print`` shows."""
         return f"MLP sizes: {list(self.mlp_sizes)}, Bias={self.bias}, activation={_ACTIVATIONS[self.activation]}"

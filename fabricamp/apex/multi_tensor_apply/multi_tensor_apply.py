@@ -1,4 +1,4 @@
-"""What apex's callers of ``amp_C`` go through."""
+"""apex's class that calls functions of ``amp_C``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class MultiTensorApply:
-    """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``; always available, since nothing has to be compiled.
+    """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``; it is always available, because no extension is needed.
 
     >>> import torch
     >>> from fabricamp.apex._extensions import amp_C
@@ -29,10 +29,10 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Raises nothing: there is no extension that could be missing."""
+        """Does nothing: there is no extension that could be missing."""
 
     def __call__(
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: list[list[Tensor]], *args: Any
     ) -> Any:
-        """Returns what ``op`` does."""
+        """Returns the result of ``op``."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

@@ -1,4 +1,4 @@
-"""The norms of apex: its names, its order of arguments, its defaults; as functions, modules and autograd functions."""
+"""apex's norms, with its names, order of arguments and defaults, as functions, modules and autograd functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def supports_custom_op() -> bool:
-    """Returns True: the norms are operations that torch.compile knows."""
+    """Returns True: the norms are custom operators that torch.compile supports."""
     return True
 
 
@@ -28,7 +28,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns the LayerNorm of ``input`` in its own dtype."""
+    """Returns the LayerNorm of ``input`` in the input's dtype."""
     return layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient)
 
 
@@ -38,7 +38,7 @@ def fused_layer_norm(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns the LayerNorm of ``input`` in its own dtype, without parameters."""
+    """Returns the LayerNorm of ``input`` without parameters, in the input's dtype."""
     return layer_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
 
@@ -62,7 +62,7 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns the RMSNorm of ``input`` in its own dtype."""
+    """Returns the RMSNorm of ``input`` in the input's dtype."""
     return rms_norm(input, normalized_shape, weight, eps, memory_efficient=memory_efficient)
 
 
@@ -72,7 +72,7 @@ def fused_rms_norm(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns the RMSNorm of ``input`` in its own dtype, without parameters."""
+    """Returns the RMSNorm of ``input`` without parameters, in the input's dtype."""
     return rms_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
 
@@ -94,58 +94,58 @@ def manual_rms_norm(
     weight: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Returns the RMSNorm of ``input`` by torch's own operations; half weights give an output of their dtype."""
+    """Returns the RMSNorm of ``input`` by torch's operations, in the dtype of ``weight`` if there is one, else of ``input``."""
     dtype = input.dtype if weight is None else weight.dtype
     return rms_norm_reference(input, normalized_shape, weight, eps, dtype=dtype)
 
 
 class FusedLayerNorm(norms.FusedLayerNorm):
-    """:class:`fabricamp.nn.FusedLayerNorm` by apex's name."""
+    """:class:`fabricamp.nn.FusedLayerNorm` under apex's name."""
 
 
 class FusedRMSNorm(norms.FusedRMSNorm):
-    """:class:`fabricamp.nn.FusedRMSNorm` by apex's name."""
+    """:class:`fabricamp.nn.FusedRMSNorm` under apex's name."""
 
 
 class MixedFusedLayerNorm(norms.MixedFusedLayerNorm, FusedLayerNorm):
-    """:class:`fabricamp.nn.MixedFusedLayerNorm` by apex's name."""
+    """:class:`fabricamp.nn.MixedFusedLayerNorm` under apex's name."""
 
 
 class MixedFusedRMSNorm(norms.MixedFusedRMSNorm, FusedRMSNorm):
-    """:class:`fabricamp.nn.MixedFusedRMSNorm` by apex's name."""
+    """:class:`fabricamp.nn.MixedFusedRMSNorm` under apex's name."""
 
 
 class FusedLayerNormAffineFunction(NormFunction):
-    """:func:`fused_layer_norm_affine`."""
+    """The autograd function of :func:`fused_layer_norm_affine`."""
 
     apply = staticmethod(fused_layer_norm_affine)
 
 
 class FusedLayerNormFunction(NormFunction):
-    """:func:`fused_layer_norm`."""
+    """The autograd function of :func:`fused_layer_norm`."""
 
     apply = staticmethod(fused_layer_norm)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(NormFunction):
-    """:func:`mixed_dtype_fused_layer_norm_affine`."""
+    """The autograd function of :func:`mixed_dtype_fused_layer_norm_affine`."""
 
     apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
 
 class FusedRMSNormAffineFunction(NormFunction):
-    """:func:`fused_rms_norm_affine`."""
+    """The autograd function of :func:`fused_rms_norm_affine`."""
 
     apply = staticmethod(fused_rms_norm_affine)
 
 
 class FusedRMSNormFunction(NormFunction):
-    """:func:`fused_rms_norm`."""
+    """The autograd function of :func:`fused_rms_norm`."""
 
     apply = staticmethod(fused_rms_norm)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(NormFunction):
-    """:func:`mixed_dtype_fused_rms_norm_affine`."""
+    """The autograd function of :func:`mixed_dtype_fused_rms_norm_affine`."""
 
     apply = staticmethod(mixed_dtype_fused_rms_norm_affine)

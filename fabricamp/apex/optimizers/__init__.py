@@ -1,4 +1,4 @@
-"""apex's fused optimizers: fabricamp's, with apex's layout of state besides and the attributes that scripts read."""
+"""apex's fused optimizers: fabricamp's, with apex's state layout in addition, and the attributes that scripts read."""
 
 from fabricamp.apex.optimizers.fused_adagrad import FusedAdagrad
 from fabricamp.apex.optimizers.fused_adam import FusedAdam

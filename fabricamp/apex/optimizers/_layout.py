@@ -1,4 +1,4 @@
-"""apex's layout of an optimizer: ``step`` in the parameter groups, and attributes that scripts read."""
+"""apex's layout of an optimizer: ``step`` in the parameter groups, and the attributes that scripts read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fabricamp.optimizers.rows import Part
 
 
 class OverflowBuffer:
-    """Gives an optimizer ``_dummy_overflow_buf``, the flag that apex's optimizers passed to ``amp_C``."""
+    """Gives an optimizer ``_dummy_overflow_buf``, the flag that apex's optimizers pass to ``amp_C``."""
 
     param_groups: list[dict[str, Any]]
 
@@ -24,10 +24,10 @@ class OverflowBuffer:
 
 
 class StepInGroup(OverflowBuffer, FusedOptimizer):
-    """Shows the step of a group as ``group["step"]`` too, as apex does; it is counted for each parameter all the same.
+    """Adds ``group["step"]`` as in apex; the steps themselves are counted per parameter.
 
-    The entry is a 0-dim tensor, the count of the group's first parameter that has state: skipped steps are not in it, and reading
-    it waits for the device.  ``state_dict()`` has an int there, the largest of the group.
+    The entry is a 0-dim tensor, the count of the group's first parameter with state: it does not count skipped steps, and reading
+    it waits for the device.  In ``state_dict()`` it is an int, the largest count of the group.
     """
 
     def _build(self, *arguments: Any) -> list[Part]:
@@ -57,6 +57,6 @@ class StepInGroup(OverflowBuffer, FusedOptimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back its own state, apex's, or that of torch's optimizer of the same rule."""
+        """Loads a state of this class, of apex's, or of torch's optimizer with the same rule."""
         super().load_state_dict(state_dict)
         self._show_steps()

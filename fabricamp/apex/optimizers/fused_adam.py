@@ -26,7 +26,7 @@ class FusedAdam(StepInGroup, optimizers.FusedAdam):
 
     @property
     def param_groups_master(self) -> list[dict[str, Any]] | None:
-        """The masters in the places of their parameters, None without ``master_weights``."""
+        """The parameter groups with masters in place of the parameters; None without ``master_weights``."""
         if not self.master_weights:
             return None
         return [
@@ -45,8 +45,8 @@ class FusedAdam(StepInGroup, optimizers.FusedAdam):
     ) -> Any:
         """Updates the parameters that have a gradient; returns what ``closure`` returned.
 
-        ``grad_scaler`` is accepted: torch's, which then decides on this step.  It is not spelled out in the signature because a
-        GradScaler that finds it there warns, and hands itself over instead of what it has found.
+        ``grad_scaler``, torch's GradScaler, is accepted and then decides on this step.  It is not in the signature: a GradScaler
+        that finds the argument there warns, and passes itself instead of its result.
         """
         grad_scaler = options.pop("grad_scaler", None)
         if options:
@@ -56,5 +56,5 @@ class FusedAdam(StepInGroup, optimizers.FusedAdam):
         if grad_scaler is not None and grad_scaler.is_enabled():
             return grad_scaler.step(self)
         if not (grads is output_params is scale is grad_norms is None):
-            return super().step(closure, grads, output_params, scale, grad_norms)  # which refuses them
-        return FusedOptimizer.step(self, closure)  # the other has hooks around it, which have been called already
+            return super().step(closure, grads, output_params, scale, grad_norms)  # raises for these arguments
+        return FusedOptimizer.step(self, closure)  # the parent's step would call the hooks again

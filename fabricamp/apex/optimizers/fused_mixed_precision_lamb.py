@@ -4,4 +4,4 @@ from fabricamp import optimizers
 
 
 class FusedMixedPrecisionLamb(optimizers.FusedMixedPrecisionLamb):
-    """:class:`fabricamp.optimizers.FusedMixedPrecisionLamb` by apex's name."""
+    """:class:`fabricamp.optimizers.FusedMixedPrecisionLamb` under apex's name."""

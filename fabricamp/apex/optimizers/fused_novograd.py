@@ -14,7 +14,7 @@ from fabricamp.apex.optimizers._layout import StepInGroup
 class FusedNovoGrad(StepInGroup, optimizers.FusedNovoGrad):
     """:class:`fabricamp.optimizers.FusedNovoGrad` with apex's layout.
 
-    ``state_dict()`` has the norms of a group as ``exp_avg_sq`` too: those of fp16 parameters, and of the others.
+    ``state_dict()`` has the norms of a group in ``exp_avg_sq`` too: [those of fp16 parameters, those of the others].
     """
 
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)

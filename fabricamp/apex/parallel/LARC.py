@@ -1,7 +1,7 @@
-"""LARC where apex had it: in a module of its own name, which is what ``apex.parallel.LARC`` is."""
+"""apex's module of LARC: as in apex, ``apex.parallel.LARC`` is this module."""
 
 from fabricamp import optimizers
 
 
 class LARC(optimizers.LARC):
-    """:class:`fabricamp.optimizers.LARC` by apex's name."""
+    """:class:`fabricamp.optimizers.LARC` under apex's name."""

@@ -30,7 +30,7 @@ Module = TypeVar("Module", bound="AnyModule")
 def convert_syncbn_model(
     module: Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
 ) -> Module:
-    """:func:`fabricamp.nn.convert_syncbn_model`, with layers that are this package's :class:`SyncBatchNorm`."""
+    """Does the same as :func:`fabricamp.nn.convert_syncbn_model`, with layers of this package's class :class:`SyncBatchNorm`."""
     result = nn.convert_syncbn_model(module, process_group, channel_last)
     for layer in result.modules():
         if type(layer) is nn.SyncBatchNorm:

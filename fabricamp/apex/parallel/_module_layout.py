@@ -1,4 +1,4 @@
-"""Where the gradients of a module travel, laid out anew as its parameters change: scripts tell nobody that they do."""
+"""The flat memory for exchanging a module's gradients; it is rebuilt when parameters change, which scripts do without notice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_FLATS: Final = 4
 
 
 class ModuleLayout:
-    """The flat memory for a module's gradients, laid out anew where its parameters have changed."""
+    """The flat memory for a module's gradients; :meth:`refresh` rebuilds it if the parameters have changed."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ModuleLayout:
     ) -> None:
         self._module = module
         self._transport = transport
-        indices_of_triggers(triggers, module, ())  # an unknown one is found at once
+        indices_of_triggers(triggers, module, ())  # raises for an unknown trigger at once
         self._place = rank, world_size
         self._message_size = message_size
         self._triggers = triggers
@@ -51,11 +51,11 @@ class ModuleLayout:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self._parameters[0].device if self._parameters else torch.device("cpu")
 
     def refresh(self) -> FlatGradients:
-        """Takes in parameters that came, were frozen, unfrozen or cast since; on every rank the same ones."""
+        """Returns the flat memory, rebuilt if parameters were added, frozen, unfrozen or cast; every rank has to do the same."""
         if self.stale or self._registered != registrations.count:
             self._registered, self.stale = registrations.count, False
             parameters = list(self._module.parameters())
@@ -69,7 +69,7 @@ class ModuleLayout:
         return self.flat
 
     def _flat_of(self, kinds: tuple[Any, ...]) -> tuple[FlatGradients, Differences]:
-        """Returns what was laid out before where networks are frozen and unfrozen by turns, as scripts for GANs do."""
+        """Returns the flat memory for ``kinds``, from a cache if possible: GAN scripts freeze and unfreeze networks in turn."""
         known = self._flats.get(kinds)
         if known is None:
             if len(self._flats) == _MOST_FLATS:
@@ -87,7 +87,7 @@ class ModuleLayout:
         return known
 
     def exchange(self) -> None:
-        """Averages every ``.grad`` now."""
+        """Averages every ``.grad`` over all ranks now."""
         flat = self.flat
         assert flat is not None
         flat.write_back(flat.exchange())
@@ -97,7 +97,7 @@ class ModuleLayout:
 
 
 class _Registrations:
-    """Counts the parameters and modules that any module was given, so that new ones are noticed without a search."""
+    """Counts the registrations of parameters and submodules in any module, to notice new ones without a search."""
 
     def __init__(self) -> None:
         self.count = 0

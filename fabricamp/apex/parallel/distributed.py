@@ -1,4 +1,4 @@
-"""apex's DistributedDataParallel and Reducer, for training scripts with a loop of their own, and the helpers beside them."""
+"""apex's DistributedDataParallel and Reducer, for training scripts with their own loop, and related helpers."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ _WITHOUT_MEANING: Final = (
     "gradient_as_bucket_view",
     "static_graph",
 )
-"""Arguments of torch's class: batches are moved by the script, and the rest is always so or never needed here."""
+"""Arguments of torch's class without effect: the script moves batches, and the others are always on or not needed here."""
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps ``module`` so that backward leaves gradients averaged over all processes in ``.grad``.
+    """Wraps ``module`` so that after backward ``.grad`` holds gradients averaged over all processes.
 
-    Messages of ``message_size`` elements leave while backward runs (or each as one of ``allreduce_trigger_params`` has its
-    gradient); with ``delay_allreduce`` everything leaves at its end.  Parameters and buffers start as rank 0's.  Keywords of
-    torch's class of this name are taken too.
+    Messages of ``message_size`` elements are sent during backward (or each when one of ``allreduce_trigger_params`` has its
+    gradient); with ``delay_allreduce`` everything is sent at the end of backward.  The constructor broadcasts rank 0's parameters
+    and buffers.  Keywords of torch's class of this name are accepted too.
 
     >>> model = DistributedDataParallel(nn.Linear(2, 1), delay_allreduce=True)  # doctest: +SKIP
     """
@@ -112,7 +112,7 @@ class DistributedDataParallel(nn.Module):
             self._open_lanes()
 
     def _open(self) -> None:
-        """Makes what belongs to this process: a copy or pickle of the wrapper has its own."""
+        """Creates the state that is not copied: a copy or pickle of the wrapper creates its own."""
         self._layout = ModuleLayout(
             self.module,
             self.transport,
@@ -129,7 +129,8 @@ class DistributedDataParallel(nn.Module):
         self._handles: list[RemovableHandle] = []
 
     def _open_lanes(self) -> None:
-        # Not for a copy before it trains: one rank alone may make one, to average weights, and all have to open a group.
+        # A copy opens its lanes only when it trains: one rank alone may make a copy, to average weights, but all ranks have to
+        # open a group together.
         device = next((one.device for one in self.module.parameters()), torch.device("cpu"))
         # Other wrapped modules use the default group too.
         self._lanes = lanes_for(self.num_allreduce_streams, self.allreduce_communicators, device, default=False)
@@ -163,7 +164,7 @@ class DistributedDataParallel(nn.Module):
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; a backward through what it returns exchanges gradients."""
+        """Calls the module; a backward through the returned output exchanges gradients."""
         if self.world_size == 1:
             return self.module(*args, **kwargs)
         if self.broadcast_buffers and self._enabled:
@@ -176,7 +177,7 @@ class DistributedDataParallel(nn.Module):
         return output
 
     def _follow_layout(self) -> bool:
-        """Takes in what has changed in the parameters; returns whether there are any to train."""
+        """Rebuilds the layout and the overlap if parameters have changed; returns whether any parameter is trained."""
         flat = self._layout.refresh()
         overlap = self._overlap
         if self._overlaps and (overlap is None or overlap.flat is not flat):
@@ -188,7 +189,7 @@ class DistributedDataParallel(nn.Module):
         return bool(flat.messages)
 
     def _listen_to_parameters(self) -> None:
-        """For a module whose output shows no tensors: any gradient says that a backward runs."""
+        """Registers hooks that detect a backward by any gradient, for a module with an output in which no tensors are found."""
         for handle in self._handles:
             handle.remove()
         self._handles = [
@@ -198,16 +199,16 @@ class DistributedDataParallel(nn.Module):
         ]
 
     def enable_allreduce(self) -> None:
-        """Lets forwards from now on be followed by an exchange."""
+        """Turns the exchange on, for forwards from now on."""
         self._enabled = True
 
     def disable_allreduce(self) -> None:
-        """Leaves the gradients of forwards from now on local: all micro-batches of a step but the last."""
+        """Turns the exchange off, for forwards from now on: for all micro-batches of a step but the last."""
         self._enabled = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context whose forwards leave gradients local."""
+        """Returns a context in which forwards are not followed by an exchange."""
         before, self._enabled = self._enabled, False
         try:
             yield
@@ -216,12 +217,12 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether forwards of now are followed by an exchange; by the name that it has in torch's class."""
+        """Whether forwards are followed by an exchange at present; the name is that of torch's class."""
         return self._enabled
 
     @property
     def needs_refresh(self) -> bool:
-        """Set it where parameters came in a way that cannot be noticed; the next forward then looks at all of them."""
+        """Set it to True after parameters were added in a way that is not noticed; the next forward then looks at all of them."""
         return self._layout.stale
 
     @needs_refresh.setter
@@ -230,12 +231,12 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def allreduce_buffers(self) -> list[Tensor]:
-        """The flat tensors that ``.grad`` are views of, where ``retain_allreduce_buffers`` was given."""
+        """The flat tensors that ``.grad`` are views of; empty without ``retain_allreduce_buffers``."""
         flat = self._layout.flat
         return [] if flat is None or not self.retain_allreduce_buffers else [one.result for one in flat.messages]
 
     def _begin(self) -> None:
-        """Called as a backward begins: its end is the time to receive."""
+        """Starts the exchange of a backward, and schedules :meth:`_finish` for its end; runs once per backward."""
         task = current_backward()
         if task == self._task:
             return
@@ -259,7 +260,7 @@ class DistributedDataParallel(nn.Module):
 class Reducer:
     """Averages gradients over all processes when :meth:`reduce` is called: those of a module's parameters, or given tensors.
 
-    A module's parameters and buffers become rank 0's at once; its ``.grad`` are views of flat memory afterwards.
+    The constructor broadcasts rank 0's parameters and buffers of a module.  After a reduce, ``.grad`` are views of flat memory.
 
     >>> reducer = Reducer(nn.Linear(2, 1))  # doctest: +SKIP
     """
@@ -277,7 +278,7 @@ class Reducer:
             raise ConfigError("Reducer takes a module, or a list of tensors to average in place")
 
     def reduce(self) -> None:
-        """Averages; every process calls it."""
+        """Averages the gradients; every process has to call it."""
         if self._world_size == 1:
             return
         if self._layout is None:
@@ -288,7 +289,7 @@ class Reducer:
 
 
 def _share(module: nn.Module) -> tuple[int, int]:
-    """Gives every rank rank 0's parameters and buffers, after a check that all built the same; returns rank and world size."""
+    """Broadcasts rank 0's parameters and buffers, after a check that all ranks built the same; returns rank and world size."""
     if not dist.is_initialized():
         raise ConfigError("there is no process group yet; call torch.distributed.init_process_group(...) first")
     registrations.begin()
@@ -303,7 +304,7 @@ def _share(module: nn.Module) -> tuple[int, int]:
 
 
 def _on_backward(output: Any, run: Callable[[], None]) -> bool:
-    """Lets ``run`` be called as a backward through ``output`` begins; returns whether a tensor was found in it for that."""
+    """Registers ``run`` to be called when a backward through ``output`` begins; returns whether ``output`` has a tensor for it."""
     found = [tensor for tensor in tensors_within(output) if tensor.grad_fn is not None]
     for tensor in found:
         tensor.register_hook(lambda _: run())
@@ -311,7 +312,7 @@ def _on_backward(output: Any, run: Callable[[], None]) -> bool:
 
 
 def _tell_of(names: Sequence[str]) -> None:
-    """Says once which arguments of torch's class change nothing here."""
+    """Logs once which arguments of torch's class have no effect here."""
     if names and dist.is_initialized() and dist.get_rank() == 0:
         say_once(
             f"DistributedDataParallel takes {', '.join(names)} and has no use for them: batches are moved by the "
@@ -321,7 +322,7 @@ def _tell_of(names: Sequence[str]) -> None:
 
 
 def wrappers_of(parameters: set[int]) -> list[DistributedDataParallel]:
-    """Returns the wrappers around a module that has one of ``parameters`` (ids)."""
+    """Returns the wrappers around modules that have one of ``parameters`` (ids)."""
     return [one for one in _wrappers if any(id(parameter) in parameters for parameter in one.module.parameters())]
 
 

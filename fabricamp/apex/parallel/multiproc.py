@@ -1,4 +1,4 @@
-"""One process per GPU on this machine: ``python -m fabricamp.apex.parallel.multiproc script --args``; torchrun does more."""
+"""Starts one process per GPU on this machine: ``python -m fabricamp.apex.parallel.multiproc script --args``; torchrun does more."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs ``script --args --world-size N --rank i`` in N processes, and returns the first exit code that is not 0.
+    """Runs ``script --args --world-size N --rank i`` in N processes; returns the first exit code that is not 0, else 0.
 
-    N is what ``--world-size`` among the arguments says, else the number of GPUs.  Rank 0 prints, rank i writes ``GPU_i.log``.  The
-    script finds fabricamp.apex as ``apex``.
+    N is the value of ``--world-size`` in the arguments, by default the number of GPUs.  Rank 0 prints; rank i writes to
+    ``GPU_i.log``.  The script finds fabricamp.apex as ``apex``.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:

@@ -1,7 +1,7 @@
-"""SyncBatchNorm where apex had it; there is one class."""
+"""apex's path to SyncBatchNorm; there is one class."""
 
 from fabricamp import nn
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """:class:`fabricamp.nn.SyncBatchNorm` by apex's name."""
+    """:class:`fabricamp.nn.SyncBatchNorm` under apex's name."""

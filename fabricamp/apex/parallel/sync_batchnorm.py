@@ -1,3 +1,3 @@
-"""SyncBatchNorm where apex had it; there is one class."""
+"""apex's path to SyncBatchNorm; there is one class."""
 
 from fabricamp.apex.parallel.optimized_sync_batchnorm import SyncBatchNorm as SyncBatchNorm

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, Any]:
-    """Returns what Lightning's bars show without a log: ``v_num``, the logger's version, where there is one."""
+    """Returns the values that Lightning's bars show by themselves: ``v_num``, the logger's version, if there is one."""
     version = None if trainer.logger is None else trainer.logger.version
     if version is None:
         return {}
@@ -21,10 +21,10 @@ def get_standard_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 class LightningsBar(ProgressBar):
-    """What Lightning's two bars have in common: subclasses find ``v_num`` among the metrics."""
+    """Base of Lightning's two bars; adds ``v_num`` to the metrics."""
 
     drawing: tuple[str, ...] = ()
-    """Methods that Lightning's bar draws by, and this one does not."""
+    """Drawing methods of Lightning's bar; this bar does not call them."""
 
     def __init__(self, refresh_rate: int, refresh_rate_hz: float) -> None:
         super().__init__(refresh_rate_hz)
@@ -39,5 +39,5 @@ class LightningsBar(ProgressBar):
             self.disable()
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
-        """Returns the values that stand beside the bar, ``v_num`` first; override it to change them."""
+        """Returns the values shown beside the bar, ``v_num`` first; override this method to change them."""
         return {**get_standard_metrics(trainer), **super().get_metrics(trainer, pl_module)}

@@ -1,4 +1,4 @@
-"""Lightning's path to RichProgressBar: fabricamp's ProgressBar with that one's arguments."""
+"""Lightning's path to RichProgressBar: fabricamp's ProgressBar with the arguments of Lightning's class."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from fabricamp.callbacks.progress.progress_bar import LightningsBar
 
 
 class RichProgressBarTheme:
-    """The colours of Lightning's bar, kept as attributes; fabricamp's bar has the terminal's own."""
+    """Keeps the colours of Lightning's bar as attributes; fabricamp's bar uses the terminal's own colours."""
 
     def __init__(self, **colours: str) -> None:
         self.__dict__.update(colours)
 
 
 class RichProgressBar(LightningsBar):
-    """:class:`ProgressBar` by Lightning's name.  It is drawn by time and not by batches.
+    """:class:`ProgressBar` under Lightning's name.  The bar is refreshed by time, not by batches.
 
     Args:
-        refresh_rate: 0 switches it off; other values change nothing.
+        refresh_rate: 0 switches the bar off; other values change nothing.
         leave: changes nothing: every epoch leaves its line.
         theme: changes nothing.
         console_kwargs: changes nothing.
-        refresh_rate_hz: how many times per second it is drawn at most.
+        refresh_rate_hz: the largest number of refreshes per second.
 
     Example:
         >>> bar = RichProgressBar(leave=True)

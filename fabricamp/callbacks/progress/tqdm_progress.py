@@ -1,4 +1,4 @@
-"""Lightning's path to TQDMProgressBar: fabricamp's ProgressBar with that one's arguments."""
+"""Lightning's path to TQDMProgressBar: fabricamp's ProgressBar with the arguments of Lightning's class."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from fabricamp.callbacks.progress.progress_bar import LightningsBar
 
 
 class TQDMProgressBar(LightningsBar):
-    """:class:`ProgressBar` by Lightning's name.  It is drawn by time and not by batches.
+    """:class:`ProgressBar` under Lightning's name.  The bar is refreshed by time, not by batches.
 
     Args:
-        refresh_rate: 0 switches it off; other values change nothing.
+        refresh_rate: 0 switches the bar off; other values change nothing.
         process_position: changes nothing.
         leave: changes nothing: every epoch leaves its line.
 

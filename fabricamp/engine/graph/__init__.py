@@ -1,1 +1,1 @@
-"""The whole training step as one CUDA graph: captured once a shape of batch, replayed by a single call of the host."""
+"""The complete training step as one CUDA graph: captured once per batch shape, replayed by a single call of the host."""

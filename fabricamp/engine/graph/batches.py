@@ -1,4 +1,4 @@
-"""Batches as a graph sees them: what two have to share to be replayed alike, and tensors that stay where they are."""
+"""Batches for graphs: the signature that selects a graph, the tensors of a batch, and copies of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PLAIN: Final = (bool, int, float, str, bytes, type(None))
 
 
 class NotCapturableError(ConfigError):
-    """Why a step cannot be captured, and what to change."""
+    """The reason why a step cannot be captured, and what to change."""
 
 
 def signature(batch: Any) -> Hashable:
-    """Returns what tells batches of one graph from others: structure, shapes, dtypes and everything but tensors."""
+    """Returns a hashable key, equal for batches of the same graph: structure, shapes, dtypes and all values but tensors."""
     if isinstance(batch, Tensor):
         return batch.shape, batch.dtype
     if isinstance(batch, list | tuple):
@@ -39,22 +39,22 @@ def signature(batch: Any) -> Hashable:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Returns the tensors of a batch, in the order of its :func:`signature`."""
-    if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS:  # the usual form, in a third of the time
+    if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS:  # the usual form: a third of the time
         return list(batch)
     return list(tensors_within(batch))
 
 
 def copied(outputs: Any) -> Any:
-    """Returns ``outputs`` with copies of its tensors: a replay writes into those of the capture."""
+    """Returns ``outputs`` with copies of its tensors, since each replay overwrites the tensors of the capture."""
     if isinstance(outputs, Tensor):
         return outputs.clone()
-    if type(outputs) is dict:  # what a step returns, in half the time
+    if type(outputs) is dict:  # a fast path for the outputs of a step: half the time
         return {key: copied(value) for key, value in outputs.items()}
     return with_parts(outputs, copied)
 
 
 class BatchIndex:
-    """Stands for ``batch_idx`` in a captured step: it may be passed on, and raises where it is used."""
+    """A placeholder for ``batch_idx`` in a captured step; it may be passed on, but raises when it is used."""
 
     def __init__(self, step: str = "training_step") -> None:
         self._step = step

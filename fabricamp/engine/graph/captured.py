@@ -1,4 +1,4 @@
-"""A captured call: a CUDA graph, the memory that it reads and writes, and what the host does beside a replay."""
+"""A captured call: a CUDA graph, the memory that it reads and writes, and the host's work for each replay."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TORCHS_FOLDER = str(Path(torch.__file__).parent)
 
 
 class Captured:
-    """A call for batches of one shape, captured, with what the host does beside a replay.
+    """A captured call for batches of one shape, with the host's work for each replay.
 
-    ``inputs`` are read by the graph, and ``outputs`` written; all live as long as this does.
+    The graph reads ``inputs`` and writes ``outputs``; this object keeps both alive.
     """
 
     def __init__(self, module: nn.Module, inputs: Any, tape: LogTape) -> None:
@@ -45,9 +45,9 @@ class Captured:
         self.constants = Constants(module, getattr(module, "hparams", {}))
 
     def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
-        """Captures ``run``, which launches on ``stream``; nothing of it has run on the device then.
+        """Captures ``run``, which launches on ``stream``, without running it on the device.
 
-        Graphs of one ``pool`` write over each other's memory.  Raises what ``run`` does, with the host as it was.
+        Graphs of one ``pool`` overwrite each other's memory.  Raises the exception of ``run`` after the host's state is restored.
         """
         captured = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
@@ -66,40 +66,40 @@ class Captured:
         self.metric_states.take()
 
     def withdraw(self) -> None:
-        """Leaves the host as it was before the capture, whose first replay does not come."""
+        """Restores the host's state from before the capture; called if its first replay does not happen."""
         self.tape.undo()
         self.metric_states.withdraw()
 
     @property
     def logged(self) -> torch.Tensor | None:
-        """Where the values lie that the call logs."""
+        """The tensor with the values that the call logs."""
         return self.tape.table.bank
 
     def fits(self) -> bool:
-        """Whether everything that the graph reads and writes is still where it was, and every number what it was."""
+        """Whether all tensors of the graph still have their addresses, and all captured numbers their values."""
         return self.constants.hold() and self.tape.holds() and self.metric_states.bring()
 
     def launch(self, batch: Any) -> None:
-        """Runs the call on the device."""
+        """Copies the batch into the graph's inputs and replays the graph."""
         self._copy_inputs(tensors_of(batch))
         self._graph.replay()
         self.replays += 1
 
     def follow(self, *, first: bool) -> Any:
-        """Does what the host does behind a replay, which the capture has done for the first; returns copies of the outputs."""
+        """Does the host's work after a replay, which the capture has done for the ``first``; returns copies of the outputs."""
         if not first:
             self.count()
         return None if self.outputs is None else copied(self.outputs)
 
     def count(self) -> None:
-        """Does on the host what the call does there: weights of logged values, and counts of torchmetrics objects."""
+        """Updates the host's counters as the call does: weights of logged values, and counts of torchmetrics objects."""
         self.tape.play()
         self.metric_states.play()
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """A context in which no garbage is looked for: the graph of an earlier run among it would end a capture by its end."""
+    """A context without garbage collection, since freeing the graph of an earlier run would break a capture."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -111,17 +111,17 @@ def without_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_on_failure(device: torch.device, pool: Any) -> Iterator[None]:
-    """A capture that fails leaves torch's allocator as if it went on: it is brought out of it."""
+    """A context that resets torch's allocator after a failed capture, which would stay in capture mode."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # the capture had not begun, or torch has ended it
+        with contextlib.suppress(RuntimeError):  # raised if the capture had not begun, or if torch has ended it
             end_failed_capture(device, pool)
         raise
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the line of the user's code at which the first of a chain of exceptions was raised; empty where there is none."""
+    """Returns the line of user code that raised the first exception of the chain; an empty string if there is none."""
     seen: set[int] = set()
     while (earlier := error.__cause__ or error.__context__) is not None and id(earlier) not in seen:
         seen.add(id(earlier))
@@ -133,7 +133,7 @@ def place_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns why a capture failed, in a line, with the user's line."""
+    """Returns the reason of a failed capture in one line, with the line of user code."""
     if isinstance(error, NotCapturableError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""Several steps as one graph, each with inputs, outputs and logged values of its own."""
+"""Several steps in one graph, each with separate inputs, outputs and logged values."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class CapturedGroup(CapturedStep):
-    """The steps of one launch.
+    """The steps of one launch, captured in one graph.
 
-    ``single`` is such a step by itself, which tells what the host does behind each; ``rates`` are there where a schedule follows
-    steps.  ``shows_logs``: each step's logged values are put where they lie before its hooks run.
+    ``single`` is the graph of one such step; it has the host's work after each step.  ``rates`` is None unless a schedule follows
+    steps.  ``shows_logs``: each step's logged values are restored before its hooks run.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class CapturedGroup(CapturedStep):
         super().__init__(module, inputs, role, LogTape(metrics), None)
         self.rates = rates
         self.notes: list[Callable[[], None]] = []
-        """What the host notes of the gradients of each step."""
+        """One callback per step; it records which parameters the step's gradient statistics belong to."""
         self._single = single
         self._steps = len(inputs)
         self._each: list[list[Tensor]] = []
         self._stacked: list[Tensor] = []
         self._rows: list[tuple[Tensor, ...]] = []
         self._names: tuple[str, ...] | None = None
-        """Of outputs that are a dict of tensors, as they nearly always are."""
+        """The keys of the outputs, if they are a dict of tensors: a fast path for the usual form."""
         self._metrics = metrics
         self._sums: list[int] = []
         self._number = self._shown = 0
@@ -64,7 +64,7 @@ class CapturedGroup(CapturedStep):
             self._logged = torch.zeros(self._steps, len(places), dtype=torch.float64, device=table.device)
 
     def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
-        """Captures ``run``, which calls :meth:`keep` behind each step; the host is left as it was."""
+        """Captures ``run``, which calls :meth:`keep` after each step; restores the host's state."""
         super().capture(run, stream, pool)
         self.tape.undo()
         self.metric_states.withdraw()
@@ -72,27 +72,27 @@ class CapturedGroup(CapturedStep):
             self._names = tuple(self.outputs)
 
     def keep(self, number: int, outputs: Any) -> None:
-        """Keeps, as a part of the capture, what a step leaves; the next one writes over it elsewhere."""
+        """Captures copies of a step's outputs and logged values, which the next step overwrites."""
         self.metric_states.settle()
         if outputs is not None:
             self._each.append(tensors_of(outputs))
         if self._places is not None:
             torch.index_select(self._single.tape.table.bank, 0, self._places, out=self._logged[number])
-        if number == self._steps - 1:
+        if number == self._steps - 1:  # stacked, so that launch() copies an output of all steps by one clone
             self._stacked = [torch.stack(column) for column in zip(*self._each, strict=True)]
             self._each.clear()
 
     def fits(self) -> bool:
-        """Whether that is so of the rates, too."""
+        """Also checks that the learning-rate table is still valid."""
         return super().fits() and (self.rates is None or self.rates.hold())
 
     def launch(self, batch: list[Any]) -> None:
-        """Runs the steps of as many batches."""
+        """Runs one step per batch, all in one replay."""
         super().launch(batch)
         self._rows = list(zip(*[one.clone().unbind() for one in self._stacked], strict=True))
 
     def follow_one(self, number: int) -> Any:
-        """Does what the host does behind a step of the launch; returns its outputs."""
+        """Does the host's work after a step of the launch; returns the step's outputs."""
         if self.notes:
             self.notes[number]()
         if self._places is not None:
@@ -125,14 +125,14 @@ class CapturedGroup(CapturedStep):
             self._metrics.before_look = None
 
     def _show_logs(self) -> None:
-        """Puts the values of the step that is followed where they lie; a launch leaves those of its last one there."""
+        """Writes the current step's logged values into the bank, where a launch leaves those of its last step."""
         if self._shown != self._number and self._places is not None:
             self._single.tape.table.bank.index_copy_(0, self._places, self._logged[self._number])
             self._shown = self._number
 
 
 def _filled(outputs: Any, tensors: Iterator[Tensor]) -> Any:
-    """Returns ``outputs`` with other tensors, in the order of :func:`~fabricamp.engine.graph.batches.tensors_of`."""
+    """Returns ``outputs`` with its tensors replaced, in the order of :func:`~fabricamp.engine.graph.batches.tensors_of`."""
     if isinstance(outputs, Tensor):
         return next(tensors)
     return with_parts(outputs, lambda part: _filled(part, tensors))

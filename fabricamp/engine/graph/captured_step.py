@@ -1,4 +1,4 @@
-"""A captured micro-batch of training: beside the call itself its gradients, and the optimizer's numbers."""
+"""A captured micro-batch of training: the captured call with its gradients and the optimizer's hyper-parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBERS: Final = (bool, int, float, str, tuple)
 
 
 def unchanged(optimizer: Optimizer) -> Callable[[], bool]:
-    """Returns what tells whether the numbers of ``optimizer``, which a graph has as constants, are still the same."""
+    """Returns a check that the hyper-parameters of ``optimizer``, constants in a graph, are unchanged since this call."""
     groups = optimizer.param_groups
 
     def numbers() -> list[dict[str, Any]]:
@@ -34,9 +34,9 @@ def unchanged(optimizer: Optimizer) -> Callable[[], bool]:
 
 
 class CapturedStep(Captured):
-    """A micro-batch of one shape and one ``role`` in its window.
+    """A captured micro-batch of one shape and one ``role`` in its accumulation.
 
-    ``memory`` is where gradients are summed, None where ``.grad`` is.
+    ``memory`` is the memory in which gradients are summed; None if they are summed in ``.grad``.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class CapturedStep(Captured):
     ) -> None:
         super().__init__(module, inputs, tape)
         self.loss: Tensor | None = None
-        """That of a window that stays open."""
+        """The loss, if the micro-batch does not finish its accumulation."""
         self.note: Callable[[], None] | None = None
-        """What the host notes of the gradients behind a replay."""
+        """Callback after a replay; it records which parameters the gradient statistics belong to."""
         self.upload: Callable[[], bool] = lambda: True
-        """Brings the optimizer's numbers to the device; returns whether its tensors are those of the capture."""
+        """Uploads the optimizer's hyper-parameters; returns whether the optimizer still uses the tensors of the capture."""
         self._role = role
         self._memory = memory
         self._flat = None if memory is None else memory.flat
@@ -58,44 +58,44 @@ class CapturedStep(Captured):
         self._presence = [] if memory is None else [memory.presence]
 
     def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
-        """Captures ``run``."""
+        """Captures ``run`` and records the gradients before and after it."""
         self._before = list(map(_grad, self._parameters))
         super().capture(run, stream, pool)
-        # Held, the graph's memory for them is nobody else's.
+        # These references keep the graph's memory for the gradients from being reused.
         self._gradients = list(map(_grad, self._parameters))
         if self._memory is not None:
             self._presence.append(self._memory.presence)
 
     def withdraw(self) -> None:
-        """Leaves the gradients too as they were."""
+        """Also restores the gradients."""
         super().withdraw()
         self.ready()
 
     def fits(self) -> bool:
-        """Whether that is so of the optimizer, too."""
+        """Also checks the gradient memory and the optimizer's tensors, and uploads its hyper-parameters."""
         return (self._memory is None or self._memory.flat is self._flat) and super().fits() and self.upload()
 
     def takes_over(self, window: WindowGradients) -> bool:
-        """Readies the open window for the graph; returns False where it has gradients of other parameters than in the capture."""
+        """Prepares the accumulation in progress for the graph; False if other parameters have gradients than in the capture."""
         if self._memory is not None and self._memory.presence != self._presence[0]:
             return False
         return self._role.opens or window.bring(self._before)
 
     def ready(self) -> None:
-        """Leaves the host as the graph begins: a capture has made its gradients those of ``.grad`` already."""
+        """Restores the host's gradients from before the step: a capture has already put the graph's own into ``.grad``."""
         self._put(self._before)
         if self._memory is not None:
             self._memory.presence = self._presence[0]
 
     def launch(self, batch: Any) -> None:
-        """Runs the step on the device, with the graph's gradients in ``.grad`` behind it."""
+        """Runs the step on the device; ``.grad`` has the graph's gradients afterwards."""
         super().launch(batch)
         self.show_gradients()
         if self._memory is not None:
             self._memory.presence = self._presence[1]
 
     def show_gradients(self) -> None:
-        """Puts the graph's gradients into ``.grad``, where an eager step or a validation has put others."""
+        """Puts the graph's gradients into ``.grad``, unless they are there; an eager step or a validation may have put others."""
         if not all(map(operator.is_, map(_grad, self._parameters), self._gradients)):
             self._put(self._gradients)
 
@@ -104,7 +104,7 @@ class CapturedStep(Captured):
             parameter.grad = gradient
 
     def follow(self, *, first: bool) -> Any:
-        """Notes the gradients' statistics, too."""
+        """Also records which parameters the gradient statistics belong to."""
         if not first and self.note is not None:
             self.note()
         return super().follow(first=first)

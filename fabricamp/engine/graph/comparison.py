@@ -1,4 +1,4 @@
-"""Compares a replay with an eager step from the same state, bit by bit."""
+"""Compares a replay bit by bit with an eager step from the same state."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 class Copies(NamedTuple):
-    """What a step may write, as it was."""
+    """Copies of all that a step may write."""
 
     tensors: dict[str, Tensor]
     gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
-    """Parameters with their ``.grad``, and a copy of it."""
+    """(parameter, its ``.grad``, a copy of its ``.grad``) for each parameter."""
     presence: Presence | None
     metrics: MetricCopies
     generators: list[Tensor]
 
 
 class StepState:
-    """All that a step writes: weights, buffers, states of metrics and optimizer, loss scale, verdicts, the device's generator.
+    """All that a step writes: weights, buffers, metric and optimizer states, loss scale, step status, the device's generators.
 
-    With ``window`` also the gradients of an open window, which are in ``.grad`` or in ``memory``.
+    With ``window``, also the gradients of an accumulation in progress, in ``.grad`` or in ``memory``.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StepState:
 
     @property
     def bytes(self) -> int:
-        """How much memory a copy takes."""
+        """The number of bytes that a copy takes."""
         tensors = [*self._tensors.values(), *self._parameters]
         return sum(one.numel() * one.element_size() for one in tensors)
 
@@ -81,7 +81,7 @@ class StepState:
 
     @torch.no_grad()
     def put_back(self, copies: Copies) -> None:
-        """Writes everything as it was."""
+        """Restores the state from ``copies``."""
         for name, one in self._tensors.items():
             one.copy_(copies.tensors[name])
         for parameter, gradient, values in copies.gradients:
@@ -94,7 +94,7 @@ class StepState:
         self._generators.put_back(copies.generators)
 
     def difference(self, copies: Copies) -> str:
-        """Names the first tensor whose bits are not those of the copy, or the generator; an empty string where all are."""
+        """Returns the name of the first tensor or generator that differs from ``copies`` in any bit; empty if none does."""
         for name, one in self._tensors.items():
             if not same_bits(one, copies.tensors[name]):
                 return name
@@ -109,11 +109,11 @@ class StepState:
 
 
 def compare(state: StepState, before: Copies, eager: Callable[[], Any], everywhere: Callable[[bool], bool]) -> str:
-    """Returns what an ``eager`` step from ``before`` leaves otherwise than the replay that has run; an empty string for nothing.
+    """Returns the first difference between the replay that has run and an ``eager`` step from ``before``; empty for none.
 
-    Where two eager steps differ from each other too, the step's own kernels are not deterministic, and nothing is said of it.
-    ``everywhere`` answers whether all ranks are of one mind: each runs as many eager steps as the others.  All is left as the
-    replay has left it, or where that is wrong on some rank as it was ``before``.
+    If two eager steps differ from each other, too, the step's kernels are not deterministic; then no difference is reported.
+    ``everywhere`` returns whether a flag is set on all ranks, so that all ranks run the same number of eager steps.  Afterwards the
+    state is that after the replay, or ``before`` if the replay is wrong on any rank.
     """
     replayed = state.copy()
     state.put_back(before)

@@ -1,4 +1,4 @@
-"""What Python does in a step and a replay would not: seen while the step still runs eagerly, or before a replay."""
+"""Finds side effects of a step in Python that a replay would not repeat, while the step runs eagerly or before a replay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEPTH: Final = 3
 
 
 class Effect(NamedTuple):
-    """An attribute that a step has changed."""
+    """An attribute that a step has changed, and its owner."""
 
     owner: object
     name: str
@@ -34,7 +34,7 @@ class Effect(NamedTuple):
 
 
 class Attributes:
-    """The attributes of ``owners`` as they are: numbers by value, containers by what they hold, all else by identity."""
+    """A snapshot of the attributes of ``owners``: numbers by value, containers by their items, other objects by identity."""
 
     def __init__(self, owners: Iterable[object]) -> None:
         self._before = [
@@ -44,7 +44,7 @@ class Attributes:
         ]
 
     def changed(self) -> Effect | None:
-        """Returns the first attribute that is not what it was."""
+        """Returns the first attribute that has changed since the snapshot; None if none has."""
         for owner, apart, before in self._before:
             now = vars(owner)
             for name in [*before, *(name for name in now if name not in before)]:
@@ -77,7 +77,7 @@ def _same(before: Any, now: Any, depth: int) -> bool:
 
 
 def host_generators() -> dict[str, Any]:
-    """Returns the states of the generators on the host, by how a step would draw from them."""
+    """Returns the states of the host's random generators, by the name for an error message."""
     legacy = np.random.get_state(legacy=False)
     return {
         "torch's CPU generator": torch.get_rng_state().numpy().tobytes(),
@@ -87,9 +87,9 @@ def host_generators() -> dict[str, Any]:
 
 
 class Constants:
-    """What a captured step took from the host: plain attributes of the modules, and which tensors their weights are.
+    """The host values that are constants of a captured step: plain attributes of the modules, and the tensors of their weights.
 
-    :meth:`hold` is asked before each replay, so it runs in C as far as that goes.
+    :meth:`hold` is called before each replay, so it works by C functions (``map``, ``operator``, ``itemgetter``) where possible.
     """
 
     def __init__(self, module: nn.Module, hparams: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Constants:
         self._trained = list(map(_requires_grad, self._tensors))
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
+        """Whether no module, tensor, attribute or ``requires_grad`` has changed."""
         present = chain.from_iterable(map(_children, self._parents))
         if list(map(len, self._parents)) != self._lengths or not all(map(operator.is_, present, self._children)):
             return False
@@ -135,7 +135,7 @@ class Constants:
         )
 
     def changed(self) -> str:
-        """Names a plain attribute that is not what it was; an empty string where it is something else."""
+        """Returns the name of an attribute that has changed; an empty string if something else has."""
         for table, names, values in zip(self._tables, self._names, self._values, strict=True):
             before = values if len(names) > 1 else (values,)
             for name, value in zip(names, before, strict=True):

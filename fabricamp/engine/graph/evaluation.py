@@ -1,4 +1,4 @@
-"""Steps of an evaluation, replayed as CUDA graphs: one for each shape of batch and each loader."""
+"""Evaluation steps as CUDA graph replays, with one graph for each batch shape and loader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOG = logging.getLogger("fabricamp")
 
 
 class GraphEvaluation:
-    """Calls ``forward(batch, batch_idx, dataloader_idx)``, or with as many of these as it takes, and replays it where it can."""
+    """Calls ``forward`` with (batch, batch_idx, dataloader_idx), or fewer if it takes fewer, and replays it if possible."""
 
     def __init__(self, session: Session, kind: str, forward: Callable[..., Any]) -> None:
         options = session.settings.cuda_graph
@@ -45,10 +45,10 @@ class GraphEvaluation:
         self._left_out: set[Hashable] = set()
         self._captures_in_a_row = 0
         self.why_eager = ""
-        """Why nothing is captured any more; empty where it is."""
+        """Why the evaluation captures nothing and runs eagerly; empty while it captures or replays."""
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs a step."""
+        """Runs a step, as a replay if there is a valid graph; returns the step's outputs."""
         if self.why_eager:
             return self._forward(*arguments)
         try:
@@ -73,6 +73,7 @@ class GraphEvaluation:
             if self._captures_in_a_row > MOST_IN_A_ROW:
                 self._give_up(f"what {self._step} reads is another one in each call; change a buffer in place")
             self.close(waits=True)
+            # Two watched eager calls come before the next capture.
             self._seen = dict.fromkeys(self._seen, self._options.warmup - FEWEST_SIGHTS - 1)
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         full = len(self._graphs) >= self._options.shapes or key in self._left_out
@@ -85,7 +86,7 @@ class GraphEvaluation:
         except NoRoomError as error:
             self._leave_out(key, error)
             return self._forward(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever a step does; said, or raised
+        except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _give_up
             self._give_up(reason_of(error), error)
             return self._forward(*arguments)
         self._graphs[key] = graph
@@ -119,7 +120,7 @@ class GraphEvaluation:
         return graph
 
     def _launch_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...]) -> None:
-        """Runs a replay, and compares its outputs, logged values and metrics' states with those of an eager step."""
+        """Runs a replay and compares its outputs, logged values and metric states with those of an eager step."""
         if not self._room.has(self._room.takes(key)):
             _LOG.warning("a replay of %s is not compared with an eager call, for which there is no memory", self._step)
             graph.launch(arguments[0])
@@ -142,7 +143,7 @@ class GraphEvaluation:
         found = eager()
         difference = states.difference(metrics) or _difference(found, replayed)
         if difference and _difference(eager(), found):
-            difference = ""  # its own kernels are not deterministic
+            difference = ""  # two eager calls differ, too: the step's kernels are not deterministic
         bank.copy_(replayed[-1])
         states.put_back(metrics)
         generators.put_back(drawn)
@@ -152,7 +153,7 @@ class GraphEvaluation:
             self._give_up(f"a replay of {self._step} gives other bits than an eager call, first in {difference}")
 
     def _give_up(self, reason: str, error: BaseException | None = None) -> None:
-        """Runs eagerly from here on, and says why; raises where a graph is required."""
+        """Runs eagerly from now on and logs ``reason``; raises if a graph is required."""
         if self._options.required:
             raise refused(reason) from error
         self.why_eager = reason
@@ -161,7 +162,7 @@ class GraphEvaluation:
             _LOG.warning("cuda_graph='auto' runs %s eagerly: %s", self._step, reason)
 
     def _leave_out(self, key: Hashable, error: NoRoomError) -> None:
-        """Lets batches of one shape run eagerly, or all of them where that is the first, and says why."""
+        """Runs batches of one shape eagerly, or all batches if no shape has a graph, and logs the reason."""
         if self._options.required or not self._graphs:
             self._give_up(str(error), error)
             return
@@ -170,7 +171,7 @@ class GraphEvaluation:
             _LOG.warning("cuda_graph='auto' runs %s of one shape eagerly: %s", self._step, error)
 
     def close(self, *, waits: bool) -> None:
-        """Frees the graphs; ``waits`` for the device before."""
+        """Frees the graphs, after a wait for the device with ``waits``."""
         self._left_out.clear()
         if self._graphs and waits:
             torch.cuda.synchronize(self._stream.device)
@@ -178,7 +179,7 @@ class GraphEvaluation:
 
 
 def _difference(found: list[torch.Tensor], replayed: list[torch.Tensor]) -> str:
-    """Says which of the outputs, or of the logged values behind them, has other bits; an empty string where none has."""
+    """Returns which output, or the logged values (the last tensor), differs in any bit; an empty string if none does."""
     if len(found) != len(replayed):
         return "the number of its outputs"
     for number, (one, other) in enumerate(zip(found, replayed, strict=True)):

@@ -1,4 +1,4 @@
-"""The random generators of a GPU that a captured call may draw from: torch's own one, and those that the module has."""
+"""The GPU's random generators that a captured call may draw from: torch's default generator and those of the module."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 
 class Generators:
-    """Torch's generator of the current GPU, and those that are attributes of ``module`` or of its parts."""
+    """Torch's default generator of the current GPU, and the GPU generators in attributes of ``module`` or its submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._own = generators_of(module)
         self._all = [torch.cuda.default_generators[torch.cuda.current_device()], *self._own]
 
     def states(self) -> list[Tensor]:
-        """Returns copies of their states."""
+        """Returns copies of the generators' states."""
         return [one.get_state() for one in self._all]
 
     def put_back(self, states: Sequence[Tensor]) -> None:
-        """Leaves them as they were."""
+        """Restores the generators' states."""
         for one, state in zip(self._all, states, strict=True):
             one.set_state(state)
 
     def are(self, states: Sequence[Tensor]) -> bool:
-        """Whether they are as they were."""
+        """Whether the generators have these states."""
         return all(map(torch.equal, self.states(), states))
 
     @contextlib.contextmanager
     def captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Lets ``graph`` draw from them; a capture that fails leaves them as if it went on, and they are brought out of it."""
+        """A context that lets ``graph`` use the generators; resets them after a failed capture, which leaves them capturing."""
         for one in self._own:
             graph.register_generator_state(one)
         spares = [one.clone_state() for one in self._all]
@@ -48,6 +48,6 @@ class Generators:
 
 
 def generators_of(module: nn.Module) -> list[torch.Generator]:
-    """Returns the generators of a GPU that are attributes of ``module`` or of its parts."""
+    """Returns the GPU generators in attributes of ``module`` or its submodules, each once."""
     found = [one for part in module.modules() for one in vars(part).values() if isinstance(one, torch.Generator)]
     return list(dict.fromkeys(one for one in found if one.device.type == "cuda"))

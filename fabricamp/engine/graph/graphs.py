@@ -1,4 +1,4 @@
-"""All that a session has as CUDA graphs, and the stream that it is on."""
+"""All CUDA graphs of a session, and the stream that they run on."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Graphs:
-    """Makes and ends what of ``session`` is captured; does nothing where no CUDA graph was asked for, or there is no GPU."""
+    """Creates and frees the CUDA graphs of ``session``; does nothing if no graph was asked for, or without a GPU."""
 
     def __init__(self, session: Session) -> None:
         self.update: GraphUpdate | None = None
-        """What captures the steps of a fit; None where they are not."""
+        """Captures the steps of a fit; None if they are not captured."""
         self._session = session
         self._evaluations: dict[str, GraphEvaluation] = {}
         self._stream: SideStream | None = None
@@ -32,29 +32,29 @@ class Graphs:
 
     @cached_property
     def room(self) -> Room:
-        """What is known of the memory that its steps take."""
+        """The memory measurements of the session's eager steps."""
         options, state = self._session.settings.cuda_graph, self._session.trainer.state
         return Room(self._session.strategy.device, state, required=options is not None and options.required)
 
     def enter_stream(self) -> None:
-        """Takes the run to a stream on which it can be captured."""
+        """Makes a side stream current, since the default stream cannot be captured."""
         if self._wanted and self._stream is None:
             self._stream = SideStream(self._session.strategy.device)
 
     def evaluation(self, kind: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what calls the step of an evaluation of ``kind``: ``forward``, or what captures and replays it."""
+        """Returns the function to call for a step of an evaluation of ``kind``: ``forward``, or its captured form."""
         if not self._wanted or self._session.strategy.refuses_graph():
             return forward
-        if kind not in self._evaluations:  # another loop, over loaders that were reloaded, goes on with these
-            self.enter_stream()  # without a fit around it, it is on the default one
+        if kind not in self._evaluations:  # a later loop, over reloaded loaders, uses the same graphs
+            self.enter_stream()  # outside of a fit, the evaluation is still on the default stream
             self._evaluations[kind] = GraphEvaluation(self._session, kind, forward)
         return self._evaluations[kind]
 
     def close(self, *, failed: bool) -> None:
-        """Frees the graphs: a process group does not end before those of its exchanges.
+        """Frees the graphs and leaves the side stream; a process group cannot end before the graphs that use its collectives.
 
-        After a failure of several ranks the device may wait for one that is gone, and nobody waits for the device: CUDA frees a
-        graph that is under way when it has ended.
+        After a failure with several ranks, the device may wait for a rank that is gone, so the host does not wait for the device:
+        CUDA frees a running graph when it has finished.
         """
         waits = not failed or self._session.strategy.world_size == 1
         for one in (self.update, *self._evaluations.values()):

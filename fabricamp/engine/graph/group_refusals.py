@@ -1,4 +1,4 @@
-"""Why steps of a fit cannot be launched together, as far as that is known before its first batch."""
+"""Reasons, known before the first batch, why steps of a fit cannot be launched together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
 def group_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
-    """Returns why steps of this fit cannot be launched together, and what to change; an empty string where they can."""
+    """Returns why steps of this fit cannot be launched together, and what to change; an empty string if they can be."""
     settings, feed = parts.limits.settings, parts.feed
     refusals = {
         "several processes launch step by step": parts.strategy.world_size > 1,
@@ -43,7 +43,7 @@ def _hook_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
         if hook and waits_between_steps(one):
             return (
                 f"{type(one).__name__}.{hook} may look at each step's weights; override holds_at(self, global_step) in its class "
-                "to say behind which step it has to run, or leave the callback out"
+                "to say after which step it has to run, or leave the callback out"
             )
     hook = next((name for name in _HOOKS if parts.hooks.module(name)), "")
     name = type(parts.module).__name__
@@ -57,9 +57,9 @@ def _schedule_refusal(parts: FitParts) -> str:
     optimizer = parts.optimizers[0]
     name = type(optimizer).__name__
     if any(config.reduce_on_plateau for config in by_step):
-        return "a schedule that watches a value behind each step waits for it; let it follow epochs"
+        return "a schedule that watches a value after each step waits for it; let it follow epochs"
     if overrides(parts.module, "lr_scheduler_step", TrainingModule):
-        return "lr_scheduler_step runs behind each step; leave it out"
+        return "lr_scheduler_step runs after each step; leave it out"
     rates = [group["lr"] for group in optimizer.param_groups]
     if isinstance(optimizer, FusedOptimizer):
         tensors = any(isinstance(one, Tensor) for one in rates)

@@ -1,4 +1,4 @@
-"""Updates of which several are one launch: the sibling of :class:`~fabricamp.engine.graph.update.GraphUpdate` for ``steps``."""
+"""CUDA graphs of several steps: :class:`~fabricamp.engine.graph.update.GraphUpdate` for ``CudaGraph(steps=...)``."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
 class GroupUpdate(GraphUpdate):
-    """Launches as many steps as :class:`~fabricamp.engine.graph.horizon.Horizon` allows, and others one by one.
+    """Launches several steps at once if :class:`~fabricamp.engine.graph.horizon.Horizon` allows it, and others one by one.
 
-    The launch is made at the first batch of its steps; the loop then goes through the others, and what the host does behind each
-    step is done at its own batch.
+    All steps of a launch start at its first batch.  The loop then goes through the batches and does the host's work of each step at
+    the step's batch.
     """
 
     def __init__(self, parts: FitParts, session: Session) -> None:
@@ -46,7 +46,7 @@ class GroupUpdate(GraphUpdate):
         self._under_way: CapturedGroup | None = None
         self._followed = 0
         self.why_single = ""
-        """Why no steps are launched together any more; empty where they are."""
+        """Why all steps are launched one by one; empty while steps are launched together."""
         self._stale = 0
         super().__init__(parts, session)
         hooked = [one for one in session.trainer.callbacks if any(overrides(one, name, Callback) for name in _HOOKS)]
@@ -61,20 +61,20 @@ class GroupUpdate(GraphUpdate):
             parts.precision.verdicts.widen(self._options.steps)
 
     def begin_epoch(self, batch_idx: int) -> None:
-        """Lets a loader whose data lie on the GPU gather for a launch at once, too."""
+        """Prepares an epoch; a :class:`ResidentLoader` gathers the batches of a launch at once."""
         super().begin_epoch(batch_idx)
         if isinstance(self._parts.loader, ResidentLoader):
             self._parts.loader.gather_together(self._options.steps)
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Returns the batches as the loop takes them, read for a launch each."""
+        """Yields the batches one by one, but reads those of a launch together."""
         return self._reader.read(batches)
 
     def _is_ready_for_groups(self) -> bool:
         return bool(self._steps) and not self.why_eager and not self.why_single
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
-        """Runs a step: follows the launch that it is in, makes one, or replays it by itself."""
+        """Runs a step: does the host's work if the step is launched, or launches a group, or runs the step alone."""
         if self._under_way is None:
             read = self._reader.take()
             if read is None or read.key is None or not self._launches(read.key, read.batches, batch_idx):
@@ -95,7 +95,7 @@ class GroupUpdate(GraphUpdate):
     # -- a launch ----------------------------------------------------------------------------------------------------------------
 
     def _launches(self, key: Key, batches: list[Any], batch_idx: int) -> bool:
-        """Launches the steps of ``batches`` where that can be done."""
+        """Launches the steps of ``batches`` together; returns whether that was possible."""
         group, every = self._group_for(key, batches), self._options.check_every
         if group is None:
             return False
@@ -113,7 +113,7 @@ class GroupUpdate(GraphUpdate):
         return True
 
     def _group_for(self, key: Key, batches: list[Any]) -> CapturedGroup | None:
-        """Returns the graph of these steps, captured now where there is none, with the rates of the next ones; None for neither."""
+        """Returns the graph of these steps, captured now if necessary, with uploaded learning rates; None if there is none."""
         single, group = self._steps.get(key), self._groups.get(key)
         if single is None or not (group or single).fits():
             if group is not None:
@@ -130,25 +130,25 @@ class GroupUpdate(GraphUpdate):
         _each(group.rates, len(batches), lambda number: self._launch(batches[number], batch_idx + number, self._role))
 
     def _common_key(self, batches: list[Any]) -> Key | None:
-        """Returns what the graph of these batches is found by; None where they are not alike."""
+        """Returns the key of the graph for these batches; None if their signatures differ."""
         try:
             first = signature(batches[0])
             alike = all(signature(one) == first for one in batches[1:])
-        except NotCapturableError:  # which the step of that batch tells of
+        except NotCapturableError:  # run_batch reports it at that batch
             return None
         return (first, self._role) if alike else None
 
     def _let_go(self, key: Key) -> None:
-        """The steps run one by one, which finds what has changed; the next ones are captured anew."""
+        """Drops an out-of-date group: these steps run one by one and adopt the change; the next group is captured again."""
         del self._groups[key]
         self._stale += 1
         if self._stale > MOST_IN_A_ROW:
-            self._launch_singly("what the steps use is another one behind each launch")
+            self._launch_singly("a value or tensor that the steps use changes after each launch")
 
     def _captured_now(self, key: Key, batches: list[Any]) -> CapturedGroup | None:
         try:
             group = self._groups[key] = self._capture_group(key, batches)
-        except Exception as error:  # noqa: BLE001 - whatever the steps do; said, or raised
+        except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _launch_singly
             self._launch_singly(reason_of(error), error)
             return None
         return group
@@ -156,7 +156,7 @@ class GroupUpdate(GraphUpdate):
     # -- a capture ---------------------------------------------------------------------------------------------------------------
 
     def _capture_group(self, key: Key, batches: list[Any]) -> CapturedGroup:
-        """Captures the steps of ``batches``, which have not run on the device then."""
+        """Captures the steps of ``batches`` without running them on the device."""
         parts, optimizer = self._parts, self._optimizer
         assert optimizer is not None
         optimizer.zero_grad(set_to_none=True)
@@ -193,7 +193,7 @@ class GroupUpdate(GraphUpdate):
     # -- giving up ---------------------------------------------------------------------------------------------------------------
 
     def _launch_singly(self, reason: str, error: BaseException | None = None) -> None:
-        """Launches step by step from here on, and says why; raises where a graph is required."""
+        """Launches step by step from now on and logs ``reason``; raises if a graph is required."""
         if self._options.required:
             raise ConfigError(
                 f"cuda_graph: CudaGraph(steps={self._options.steps}): {reason}; or give steps=1"
@@ -209,7 +209,7 @@ class GroupUpdate(GraphUpdate):
 
 
 def _each(rates: Rates | None, steps: int, launch: Callable[[int], Any]) -> Any:
-    """Calls ``launch`` with the number of each step, at its rates; returns what the last one gave."""
+    """Calls ``launch`` with the number of each step, under the step's learning rates; returns the last result."""
     outputs = None
     if rates is not None:
         rates.begin()

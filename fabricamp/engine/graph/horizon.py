@@ -1,4 +1,4 @@
-"""How far a launch of several steps may go: to the next place at which something has to happen between two steps."""
+"""The number of steps that one launch may make: up to the next step after which the host has to act."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ if TYPE_CHECKING:
 
 
 def steps_of_a_launch(most: int, distances: Iterable[float]) -> int:
-    """Returns ``most`` where all boundaries are at least so many steps away, else 1."""
+    """Returns ``most`` if all boundaries are at least ``most`` steps away, else 1."""
     return most if min(distances, default=math.inf) >= most else 1
 
 
 def to_next(done: int, every: float) -> float:
-    """Returns how many steps lie between ``done`` and the next multiple of ``every``; inf where that is 0 or inf: never."""
+    """Returns the number of steps from ``done`` to the next multiple of ``every``; inf if ``every`` is 0 or inf (never)."""
     return every - done % every if 0 < every < math.inf else math.inf
 
 
 class Horizon:
-    """Knows the boundaries of a fit; ``holds``: at which step, from a given one on, a callback's hooks may not be late."""
+    """Computes the distance to the next boundary of a fit.
+
+    ``holds``: functions from a step to the next step after which a callback's hooks have to run before another step does.
+    """
 
     def __init__(self, parts: FitParts, most: int, holds: Sequence[Callable[[int], float]]) -> None:
         self._parts = parts
@@ -32,9 +35,9 @@ class Horizon:
         self._holds = holds
 
     def steps(self, length: float, ahead: int = 0) -> int:
-        """Returns how many steps the next launch makes, or that behind ``ahead`` steps from now on.
+        """Returns the number of steps of the next launch, or of the launch ``ahead`` steps later.
 
-        ``length``: how many batches the epoch has, inf where nobody knows.
+        ``length``: the number of batches of the epoch; inf if unknown.
         """
         state, settings = self._state, self._settings
         left = length - state.batch_idx - ahead
@@ -50,7 +53,10 @@ class Horizon:
         return steps_of_a_launch(self._most, distances)
 
     def _to_validation(self, ahead: int) -> float:
-        """How many steps lie before the next validation; the end of an epoch and minutes are looked at between launches anyway."""
+        """Returns the number of steps before the next validation, except those by time and at the end of an epoch.
+
+        These are checked between launches anyway.
+        """
         limits, state, every_epochs = self._parts.limits, self._state, self._settings.check_val_every_n_epoch
         if self._parts.validate is None:
             return math.inf

@@ -1,4 +1,4 @@
-"""What the ``self.log`` calls of a captured step leave on the host, and how a replay leaves the same."""
+"""The effects of a captured step's ``self.log`` calls on the host, and their repetition for a replay."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class LogWatch:
-    """Stands before the metrics of a run while a step is watched: what it logs has to lie on the device."""
+    """Replaces the metrics of a run while a step is watched, and refuses logged values that are not on the device."""
 
     def __init__(self, metrics: Metrics, step: str) -> None:
         self._metrics = metrics
         self._step = step
 
     def keep(self, call: tuple[Any, ...], value: Any, batch_size: int | None = None) -> None:
-        """Keeps a tensor on the device or a torchmetrics object, and refuses anything else."""
+        """Forwards a tensor on the device or a torchmetrics object to the metrics; raises for any other value."""
         if not is_metric(value) and (not isinstance(value, Tensor) or value.is_cpu):
             kind = "a tensor on the CPU" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise NotCapturableError(
                 f"{self._step} calls self.log({call[0]!r}, ...) with {kind}, which a captured step would log for ever; log a "
-                "tensor on the device, or log it in the hook behind the batch"
+                "tensor on the device, or log it in the hook after the batch"
             )
         self._metrics.keep(call, value, batch_size)
 
@@ -37,7 +37,10 @@ class LogWatch:
 
 
 class LogTape:
-    """The weights that a step's ``self.log`` calls give to values of ``table``: its copies into them are launches of the graph."""
+    """Records the weights that a step's ``self.log`` calls give to the values of ``table``, and repeats them for a replay.
+
+    The values themselves are copied by launches of the graph.
+    """
 
     def __init__(self, metrics: Metrics, name: str = MetricTable.TRAINING) -> None:
         self.table = metrics.table(name)
@@ -50,7 +53,7 @@ class LogTape:
         self._bank: Tensor | None = None
 
     def take(self) -> None:
-        """Notes what the step has logged since."""
+        """Records the weights that the step has changed since this tape was created."""
         self._bank = self.table.bank
         for cell in self.table.cells.values():
             before = self._before.get(cell, 0)
@@ -63,29 +66,29 @@ class LogTape:
                 self._added.append((cell, cell.weight - before))
 
     def undo(self) -> None:
-        """Forgets what the step has logged: it did not run."""
+        """Restores the weights from before the step, which did not run on the device."""
         for cell in self.table.cells.values():
             cell.weight = self._before.get(cell, 0)
 
     def holds(self) -> bool:
-        """Whether the values still lie where the graph writes them."""
+        """Whether the table still uses the tensor that the graph writes to."""
         return self.table.bank is self._bank
 
     @property
     def cells(self) -> list[Cell]:
-        """What the step has logged to."""
+        """The cells that the step has logged to."""
         return [*self._set, *(cell for cell, _ in self._added)]
 
     def sums(self) -> list[int]:
-        """Returns the weights that calls add to."""
+        """Returns the weights of the cells that accumulate."""
         return [cell.weight for cell, _ in self._added]
 
     def sums_behind(self) -> list[int]:
-        """Returns what these are once the step is played."""
+        """Returns the weights of the cells that accumulate, as :meth:`play` will leave them."""
         return [cell.weight + weight for cell, weight in self._added]
 
     def play(self) -> None:
-        """Does on the host what ``self.log`` does in an eager step."""
+        """Updates the weights on the host as ``self.log`` does in an eager step."""
         for cell in self._set:
             cell.weight = 1
         for cell, weight in self._added:
@@ -93,5 +96,5 @@ class LogTape:
 
 
 def _is_set(cell: Cell) -> bool:
-    """Whether a call sets the weight, and does not add to it: that of a step's value, and of a torchmetrics object."""
+    """Whether a call sets the weight instead of adding to it: for a per-step value, and for a torchmetrics object."""
     return cell.per_step or cell.metric is not None

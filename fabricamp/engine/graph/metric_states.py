@@ -1,4 +1,4 @@
-"""The torchmetrics objects of a step that is replayed: their states stay in their places, and their counts are the host's."""
+"""The torchmetrics objects of a replayed step: their states stay at fixed addresses, and the host keeps their counts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 COUNTS: Final = frozenset({"_update_count", "_computed", "_forward_cache", "_cache"})
-"""What a torchmetrics object keeps on the host of its updates, beside its states; it has no public names for them."""
+"""Attributes of a torchmetrics object that hold the host's data on its updates, beside its states; they have no public names."""
 _COLLECTION: Final = frozenset({"_state_is_copy"})
-"""Of a MetricCollection: whether metrics that share states have copies of them, as after they were computed; places are shared."""
+"""Attribute of a MetricCollection: whether its metrics have copies of shared states, as after compute; addresses stay shared."""
 _NOTHING: Final[frozenset[str]] = frozenset()
 
 
 def kept_apart(owner: object) -> frozenset[str]:
-    """Returns the attributes of ``owner`` that :class:`MetricStates` looks after, where it is a torchmetrics object."""
+    """Returns the attributes of a torchmetrics object that :class:`MetricStates` manages; empty for other objects."""
     if not is_metric(owner):
         return _COLLECTION if is_metric_collection(owner) else _NOTHING
     defaults: dict[str, Any] = owner._defaults  # type: ignore[attr-defined]
@@ -29,16 +29,16 @@ def kept_apart(owner: object) -> frozenset[str]:
 
 
 class MetricCopies(NamedTuple):
-    """Copies of the states, and the counts, as they were."""
+    """Copies of the states, and the update counts."""
 
     states: list[Tensor]
     counts: list[int]
 
 
 class MetricStates:
-    """The states of the torchmetrics objects within ``module`` that are tensors.
+    """The tensor states of the torchmetrics objects within ``module``.
 
-    An update binds new tensors to them, and ``reset`` does too; a graph reads and writes always the same ones.
+    An update and ``reset`` bind new tensors to the states' attributes; a graph always reads and writes the same tensors.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,7 +57,7 @@ class MetricStates:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Copies what an update has bound to the places of before, as a part of the capture."""
+        """Copies states that an update has bound anew back to their fixed addresses, as part of the capture."""
         for metric, name, place in self._places:
             value = getattr(metric, name)
             if value is place:
@@ -71,11 +71,11 @@ class MetricStates:
             setattr(metric, name, place)
 
     def take(self) -> None:
-        """Notes how many updates the step made of each."""
+        """Records how often the step updated each metric."""
         self._updates = [after - before for after, before in zip(self._counts(), self._before, strict=True)]
 
     def bring(self) -> bool:
-        """Puts states that are elsewhere (after a reset, or an eager step) into their places; returns whether that could be."""
+        """Copies states at other addresses (after a reset, or an eager step) to the fixed ones; returns whether that succeeded."""
         for metric, name, place in self._places:
             value = getattr(metric, name)
             if value is place:
@@ -87,26 +87,26 @@ class MetricStates:
         return True
 
     def play(self) -> None:
-        """Counts the updates of a replay."""
+        """Adds the updates of a replay to the metrics' counts."""
         for metric, updates in zip(self._metrics, self._updates, strict=True):
             if updates:
                 metric._update_count += updates
                 metric._computed = None
 
     def withdraw(self) -> None:
-        """Leaves counts and states as before the capture."""
+        """Restores counts and states from before the capture."""
         for metric, count in zip(self._metrics, self._before, strict=True):
             metric._update_count = count
         for metric, name, place in self._places:
             setattr(metric, name, place)
 
     def copy(self) -> MetricCopies:
-        """Returns copies of everything."""
+        """Returns copies of the states, and the counts."""
         return MetricCopies([getattr(metric, name).clone() for metric, name, _ in self._places], self._counts())
 
     @torch.no_grad()
     def put_back(self, copies: MetricCopies) -> None:
-        """Leaves everything as it was."""
+        """Restores states and counts from ``copies``."""
         for (metric, name, place), values in zip(self._places, copies.states, strict=True):
             place.copy_(values)
             setattr(metric, name, place)
@@ -114,7 +114,7 @@ class MetricStates:
             metric._update_count = count
 
     def difference(self, copies: MetricCopies) -> str:
-        """Names the first state whose bits are others now; an empty string where none is."""
+        """Returns the name of the first state that differs from ``copies`` in any bit; an empty string if none does."""
         for (metric, name, _), values in zip(self._places, copies.states, strict=True):
             if not same_bits(getattr(metric, name), values):
                 return f"the state {name!r} of a {type(metric).__name__}"

@@ -1,4 +1,4 @@
-"""Learning rates of steps that are launched together: foreseen on the host, chosen on the device by what became of the steps."""
+"""Learning rates of steps that are launched together: predicted on the host, selected on the device by each step's status."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 _APPLIED: Final = ops.StepState.word("applied")
 _BEHIND: Final = LAG + 1
-"""A schedule has heard, before a step, of all windows but the last ``LAG``."""
+"""Number of rows before those of the launch's steps: before a step, schedules know the status of all steps but the last ``LAG``."""
 
 
 class Rates:
-    """What schedules by steps make of the optimizer's numbers in each of ``steps`` steps.
+    """A table of the optimizer's values (learning rate and others) in each of the next ``steps`` steps, from the schedules.
 
-    ``verdicts``: where they follow applied steps, those of the run: a step's row is then as many rows behind the first one as
-    windows were applied since, of those that the schedules have heard of.  Else each step has the row of its own number.
+    If the schedules follow applied steps, ``verdicts`` has the run's step statuses, and a step's row is the number of applied
+    steps, since the launch, that the schedulers know of.  Else the row is the number of the step in the launch.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Rates:
             self._first = torch.zeros((), dtype=torch.int32, device=device)
 
     def hold(self) -> bool:
-        """Whether there still are schedules by steps, and the numbers lie where they lay."""
+        """Whether schedules still follow steps, and the optimizer's values on the device still have the same addresses."""
         places = _places(self._optimizer)
         return (
             self._schedules.follow_steps
@@ -67,10 +67,10 @@ class Rates:
             and all(map(operator.eq, map(Tensor.data_ptr, places), map(Tensor.data_ptr, self._places)))
         )
 
-    # -- on the host, before and behind a launch ---------------------------------------------------------------------------------
+    # -- on the host, before and after a launch ----------------------------------------------------------------------------------
 
     def foresee(self) -> None:
-        """Brings the numbers of the next steps to the device, from copies of the schedules: the schedules follow as ever."""
+        """Uploads the values of the next steps, computed with copies of the schedulers, which themselves advance as usual."""
         self._begun = self._stepped()
         self._foreseen = []
         numbers = _numbers_of(self._optimizer)
@@ -94,7 +94,7 @@ class Rates:
                 table[row].copy_(one.reshape(1), non_blocking=True)
 
     def _groups(self) -> Iterator[Sequence[dict[str, Any]]]:
-        """The optimizer's groups before each of the next steps, and behind the last, where all of them are applied."""
+        """Yields the optimizer's groups before each of the next steps and after the last, if all of these are applied."""
         twins, groups = _twins(self._optimizer, self._schedules)
         yield groups
         for done in range(self._begun + 1, self._begun + self._steps + 1):
@@ -104,11 +104,11 @@ class Rates:
             yield groups
 
     def _stepped(self) -> int:
-        """How many steps the schedules have heard of."""
+        """Returns the number of steps that the schedules know of."""
         return self._state.global_step if self._verdicts is None else self._verdicts.applied_steps
 
     def leave(self) -> None:
-        """Behind a launch, which has written to the numbers on the device: the schedules go on from those before it."""
+        """Resets the values on the device after a launch, which has overwritten them: the schedules advance from those before."""
         if isinstance(self._optimizer, FusedOptimizer):
             for table in self._optimizer.tables:
                 table.forget_scalars()
@@ -117,9 +117,9 @@ class Rates:
             place.copy_(rates[0])
 
     def check(self) -> None:
-        """Behind a launch, when the schedules have followed: raises where they did not come to what was foreseen.
+        """Raises if the schedules, advanced by the steps of a launch, differ from the prediction.
 
-        Rates in tensors are looked at behind the first launch only, since that waits for the device.
+        Learning rates in tensors are only compared after the first launch, since that waits for the device.
         """
         row = self._stepped() - self._begun
         found = _numbers_of(self._optimizer)(self._optimizer.param_groups)
@@ -135,10 +135,10 @@ class Rates:
                 "own steps; give CudaGraph(steps=1)"
             )
 
-    # -- on the device, as parts of a launch -------------------------------------------------------------------------------------
+    # -- on the device, captured in the launch -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Looks up, before the first step, how many windows were applied before each that is not heard of yet."""
+        """Reads, before the first step, the number of applied steps before each of the steps that schedules do not know of yet."""
         if self._verdicts is None:
             return
         state, ring = self._verdicts.scaler.state, self._verdicts.scaler.ring
@@ -148,7 +148,7 @@ class Rates:
         torch.sub(applied, self._first, out=self._rows[:_BEHIND])
 
     def bring(self, number: int) -> None:
-        """Gives the optimizer the numbers for a step of the launch."""
+        """Copies the values for a step of the launch to the optimizer."""
         for place, table in zip(self._places, self._tables, strict=True):
             if self._verdicts is None:
                 place.copy_(table[number])
@@ -156,13 +156,13 @@ class Rates:
                 torch.index_select(table, 0, self._rows[number : number + 1], out=place.view(1, -1))
 
     def note(self, number: int) -> None:
-        """Notes, behind a step, how many windows are applied."""
+        """Records, after a step, the number of applied steps."""
         if self._verdicts is not None:
             torch.sub(self._verdicts.scaler.state.applied, self._first, out=self._rows[number + _BEHIND])
 
 
 def _places(optimizer: Optimizer) -> list[Tensor]:
-    """Returns where a step reads its numbers on the device, flat."""
+    """Returns the tensors, flat, from which a step reads its hyper-parameters on the device."""
     if isinstance(optimizer, FusedOptimizer):
         return [one.scalars.view(-1) for one in optimizer.tables]
     return [group["lr"].view(1) for group in optimizer.param_groups]
@@ -173,9 +173,9 @@ def _numbers_of(optimizer: Optimizer) -> Any:
 
 
 def _twins(optimizer: Optimizer, schedules: Schedules) -> tuple[list[tuple[Any, int]], list[dict[str, Any]]]:
-    """Returns copies of schedulers by steps with their frequencies, and the groups that they work on instead of the optimizer's.
+    """Returns (copies of the step schedulers with their frequencies, copies of the optimizer's groups that they work on).
 
-    The module is no part of them, whose method a schedule may call.
+    The module is not copied; a schedule may call its methods.
     """
     groups = [
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

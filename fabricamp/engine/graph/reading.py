@@ -1,4 +1,4 @@
-"""The batches of an epoch as launches of several steps take them: as many at once as are launched together."""
+"""Reads the batches of an epoch for launches of several steps: those of a launch together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _END: Final = object()
 
 
 class Read(NamedTuple):
-    """Batches that were read at once.
+    """Batches that were read together.
 
-    ``key`` is what the reader's ``look`` said of them.  ``last``: the epoch has no others.  ``failure`` came in place of one more.
+    ``key`` is the result of the reader's ``look`` for them.  ``last``: they are the last of the epoch.  ``failure``: the exception
+    that was raised in place of the next batch.
     """
 
     batches: list[Any]
@@ -32,10 +33,10 @@ class Read(NamedTuple):
 
 
 class GroupReader:
-    """Hands batches to the loop one by one, and keeps those that were read for one launch until they are taken.
+    """Yields batches to the loop one by one, and keeps those of one launch until :meth:`take`.
 
-    ``ready``: whether steps can be launched together now.  ``look`` is called with batches that were read at once.  ``draws``: the
-    state of the generator that steps draw from.
+    ``ready`` returns whether steps can be launched together now.  ``look`` is called with the batches that were read together.
+    ``draws`` returns the state of the generator that steps draw from.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class GroupReader:
         self._group: Read | None = None
 
     def take(self) -> Read | None:
-        """Returns the batches of a launch that the loop is at the first of; None where its batch is by itself."""
+        """Returns the batches of a launch if the loop is at its first one; None for a batch that is run alone."""
         group, self._group = self._group, None
         return group
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields ``batches``, which come from the feed; its ``last`` is that of the batch that is out."""
+        """Yields ``batches``, which come from the feed; sets the feed's ``last`` for the batch that is yielded."""
         feed = self._parts.feed
         length = feed.length
         ahead: Read | None = None
@@ -80,10 +81,10 @@ class GroupReader:
     def _together(
         self, batches: Iterator[Any], count: int, length: float, ahead: Read | None
     ) -> Generator[Any, None, tuple[Read | None, bool]]:
-        """Yields the batches of a launch, or what was read ``ahead`` for one that is not made.
+        """Yields the batches of a launch, or those that were read ``ahead`` for a launch that is not made.
 
-        Returns what is read ahead now, while the launch runs, and whether there may be more.  An error of the loader is raised
-        where its batch would come.
+        Returns the batches read ahead for the next launch, while this one runs, and whether there may be more batches.  Raises an
+        error of the loader in place of its batch.
         """
         feed, state = self._parts.feed, self._state
         read = self._read(batches, count) if ahead is None else ahead
@@ -107,7 +108,7 @@ class GroupReader:
         before = self._draws()
         try:
             found.extend(itertools.islice(batches, count))
-        except Exception as error:  # noqa: BLE001 - raised in its place
+        except Exception as error:  # noqa: BLE001 - raised by _together in place of the batch
             failure = error
         last, feed.last = feed.last, False
         if not torch.equal(before, self._draws()):

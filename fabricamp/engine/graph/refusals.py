@@ -1,4 +1,4 @@
-"""Why a fit's steps cannot be captured as a CUDA graph, as far as that is known before its first batch."""
+"""Reasons, known before the first batch, why a fit's steps cannot be captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def refused(reason: str) -> ConfigError:
-    """Returns what is raised where a graph is required."""
+    """Returns the error to raise if a graph is required."""
     return ConfigError(f"cuda_graph: {reason}; or give cuda_graph='auto', which runs eagerly there")
 
 
 def graph_refusal(parts: FitParts) -> str:
-    """Returns why the steps of this fit cannot be captured, and what to change; an empty string where they can."""
+    """Returns why the steps of this fit cannot be captured, and what to change; an empty string if they can be."""
     strategy = parts.strategy
     reason = reason_against(strategy.device.type, strategy, parts.limits.settings)
     if reason:
@@ -52,7 +52,7 @@ def _hook_in_a_step(parts: FitParts) -> str:
 
 
 def upload_of(optimizer: Any) -> Callable[[], bool] | None:
-    """Returns what readies a fused optimizer for a replay; None for others."""
+    """Returns the call that prepares a fused optimizer for a replay; None for other optimizers."""
     fused = isinstance(optimizer.optim if isinstance(optimizer, LARC) else optimizer, FusedOptimizer)
     return optimizer.upload if fused else None
 

@@ -1,4 +1,4 @@
-"""Whether there is room for one more graph, asked before its capture: a graph keeps its memory, beside that of eager steps."""
+"""Checks before a capture that its memory fits: a graph keeps its memory, in addition to that of eager steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Result = TypeVar("Result")
 
 
 class NoRoomError(NotCapturableError):
-    """Why a capture would not fit: what it needs, what is free, and what to change."""
+    """A capture would not fit into memory: the bytes that it needs, those that are free, and what to change."""
 
 
 class Room:
-    """What eager steps of a session take of a device's memory, and what a capture would leave of it.
+    """Measures the memory that eager steps of a session take, and checks whether a graph would fit beside them.
 
-    A graph holds what a step has allocated at most at a time.  ``required``: the first shape gets its graph where that alone is
-    free; elsewhere as much as an eager step takes has to be free beside it, for short batches and other shapes.
+    A graph keeps the peak of a step's allocated memory.  With ``required``, the first shape is captured if its graph alone fits.
+    Otherwise the memory of an eager step has to be free, too, for short batches and other shapes.
     """
 
     def __init__(self, device: torch.device, state: RunState, *, required: bool) -> None:
@@ -35,7 +35,7 @@ class Room:
         self._takes: dict[Hashable, int] = {}
 
     def measured(self, key: Hashable, call: Callable[[], Result]) -> Result:
-        """Returns what ``call``, an eager step of the kind ``key``, does; notes what it has allocated at most."""
+        """Returns the result of ``call``, an eager step with ``key``, and records its peak of allocated memory."""
         state, device = self._state, self._device
         state.peak_bytes = max(state.peak_bytes, torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
@@ -45,18 +45,18 @@ class Room:
         return result
 
     def takes(self, key: Hashable) -> int:
-        """How many bytes an eager step of this kind takes; 0 where none was measured."""
+        """Returns the bytes that an eager step with ``key`` takes; 0 if none was measured."""
         return self._takes.get(key, 0)
 
     def has(self, size: int) -> bool:
-        """Whether so many bytes are free."""
+        """Whether more than ``size`` bytes are free."""
         return size < free_memory(self._device)
 
     def check(self, key: Hashable, *, kept: int = 0, shared: int = 0, shapes: int = 0) -> None:
-        """Raises :class:`NoRoomError` where a graph of ``key`` would not fit.
+        """Raises :class:`NoRoomError` if a graph of ``key`` would not fit.
 
-        ``kept``: what of a capture is not freed within it.  ``shared``: what other graphs have that it may use.  ``shapes``: how
-        many other shapes are captured.
+        ``kept``: bytes that the capture allocates and does not free.  ``shared``: bytes of other graphs' memory that it may use.
+        ``shapes``: the number of other captured shapes.
         """
         needed = max(self.takes(key) + kept - shared, 0)
         beside = 0 if self._required and not shapes else max(self._takes.values(), default=0)
@@ -72,7 +72,7 @@ class Room:
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns how many bytes can still be allocated, those that torch's allocator keeps for later among them: they are freed."""
+    """Empties the cache of torch's allocator and returns the number of bytes that can still be allocated."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.memory.get_per_process_memory_fraction(device))

@@ -1,4 +1,4 @@
-"""The stream of a run whose steps are to be captured."""
+"""The side stream of a run with captured steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _FREE: Final[dict[torch.device, list[torch.cuda.Stream]]] = {}
 
 
 def _lend_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream that nobody else has until it is among the free ones again.
+    """Returns a stream for exclusive use, until it is put back into ``_FREE``.
 
-    Those of earlier runs first: cuBLAS keeps a workspace for each stream that it was on, for good.  None of torch's 32, which are
-    dealt out in turn: what another thread does on the stream of a capture would break it.
+    Takes the streams of earlier runs first, since cuBLAS keeps a workspace for every stream that it ran on, for good.  Takes none
+    of torch's 32 streams, which are dealt out in turn: work of another thread on the stream of a capture would break the capture.
     """
     free = _FREE.get(device)
     if free:
@@ -29,11 +29,11 @@ def _lend_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class SideStream:
-    """Torch's current stream from here on, until :meth:`leave`.
+    """Makes a side stream torch's current stream, until :meth:`leave`.
 
-    No capture is possible on the default stream, and AccumulateGrad nodes keep the stream of their first use: so torch's
-    DistributedDataParallel, which makes them, is made on it too.  Captures and replays are on it alike: what a capture writes for
-    random generators would else have no order to what the first replay writes there.
+    The default stream cannot be captured.  AccumulateGrad nodes keep the stream of their first use, so torch's
+    DistributedDataParallel, which creates them, is created on the side stream, too.  Captures and replays run on the same stream;
+    else the capture's writes to the state of random generators would not be ordered before those of the first replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class SideStream:
         torch.cuda.set_stream(self.stream)
 
     def leave(self, *, wait: bool) -> None:
-        """Goes back to the stream that was current before; ``wait``: it waits for this one, which others may have then."""
+        """Makes the earlier stream current again; with ``wait``, that stream waits for this one, which is then free for reuse."""
         torch.cuda.set_stream(self._outer)
         if wait:
             self._outer.wait_stream(self.stream)

@@ -1,4 +1,4 @@
-"""Lets the ranks of a run capture at the same batch: the eager step that a replay is compared with exchanges gradients too."""
+"""Agreement of the ranks on their first captures: a first replay is compared with an eager step, which exchanges gradients."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
 
 _PATIENCE = 8
-"""How many times the batches of a warm-up and of a window ranks ask each other, where they see other shapes than each other."""
+"""Limit of the agreement, in multiples of a warm-up's and an accumulation's batches: ranks may never see the same shapes."""
 
 
 class Stage(IntEnum):
-    """What a rank is about to do with a batch."""
+    """The way in which a rank is about to run a batch."""
 
     EAGER = 0
     READY = 1
-    """It may be captured now."""
+    """The batch may be captured now."""
     REPLAY = 2
 
 
 class Together:
-    """Lets ranks agree on their first captures; from then on each captures by itself, compares nothing, and asks nobody.
+    """Agrees with the other ranks on the first captures; later each rank captures alone, without comparison or communication.
 
-    A capture launches nothing, and a replay exchanges what an eager step does: ranks may do either.
+    A capture launches nothing, and a replay exchanges the same as an eager step, so each rank may choose between these.
     """
 
     def __init__(self, strategy: Strategy, warmup: int) -> None:
         self._strategy = strategy
         self.alone = strategy.world_size == 1
         self.settled = self.alone
-        """Whether ranks do not ask each other any more."""
+        """Whether the agreement has ended: the ranks no longer exchange their stages."""
         self._warmup = warmup
         self._meetings = self._replays = 0
         self._batches: Counter[Role] = Counter()
 
     def meet(self, stage: Stage, accumulate: int) -> bool:
-        """Tells the other ranks what this one is about to do; returns whether all are ready to capture.  Waits for the device."""
+        """Exchanges the ranks' stages; returns whether all ranks are ready to capture.  Waits for the device."""
         stages = self._strategy.all_gather(torch.tensor(stage, dtype=torch.int64, device="cpu")).tolist()
         self._replays = self._replays + 1 if all(one == Stage.REPLAY for one in stages) else 0
         self._meetings += 1
@@ -50,7 +50,7 @@ class Together:
         return all(one == Stage.READY for one in stages)
 
     def checks(self, every: int, role: Role, *, replays: bool) -> bool:
-        """Returns whether a replay is due to be compared: every so many micro-batches of a role, where all ranks replay them."""
+        """Returns whether to compare this replay: every ``every`` micro-batches of a role, if all ranks replay that one."""
         if not self.settled:
             return False
         self._batches[role] += 1

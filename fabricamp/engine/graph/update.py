@@ -1,4 +1,4 @@
-"""Automatic optimization whose steps are replays of a CUDA graph: the sibling of :class:`~fabricamp.engine.update.Update`."""
+"""Automatic optimization by CUDA graph replays; the eager counterpart is :class:`~fabricamp.engine.update.Update`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Key: TypeAlias = tuple[Hashable, Role]
 
 
 class GraphUpdate(Update):
-    """Runs the first batches of each shape eagerly, captures the step then, and replays it.
+    """Runs the first batches of each shape eagerly, then captures the step and replays it.
 
-    A micro-batch that opens a window, one in its middle and one that closes it are graphs of their own.  All of the fit's work is
-    on a :class:`~fabricamp.engine.graph.stream.SideStream`.
+    The first, a middle and the last micro-batch of an accumulation have separate graphs.  All work of the fit runs on a
+    :class:`~fabricamp.engine.graph.stream.SideStream`.
     """
 
     def __init__(self, parts: FitParts, session: Session) -> None:
@@ -59,10 +59,10 @@ class GraphUpdate(Update):
         self._together = Together(parts.strategy, options.warmup)
         self._captures_in_a_row = 0
         self.why_eager = ""
-        """Why this run has no graph any more; empty where it has."""
+        """Why the run captures nothing and stays eager; empty while it captures or replays."""
         device = parts.strategy.device
         self._open = torch.zeros((), dtype=torch.float32, device=device)
-        """Stands for the loss of an open window."""
+        """Placeholder for the loss of an accumulation in progress during a capture."""
         self._pool: Any = None
         self._pool_bytes = 0
         self._room = session.graphs.room
@@ -71,15 +71,15 @@ class GraphUpdate(Update):
         self._state.runs_as = "eager"
 
     def use(self, step: Callable[..., Any]) -> None:
-        """Takes another step to run, which is captured anew when it has run eagerly."""
+        """Sets another step to run; it is captured again after it has run eagerly."""
         super().use(step)
         self._sights.clear()
-        self._closed = 0  # torch's wrapper, which needs some eager steps, may be a new one
+        self._closed = 0  # the step may come with a new torch DDP wrapper, which needs some eager steps
         if self._steps:
             self._drop()
 
     def begin_epoch(self, batch_idx: int) -> None:
-        """Lets go of graphs of windows of another length."""
+        """Prepares an epoch; drops the graphs if the number of accumulated micro-batches has changed."""
         before = self._accumulate
         super().begin_epoch(batch_idx)
         if self._accumulate != before and self._steps:
@@ -88,10 +88,11 @@ class GraphUpdate(Update):
     # -- a batch -----------------------------------------------------------------------------------------------------------------
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
-        """Runs a micro-batch, as a replay where there is a graph for those like this one."""
+        """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
         role = Role(self._accumulate, self.loss is None, self._ends_window(batch_idx, last))
         key = None if self.why_eager else self._key_of(batch, role)
         step = None if key is None else self._replayable(key)
+        # Both may be collectives: every rank calls them, also a rank that runs this micro-batch eagerly.
         together = not self._together.settled and self._meet(key, step)
         checks = self._is_checked(step, role)
         if key is None or self.why_eager:
@@ -115,19 +116,19 @@ class GraphUpdate(Update):
             return None
 
     def _replayable(self, key: Key) -> CapturedStep | None:
-        """Returns the graph for ``key``, where there is one that still fits and the open window is one that it can go on with."""
+        """Returns the graph for ``key``; None if there is none, if it is out of date, or if it cannot continue the accumulation."""
         step = self._steps.get(key)
         if step is None:
             return None
         if not step.fits():
             self._count_capture(step)
-            # An eager step finds what has changed (another parameter, say), one is watched, and the next is captured.
+            # One eager step adopts what has changed (another parameter, say), one is watched, and the next is captured.
             self._drop()
             return None
         return step if step.takes_over(self._window) else None
 
     def _is_ready(self, key: Key) -> bool:
-        """Whether the micro-batch at hand may be captured: enough like it have run eagerly."""
+        """Whether this micro-batch may be captured: enough of the same key have run eagerly."""
         settled = self._closed >= self._parts.strategy.eager_steps and key not in self._left_out
         enough = self._sights.get(key[0], 0) + 1 >= self._options.warmup and self._seen.get(key, 0) >= FEWEST_SIGHTS
         return settled and enough and key not in self._steps and len(self._other_shapes(key)) < self._options.shapes
@@ -136,7 +137,7 @@ class GraphUpdate(Update):
         return {shape for shape, _ in self._steps} - {key[0]}
 
     def _is_checked(self, step: CapturedStep | None, role: Role) -> bool:
-        """Whether the micro-batch is a replay that is compared with an eager step: on all ranks, or on none."""
+        """Whether this replay is compared with an eager step; the answer is the same on all ranks."""
         every = self._options.check_every
         if not every:
             return False
@@ -145,19 +146,19 @@ class GraphUpdate(Update):
         return self._together.checks(every, role, replays=step is not None)
 
     def _meet(self, key: Key | None, step: CapturedStep | None) -> bool:
-        """Returns whether all ranks capture now; every rank asks, before the first ones have settled it."""
+        """Returns whether all ranks capture now; every rank has to call it until the ranks have agreed on the first captures."""
         stage = Stage.REPLAY
         if step is None:
             stage = Stage.READY if key is not None and self._is_ready(key) else Stage.EAGER
         return self._together.meet(stage, self._accumulate)
 
     def _run_captured(self, key: Key, batch: Any, batch_idx: int, last: bool, *, compares: bool) -> Any:
-        """Captures the micro-batch, and runs it as the first replay, which all ranks compare with an eager step or none does."""
+        """Captures the micro-batch and runs it as the first replay; ``compares``, equal on all ranks, checks that replay."""
         role, loss = key[1], self.loss
         step, error = None, None
         try:
             step = self._capture(key, batch)
-        except Exception as raised:  # noqa: BLE001 - whatever a step does; said, or raised
+        except Exception as raised:  # noqa: BLE001 - a step may raise anything; reported or raised below
             error = raised
         if compares and not self._together.all(error is None):
             error = error or NotCapturableError("another rank cannot capture its step")
@@ -178,7 +179,7 @@ class GraphUpdate(Update):
     def _run_instead(
         self, why: NotCapturableError | Exception, batch: Any, batch_idx: int, last: bool, key: Key
     ) -> Any:
-        """Runs eagerly what could not be captured, or was replayed wrongly; all is as it was before that."""
+        """Runs a micro-batch eagerly after a failed capture or a wrong replay, whose effects the caller has undone."""
         others = bool(self._steps) and self._together.settled
         if isinstance(why, NoRoomError) and others and not self._options.required:
             self._left_out.add(key)
@@ -189,10 +190,10 @@ class GraphUpdate(Update):
         return super().run_batch(batch, batch_idx, last)
 
     def _follow(self, step: CapturedStep, role: Role, *, first: bool = False) -> Any:
-        """What the host does behind a replay; the capture has done a part of it for the first."""
+        """Does the host's work after a replay and returns the outputs; the capture has done part of it for the ``first`` replay."""
         outputs = step.follow(first=first)
         if not self._together.alone:
-            check_peers()  # a kernel of a layer may have given up waiting for a rank
+            check_peers()  # a layer's kernel may have given up waiting for another rank
             self._parts.strategy.note_window(begun=not role.closes)
         if not role.closes:
             self.loss, self._whole = step.loss, True
@@ -202,7 +203,7 @@ class GraphUpdate(Update):
         return outputs
 
     def _note_replay(self) -> None:
-        """What the host does behind a step that is over on the device."""
+        """Does the host's bookkeeping of a step whose update the device has launched."""
         self.loss, self._state.open_batches = None, 0
         if self._bound.plain_step is None:
             self._note_update()
@@ -213,7 +214,7 @@ class GraphUpdate(Update):
     # -- eager steps, watched ----------------------------------------------------------------------------------------------------
 
     def _run_watched(self, key: Key, batch: Any, batch_idx: int, last: bool) -> Any:
-        """An eager step; behind the first of a shape, what Python does in it is looked at too."""
+        """Runs an eager step; the first ``warmup`` of a key are watched for what a replay would not repeat."""
         self._sights[key[0]] = self._sights.get(key[0], 0) + 1
         self._closed += key[1].closes
         seen = self._seen[key] = self._seen.get(key, 0) + 1
@@ -229,7 +230,7 @@ class GraphUpdate(Update):
         return outputs
 
     def _changing_weight(self, key: Key) -> str:
-        """Says that the loss came with a weight that a capture would hold for ever; an empty string where it has not."""
+        """Returns why the loss weight cannot be captured, if it is a number that changed; else an empty string."""
         number = None if self.weights is None else self.weights.number
         if self._weights_seen.setdefault(key, number) == number:
             return ""
@@ -241,7 +242,7 @@ class GraphUpdate(Update):
     # -- a capture ---------------------------------------------------------------------------------------------------------------
 
     def _capture(self, key: Key, batch: Any) -> CapturedStep:
-        """Captures the step of ``batch``, which has not run on the device then."""
+        """Captures the step of ``batch`` without running it on the device, and returns the graph."""
         parts, optimizer, role = self._parts, self._optimizer, key[1]
         assert optimizer is not None
         if not all(one.device == self._stream.device for one in tensors_of(batch)):
@@ -250,7 +251,7 @@ class GraphUpdate(Update):
             )
         memory = self._memory() if self._sums and self._memory is not None else None
         if role.opens:
-            optimizer.zero_grad(set_to_none=True)  # gradients of the graph come into the graph's own memory
+            optimizer.zero_grad(set_to_none=True)  # so the captured backward allocates them in the graph's memory
         elif memory is None:
             self._window.settle()
         inputs = copied(batch)
@@ -270,7 +271,7 @@ class GraphUpdate(Update):
         return step
 
     def _captured(self, step: CapturedStep, run: Callable[[], Any], pool: Any) -> int:
-        """Captures what ``run`` launches; returns how many bytes that takes."""
+        """Captures what ``run`` launches; returns the bytes of memory that the graph reserves."""
         self._attachment.metrics, self._state.capturing = self._watch.log_watch(), True
         before = torch.cuda.memory_reserved(self._stream.device)
         try:
@@ -280,14 +281,14 @@ class GraphUpdate(Update):
         return torch.cuda.memory_reserved(self._stream.device) - before
 
     def _kept(self, role: Role) -> int:
-        """How many bytes of gradients a graph makes and keeps, in a window a second time where all of its graphs find them."""
+        """Returns the bytes of gradients that a graph keeps; twice with accumulation, whose graphs share one more copy of them."""
         if self._sums or not role.opens:
             return 0
         trained = [one for one in self._parts.module.parameters() if one.requires_grad]
         return sum(one.numel() * one.element_size() for one in trained) * (1 if role.accumulate == 1 else 2)
 
     def _pool_of(self, role: Role) -> Any:
-        """Returns the graph's memory; those of a window share it: they run one behind the other, and leave nothing in it."""
+        """Returns the graph's memory pool; graphs of an accumulation share one, as they run in turn and leave nothing in it."""
         if role.accumulate == 1:
             return torch.cuda.graph_pool_handle()
         if self._pool is None:
@@ -301,7 +302,7 @@ class GraphUpdate(Update):
         )
 
     def _launch_captured(self, batch: Any, role: Role) -> Any:
-        """What is captured: a step, and what it leaves for the host, outside of memory that other graphs write to."""
+        """Runs a step for the capture and copies its gradient statistics out of the memory that other graphs write to."""
         outputs = self._launch(batch, BatchIndex(), role)
         verdicts = self._parts.precision.verdicts
         if role.closes and role.accumulate > 1 and verdicts is not None and self._optimizer is not None:
@@ -309,7 +310,7 @@ class GraphUpdate(Update):
         return outputs
 
     def _launch(self, batch: Any, batch_idx: Any, role: Role) -> Any:
-        """What a step does on the device."""
+        """Launches a step's work on the device; returns what hooks get."""
         self._parts.strategy.note_window(begun=not role.opens)
         self.loss = None if role.opens else self._open
         with contextlib.nullcontext() if role.closes and not self._sums else self._parts.strategy.no_sync():
@@ -330,7 +331,10 @@ class GraphUpdate(Update):
     def _launch_checked(
         self, step: CapturedStep, batch: Any, eager: Callable[[], Any], key: Key
     ) -> NotCapturableError | None:
-        """Runs a replay; returns where an ``eager`` step leaves other bits, if there is memory for it: all is as before then."""
+        """Runs a replay and compares it to an ``eager`` step bit by bit, if the memory suffices for that.
+
+        Returns None, or an error that names the first difference; the state is as before the replay then.
+        """
         parts, optimizer, device, role = self._parts, self._optimizer, self._stream.device, key[1]
         assert optimizer is not None
         memory = self._memory() if self._sums and self._memory is not None else None
@@ -340,6 +344,7 @@ class GraphUpdate(Update):
             parts.module, optimizer, verdicts, device, states, step.generators,
             memory=memory, weights=self.weights, window=window,
         )  # fmt: skip
+        # Up to three copies: before the replay, after it, and after a first eager step.
         if not self._together.all(self._room.has(3 * state.bytes + self._room.takes(key))):
             _LOG.warning("the replay is not compared with an eager step, for which there is no memory")
             step.launch(batch)
@@ -362,7 +367,7 @@ class GraphUpdate(Update):
         return NotCapturableError(f"a replay leaves other bits than an eager step, first in {difference}")
 
     def _count_capture(self, stale: CapturedStep) -> None:
-        """A value that is another one in every step would be captured in every step."""
+        """Counts graphs that are out of date; gives up after a few in a row, since a value changes in every step then."""
         self._captures_in_a_row += 1
         if self._captures_in_a_row > MOST_IN_A_ROW:
             name = stale.constants.changed()
@@ -374,7 +379,7 @@ class GraphUpdate(Update):
     # -- giving up ---------------------------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str, error: BaseException | None = None) -> None:
-        """Runs eagerly from here on, and says why; raises where a graph is required."""
+        """Runs eagerly from now on and logs ``reason``; raises if a graph is required."""
         if self._options.required:
             raise refused(reason) from error
         self.why_eager = reason
@@ -395,5 +400,5 @@ class GraphUpdate(Update):
             self._optimizer.forget()
 
     def close(self, *, waits: bool) -> None:
-        """Frees the graphs; ``waits`` for the device before."""
+        """Frees the graphs, after a wait for the device with ``waits``."""
         self._drop(waits=waits)

@@ -1,4 +1,4 @@
-"""Looks at a step while it still runs eagerly, for what Python does in it and a replay would not."""
+"""Watches a step while it runs eagerly for side effects in Python that a replay would not repeat."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
 
 FEWEST_SIGHTS: Final = 2
-"""How many calls of a kind run eagerly at least: state is made in the first, and a wait found in the second."""
+"""The smallest number of eager calls of a kind: the first creates state, the second is checked for waits."""
 MOST_IN_A_ROW: Final = 3
-"""How many times in a row a call may be captured anew, without a replay in between."""
+"""The largest number of captures in a row without a replay in between."""
 
 
 class StepWatch:
-    """Runs the calls of the module's ``step`` (its name) with an eye on it."""
+    """Runs and watches calls of the module's method named ``step``."""
 
     def __init__(self, session: Session, step: str) -> None:
         self._session = session
@@ -32,16 +32,17 @@ class StepWatch:
         self._metrics = session.metrics
         options = session.settings.cuda_graph
         self._refuses_logs = options is not None and options.required
-        """Whether what it logs is looked at before it is captured; elsewhere the capture finds it."""
+        """Whether logged values are already checked in eager steps; otherwise the capture finds bad ones."""
 
     def log_watch(self) -> Any:
-        """Returns what stands before the metrics of the run meanwhile."""
+        """Returns the object that replaces the metrics of the run while a step is watched or captured."""
         return LogWatch(self._metrics, self._step)
 
     def run(self, call: Callable[[], Any], *, compares: bool, looks: bool) -> tuple[Any, str]:
-        """Returns what ``call`` does, and why it cannot be captured, or an empty string.
+        """Returns the result of ``call``, and why it cannot be captured, or an empty string.
 
-        ``compares``: the attributes before and after; the first call of a shape may set some.  ``looks`` for waits too.
+        ``compares`` compares the attributes before and after; not for the first call of a shape, which may set some.  ``looks``
+        also looks for waits for the device.
         """
         attributes = Attributes(self._owners()) if compares else None
         generators = host_generators()
@@ -67,12 +68,12 @@ class StepWatch:
     def _owners(self) -> Iterator[object]:
         yield from self._session.module.modules()
         for one in self._session.trainer.callbacks:
-            if not type(one).__module__.startswith("fabricamp."):  # a bar has a thread of its own
+            if not type(one).__module__.startswith("fabricamp."):  # the progress bar changes in its own thread
                 yield one
 
 
 def _looked_at(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Returns what ``call`` does, and where it has waited for the device, or an empty string."""
+    """Returns the result of ``call``, and the file and line of its first wait for the device, or an empty string."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mode = torch.cuda.get_sync_debug_mode()

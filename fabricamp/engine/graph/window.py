@@ -1,4 +1,4 @@
-"""The accumulation window that several graphs work on: what a micro-batch is in it, and where its gradients are for all of them."""
+"""An accumulation that several graphs work on: the role of each micro-batch, and the addresses of the shared gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _grad: Final = operator.attrgetter("grad")
 
 
 class Role(NamedTuple):
-    """What a micro-batch is in its window of so many: each role is a graph of its own."""
+    """The role of a micro-batch in its accumulation of ``accumulate`` micro-batches; each role has a separate graph."""
 
     accumulate: int
     opens: bool
@@ -27,15 +27,15 @@ class Role(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it is, in words behind "batches"; empty where it is a window by itself."""
+        """The role in words, to follow "batches" in a message; empty without accumulation."""
         if self.accumulate == 1:
             return ""
-        does = "close" if self.closes else "open" if self.opens else "go on in"
-        return f" that {does} a window of {self.accumulate}"
+        does = "end" if self.closes else "begin" if self.opens else "continue"
+        return f" that {does} an accumulation of {self.accumulate}"
 
 
 class WindowGradients:
-    """The ``.grad`` of an open window, at the same addresses in every graph, and outside of the memory that the graphs share."""
+    """The ``.grad`` of an accumulation in progress, at the same addresses in every graph, outside of the graphs' shared memory."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -43,10 +43,10 @@ class WindowGradients:
 
     @torch.no_grad()
     def settle(self, *, closes: bool = False) -> list[Tensor | None]:
-        """Copies every gradient to its place and makes that its ``.grad``, now or as a part of a capture; returns them all.
+        """Copies every gradient to its fixed address, makes that ``.grad``, now or in a capture, and returns all gradients.
 
-        Behind a window that ``closes``, views of what torch's wrapper has exchanged stay: kernels sum what lies elsewhere, perhaps
-        aligned otherwise, in another order.
+        At the end of an accumulation (``closes``), views into the buckets of torch's DDP stay where they are: kernels may sum a
+        copy with another alignment in another order.
         """
         moved: list[tuple[Tensor, Tensor]] = []
         parameters = list(self._module.parameters())
@@ -63,6 +63,6 @@ class WindowGradients:
         return list(map(_grad, parameters))
 
     def bring(self, captured: Sequence[Tensor | None]) -> bool:
-        """Readies the gradients of the window for a graph that adds to the ``captured`` ones; False where others are missing."""
+        """Prepares the gradients for a graph that adds to the ``captured`` ones; returns False if other gradients are missing."""
         present = map(_grad, self._module.parameters())
         return all(map(operator.is_, present, captured)) or all(map(operator.is_, self.settle(), captured))

@@ -1,4 +1,4 @@
-"""Found by processes that a script of ``python -m fabricamp.lightning`` spawns."""
+"""Imported by processes that a script under ``python -m fabricamp.lightning`` spawns."""
 
 from fabricamp.lightning.names import take_over
 

@@ -1,1 +1,1 @@
-"""SyncBatchNorm: the function, its kernels, their layout, and the exchange of statistics between ranks."""
+"""SyncBatchNorm: the function, the kernels, their layout, and the exchange of statistics between ranks."""

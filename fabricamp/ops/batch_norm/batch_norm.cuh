@@ -1,10 +1,10 @@
-// What the kernels of SyncBatchNorm share: how a block walks over its channels and sums in a fixed order.
+// Shared by the kernels of SyncBatchNorm: how a block loops over its channels and sums in a fixed order.
 //
-// VALUE is the type of activations, PARAMETER that of weight, bias and running values, VECTOR how many neighbours are read at
-// once.  PLANES 1: the values of a channel lie side by side (NCHW); 0: the channels of a place do (NHWC).
+// VALUE is the type of activations, PARAMETER that of weight, bias and running values, VECTOR the number of neighbours read at
+// once.  PLANES 1: the values of a channel are contiguous (NCHW); 0: the channels of a position are contiguous (NHWC).
 //
-// A block serves one tile of channels (a plane's channel, or `columns` * VECTOR neighbours) and one split of their positions.
-// Small layers are chains of latencies, not bytes: what does not depend on anything is loaded first, all at once.
+// A block works on one tile of channels (a plane's channel, or `columns` * VECTOR neighbours) and one split of their positions.
+// Small layers are bound by latencies, not by bytes: all loads that depend on nothing are issued first, all at once.
 #pragma once
 
 #ifndef VALUE
@@ -24,64 +24,64 @@ typedef unsigned long long Word;
 
 constexpr int kVector = VECTOR;
 constexpr int kKept = PLANES ? 1 : VECTOR;  // channels of a thread
-constexpr int kThreads = 512;               // the most of a block
+constexpr int kThreads = 512;               // the most in a block
 constexpr int kTile = 64;                   // the most channels of a block
-constexpr int kGroups = 32;                 // the most groups of threads that add up splits
-constexpr int kRanks = 4;                   // ranks that are looked at at once
+constexpr int kGroups = 32;                 // the most groups of threads that add splits
+constexpr int kRanks = 4;                   // ranks whose words are read at once
 constexpr int kUnderWay = 8;                // splits whose sums a thread loads at once
 
-// How the blocks of a launch share the work; this and Layer are the structures that launches in ops/batch_norm/kernels.py fill in.
+// How the blocks of a launch share the work; ops/batch_norm/kernels.py fills in this structure and Layer.
 struct Tiling {
   int64 tiles;
   int64 splits;
-  int64 per_split;    // positions of each but the last, which has fewer
-  int64 column_bits;  // threads side by side are a power of two: this is its exponent
-  int64 lane_bits;    // the same of the block's threads above each other
+  int64 per_split;    // positions of each split but the last, which has fewer
+  int64 column_bits;  // log2 of the threads along the channels
+  int64 lane_bits;    // log2 of the block's threads along the positions
 };
 
 struct Layer {
   const Value* x;
-  const Value* z;                // a residual that is added, or null
+  const Value* z;                // the residual, or null
   const Value* dy;
-  Value* out;                    // forward: y; backward: the gradient of x, null where nobody needs it and no rank is met
+  Value* out;                    // forward: y; backward: the gradient of x, null if it is not needed (then there is no exchange)
   Value* dz;                     // the gradient of z
   const Parameter* weight;       // null: ones
   const Parameter* bias;         // null: zeros
-  Parameter* running_mean;       // null: none are kept
+  Parameter* running_mean;       // null: no running values
   Parameter* running_var;
   unsigned long long* batches;
   float* saved;                  // mean, 1 / deviation and variance of all channels over all ranks, then the count of values
-  Parameter* weight_gradient;    // null: nobody asks
+  Parameter* weight_gradient;    // null: not needed
   Parameter* bias_gradient;
   int64* partial;                // a pair of floats per split and channel
   int* tickets;                  // one per tile, then one per group of channels
-  float* local;                  // forward: two rows and the count that this rank found; backward: the sums over all ranks
+  float* local;                  // forward: two rows and the count of this rank; backward: the sums over all ranks
   const float* gathered;         // `local` of every rank, after a collective
-  volatile Word* const* peers;   // the layer's words in the memory of each rank; null: nothing crosses inside a kernel
-  volatile Word* own;            // those of this rank
-  unsigned* exchanges;           // how many there have been, per channel
-  volatile int64* failed;        // set where a peer did not come: on the device, and for the host
+  volatile Word* const* peers;   // the layer's words in the memory of each rank; null: no exchange inside a kernel
+  volatile Word* own;            // the words of this rank
+  unsigned* exchanges;           // number of exchanges so far, per channel
+  volatile int64* failed;        // set to the rank + 1 of a peer that timed out: on the device, and for the host
   volatile int64* host_failed;
   int64 rank;
   int64 ranks;
-  int64 crosses;                 // a collective follows: what this rank found is left in `local`
+  int64 crosses;                 // a collective follows: the results of this rank are written to `local`
   int64 timeout;                 // nanoseconds
   int64 channels;
-  int64 positions;               // places, or vectors in all planes of a channel
+  int64 positions;               // positions of a channel, or vectors in all its planes
   int64 length;                  // vectors in a plane
-  int64 group_bits;              // one block waits for a group of so many channels, a power of two and of no less than a tile
-  Tiling sums;                   // of the kernels that add up
-  Tiling spread;                 // of those that write every value
+  int64 group_bits;              // log2 of the channels that one block waits for, at least a tile
+  Tiling sums;                   // of the kernels that sum
+  Tiling spread;                 // of the kernels that write every value
   double eps;
   double momentum;               // negative: the average over all batches
 };
 
-// Numbers from 0; a division of 64 bits takes some hundred instructions, and few of them need it.
+// Division of numbers >= 0: a 64-bit division takes about a hundred instructions, and few numbers need it.
 __device__ __forceinline__ int64 quotient(int64 a, int64 b) {
   return (a | b) >> 32 ? a / b : (int64)((unsigned)a / (unsigned)b);
 }
 
-// What this thread serves.
+// The tile, split, column and lane of this thread.
 struct Place {
   int tile, split;
   int width, width_bits;  // channels of a tile: a power of two
@@ -97,7 +97,7 @@ struct Place {
     lane = threadIdx.x >> bits;
   }
 
-  // The channel that thread `own` below the width cares for.
+  // The channel of thread `own`, for threads below the width.
   __device__ __forceinline__ int64 channel(int own) const { return (int64)tile * width + own; }
 };
 
@@ -106,10 +106,10 @@ __device__ __forceinline__ int64 positions_of(const Layer& a, const Tiling& tili
   return left < 0 ? 0 : (left < per ? left : per);
 }
 
-// Values of a channel at so many positions.
+// The number of a channel's values at this number of positions.
 __device__ __forceinline__ float values_at(int64 positions) { return (float)(PLANES ? positions * kVector : positions); }
 
-// The offsets that a thread reads, first to last or backwards (what was read last is still in the cache).
+// The offsets that a thread reads, forwards, or backwards (values read last are still in the cache).
 struct Walk {
   int64 at;
   int left;
@@ -157,8 +157,8 @@ struct Walk {
   }
 };
 
-// What body.load(walk) has loaded goes through body.use(walk), then all the rest.  One of them moves on: load, or use where it
-// writes to the same places.
+// Calls body.use(walk) for the values that body.load(walk) has loaded, then loads and uses the rest.  One of the two advances the
+// walk: load, or use if it writes to the same offsets.
 template <typename Body> __device__ __forceinline__ void each_batch(Walk& walk, Body& body) {
   for (;;) {
     body.use(walk);
@@ -167,7 +167,7 @@ template <typename Body> __device__ __forceinline__ void each_batch(Walk& walk, 
   }
 }
 
-// Neighbours as they are loaded: kept so, they take fewer registers than one by one.
+// Neighbours in the form they are loaded in: this takes fewer registers than single values.
 template <int BYTES> struct RawOf { typedef Pack<unsigned, BYTES / 4> type; };
 template <> struct RawOf<2> { typedef Pack<unsigned short, 1> type; };
 typedef RawOf<sizeof(Value) * kVector>::type Raw;
@@ -185,7 +185,7 @@ struct Pair {
   float first, second;
 };
 
-// Adds up pairs of a mean and a sum of squared deviations, around the first mean there is: one division in all.
+// Merges pairs of a mean and a sum of squared deviations, relative to the first mean: this takes one division in total.
 struct Moments {
   static constexpr bool kCounted = true;
   float reference = 0.f, first = 0.f, second = 0.f, count = 0.f;
@@ -200,7 +200,7 @@ struct Moments {
 
   __device__ __forceinline__ Pair result() const { return of(reference, first, second, count > 0.f ? 1.f / count : 0.f); }
 
-  // From sums of deviations from `around`, and of their squares.
+  // Computes a pair from the sum of deviations from `around` and the sum of their squares.
   __device__ __forceinline__ static Pair of(float around, float sum, float square, float inverse_count) {
     float drift = sum * inverse_count, squares = square - sum * drift;
     return Pair{around + drift, squares < 0.f ? 0.f : squares};
@@ -219,11 +219,11 @@ struct Sums {
   __device__ __forceinline__ Pair result() const { return Pair{first, second}; }
 };
 
-// Values of a channel in each warp of a block, and their inverses.
+// The number of a channel's values in each warp of a block, and the inverses.
 struct Counts {
   float values[kThreads / 32], inverse[kThreads / 32];
 
-  // By the first threads; a barrier has to follow.
+  // Filled by the first threads; a barrier has to follow.
   __device__ __forceinline__ void fill(const Layer& a, const Tiling& tiling, const Place& place) {
     if (threadIdx.x >= blockDim.x / 32) return;
     int lanes = 32 >> (int)tiling.column_bits;  // of a warp
@@ -236,8 +236,8 @@ struct Counts {
   }
 };
 
-// Adds up values over the lanes of a warp that have a column in common.  Each step halves what a lane goes on with: in the end
-// `held` values from number `from` on.
+// Sums values over the lanes of a warp with the same column.  Each step halves the values that a lane keeps: in the end it has
+// `held` values, starting at index `from`.
 template <int HELD, int STEP, int COUNT>
 __device__ __forceinline__ void over_warp(float (&values)[COUNT], int columns, int& from, int& held) {
   if constexpr (STEP > 0) {
@@ -260,8 +260,8 @@ __device__ __forceinline__ void over_warp(float (&values)[COUNT], int columns, i
   }
 }
 
-// What the threads of a block have, merged in a fixed order; right in threads below the tile's width.  A rule that counts takes
-// a thread's mean and squares of `own` values, and the counts of the warps.
+// Merges the values of a block's threads in a fixed order; valid in threads below the tile's width.  For a rule that counts, the
+// inputs are a thread's mean and squares of `own` values, and the counts of the warps.
 template <typename Rule>
 __device__ __forceinline__ Pair over_block(const Place& place, float (&first)[kKept], float (&second)[kKept], float own,
                                            const Counts* counts) {
@@ -299,7 +299,7 @@ __device__ __forceinline__ Pair over_block(const Place& place, float (&first)[kK
   return all.result();
 }
 
-// Takes the next number.  What the block wrote before a barrier is there for who takes a later one, after a barrier of his.
+// Takes the next ticket.  Writes of the block before a barrier are visible to a block that takes a later ticket, after its barrier.
 __device__ __forceinline__ int take_ticket(int* at) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
   int taken;
@@ -313,7 +313,7 @@ __device__ __forceinline__ int take_ticket(int* at) {
 #endif
 }
 
-// The same over all splits of the tile: true in the block that comes last, which has it.
+// Merges over all splits of the tile: returns true in the last block to arrive; `pair` is valid in it.
 template <typename Rule>
 __device__ __forceinline__ bool over_splits(const Layer& a, const Tiling& tiling, const Place& place, Pair& pair) {
   int splits = (int)tiling.splits, tiles = (int)tiling.tiles, width = place.width;

@@ -1,12 +1,12 @@
-// How the ranks of a SyncBatchNorm meet: what a channel's thread sends, and how all ranks' parts become one.
+// The exchange between the ranks of a SyncBatchNorm: a channel's thread sends, and the values of all ranks are merged.
 //
-// Across ranks travel words of a value, half of the count of values, and the exchange's number: a word that has the number has
-// arrived, so no fence is needed.  Each channel counts its own exchanges; who has received one moves its count on.  Two buffers
-// take turns: a launch sends and receives, so who sends the next but one has received the next from a peer whose launch before,
-// which received this one, was over.
+// Ranks send words of a value, half of the count of values, and the exchange's number.  A word with the expected number has
+// arrived, so no fence is needed.  Each channel counts its own exchanges; the receiving thread increments the count.  Two buffers
+// alternate.  That is enough, because every launch sends and receives: a rank that sends exchange n + 2 has received n + 1 from
+// each peer, so the peer's launch of n, which received n, was over.
 //
-// Every tile sends, but only one block a group of tiles waits: the last that has come so far, so that no block that has not
-// started is waited for.  Groups are few (ops/batch_norm/kernels.py): who waits leaves room for any other kernel.
+// Every tile sends, but only one block per group of tiles waits: the last block to arrive, so that no block waits for one that has
+// not started.  There are few groups (ops/batch_norm/kernels.py): the waiting blocks leave room for any other kernel.
 #pragma once
 
 #ifdef __CUDACC__
@@ -17,7 +17,7 @@ __device__ __forceinline__ int64 nanoseconds() {
 }
 #endif
 
-// Where rank `from` puts the two words of a channel in exchange `number`: two buffers of one row per rank.
+// The index at which rank `from` writes the two words of a channel in exchange `number`: two buffers of one row per rank.
 __device__ __forceinline__ int64 mailbox(const Layer& a, unsigned number, int64 from, int64 channel) {
   return 2 * (((number & 1) * a.ranks + from) * a.channels + channel);
 }
@@ -34,7 +34,7 @@ __device__ __forceinline__ unsigned bits_of(float value) {
   return bits;
 }
 
-// 16 bits of the number are enough to tell it from the last but one, which the word had before.
+// 16 bits of the number are enough: the word held number - 2 before.
 __device__ __forceinline__ Word word_of(unsigned number, float value, unsigned half_count) {
   return (Word)(number << 16 | half_count) << 32 | bits_of(value);
 }
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool is_of(Word word, unsigned number) {
   return (unsigned)(word >> 48) == (number & 0xffffu);
 }
 
-// What threads below the tile's width need for sending, on its way before there is anything to send.
+// The data that threads below the tile's width need for sending, loaded before there is anything to send.
 struct Sender {
   unsigned number = 0;
   volatile Word* const* early;  // addresses of the first ranks, in shared memory
@@ -56,14 +56,14 @@ struct Sender {
     for (int i = threadIdx.x; i < a.ranks && i < kRanks; i += blockDim.x) addresses[i] = a.peers[i];
   }
 
-  // A channel's two values and their count, to every rank.
+  // Sends a channel's two values and their count to every rank.
   __device__ __forceinline__ void send(const Layer& a, int64 channel, Pair pair, float count) const {
     Word first = word_of(number, pair.first, bits_of(count) & 0xffffu);
     Word second = word_of(number, pair.second, bits_of(count) >> 16);
     int64 where = mailbox(a, number, a.rank, channel);
 #pragma unroll 1
     for (int i = 0; i < (int)a.ranks; ++i) {
-      int to = (int)a.rank + i;  // not all to one at once
+      int to = (int)a.rank + i;  // ranks start with different receivers
       if (to >= (int)a.ranks) to -= (int)a.ranks;
       volatile Word* row = to < kRanks ? early[to] : a.peers[to];
       row[where] = first;
@@ -72,7 +72,7 @@ struct Sender {
   }
 };
 
-// Calls body(channel) for the channels of the tile's group, a thread each, in the block that is the group's last to come here.
+// Calls body(channel) for the channels of the tile's group, one thread each, in the last block of the group to arrive.
 template <typename Body> __device__ __forceinline__ void each_met(const Layer& a, const Place& place, const Body& body) {
   int shift = (int)a.group_bits - place.width_bits, group = place.tile >> shift;
   int tiles = (int)a.sums.tiles - (group << shift);
@@ -80,7 +80,7 @@ template <typename Body> __device__ __forceinline__ void each_met(const Layer& a
   if (tiles > 1) {
     __shared__ bool last;
     if (threadIdx.x == 0) {
-      int* ticket = a.tickets + a.channels + group;  // the words say themselves that they are there: it only counts
+      int* ticket = a.tickets + a.channels + group;  // only counts blocks: the words themselves show that they have arrived
       last = atomicAdd(ticket, 1) + 1 == tiles;
       if (last) *ticket = 0;
     }
@@ -92,7 +92,7 @@ template <typename Body> __device__ __forceinline__ void each_met(const Layer& a
   for (int64 channel = first + threadIdx.x; channel < end; channel += blockDim.x) body(channel);
 }
 
-// Whether to wait no longer for rank `from`: it does not come in time, or one did not before.
+// Whether to stop waiting for rank `from`: it has timed out, or another rank has before.
 __device__ __forceinline__ bool gives_up(const Layer& a, int64& began, int from) {
   int64 now = nanoseconds();
   if (began == 0) began = now;
@@ -104,12 +104,12 @@ __device__ __forceinline__ bool gives_up(const Layer& a, int64& began, int from)
   return true;
 }
 
-// Waits until both words of a channel are there from each of up to kRanks ranks; false where one did not come.
+// Waits until both words of a channel have arrived from each of up to kRanks ranks; returns false on a timeout.
 __device__ __forceinline__ bool await(const Layer& a, unsigned number, int base, int ranks, volatile Word* row,
                                       Word (&first)[kRanks], Word (&second)[kRanks]) {
   int64 began = 0, next = 2 * a.channels;
   for (int polls = 1;; ++polls) {
-    // All are on their way before the first is looked at.
+    // All loads are issued before the first word is checked.
 #pragma unroll
     for (int i = 0; i < kRanks; ++i) {
       if (i >= ranks) continue;
@@ -126,7 +126,7 @@ __device__ __forceinline__ bool await(const Layer& a, unsigned number, int base,
   }
 }
 
-// Adds up what all ranks have sent for a channel, in their order; false where one did not come.
+// Merges the values of all ranks for a channel, in rank order; returns false if a rank timed out.
 template <typename Rule> __device__ __forceinline__ bool receive(const Layer& a, int64 channel, Rule& all) {
   unsigned number = a.exchanges[channel] + 1;
   bool came = true;

@@ -1,4 +1,4 @@
-"""SyncBatchNorm as operators that torch.compile takes whole: what is in them runs as without it."""
+"""SyncBatchNorm as custom operators: torch.compile does not look into them, so they run the same code as in eager mode."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def compiled_batch_norm(
     channel_last: bool,
     exchange: int,
 ) -> Tensor:
-    """Returns the output of one layer, whose exchange has the key ``exchange``.
+    """Returns the output of one layer; ``exchange`` is the key of its exchange.
 
-    Running values are updated by operations of torch's: an operator with a gradient may not write its inputs.
+    Running values are updated by torch's operations, because an operator with a gradient must not write its inputs.
     """
     y: Tensor
     y, saved = _forward(x, z, weight, bias, eps, relu, channel_last, exchange)
@@ -85,7 +85,7 @@ def _backward(
     residual = None if z is None else plan.alike(z, dense)
     wanted = (needs[0], needs[1], needs[2], needs[3])
     found = plan.backward(dy, dense, residual, weight, bias, saved, wanted)
-    # An operator may not return what it was given.
+    # An operator must not return one of its inputs.
     return [
         _strided_as(one.clone() if one is dy else one, x if like is None else like)
         for one, like in zip(found, (x, x, weight, bias), strict=True)
@@ -101,7 +101,7 @@ def _(_dy: Tensor, *rest: Any) -> list[Tensor]:
 
 
 def _strided_as(found: Tensor, like: Tensor) -> Tensor:
-    """Returns ``found`` with the strides that the compiler was promised: those of ``torch.empty_like(like)``."""
+    """Returns ``found`` with the strides that the fake operator declares: those of ``torch.empty_like(like)``."""
     promised = torch.empty_like(like, device="meta").stride()
     return found if found.stride() == promised else torch.empty_like(like).copy_(found)
 

@@ -1,4 +1,4 @@
-"""How the statistics of a SyncBatchNorm layer cross the ranks: by peer memory inside a kernel, by a collective, or not at all."""
+"""Exchange of a SyncBatchNorm layer's statistics between ranks: by peer memory inside a kernel, by a collective, or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _by_key: weakref.WeakValueDictionary[int, BatchNormExchange] = weakref.WeakValue
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Route:
-    """What was chosen for one layer on one device, and why."""
+    """The chosen exchange of one layer on one device, and the reason for the choice."""
 
     kind: str
     reason: str
@@ -36,15 +36,18 @@ class Route:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that meet; a layer that outlives its run does not keep the group of all, whose threads end with it."""
+        """The ranks that exchange statistics.
+
+        Held by a weak reference: a layer that outlives its run must not keep the default group alive, whose threads end with it.
+        """
         return None if self.held is None else self.held()
 
 
 class BatchNormExchange:
-    """A layer's way to the other ranks of ``group`` (None: all ranks there are), chosen when it first meets a batch.
+    """A layer's exchange with the other ranks of ``group`` (None: all ranks), chosen at the layer's first batch.
 
-    ``choice`` "peer" or "collective" overrides the choice, as does the environment variable ``FABRICAMP_SYNCBN_EXCHANGE`` where
-    it is None.  A layer's first batch is a collective: all ranks meet their layers in the same order.
+    ``choice``: "peer" or "collective"; None: the environment variable ``FABRICAMP_SYNCBN_EXCHANGE`` decides, else the faster one
+    that works.  A layer's first batch is a collective: all ranks must reach their layers in the same order.
     """
 
     def __init__(self, channels: int, group: dist.ProcessGroup | None = None, choice: str | None = None) -> None:
@@ -58,7 +61,7 @@ class BatchNormExchange:
         _by_key[self.key] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchNormExchange:
-        """A copy of the layer is a layer of its own, in the same group."""
+        """A copied layer gets a new exchange in the same group."""
         return BatchNormExchange(self.channels, self.group, self.choice)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,7 +73,7 @@ class BatchNormExchange:
         return BatchNormExchange, (self.channels, None, self.choice)
 
     def route(self, device: torch.device) -> Route:
-        """Returns the way on ``device``; the first time a collective, and again where the default group is another one."""
+        """Returns the route on ``device``; the first call is a collective, also the first after the default group was replaced."""
         route = self._routes.get(device)
         group = self.group if self.group is not None else _default_group()
         if route is None or route.group is not group or (group is None and route.held is not None):
@@ -80,7 +83,7 @@ class BatchNormExchange:
         return route
 
     def known_routes(self) -> dict[str, str]:
-        """Returns what was chosen so far and why, by device."""
+        """Returns the routes chosen so far and the reasons, by device."""
         return {str(device): f"{route.kind}: {route.reason}" for device, route in self._routes.items()}
 
     def _choose(self, group: dist.ProcessGroup | None, device: torch.device) -> Route:
@@ -114,12 +117,12 @@ class BatchNormExchange:
 
 
 def exchange_of(key: int) -> BatchNormExchange:
-    """Returns the exchange that has this key."""
+    """Returns the exchange with this key."""
     return _by_key[key]
 
 
 def exchange_on(device: torch.device) -> str:
-    """Returns how ranks on such devices exchange their statistics, as far as one process can tell."""
+    """Returns how ranks on devices like ``device`` exchange their statistics, as far as this process knows."""
     choice = _checked(os.environ.get(VARIABLE) or None, VARIABLE)
     if choice is not None:
         return f"statistics cross ranks by {choice}, as {VARIABLE} asks"
@@ -139,12 +142,12 @@ def gather(route: Route, local: Tensor, gathered: Tensor) -> None:
 
 
 def _default_group() -> dist.ProcessGroup | None:
-    """All ranks; None without torch.distributed."""
+    """Returns the group of all ranks; None without torch.distributed."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _checked_group(group: object) -> dist.ProcessGroup | None:
-    # What torch gives a rank that is in no group is a number; the first batch says what to do then.
+    # For a rank outside of the group torch returns a number; the layer's first batch then raises, with advice.
     if group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER:
         return cast("dist.ProcessGroup | None", group)
     raise ConfigError(

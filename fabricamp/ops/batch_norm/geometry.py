@@ -1,7 +1,7 @@
-"""How the blocks of SyncBatchNorm's kernels share a layer: which channels and which of their positions each serves.
+"""Divides a SyncBatchNorm layer among the blocks of its kernels: each block gets channels and a range of their positions.
 
-It follows from the layer's sizes and from how many blocks the card runs at once.  The estimates below decide about speed alone, and
-every division gives right numbers.
+The division depends on the layer's sizes and on how many blocks the card runs at once.  The estimates below only affect speed;
+every division gives correct results.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ WIDEST: Final = 64
 """The most channels of a tile."""
 _FEWEST_THREADS: Final = 128
 _LINE: Final = 128
-"""Bytes of neighbouring channels that are read at once where all is large: a line of the cache."""
+"""Bytes of neighbouring channels to read at once in large layers: one cache line."""
 _SECTOR: Final = 32
-"""The least that is read from memory."""
+"""The least number of bytes per read from memory."""
 _AT_ONCE: Final = 4
-"""Vectors that a thread of ``statistics`` has on their way."""
+"""Vectors that a thread of ``statistics`` has in flight."""
 _SPLITS_AT_ONCE: Final = 8
 _GROUPS: Final = 32
 
-# What reading, adding and meeting take in proportion to each other: microseconds of an H200, of which any multiple decides alike.
+# The costs of reading, adding and synchronising: microseconds on an H200.  Only their ratios matter.
 _LATENCY: Final = 0.5
 _VECTOR_READ: Final = 0.07
 """One vector of each of 512 threads."""
 _VECTOR_SUMMED: Final = 0.1
 _NARROW: Final = 0.02
-"""What each halving of a line costs for such vectors more."""
+"""The additional cost of such vectors for each halving of the line."""
 _MEETING: Final = 1.8
-"""The blocks of a tile meet: a fence, a ticket, and sums that are read again."""
+"""The blocks of a tile synchronise: a fence, a ticket, and reading their sums again."""
 
 
 class Tiling(NamedTuple):
-    """How a launch is divided: into ``tiles`` of channels, of ``splits`` of ``per_split`` positions each (the last has the rest).
+    """How a launch is divided: into ``tiles`` of channels, each into ``splits`` of ``per_split`` positions (the last has the rest).
 
-    A block's threads are 2**column_bits side by side along the channels and 2**lane_bits along the positions.
+    Of a block's threads, 2**column_bits are along the channels and 2**lane_bits along the positions.
     """
 
     tiles: int
@@ -49,15 +49,16 @@ class Tiling(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many are launched."""
+        """Number of blocks of the launch."""
         return self.tiles * self.splits
 
 
 class Geometry:
-    """How values of one shape and layout lie: in planes of a channel, or with the channels side by side.
+    """Memory layout and divisions for values of one shape: a channel's values are in planes, or channels are adjacent in memory.
 
-    Kernels that add up take ``sums``: for few positions one block a tile, since blocks that meet take longer than the reading.
-    Those that write every value take ``spread``: whole lines, and as many of the ``blocks`` that run at once as have work.
+    Kernels that sum use ``sums``: one block per tile if there are few positions, because synchronising blocks takes longer than
+    reading.  Kernels that write every value use ``spread``: full lines, and as many of the ``blocks`` that run at once as have
+    work.
     """
 
     def __init__(self, x: Tensor, blocks: int, threads: int, *, channel_last: bool) -> None:
@@ -74,7 +75,7 @@ class Geometry:
         self.length = plane // self.vector if self.planes else 0
         self.threads = threads
         self._bytes = self.vector * x.element_size()
-        # Of many small planes, as many at once as fit.
+        # With many small planes, smaller blocks: more of them run at once.
         while self.planes and self.threads > _FEWEST_THREADS and self.channels > blocks * (threads // self.threads):
             self.threads //= 2
         vectors = -(-self.channels // self.vector)
@@ -88,7 +89,7 @@ class Geometry:
         self.sums = min(choices, key=lambda one: self._microseconds(one, blocks))
 
     def _tiling(self, column_bits: int, splits: int, blocks: int) -> Tiling:
-        """At most so many splits, and those that run at once."""
+        """Returns the tiling with at most ``splits`` splits, and at most as many as run at once."""
         width = 1 if self.planes else self.vector << column_bits
         tiles = -(-self.channels // width)
         lanes = self.threads >> column_bits
@@ -98,7 +99,7 @@ class Geometry:
         return Tiling(tiles, splits, per_split, column_bits, lanes.bit_length() - 1)
 
     def _microseconds(self, tiling: Tiling, blocks: int) -> float:
-        """About what ``statistics`` takes."""
+        """Returns an estimate of the time of ``statistics``."""
         vectors = -(-tiling.per_split >> tiling.lane_bits)
         waves = max(1.0, tiling.blocks * self.threads / (256 * blocks))
         read, narrow = _VECTOR_READ, 0.0

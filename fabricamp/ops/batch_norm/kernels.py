@@ -1,4 +1,4 @@
-"""Launches of ops/batch_norm/sync_batch_norm.cu: arguments are laid out once per layer and shape, and only addresses change."""
+"""Launches of ops/batch_norm/sync_batch_norm.cu: arguments are laid out once per layer and shape; later only addresses change."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fabricamp.ops.batch_norm.geometry import WIDEST, Geometry
 
 THREADS = 512
 WAITING_SHARE = 16
-"""Of so many blocks that run at once, one may wait for other ranks: what others launch starts, a collective of NCCL's on its up to
-32 multiprocessors too, also where several layers wait at once."""
+"""At most one in this many concurrently running blocks may wait for other ranks.  So kernels of other streams still start, an NCCL
+collective on its up to 32 multiprocessors too, even if several layers wait at once."""
 _SOME_ADDRESS: Final = 1
-"""An empty gradient has none, and is wanted all the same."""
+"""The address passed for an empty gradient, which has none; 0 would mean that the gradient is not needed."""
 _Layer: Final = bridge.structure("batch_norm.cuh", "Layer")
 _Tiling: Final = bridge.structure("batch_norm.cuh", "Tiling")
 _SERVED: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def serves(x: Tensor, *others: Tensor) -> bool:
-    """Returns whether the kernels take this input and these parameters and running values, which have one dtype."""
+    """Returns whether the kernels support this input; ``others`` (parameters, running values) must have one dtype."""
     kinds = {one.dtype for one in others}
     return (
         x.dtype in _SERVED
@@ -39,21 +39,24 @@ def serves(x: Tensor, *others: Tensor) -> bool:
 
 @functools.cache
 def _blocks(device: torch.device) -> int:
-    """As many as run at once, two on each multiprocessor."""
+    """Returns how many blocks run at once: two on each multiprocessor."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
 
 
 def group_bits(channels: int, blocks: int) -> int:
-    """Returns the exponent of two of a group of channels for which one block waits, where so many ``blocks`` run at once."""
+    """Returns log2 of the number of channels that one block waits for, if ``blocks`` blocks run at once."""
     most = max(1, blocks // WAITING_SHARE)
-    bits = WIDEST.bit_length() - 1  # a tile's channels are waited for by one block
+    bits = WIDEST.bit_length() - 1  # one block waits for at least a tile's channels
     while channels > most << bits:
         bits += 1
     return bits
 
 
 class KernelMemory:
-    """What the kernels of a layer keep between launches on one device, enough for all shapes: a captured graph may use it."""
+    """Memory of a layer's kernels between launches on one device.
+
+    It is large enough for all shapes and never replaced, because a captured graph may use it.
+    """
 
     def __init__(self, channels: int, route: Route, device: torch.device) -> None:
         row = 2 * channels + 1
@@ -66,7 +69,7 @@ class KernelMemory:
 
 
 class KernelPlan:
-    """The launches of one layer for one shape, layout and kind of input."""
+    """The launches of one layer for inputs of one shape, layout and dtype."""
 
     def __init__(
         self,
@@ -122,13 +125,13 @@ class KernelPlan:
         return call
 
     def dense(self, x: Tensor) -> Tensor:
-        """Returns ``x`` in a layout and at an address that the kernels read."""
+        """Returns ``x``, copied if the kernels cannot read its layout or its alignment."""
         if self.copies:
             x = x.contiguous()
         return x.clone() if x.data_ptr() % self.alignment else x
 
     def alike(self, other: Tensor, x: Tensor) -> Tensor:
-        """Returns ``other`` laid out as ``x``, at an address that the kernels read."""
+        """Returns ``other``, copied if its layout differs from that of ``x`` or the kernels cannot read its alignment."""
         if other.stride() != x.stride():
             return torch.empty_like(x).copy_(other)
         return other.clone() if other.data_ptr() % self.alignment else other
@@ -143,7 +146,7 @@ class KernelPlan:
         momentum: float,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output and, over all ranks, mean, 1 / deviation and variance of each channel, and the count."""
+        """Returns the output, and over all ranks each channel's mean, 1 / deviation and variance, then the count (1-dim)."""
         if self.failure is not None and self.failure.value and self.route.workspace is not None:
             self.route.workspace.check()
         call = self.forward_call
@@ -176,7 +179,7 @@ class KernelPlan:
         saved: Tensor,
         needs: tuple[bool, bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients of x, z, weight and bias, each where it is needed."""
+        """Returns the gradients of x, z, weight and bias; None for those that are not needed."""
         call = self.backward_call
         dy = self.alike(dy, x)
         dx = torch.empty_like(x) if needs[0] else None

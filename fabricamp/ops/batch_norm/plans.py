@@ -1,4 +1,4 @@
-"""What runs a SyncBatchNorm layer for inputs of one kind: kernels or torch's operations, chosen once and kept."""
+"""Plans of a SyncBatchNorm layer for inputs of one kind: kernels or torch's operations, chosen once and cached."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan_of(
     relu: bool,
     channel_last: bool,
 ) -> Plan:
-    """Returns the layer's plan for such inputs: one that was made before, or a new one."""
+    """Returns the layer's plan for inputs of this kind: a cached one, or a new one."""
     route = exchange.route(x.device)
     key = (
         x.shape,
@@ -57,7 +57,7 @@ def plan_of(
             plan = KernelPlan(memory, route, x, parameter, **kinds)
         else:
             plan = ReferencePlan(route, x, relu=relu, channel_last=channel_last)
-        if len(exchange.plans) >= _MOST_PLANS:  # inputs of ever new sizes must not fill the memory
+        if len(exchange.plans) >= _MOST_PLANS:  # inputs of always new sizes must not fill the memory
             exchange.plans.clear()
         exchange.plans[key] = plan
     return plan
@@ -66,7 +66,7 @@ def plan_of(
 def reference_of(
     exchange: BatchNormExchange, x: Tensor, z: Tensor | None, *_: object, relu: bool, channel_last: bool
 ) -> ReferencePlan:
-    """Returns a plan in torch's own operations, wherever the tensors are."""
+    """Returns a plan in torch's own operations, for tensors on any device."""
     _check(exchange, x, z, channel_last=channel_last)
     return ReferencePlan(exchange.route(x.device), x, relu=relu, channel_last=channel_last)
 
@@ -79,7 +79,7 @@ def _memory(exchange: BatchNormExchange, route: Route, device: torch.device) -> 
 
 
 def _check_device(x: Tensor, own: list[Tensor]) -> None:
-    """The kernels take addresses: what lies elsewhere would end the process."""
+    """Raises ConfigError for tensors on another device: kernels take plain addresses, so a wrong one would crash the process."""
     elsewhere = next((one for one in own if one.device != x.device), None)
     if elsewhere is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What ops/batch_norm/sync_batch_norm.cu does, in torch's own operations: on the CPU, without CuPy, and for float64."""
+"""The computation of ops/batch_norm/sync_batch_norm.cu in torch's own operations: on the CPU, without CuPy, and for float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fabricamp.ops.batch_norm.exchange import Route, gather
 
 
 class ReferencePlan:
-    """The steps of one layer; arithmetic is fp32 at least."""
+    """Forward and backward of one layer; arithmetic is at least fp32."""
 
     def __init__(self, route: Route, x: Tensor, *, relu: bool, channel_last: bool) -> None:
         self.route = route
@@ -24,11 +24,11 @@ class ReferencePlan:
         self.count = x.numel() // self.channels
 
     def dense(self, x: Tensor) -> Tensor:
-        """Returns ``x``: any layout will do."""
+        """Returns ``x``: any layout is supported."""
         return x
 
     def alike(self, other: Tensor, x: Tensor) -> Tensor:
-        """Returns ``other``: any layout will do."""
+        """Returns ``other``: any layout is supported."""
         return other
 
     def forward(
@@ -41,7 +41,7 @@ class ReferencePlan:
         momentum: float,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output and, over all ranks, mean, 1 / deviation and variance of each channel, and the count."""
+        """Returns the output, and over all ranks each channel's mean, 1 / deviation and variance, then the count (1-dim)."""
         local = self._statistics(x)
         everyone = local.new_empty(self.route.ranks, local.numel())
         gather(self.route, local, everyone)
@@ -65,7 +65,7 @@ class ReferencePlan:
         saved: Tensor,
         needs: tuple[bool, bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients of x, z, weight and bias, each where it is needed."""
+        """Returns the gradients of x, z, weight and bias; None for those that are not needed."""
         if self.relu:
             output = self._normalised(x, saved, weight, bias)
             output = (output if z is None else output + z).to(x.dtype)
@@ -91,7 +91,7 @@ class ReferencePlan:
         )
 
     def _statistics(self, x: Tensor) -> Tensor:
-        """Mean and sum of squared deviations of every channel, and their count, of this rank."""
+        """Returns this rank's mean and sum of squared deviations of every channel, then the count (1-dim)."""
         count = torch.full((1,), float(self.count), dtype=self.dtype, device=x.device)
         if self.count == 0:
             return torch.cat([count.new_zeros(2 * self.channels), count])
@@ -99,7 +99,7 @@ class ReferencePlan:
         return torch.cat([mean, variance * self.count, count])
 
     def _merge(self, everyone: Tensor, eps: float) -> Tensor:
-        """From one row per rank to mean, 1 / deviation, variance and count over all."""
+        """Returns mean, 1 / deviation, variance and count over all ranks, from one row per rank."""
         counts = everyone[:, -1:]
         means, squares = everyone[:, : self.channels], everyone[:, self.channels : -1]
         total = counts.sum(0)
@@ -117,9 +117,9 @@ class ReferencePlan:
 
 
 def update_running(saved: Tensor, running: tuple[Tensor, Tensor, Tensor | None], momentum: float) -> None:
-    """Moves running mean and variance by what a forward found; ``momentum`` negative: to the average over all batches.
+    """Updates running mean and variance from a forward's statistics; ``momentum`` < 0: to the average over all batches.
 
-    The variance is the unbiased one; a single value has none.  Nothing is read by the host.
+    The running variance is the unbiased one, except that of a single value, which is 0.  The host reads nothing.
     """
     running_mean, running_var, batches = running
     channels = running_mean.numel()

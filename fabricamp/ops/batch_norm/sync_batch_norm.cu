@@ -1,21 +1,21 @@
 // Batch normalisation over the values of several ranks: statistics, normalise, then backward reduce, gradient.
 //
-// Ranks meet by peer memory at the end of statistics and of reduce, or behind them by a collective on what `local` holds (and
-// then `merge`).  A few blocks wait for the other ranks; the large kernels start from what these have left and never wait: if
-// they did, they would fill the GPU until a late rank comes, which may itself wait for a collective that needs room on this one.
+// Ranks exchange values by peer memory at the end of statistics and of reduce, or after them by a collective on `local` (and then
+// `merge`).  A few blocks wait for the other ranks; the large kernels use the results of these and never wait.  If they did, they
+// would fill the GPU until a late rank arrives, and that rank may itself wait for a collective that needs room on this GPU.
 // ops: sync_batch_norm
 #include "common.cuh"
 #include "batch_norm.cuh"
 #include "batch_norm_ranks.cuh"
 #include "batch_norm_channels.cuh"
 
-// A gradient as it comes before the ReLU: none where the output, as rounded, was not above 0.
+// The gradient before the ReLU: 0 if the rounded output was not above 0.
 __device__ __forceinline__ float masked(const Channel& channel, float x, float z, float dy, int j) {
   if (!RELU) return dy;
   return (float)widen(Narrow<Value>::of(channel.of(x, j) + z)) <= 0.f ? 0.f : dy;
 }
 
-// Sums of deviations from the first value of the thread's channel: few values each, so that nothing cancels.
+// Sums of deviations from the first value of the thread's channel: each sum is over few values, so there is no cancellation.
 struct Statistics {
   const Value* x;
   Raw packs[4];
@@ -53,8 +53,8 @@ struct Statistics {
     }
   }
 
-  // Mean and sum of squared deviations of the thread's channels, in `shift` and `square`.  Neighbours of one channel are as
-  // many each: merging them takes no division.
+  // Computes mean and sum of squared deviations of the thread's channels, in `shift` and `square`.  Neighbours of one channel have
+  // equal counts, so merging them takes no division.
   __device__ __forceinline__ void finish(int count) {
     float inverse = count ? 1.f / count : 0.f, half = 0.5f * count;
 #pragma unroll
@@ -75,7 +75,7 @@ struct Statistics {
   }
 };
 
-// Where a tile's part of this rank goes: to the others, whose parts one block waits for and merges; or behind it to a collective.
+// Exchanges the values of a tile: sends them to the other ranks, and one block merges all; or leaves them to a collective.
 __device__ __forceinline__ void meet(const Layer& a, const Place& place, const Sender& sender, Pair pair) {
   int64 own = place.channel(threadIdx.x);
   float count = values_at(a.positions);
@@ -94,7 +94,7 @@ __device__ __forceinline__ void meet(const Layer& a, const Place& place, const S
   }
 }
 
-// Mean, deviation and count of every channel over all ranks, and the running values; before a collective what this rank found.
+// Mean, deviation and count of every channel over all ranks, and the running values; before a collective, this rank's values only.
 extern "C" __global__ void __launch_bounds__(512, 2) statistics(Layer a) {
   __shared__ volatile Word* peers[kRanks];
   __shared__ Counts counts;
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) statistics(Layer a) {
   if (over_splits<Moments>(a, a.sums, place, pair)) meet(a, place, sender, pair);
 }
 
-// After a collective: the same from what every rank found, a thread per channel.
+// After a collective: the same from the values of every rank, one thread per channel.
 extern "C" __global__ void __launch_bounds__(512, 2) merge(Layer a) {
   int64 channel = (int64)blockIdx.x * blockDim.x + threadIdx.x;
   if (channel >= a.channels) return;
@@ -169,7 +169,7 @@ struct Normalise {
   }
 };
 
-// out = (x - mean) / deviation * weight + bias (+ z) (or 0 where that is below).
+// out = (x - mean) / deviation * weight + bias (+ z), then a ReLU if RELU is set.
 extern "C" __global__ void __launch_bounds__(512, 2) normalise(Layer a) {
   __shared__ Numbers numbers;
   Place place(a.spread);
@@ -180,13 +180,13 @@ extern "C" __global__ void __launch_bounds__(512, 2) normalise(Layer a) {
   body.y = a.out;
   body.load(walk);
   if (serves(a, place)) numbers.fetch<true>(a, place.channel(threadIdx.x));
-  if (blockIdx.x == 0 && threadIdx.x == 0 && a.batches) ++*a.batches;  // here, since blocks of `statistics` read it
+  if (blockIdx.x == 0 && threadIdx.x == 0 && a.batches) ++*a.batches;  // here, because blocks of `statistics` read the count
   __syncthreads();
   numbers.read(place, body.channel);
   each_batch(walk, body);
 }
 
-// How backward reads: x, dy and, for the ReLU after a residual, that.
+// The loads of backward: x, dy and, for the ReLU after a residual, the residual.
 template <int BATCH> struct Backward {
   const Value* x;
   const Value* z;
@@ -207,7 +207,7 @@ template <int BATCH> struct Backward {
     }
   }
 
-  // Fills in x and what of dy comes before the ReLU.
+  // Fills in x, and the gradient before the ReLU.
   __device__ __forceinline__ void unpack(int i, float (&values)[kVector], float (&before)[kVector]) const {
     Neighbours pack = neighbours(packs[i]), gradient = neighbours(gradients[i]), residual;
     if (RELU && RESIDUAL) residual = neighbours(residuals[i]);
@@ -220,7 +220,7 @@ template <int BATCH> struct Backward {
   }
 };
 
-// Half values have too few digits for a mean far from them to matter: it may come after the sums, in fewer registers.
+// Half values have too few digits for a distant mean to matter: the mean may be subtracted after the sums, in fewer registers.
 constexpr bool kMeanLate = sizeof(Value) == 2 && !RELU;
 constexpr int kReduceBatch = (RELU && RESIDUAL) || sizeof(Value) == 4 ? 2 : 3;
 
@@ -258,7 +258,7 @@ struct Reduce : Backward<kReduceBatch> {
   }
 };
 
-// The sums of dy and of dy * (x - mean) / deviation: the gradients of bias and weight, and what the others need of them.
+// The sums of dy and of dy * (x - mean) / deviation: the gradients of bias and weight, and this rank's share for the other ranks.
 extern "C" __global__ void __launch_bounds__(512, RELU ? 1 : 2) reduce(Layer a) {
   __shared__ volatile Word* peers[kRanks];
   __shared__ Numbers numbers;

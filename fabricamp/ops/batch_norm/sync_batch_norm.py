@@ -34,9 +34,9 @@ def sync_batch_norm(
 ) -> Tensor:
     """Returns ``x`` normalised by mean and variance over all ranks of ``exchange``, times ``weight`` plus ``bias``, plus ``z``.
 
-    ``x`` is (N, C) or (N, C, ...), with ``channel_last`` (..., C); ``z`` has its shape and dtype; ``relu`` cuts at 0 at the end.
-    Ranks may have different numbers of values, one even none.  ``running`` (mean, variance, number of batches) is updated in place,
-    by the average over all batches where ``momentum`` is None.  Arithmetic is fp32 at least.
+    ``x`` is (N, C) or (N, C, ...), with ``channel_last`` (..., C).  ``z`` has the shape and dtype of ``x``.  ``relu`` applies a
+    ReLU at the end.  Ranks may have different numbers of values, or none.  ``running`` (mean, variance, number of batches) is
+    updated in place; ``momentum=None`` makes it the average over all batches.  Arithmetic is at least fp32.
 
     >>> sync_batch_norm(torch.tensor([[1.0], [3.0]]))
     tensor([[-1.0000],
@@ -64,7 +64,7 @@ def sync_batch_norm_reference(
     channel_last: bool = False,
     exchange: BatchNormExchange | None = None,
 ) -> Tensor:
-    """What :func:`sync_batch_norm` does, in torch's own operations."""
+    """Computes :func:`sync_batch_norm` in torch's own operations."""
     if exchange is None:
         exchange = BatchNormExchange(x.shape[-1 if channel_last else 1])
     factor = _factor(momentum, running)
@@ -73,7 +73,7 @@ def sync_batch_norm_reference(
 
 
 def _factor(momentum: float | None, running: Running | None) -> float:
-    """The momentum as plans take it."""
+    """Returns the momentum for a plan: -1.0 for None, the average over all batches."""
     if momentum is not None:
         return momentum
     if running is not None and running[2] is None:
@@ -82,7 +82,7 @@ def _factor(momentum: float | None, running: Running | None) -> float:
 
 
 class _Call(NamedTuple):
-    """What is no tensor to differentiate by: each argument of a Function of its own takes time in every call."""
+    """The arguments without a gradient, in one object: each separate argument of a Function costs time in every call."""
 
     running: Running | None
     momentum: float
@@ -94,7 +94,7 @@ class _Call(NamedTuple):
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """What is called for each batch without torch.compile: as few steps on the host as there can be."""
+    """The autograd function of eager mode, with as little host work per batch as possible."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Ties a gradient to what it was made from, so that its own backward says that there is none."""
+    """Connects a gradient to the tensors it was computed from, so that a second derivative raises NotImplementedError."""
 
     @staticmethod
     def forward(_ctx: Any, gradient: Tensor, *_sources: Tensor | None) -> Tensor:

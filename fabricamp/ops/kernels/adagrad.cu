@@ -52,7 +52,7 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.keep = decoupled ? (M)(1.0 - rate * s[WEIGHT_DECAY]) : (M)1;
   body.decay = decoupled ? (M)0 : (M)s[WEIGHT_DECAY];
   body.eps = (M)s[EPS];
-  each<(sizeof(M) == 8 ? 2 : 4)>(chunk, body);  // four of fp64 at once spill registers
+  each<(sizeof(M) == 8 ? 2 : 4)>(chunk, body);  // four fp64 elements at once spill registers
 }
 
 extern "C" __global__ void __launch_bounds__(512) adagrad(Table table, const StepState* state, double limit, int64 skips) {

@@ -53,7 +53,7 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   body.copies = column<C>(table, chunk, 4);
   body.gradient = gradient_of<M>(state, limit);
   if (s[MAXIMIZE] != 0) body.gradient.multiplier = -body.gradient.multiplier;
-  // 1 - beta^step without losing what is left of it; a logarithm of 0 stands for no bias correction (log_beta = -inf gives 1).
+  // 1 - beta^step without cancellation; a logarithm of 0 stands for no bias correction (log_beta = -inf gives 1).
   body.step_size = (M)s[LR] / -expm1(step * (M)s[LOG_BETA1]);
   body.correction2 = (M)1 / sqrt(-expm1(step * (M)s[LOG_BETA2]));
   body.keep = decoupled ? (M)(1.0 - s[LR] * s[WEIGHT_DECAY]) : (M)1;

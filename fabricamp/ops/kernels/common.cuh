@@ -1,4 +1,4 @@
-// What every kernel over a tensor table stands on (ops/table.py builds the table): one block is one chunk of one tensor.
+// Shared by all kernels over a tensor table (built by ops/table.py): one block works on one chunk of one row.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,12 +11,12 @@ struct None {};
 template <typename T> struct MathOf { typedef float type; };
 template <> struct MathOf<double> { typedef double type; };
 
-// What two columns are combined in.
+// The type of arithmetic between two columns.
 template <typename A, typename B> struct CommonMath {
   typedef decltype(typename MathOf<A>::type() + typename MathOf<B>::type()) type;
 };
 
-// Lines of `rows` words each: where a row's chunks start, its elements, its kind, then one address a column and a cell.
+// The metadata matrix: lines of `rows` words each (drawn in ops/table.py): first chunk, size, info, then the addresses.
 enum Line { FIRST_CHUNK, SIZE, INFO, COLUMNS };
 
 struct Table {
@@ -28,7 +28,7 @@ struct Table {
   int64 chunk_size;
   int columns;
   int scalars_per_group;
-  int flag_cell;  // the cell with 0 in rows that take no part, or -1
+  int flag_cell;  // index of the cell that is 0 in rows to skip, or -1
 };
 
 struct Chunk {
@@ -44,7 +44,7 @@ __device__ __forceinline__ int64 line_word(const Table& table, int line, int row
   return table.lines[line * table.rows + row];
 }
 
-// The cell `index` (one value a row) of the chunk's row.
+// The cell `index` (one value per row) of the chunk's row.
 template <typename T> __device__ __forceinline__ T* cell(const Table& table, const Chunk& chunk, int index) {
   return (T*)line_word(table, COLUMNS + table.columns + index, chunk.row);
 }
@@ -54,7 +54,7 @@ template <typename T> __device__ __forceinline__ T* column(const Table& table, c
   return (T*)line_word(table, COLUMNS + index, chunk.row) + chunk.offset;
 }
 
-// Finds the first chunk of a row; false where the row takes no part.  The same in all threads of a block.
+// Finds the first chunk of a row; returns false if the row is to be skipped.  The same in all threads of a block.
 __device__ __forceinline__ bool locate_row(const Table& table, int row, Chunk& chunk) {
   int64 info = line_word(table, INFO, row), size = line_word(table, SIZE, row);
   chunk.row = row;
@@ -69,7 +69,7 @@ __device__ __forceinline__ bool locate_row(const Table& table, int row, Chunk& c
   return flag == nullptr || *flag != 0.f;
 }
 
-// Finds this block's chunk; false where its row takes no part.  The same in all threads of a block.
+// Finds this block's chunk; returns false if its row is to be skipped.  The same in all threads of a block.
 __device__ __forceinline__ bool locate(const Table& table, Chunk& chunk) {
   int row = table.chunk_rows[blockIdx.x];
   bool takes_part = locate_row(table, row, chunk);
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool locate(const Table& table, Chunk& chunk) {
   return takes_part;
 }
 
-// Called by every thread of every block at its end: true in one thread of the last block of the row to get there.
+// Called by every thread of every block at its end: true in one thread of the row's last block to arrive.
 __device__ __forceinline__ bool last_of_row(const Table& table, const Chunk& chunk) {
   __syncthreads();
   if (threadIdx.x != 0) return false;
@@ -108,14 +108,14 @@ template <> struct Narrow<__nv_bfloat16> {
   template <typename M> __device__ static __nv_bfloat16 of(M x) { return __float2bfloat16_rn((float)x); }
 };
 
-// N neighbours at once, widened to M; N = 1 asks for no alignment.
+// Loads N neighbours at once, widened to M; N = 1 needs no alignment.
 template <int N, typename T, typename M> __device__ __forceinline__ void load(const T* from, M (&to)[N]) {
   Pack<T, N> pack = *(const Pack<T, N>*)from;
 #pragma unroll
   for (int j = 0; j < N; ++j) to[j] = (M)widen(pack.value[j]);
 }
 
-// A column that the row does not have reads as zeros, and takes nothing.
+// A column that the row does not have reads as zeros, and a store to it does nothing.
 template <int N, typename M> __device__ __forceinline__ void load(const None*, M (&to)[N]) {
 #pragma unroll
   for (int j = 0; j < N; ++j) to[j] = 0;
@@ -130,7 +130,7 @@ template <int N, typename T, typename M> __device__ __forceinline__ void store(T
 
 template <int N, typename M> __device__ __forceinline__ void store(None*, const M (&)[N]) {}
 
-// Runs body.run<N>(i) for every N neighbours of the chunk and body.run<1>(i) for what is left.
+// Runs body.run<N>(i) for every N neighbours of the chunk and body.run<1>(i) for the remaining elements.
 template <int N, typename Body> __device__ __forceinline__ void each(const Chunk& chunk, Body& body) {
   int packs = chunk.aligned ? chunk.count / N : 0;
 #pragma unroll 2
@@ -138,7 +138,7 @@ template <int N, typename Body> __device__ __forceinline__ void each(const Chunk
   for (int i = packs * N + threadIdx.x; i < chunk.count; i += blockDim.x) body.template run<1>(i);
 }
 
-// The sum over a block, right in thread 0; always added in the same order.
+// The sum over a block, valid in thread 0; always added in the same order.
 template <typename T> __device__ __forceinline__ T block_sum(T value) {
   __shared__ T warps[32];
   for (int step = 16; step > 0; step >>= 1) value += __shfl_down_sync(0xffffffffu, value, step);
@@ -152,12 +152,12 @@ template <typename T> __device__ __forceinline__ T block_sum(T value) {
   return value;
 }
 
-// Unlike fminf and fmaxf it keeps a NaN.
+// Clamps to +-limit; unlike fminf and fmaxf it keeps a NaN.
 template <typename M> __device__ __forceinline__ M limited(M value, M limit) {
   return value > limit ? limit : (value < -limit ? -limit : value);
 }
 
-// What a step decides on the device: words of 32 bits, which ops/step_state.py cuts into one tensor each.
+// The state of a step on the device: words of 32 bits; ops/step_state.py makes a tensor of each and explains them.
 struct StepState {
   float scale;
   int growth;
@@ -177,7 +177,7 @@ struct StepState {
   int first_chunk;
 };
 
-// How an update reads its gradients: times a multiplier from device memory, then limited (not where the limit is negative).
+// How an update reads its gradients: times a multiplier from device memory, then clamped (a negative limit: not clamped).
 template <typename M> struct Gradient {
   M multiplier;
   M limit;
@@ -191,7 +191,7 @@ template <typename M> __device__ __forceinline__ Gradient<M> gradient_of(const S
   return Gradient<M>{state ? (M)state->multiplier : (M)1, (M)limit};
 }
 
-// Whether an update has to leave all as it is.
+// Whether an update must change nothing.
 __device__ __forceinline__ bool skipped(const StepState* state, int64 skips) {
   return state && skips && state->found_inf != 0.f;
 }

@@ -1,11 +1,11 @@
-// Up to four tensors into others of their sizes: what is small costs a launch more than its bytes, and this is one for all.
+// Copies up to four tensors into others of equal sizes by one launch: for small tensors a launch costs more than the bytes.
 typedef long long int64;
 
 constexpr int kBlocks = 8;  // for each tensor, as ops/copies.py launches them
 
 struct alignas(16) Bytes16 { char value[16]; };
 
-// Elements of T: `count` of them, over the blocks of a tensor.
+// Copies `count` elements of type T, distributed over the blocks of a tensor.
 template <typename T> __device__ __forceinline__ void copied(const char* from, char* to, int64 count, int64 thread, int64 threads) {
   for (int64 place = thread; place < count; place += threads) ((T*)to)[place] = ((const T*)from)[place];
 }

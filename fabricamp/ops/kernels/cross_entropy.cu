@@ -1,8 +1,8 @@
-// Cross-entropy of rows of logits, each read once forward and once backward; a row is one block's, or one warp's (LANES = 32).
+// Cross-entropy of rows of logits, each read once forward and once backward; one block, or one warp (LANES = 32), per row.
 // ops: fused_cross_entropy
 #include "common.cuh"
 
-#ifndef LOGIT  // what the bridge defines: the types of logits and targets, and the threads of a row
+#ifndef LOGIT  // defined by ops/bridge.py: the types of logits and targets, and the threads of a row
 #define LOGIT float
 #define LABEL int64
 #define LANES 512
@@ -10,12 +10,12 @@
 
 #define LOG2_E 1.44269504088896341f
 #define LOWEST -3.402823466e38f  // not -inf: -inf - -inf is NaN
-#define BATCH 4                  // loads in flight a thread
+#define BATCH 4                  // loads in flight per thread
 
 constexpr int WIDTH = 16 / sizeof(LOGIT);
 typedef Pack<LOGIT, WIDTH> Wide;
 
-// Row r starts at r / inner * outer_stride + r % inner * inner_stride: also where rows are cut out of a larger tensor.
+// Row r starts at r / inner * outer_stride + r % inner * inner_stride: this also covers slices of a larger tensor.
 __device__ __forceinline__ int64 start_of(int64 row, int64 inner, int64 outer_stride, int64 inner_stride) {
   return row / inner * outer_stride + row % inner * inner_stride;
 }
@@ -37,7 +37,7 @@ __device__ __forceinline__ float power_of_two(float x) {
 
 __device__ __forceinline__ bool in_range(int64 label, int64 classes) { return label >= 0 && label < classes; }
 
-// The elements before the first 16-byte boundary; all of them where `other` does not lie to the boundaries as `row` does.
+// The elements before the first 16-byte boundary; all elements if `other` is not aligned like `row`.
 __device__ __forceinline__ int head_of(const LOGIT* row, const LOGIT* other, int classes) {
   int over = (int)((int64)row & 15);
   if (over != (int)((int64)other & 15)) return classes;
@@ -45,7 +45,7 @@ __device__ __forceinline__ int head_of(const LOGIT* row, const LOGIT* other, int
   return head < classes ? head : classes;
 }
 
-// Runs body.run(i, values) for all elements i of a row that this thread takes.
+// Runs body.run(i, values) for all elements i of a row that belong to this thread.
 template <typename Body>
 __device__ __forceinline__ void each_of_row(const LOGIT* row, int head, int classes, Body& body) {
   int packs = (classes - head) / WIDTH, lane = lane_of_row();
@@ -74,7 +74,7 @@ __device__ __forceinline__ void each_of_row(const LOGIT* row, int head, int clas
   }
 }
 
-// Of some logits: the largest, the sum of e^(x - largest), and the plain sum.
+// Statistics of some logits: the largest, the sum of e^(x - largest), and the plain sum.
 struct Softmax {
   float largest = LOWEST, sum = 0, total = 0;
 
@@ -98,7 +98,7 @@ struct Softmax {
     largest = next;
   }
 
-  // Over the threads of a warp; right in its lane 0.
+  // Reduces over the threads of a warp; valid in its lane 0.
   __device__ __forceinline__ void merge_warp() {
     for (int step = 16; step > 0; step >>= 1) {
       Softmax other;
@@ -109,7 +109,7 @@ struct Softmax {
     }
   }
 
-  // Over the threads of a row; right in its lane 0.
+  // Reduces over the threads of a row; valid in its lane 0.
   __device__ __forceinline__ void merge_row() {
     merge_warp();
 #if LANES > 32
@@ -131,7 +131,7 @@ struct Softmax {
   }
 };
 
-// Writes each row's loss, and the pair (largest logit, log of the sum of e^(x - largest)); NaN where a target names no class.
+// Writes each row's loss, and the pair (largest logit, log of the sum of e^(x - largest)); the loss of an invalid target is NaN.
 extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_forward(
     const LOGIT* logits, const LABEL* target, float* losses, float* statistics, int64 rows, int64 classes, int64 inner,
     int64 outer_stride, int64 inner_stride, int64 ignore_index, double smoothing, double z_loss) {
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_forward(
   losses[index] = loss;
 }
 
-// Leaves, of the rows that a block takes, the sum of the losses and how many count; which those are, their number alone decides.
+// Writes the sum of the losses of each block's rows, and how many count; the division into blocks depends on the row count only.
 extern "C" __global__ void __launch_bounds__(512) cross_entropy_sums(
     const float* losses, const LABEL* target, double* sums, int64 rows, int64 ignore_index) {
   double sum = 0, count = 0;
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(512) cross_entropy_sums(
   sums[2 * blockIdx.x + 1] = count;
 }
 
-// Adds up what the blocks have left; for a mean, puts 1 / (rows that count) behind the statistics.
+// Adds the results of the blocks; for a mean, writes 1 / (number of rows that count) after the statistics.
 extern "C" __global__ void __launch_bounds__(256) cross_entropy_total(
     const double* sums, float* loss, float* statistics, int64 blocks, int64 rows, int64 mean) {
   bool has = threadIdx.x < blocks;
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(256) cross_entropy_total(
   if (mean) statistics[2 * rows] = (float)(1 / count);
 }
 
-// The gradient of a row's logits, but for the label's part.
+// The gradient of a row's logits, without the term of the label.
 struct Gradients {
   LOGIT* to;
   float largest, log2_sum, growth, shift;
@@ -202,7 +202,7 @@ struct Gradients {
   }
 };
 
-// Which thread of a row takes element i, by each_of_row.
+// The thread of a row to which each_of_row gives element i.
 __device__ __forceinline__ int lane_of(int i, int head, int classes) {
   int packed = (classes - head) / WIDTH * WIDTH;
   if (i < head) return i % LANES;
@@ -217,7 +217,7 @@ __device__ __forceinline__ void write_zeros(LOGIT* row, int classes) {
   for (int i = head + packs * WIDTH + lane; i < classes; i += LANES) store<1>(row + i, single);
 }
 
-// Writes the gradient of every logit; `output` may be `logits`.  gradient_stride is 0 where all rows share one gradient.
+// Writes the gradient of every logit; `output` may be `logits`.  gradient_stride is 0 if all rows share one gradient.
 extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_backward(
     const float* gradient, const LOGIT* logits, const LABEL* target, const float* statistics, LOGIT* output,
     int64 gradient_stride, int64 rows, int64 classes, int64 inner, int64 outer_stride, int64 inner_stride,
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_backward(
   float growth = factor * (1.f + 2.f * (float)z_loss * (largest + log_sum));
   Gradients body{to, largest, log_sum * LOG2_E, growth, factor * smooth / classes};
   int head = head_of(row, to, classes);
-  // The thread that writes the label's gradient does it twice: in place, it has to read the logit before.
+  // The thread of the label's element writes it twice, so it reads the logit first: in place, the first write destroys it.
   bool has_label = in_range(label, classes) && lane_of((int)label, head, classes) == lane_of_row();
   float at_label = has_label ? widen(row[label]) : 0.f;
   each_of_row(row, head, classes, body);

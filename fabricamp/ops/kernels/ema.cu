@@ -16,7 +16,7 @@ template <typename P, typename A> struct Ema {
     load<N>(parameters + i, p);
     load<N>(averages + i, average);
 #pragma unroll
-    // From the nearer end, so that a share of 1 takes over the parameter, and a share of 0 keeps the average, exactly.
+    // Computed from the nearer end: a share of 1 gives exactly the parameter, a share of 0 exactly the average.
     for (int j = 0; j < N; ++j) {
       M distance = p[j] - average[j];
       average[j] = share < (M)0.5 ? average[j] + share * distance : p[j] - ((M)1 - share) * distance;
@@ -31,7 +31,7 @@ template <typename P, typename A> __device__ __forceinline__ void average(const 
   each<4>(chunk, body);
 }
 
-// Column 1 += (1 - decay) * (column 0 - column 1); the decay from device memory where an address is given.
+// Column 1 += (1 - decay) * (column 0 - column 1); the decay is read from device memory if an address is given.
 extern "C" __global__ void __launch_bounds__(512) ema(Table table, const StepState* state, const double* decay_at, double decay) {
   Chunk chunk;
   if (skipped(state, 1) || !locate(table, chunk)) return;

@@ -1,8 +1,8 @@
-// From partial sums to one multiplier, and the loss scaler's rule: one block each, everything in device memory.
+// Computes the multiplier from partial sums, and updates the loss scale: one block each, everything in device memory.
 // ops: finish, update_scale
 #include "common.cuh"
 
-// How windows end; ops/scaling.py fills it in.
+// How an accumulation step is finished; filled in by ops/scaling.py.
 struct Rule {
   double growth_factor;
   double backoff_factor;
@@ -10,7 +10,7 @@ struct Rule {
   double maximum;
   int64 growth_interval;
   int64 hysteresis;
-  int64 sticky;  // behind a skipped window the scale stays
+  int64 sticky;  // after a skipped step the scale stays
   int64 slots;
   StepState* ring;
   StepState* mirror;  // the same in pinned host memory
@@ -35,7 +35,7 @@ __device__ __forceinline__ void move_scale(StepState& now, const Rule& rule) {
   }
 }
 
-// Ends a window: counts it, latches the first overflow of a run of them, moves the scale, and records all in the ring.
+// Finishes an accumulation step: counts it, stores the first overflow of several in a row, updates the scale, writes the ring.
 __device__ __forceinline__ void close_window(StepState* state, const float* loss, const Rule& rule) {
   StepState now = *state;
   if (loss) now.loss = *loss;
@@ -52,10 +52,10 @@ __device__ __forceinline__ void close_window(StepState* state, const float* loss
   now.skipped += 1 - now.finite;
   now.bad_chunk = -1;
   if (!held) move_scale(now, rule);
-  // With the window's own `finite`.
+  // Recorded before `finite` is reset for the next step.
   if (rule.ring) rule.ring[window % rule.slots] = now;
   if (rule.mirror) {
-    // The host may read while other steps follow in the same launch: the count that tells of the slot's window comes last.
+    // The host may read while later steps run in the same launch: `applied`, which shows that the slot is valid, is written last.
     StepState* slot = rule.mirror + window % rule.slots;
     StepState shown = now;
     shown.applied = -1;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void close_window(StepState* state, const float* loss
   *state = now;
 }
 
-// Writes multiplier, norm and found_inf, folds the step into the window, notes the lowest bad chunk, and may end the window.
+// Writes multiplier, norm and found_inf, updates `finite`, stores the first bad chunk, and may finish the accumulation step.
 extern "C" __global__ void __launch_bounds__(1024)
 finish(StepState* state, const float* partial, int64 count, const float* scale, double divisor, double max_norm,
        int64 origin, int64 sticky, Rule rule, const float* loss, int64 closes) {
@@ -80,7 +80,7 @@ finish(StepState* state, const float* partial, int64 count, const float* scale, 
     sum += one;
     if (!isfinite(one)) atomicMin(&lowest, (int)i);
   }
-  sum = block_sum(sum);  // its barriers end the search too
+  sum = block_sum(sum);  // its barriers also complete the search for `lowest`
   if (threadIdx.x != 0) return;
   float norm = sqrtf((float)sum);
   bool finite = isfinite(norm);
@@ -90,7 +90,7 @@ finish(StepState* state, const float* partial, int64 count, const float* scale, 
   state->found_inf = finite ? 0.f : 1.f;
   if (!finite) state->finite = 0;
   float multiplier = 1.f / (*scale * (float)divisor);
-  // A NaN norm has to stay one, which fminf would not let it.
+  // A NaN norm has to stay NaN; fminf would lose it.
   if (max_norm >= 0) {
     float coefficient = (float)max_norm / (norm + 1e-6f);
     multiplier *= coefficient > 1.f ? 1.f : coefficient;
@@ -99,7 +99,7 @@ finish(StepState* state, const float* partial, int64 count, const float* scale, 
   if (closes) close_window(state, loss, rule);
 }
 
-// Ends a window that several steps have made.
+// Finishes an accumulation step in which several optimizers stepped.
 extern "C" __global__ void __launch_bounds__(32) update_scale(StepState* state, const float* loss, Rule rule) {
   if (threadIdx.x == 0) close_window(state, loss, rule);
 }

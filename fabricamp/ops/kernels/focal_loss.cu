@@ -1,8 +1,8 @@
-// Focal loss of rows of sigmoid logits, a warp a row; the loss is added up in an order that shapes alone decide.
+// Focal loss of rows of sigmoid logits, one warp per row; the order of the loss's summation depends on shapes only.
 // ops: focal_loss
 #include "common.cuh"
 
-#ifndef LOGIT  // what the bridge defines
+#ifndef LOGIT  // defined by ops/bridge.py
 #define LOGIT float
 #endif
 
@@ -13,7 +13,7 @@ struct Focal {
 
   __device__ __forceinline__ float power(float x) const { return gamma == 2.f ? x * x : powf(x, gamma); }
 
-  // One logit: its loss, and what the loss changes by with the logit.
+  // The loss of one logit, and the derivative of the loss with respect to the logit.
   __device__ __forceinline__ void of(float x, bool positive, float& loss, float& slope) const {
     float less = expf(-fabsf(x)), sum = 1.f + less;
     float small = less / sum, large = 1.f / sum;
@@ -30,7 +30,7 @@ struct Focal {
 __device__ __forceinline__ int64 first_row() { return ((int64)blockIdx.x * blockDim.x + threadIdx.x) / 32; }
 __device__ __forceinline__ int64 rows_at_once() { return (int64)gridDim.x * blockDim.x / 32; }
 
-// Leaves the sum of a block's losses in `partials`.
+// Writes the sum of a block's losses into `partials`.
 extern "C" __global__ void __launch_bounds__(512) focal_loss_forward(
     const LOGIT* logits, const int64* target, double* partials, int64 rows, int64 classes, int64 real_classes, double alpha,
     double gamma, double smoothing) {

@@ -1,7 +1,7 @@
 // LAMB: columns gradient, parameter, exp_avg, exp_avg_sq, half copy; cell 0 is the step count.
 //
-// `moments` and `update` both compute the direction of a step from what is in memory, so that it need not be stored: as many
-// bytes as with a stored one, no memory for it, and gradients stay as they are.  Between them, `ratios` compares norms.
+// `moments` and `update` both compute the direction of a step, so that the direction need not be stored: this reads and writes as
+// many bytes, needs no extra memory, and leaves gradients unchanged.  Between the two, `trust_ratios` compares norms.
 // ops: lamb
 #include "common.cuh"
 #include "rows.cuh"
@@ -35,7 +35,7 @@ __device__ __forceinline__ double squares(const Table& table, const Chunk& chunk
   return block_sum(body.sum);
 }
 
-// numbers[chunk] = the sum of squares of the gradients as an update reads them; 0 for rows that take no part.
+// numbers[chunk] = the sum of squares of the gradients as an update reads them; 0 for skipped rows.
 extern "C" __global__ void __launch_bounds__(512)
 gradient_squares(Table table, const StepState* state, double limit, double* numbers) {
   Chunk chunk;
@@ -50,7 +50,7 @@ gradient_squares(Table table, const StepState* state, double limit, double* numb
   if (threadIdx.x == 0) numbers[blockIdx.x] = sum;
 }
 
-// *norm = the root of all numbers' sum; with `scale`, what the step's statistics have found, for which `state` has a multiplier.
+// *norm = the root of the sum of all numbers; with `scale`: from state's norm, scaled back, then times state's multiplier.
 extern "C" __global__ void __launch_bounds__(512)
 total(Table table, const StepState* state, const double* numbers, int64 count, const float* scale, double divisor,
       double* norm) {
@@ -69,7 +69,7 @@ template <typename M> struct Direction {
 template <typename M> __device__ __forceinline__ Direction<M> direction_of(const Table& table, const Chunk& chunk) {
   const double* s = chunk.scalars;
   M step = (M)(*cell<const float>(table, chunk, 0) + 1.f);
-  // 1 - beta^step without losing what is left of it; a logarithm of -inf stands for no bias correction.
+  // 1 - beta^step without cancellation; a logarithm of -inf stands for no bias correction.
   return Direction<M>{(M)1 / -expm1(step * (M)s[LOG_BETA1]), (M)1 / sqrt(-expm1(step * (M)s[LOG_BETA2])), (M)s[EPS],
                       s[DECOUPLED] != 0 ? (M)s[WEIGHT_DECAY] : (M)0};
 }
@@ -132,7 +132,7 @@ __device__ __forceinline__ void take_in(const Table& table, const Chunk& chunk, 
   numbers[2 * (int64)blockIdx.x + 1] = of_directions;
 }
 
-// First pass: both averages, and per chunk the sums of squares of the parameters and of the directions they shall go.
+// First pass: both averages, and per chunk the sums of squares of the parameters and of their directions.
 extern "C" __global__ void __launch_bounds__(512)
 moments(Table table, const StepState* state, double limit, int64 skips, const double* norm, double* numbers) {
   Chunk chunk;
@@ -144,8 +144,8 @@ moments(Table table, const StepState* state, double limit, int64 skips, const do
   }
 }
 
-// One block a row: ratios[row] = lr, times the norm of the parameter over that of its direction where the group adapts.
-// `whole` has the sums of rows whose parts several ranks have, two a row; else it is null.
+// One block per row: ratios[row] = lr, times the norm of the parameter over that of its direction if the group adapts.
+// `whole` holds the sums of full rows, two per row, if rows are sharded over ranks; else it is null.
 extern "C" __global__ void __launch_bounds__(512)
 trust_ratios(Table table, const StepState* state, int64 skips, const double* numbers, const double* whole, double* ratios) {
   Chunk chunk;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void go(const Table& table, const Chunk& chunk, const
   each<4>(chunk, body);
 }
 
-// Second pass: the parameters, their copies and, where it `counts`, the steps.  One block at least: for two, registers spill.
+// Second pass: parameters, copies, and with `counts` the steps.  Bounds ask for one block only: for two, registers spill.
 extern "C" __global__ void __launch_bounds__(512, 1)
 update(Table table, const StepState* state, int64 skips, int64 counts, const double* ratios) {
   Chunk chunk;

@@ -1,4 +1,4 @@
-// LARC: columns gradient, parameter; sums, then one rate a row, then the gradients times it.
+// LARC: columns gradient, parameter; computes sums, then one rate per row, then the gradients times the rate.
 // ops: larc
 #include "common.cuh"
 #include "rows.cuh"
@@ -40,7 +40,7 @@ __device__ __forceinline__ void sum_up(const Table& table, const Chunk& chunk, c
   numbers[2 * (int64)blockIdx.x + 1] = of_parameters;
 }
 
-// Per chunk the sums of squares of the gradients (times the multiplier) and of the parameters.
+// Computes per chunk the sums of squares of the gradients (times the multiplier) and of the parameters.
 extern "C" __global__ void __launch_bounds__(512) sums(Table table, const StepState* state, double* numbers) {
   Chunk chunk;
   if (skipped(state, 1) || !locate(table, chunk)) return;
@@ -51,8 +51,8 @@ extern "C" __global__ void __launch_bounds__(512) sums(Table table, const StepSt
   }
 }
 
-// One block a row: what its gradients are multiplied by, and how much of the parameter is added before.
-// `whole` has the sums of rows whose parts several ranks have, two a row; else it is null.
+// One block per row: the factor of the row's gradients, and the share of the parameter that is added to them before.
+// `whole` holds the sums of full rows, two per row, if rows are sharded over ranks; else it is null.
 extern "C" __global__ void __launch_bounds__(512)
 rates(Table table, const StepState* state, const double* numbers, const double* whole, double* results) {
   Chunk chunk;

@@ -8,7 +8,7 @@
 
 enum Scalar { LR, BETA1, BETA2, WEIGHT_DECAY };
 
-// Of 0 and NaN itself, so that a NaN is not lost.
+// The sign; 0 and NaN are returned unchanged, so that a NaN is not lost.
 template <typename M> __device__ __forceinline__ M sign_of(M value) {
   return value > 0 ? (M)1 : (value < 0 ? (M)-1 : value);
 }

@@ -9,16 +9,16 @@
 
 enum Scalar { LR, BETA1, BETA2, NEW1, EPS, WEIGHT_DECAY, LOG_BETA1, LOG_BETA2, INSIDE, LARGEST, FROM_ZERO };
 
-// Unlike fmax it keeps a NaN.
+// The larger of two; unlike fmax it keeps a NaN.
 template <typename T> __device__ __forceinline__ T larger(T one, T other) {
   return other > one || other != other ? other : one;
 }
 
-// The largest over a block, right in thread 0.
+// The largest over a block, valid in thread 0.
 template <typename T> __device__ __forceinline__ T block_max(T value) {
   __shared__ T warps[32];
   for (int step = 16; step > 0; step >>= 1) value = larger(value, __shfl_down_sync(0xffffffffu, value, step));
-  __syncthreads();  // an earlier one may still be read
+  __syncthreads();  // the memory of an earlier call may still be read
   if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = value;
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -80,8 +80,8 @@ __device__ __forceinline__ double size_in(const Table& table, const Chunk& chunk
   return block_max(largest);
 }
 
-// One block a row, for rows whose parts several ranks have: in `sums` the sum of squares, or nan where the largest is nan;
-// in `largest` that.
+// One block per row, for rows sharded over ranks: writes the sum of squares to `sums`; or with LARGEST, the largest value to
+// `largest`, and to `sums` nan if this is nan, else 0.
 extern "C" __global__ void __launch_bounds__(512)
 row_sizes(Table table, const StepState* state, int64 skips, const double* numbers, double* sums, double* largest) {
   Chunk chunk;
@@ -106,8 +106,8 @@ __device__ __forceinline__ void blend(const Table& table, const Chunk& chunk, do
   *step += 1.f;
 }
 
-// One block a row: takes the gradient's norm into its average, and counts the step.  `sums` and `largest` are those of whole
-// rows where several ranks have parts of them, else null.
+// One block per row: updates the average with the gradient's norm, and counts the step.  `sums` and `largest` are those of full
+// rows if rows are sharded over ranks, else null.
 extern "C" __global__ void __launch_bounds__(512)
 average_norms(Table table, const StepState* state, int64 skips, const double* numbers, const double* sums,
               const double* largest) {
@@ -132,7 +132,7 @@ template <typename G, typename P, typename M1, typename C> struct NovoGrad {
   M1* averages;
   C* copies;
   Gradient<M> gradient;
-  // Where the norm divides gradients, `share` is its inverse and `keep` 1; else it is part of `step_size`, and `decay` 0.
+  // If gradients are divided by the norm, `share` is its inverse and `keep` is 1; else `step_size` contains it, and `decay` is 0.
   M share, decay, beta1, new1, keep, step_size;
 
   template <int N> __device__ __forceinline__ void run(int64 i) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void go(const Table& table, const Chunk& chunk, const
   typedef typename Body::M M;
   const double* s = chunk.scalars;
   M step = (M)*cell<const float>(table, chunk, 0);
-  // 1 - beta^step without losing what is left of it; a logarithm of -inf stands for no bias correction.
+  // 1 - beta^step without cancellation; a logarithm of -inf stands for no bias correction.
   M inverse = (M)1 / (*cell<const M>(table, chunk, 1) / sqrt(-expm1(step * (M)s[LOG_BETA2])) + (M)s[EPS]);
   bool inside = s[INSIDE] != 0;
   Body body;

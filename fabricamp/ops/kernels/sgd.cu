@@ -8,7 +8,7 @@
 
 enum Scalar { LR, MOMENTUM, DAMPENING, WEIGHT_DECAY, NESTEROV, DECAY_AFTER_MOMENTUM, MAXIMIZE };
 
-// Without momentum the buffer's type is None: it reads as zeros, and `fresh` 1 lets the gradient through as it is.
+// Without momentum the buffer's type is None: it reads as zeros, and `fresh` = 1 passes the gradient unchanged.
 template <typename G, typename P, typename B, typename C> struct Sgd {
   typedef typename MathOf<P>::type M;
   const G* gradients;
@@ -53,14 +53,14 @@ __device__ __forceinline__ void update(const Table& table, const Chunk& chunk, c
   if (s[MAXIMIZE] != 0) body.gradient.multiplier = -body.gradient.multiplier;
   body.lr = (M)s[LR];
   body.momentum = (M)s[MOMENTUM];
-  body.fresh = moves ? (M)(1.0 - s[DAMPENING] * filled) : (M)1;  // dampening spares the first gradient
+  body.fresh = moves ? (M)(1.0 - s[DAMPENING] * filled) : (M)1;  // the first gradient is not dampened
   body.decay_before = after ? (M)0 : (M)s[WEIGHT_DECAY];
   body.decay_after = after ? (M)s[WEIGHT_DECAY] : (M)0;
   body.nesterov = s[NESTEROV] != 0;
   each<4>(chunk, body);
 }
 
-// A group may lose its momentum while the buffer of earlier steps is still there.
+// A group's momentum may become 0 while the buffer of earlier steps still exists.
 template <typename G, typename P, typename B, typename C>
 __device__ __forceinline__ void choose(const Table& table, const Chunk& chunk, const StepState* state, double limit,
                                        float filled) {
@@ -78,6 +78,6 @@ extern "C" __global__ void __launch_bounds__(512) sgd(Table table, const StepSta
     KINDS
 #undef KIND
   }
-  // The same in all threads of all blocks of a row: the last of them to get here has seen the others read it.
+  // `filled` is the same in all blocks of a row: the last block to arrive writes the cell after all have read it.
   if (filled == 0.f && last_of_row(table, chunk)) *cell<float>(table, chunk, 0) = 1.f;
 }

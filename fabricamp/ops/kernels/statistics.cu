@@ -1,4 +1,4 @@
-// Sums of squares: norm and overflow check in one pass, since a value that is not finite makes its chunk's sum so.
+// Sums of squares: norm and overflow check in one pass, because a non-finite value makes its chunk's sum non-finite.
 // ops: gradient_statistics, l2norm
 #include "common.cuh"
 #include "rows.cuh"
@@ -30,7 +30,7 @@ __device__ __forceinline__ float squares(const Table& table, const Chunk& chunk,
   return (float)block_sum(body.sum);
 }
 
-// partial[chunk] = sum of (column 0 / (scale * divisor))^2; 0 for rows that take no part.
+// partial[chunk] = sum of (column 0 / (scale * divisor))^2; 0 for skipped rows.
 extern "C" __global__ void __launch_bounds__(512)
 sum_squares(Table table, const float* scale, double divisor, float* partial) {
   Chunk chunk;
@@ -46,7 +46,7 @@ sum_squares(Table table, const float* scale, double divisor, float* partial) {
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// norms[row] = the root of its chunks' partial sums, one block a row; norms may be null.  Block `rows` makes the total.
+// One block per row: norms[row] = the root of its chunks' partial sums; norms may be null.  Block `rows` computes the total.
 extern "C" __global__ void __launch_bounds__(512) norms(Table table, const float* partial, int64 chunks, float* each, float* total) {
   bool all = blockIdx.x == table.rows;
   int64 first = all ? 0 : line_word(table, FIRST_CHUNK, blockIdx.x);
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(512) norms(Table table, const float
   else each[blockIdx.x] = (float)sqrt(sum);
 }
 
-// One block a row: sums[row] = the sum of its chunks' partial sums.
+// One block per row: sums[row] = the sum of its chunks' partial sums.
 extern "C" __global__ void __launch_bounds__(512) row_squares(Table table, const float* partial, float* sums) {
   Span span = chunks_of(table, blockIdx.x);
   double sum = 0;
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(512) row_squares(Table table, const
   if (threadIdx.x == 0) sums[blockIdx.x] = (float)sum;
 }
 
-// One block a row: sums[row * each + i] = the sum of number i of each of its chunks, which have `each` numbers.
+// One block per row: sums[row * each + i] = the sum over the row's chunks of their number i; a chunk has `each` numbers.
 extern "C" __global__ void __launch_bounds__(512) row_sums(Table table, const double* numbers, int64 each, double* sums) {
   Span span = chunks_of(table, blockIdx.x);
   for (int64 i = 0; i < each; ++i) {

@@ -30,7 +30,7 @@ __device__ __forceinline__ void sum_chunk(const Table& table, const Chunk& chunk
   each<4>(chunk, body);
 }
 
-// Column 2 = alpha * column 0 + beta * column 1; factors from device memory where an address is given.
+// Column 2 = alpha * column 0 + beta * column 1; a factor is read from device memory if its address is given.
 extern "C" __global__ void __launch_bounds__(512)
 axpby(Table table, const float* alpha_at, double alpha, const float* beta_at, double beta) {
   Chunk chunk;

@@ -1,4 +1,4 @@
-// Element by element over lists of tensors; the last column is written.
+// Element-wise operations on lists of tensors; the last column is written.
 // ops: copy_cast, scale
 #include "common.cuh"
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ void scale_chunk(const Table& table, const Chunk& chu
   each<4>(chunk, body);
 }
 
-// Column 1 = column 0 * multiplier (`factor` where its address is null), limited; a factor of 1 copies and casts.
+// Column 1 = column 0 * multiplier (`factor` if its address is null), clamped; a factor of 1 copies and casts.
 extern "C" __global__ void __launch_bounds__(512) scale(Table table, const float* multiplier, double factor, double limit) {
   Chunk chunk;
   if (!locate(table, chunk)) return;

@@ -1,1 +1,1 @@
-"""LayerNorm and RMSNorm: the functions, their kernels, and the plans that lay these out."""
+"""LayerNorm and RMSNorm: the functions, their kernels, and the plans of the kernels' layout."""

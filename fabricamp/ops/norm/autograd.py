@@ -1,4 +1,4 @@
-"""The kernels of LayerNorm and RMSNorm under autograd: as a function, and as operations that compilers and modes see."""
+"""The kernels of LayerNorm and RMSNorm under autograd: as an autograd function, and as registered operations for compilers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fabricamp.torch_private import functorch_active, is_batched_gradient, unobs
 
 
 class _Normalise(torch.autograd.Function):
-    """The kernels under autograd: a custom operator's way costs more on the host, and eager calls pay it every time."""
+    """Runs the kernels under autograd in eager mode: a custom operator would cost more host time in every call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Kernels) -> Tensor:
@@ -38,7 +38,7 @@ _normalise: Final = unobserved_apply(_Normalise)
 
 
 def by_kernels(kernels: Kernels) -> Way:
-    """Returns what normalises an input by weight and bias, in eager calls that nothing looks on at."""
+    """Returns a function that normalises an input by weight and bias, for eager calls without observers (compilers, modes)."""
 
     def way(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
@@ -57,7 +57,7 @@ def by_kernels(kernels: Kernels) -> Way:
 
 
 def _differentiable(ctx: Any, norm: Norm, eps: float, gradient: Tensor) -> list[Tensor | None]:
-    """The gradients by torch's operations, for those who differentiate them (``create_graph=True``), or ask for a batch of them."""
+    """Returns the gradients by torch's operations, for ``create_graph=True`` (a second derivative) or a batch of gradients."""
     again = torch.is_grad_enabled()
     if norm.efficient:
         raise ConfigError(
@@ -135,7 +135,7 @@ def _norm_of(
     efficient: bool,
     device: torch.device,
 ) -> Norm:
-    """What an operation that was chosen elsewhere is laid out for."""
+    """Returns the description of the norm for a registered operation, whose choice was made before."""
     first = bias if weight is None else weight
     parameter = None if first is None else first.dtype
     return Norm(width, center, given, output, parameter, weight is not None, bias is not None, efficient, device)
@@ -165,7 +165,7 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 
 def registered(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, eps: float) -> Tensor:
-    """Returns ``x`` normalised by one registered operation, for what records these."""
+    """Returns ``x`` normalised by one registered operation, for compilers and modes that record operations."""
     x = x.contiguous()
     weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
     made: Tensor = _forward_op(x, weight, bias, norm.width, eps, norm.output, norm.center, norm.efficient)[0]

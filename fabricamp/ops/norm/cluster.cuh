@@ -1,15 +1,15 @@
 // Thread-block clusters (compute capability 9.0 and later): CLUSTER neighbouring blocks of a grid run at the same time and write
 // into each other's shared memory.  A file that uses them is compiled with CLUSTER; with 1 nothing here costs anything.
 //
-// Not by the cluster's barrier: what it orders has to be there first, the loads of the next row and the stores of the last among
-// it, and it empties the L1 cache.  A post tells its receiver by itself, through one of MAILBOXES (mbarriers) in turn:
+// Not by the cluster's barrier: it would wait for all earlier memory operations, also the loads of the next row and the stores
+// of the last, and it empties the L1 cache.  Instead a post signals its receiver, through one of MAILBOXES (mbarriers) in turn:
 //   cluster_start()                     at the kernel's start
-//   cluster_started()                   before the first post: all blocks are there, with their mailboxes
-//   post(turn, place, rank, value)      writes `value` to block `rank`, where it has what is at `place` in this one
-//   receive(turn, bytes)                by all threads: waits for as many bytes from all posts of `turn` to this block
-// `turn` counts from 0.  Each block posts to every one, itself too, in each turn, and only after it has received the turn before
-// and has read what the one before that brought: so two places for what is posted, in turn, are enough.  A file that posts a turn
-// before it receives the one before defines MAILBOXES as 4, has as many places, and posts to itself too where CLUSTER is 1.
+//   cluster_started()                   before the first post: all blocks run and have initialised their mailboxes
+//   post(turn, place, rank, value)      writes `value` to block `rank`, at the shared address that `place` has in this block
+//   receive(turn, bytes)                by all threads: waits for this number of bytes from all posts of `turn` to this block
+// `turn` counts from 0.  In each turn each block posts to every block, itself included, but only after it has received turn - 1
+// and has read the values of turn - 2: so two buffers, used alternately, are enough.  A file that posts a turn before it has
+// received turn - 1 defines MAILBOXES as 4, has as many buffers, and posts to itself even if CLUSTER is 1.
 #pragma once
 
 #ifndef MAILBOXES
@@ -23,7 +23,7 @@
 #endif
 
 #ifndef __CUDACC__
-// The tests bring their own.
+// The tests provide their own functions.
 #elif !MAILBOXES
 __device__ __forceinline__ void cluster_start() {}
 __device__ __forceinline__ void cluster_started() {}

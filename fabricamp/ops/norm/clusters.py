@@ -1,4 +1,4 @@
-"""Thread-block clusters: which sizes a device takes, and how many clusters of a kernel it holds at once."""
+"""Thread-block clusters: the sizes that a device supports, and how many clusters of a kernel it holds at once."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ class _Config(ctypes.Structure):
 
 @functools.cache
 def sizes(device: torch.device) -> tuple[int, ...]:
-    """Returns how many blocks a cluster of ``device`` may have: from compute capability 9.0 on, 8 serve every card."""
+    """Returns the possible numbers of blocks in a cluster: up to 8, which every card from compute capability 9.0 on supports."""
     has_clusters = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return (1, 2, 4, 8) if has_clusters else (1,)
 
 
 def resident(kernel: Kernel, device: torch.device, size: int, threads: int, shared: int) -> int | None:
-    """Returns how many clusters of ``size`` blocks ``device`` holds at once; None where its driver does not say.
+    """Returns how many clusters of ``size`` blocks ``device`` holds at once, or None if its driver does not say.
 
-    Fewer than its blocks would make: a cluster's are neighbours, and not every group of multiprocessors is a multiple of them.
+    That may be fewer than the resident blocks divided by ``size``: the blocks of a cluster run on neighbouring multiprocessors, and
+    not every group of multiprocessors holds a multiple of ``size``.
     """
     if device.type != "cuda":
         return None
@@ -54,7 +55,7 @@ def resident(kernel: Kernel, device: torch.device, size: int, threads: int, shar
     config = _Config((size, 1, 1), (threads, 1, 1), shared, None, attributes, 1)
     found = ctypes.c_int()
     with cupy.cuda.Device(device.index):
-        cupy.cuda.runtime.memGetInfo()  # binds the context to this thread, one of autograd's maybe
+        cupy.cuda.runtime.memGetInfo()  # binds the context to this thread, maybe one of autograd's
         try:
             ask = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
         except (OSError, AttributeError):

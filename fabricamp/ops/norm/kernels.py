@@ -1,4 +1,4 @@
-"""The launch of the kernels of LayerNorm and RMSNorm, compiled for each width of rows."""
+"""Launches the kernels of LayerNorm and RMSNorm, which are compiled for each row width."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fabricamp.ops.norm.plans import Layout, Norm, Residents, Ring
 from fabricamp.torch_private import allocator
 
 Way = Callable[[Tensor, "Tensor | None", "Tensor | None"], Tensor]
-"""What normalises an input by weight and bias."""
+"""A function that normalises an input: ``way(x, weight, bias)``."""
 
 ways: Final[dict[Hashable, Way]] = {}
-"""How calls went, by all that their way depends on: an eager call like one before is checked, chosen for and laid out no more."""
+"""Ways of earlier calls, keyed by everything they depend on: a repeated eager call skips checks, choice and layout."""
 
 _ANY: Final = 2**31 - 1
 _ONE: Final = (1,)
@@ -29,13 +29,13 @@ _COLUMN_BLOCKS: Final = 3
 
 
 class Launch(NamedTuple):
-    """A kernel and how many rows each of its parts takes: a block, or the ``cluster`` of them that shares a row."""
+    """A kernel; each part of it (a block, or the ``cluster`` blocks that share a row) works on ``rows`` rows at once."""
 
     run: Kernel
     rows: int
     threads: int
     parts: int = _ANY
-    """At most: a kernel that sums columns goes over the rows with as many as the device holds at once."""
+    """Most parts of a launch: a kernel that sums columns loops over the rows with as many parts as the device holds at once."""
     cluster: int = 1
 
 
@@ -51,7 +51,7 @@ def _forward(norm: Norm, aligned: bool) -> Launch:
 
 @functools.cache
 def _backward(norm: Norm, aligned: bool, sums: bool) -> Launch | None:
-    """What makes the gradients in one reading; None where a row, or the sums that go with it, do not fit."""
+    """Returns the launch that computes the gradients in one pass; None if a row or its column sums do not fit."""
     found = norm_plans.backward(norm, aligned=aligned, sums=sums)
     if found is None:
         return None
@@ -63,13 +63,13 @@ def _backward(norm: Norm, aligned: bool, sums: bool) -> Launch | None:
 
 
 def _parts(run: Kernel, device: torch.device, found: Residents | Ring) -> int:
-    """How many blocks, or clusters of them, a device is to have at once."""
+    """Returns how many blocks, or clusters of blocks, run on the device at once."""
     layout, blocks = found.layout, norm_plans.processors(device) * found.blocks
     if layout.cluster == 1:
         return blocks
     most = max(1, blocks // layout.cluster)
     resident = clusters.resident(run, device, layout.cluster, layout.threads, found.shared) or most
-    # With more rows of a ring on their way it was seen to take longer.
+    # With more rows in flight the ring kernel was measured to be slower.
     return min(resident, most) if isinstance(found, Ring) else resident
 
 
@@ -79,7 +79,7 @@ class Wide(NamedTuple):
     row_sums: Launch
     columns: Launch
     tiles: int
-    """Each part of the rows has a block of ``columns`` for every one of them."""
+    """Tiles of columns: each part of the rows has one block of ``columns`` per tile."""
 
 
 @functools.cache
@@ -102,22 +102,23 @@ def _finish(parameter: torch.dtype, weight: bool, bias: bool, device: torch.devi
 
 
 class Kernels:
-    """The kernels of one norm over inputs of one shape, each laid out and compiled when it is first needed.
+    """The kernels of one norm over inputs of one shape, each laid out and compiled on first use.
 
-    Tensors are contiguous, on its device, and in memory of their own; ``weight`` and ``bias`` are None where it has none.
+    All tensors are contiguous, on the norm's device, and have memory of their own.  ``weight`` and ``bias`` are None if the norm
+    has none.
     """
 
     def __init__(self, norm: Norm, shape: tuple[int, ...], over: tuple[int, ...], eps: float) -> None:
         self.norm, self.eps = norm, eps
         self._shape, self._strides = shape, _strides(shape)
         self._over, self._steps = over, _strides(over)
-        """Of weight and bias."""
+        """Shape and strides of weight and bias."""
         self._rows = rows = math.prod(shape) // norm.width
         self._statistics = (2 * rows if norm.center else rows,)
         self._roots = 4 * rows if norm.center else 0
-        """Bytes from the first of the statistics to that of the roots."""
+        """Byte offset of the roots (1 / deviation) in the statistics."""
         self._columns = norm.width * (norm.weight + norm.bias)
-        """Sums of them are the gradients of weight and bias."""
+        """Number of columns of weight and bias; sums over each are their gradients."""
         self._input, self._output = norm.input, norm.output
         self._empty = allocator(norm.device.type)
         self._index, self._current = norm.device.index, index_of_current(norm.device.type)
@@ -125,7 +126,7 @@ class Kernels:
         self._backward = functools.cache(self._lay_out_backward)
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns ``x`` with each row normalised, and what did it, fp32: means (of LayerNorm), then one over each deviation."""
+        """Returns ``x`` with each row normalised, and the fp32 statistics: means (LayerNorm only), then 1 / deviation per row."""
         if self._current() != self._index:
             with torch.cuda.device(self._index):
                 return self.forward(x, weight, bias)
@@ -151,9 +152,9 @@ class Kernels:
         bias: Tensor | None,
         sums: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the gradients of input, weight and bias; the last two are None where there are none, or without ``sums``.
+        """Returns the gradients of input, weight and bias; None for a missing weight or bias, or without ``sums``.
 
-        ``saved`` is the input, or the output.  The same call gives the same bits.
+        ``saved`` is the input, or the output if the norm is memory-efficient.  The same call gives the same bits.
         """
         if self._current() != self._index:
             with torch.cuda.device(self._index):
@@ -186,13 +187,13 @@ class Kernels:
         return of_input, of_weight, of_bias
 
     def _lay_out_forward(self, aligned: bool) -> tuple[Callable[..., None], int, int]:
-        launch = _forward(self.norm._replace(efficient=False), aligned)  # backward alone differs
+        launch = _forward(self.norm._replace(efficient=False), aligned)  # only backward differs
         return launch.run.launch, -(-self._rows // launch.rows) * launch.cluster, launch.threads
 
     def _lay_out_backward(
         self, aligned: bool, sums: bool
     ) -> tuple[Callable[..., None], int, int, int, tuple[int, ...]] | None:
-        """Launch, blocks, threads, by how many parts of the rows columns are summed, and how many sums that makes."""
+        """Returns launch, blocks, threads, the number of parts that sum columns, and the size of their partial sums; or None."""
         launch = _backward(self.norm, aligned, sums)
         if launch is None:
             return None
@@ -201,7 +202,7 @@ class Kernels:
 
     @functools.cached_property
     def _finish(self) -> tuple[Callable[..., None], int, torch.dtype]:
-        """What makes the gradients of weight and bias from the sums, in how many blocks, and their dtype."""
+        """The launch that adds the partial sums to the gradients of weight and bias, its blocks, and the gradients' dtype."""
         norm = self.norm
         assert norm.parameter is not None
         kernel = _finish(norm.parameter, norm.weight, norm.bias, norm.device)
@@ -210,7 +211,7 @@ class Kernels:
     def _read_twice(
         self, operands: tuple[int, ...], of_input: Tensor, *, aligned: bool, sums: bool
     ) -> tuple[Tensor | None, int]:
-        """Writes the gradient of the input; returns sums of columns, and over how many parts of the rows."""
+        """Writes the gradient of the input in two passes; returns the partial column sums and the number of parts."""
         wide, rows, eps = _wide(self.norm, aligned, sums), self._rows, self.eps
         parts = min(-(-rows // wide.columns.rows), wide.columns.parts)
         shares = self._empty((2 * rows,), _ONE, torch.float32)
@@ -223,7 +224,7 @@ class Kernels:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
+    """Returns the strides of a contiguous tensor."""
     return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
@@ -234,7 +235,7 @@ def kernels_of(norm: Norm, shape: tuple[int, ...], over: tuple[int, ...], eps: f
 
 
 def forget() -> None:
-    """Lays out and compiles anew at the next call: for those who change what compiles."""
+    """Drops all cached kernels and layouts; for tests that replace the compiler."""
     ways.clear()
     for cached in (kernels_of, _forward, _backward, _wide, _finish):
         cached.cache_clear()

@@ -1,14 +1,14 @@
-// LayerNorm and RMSNorm: what their kernels share.  A file is compiled for one width and one set of types (ops/norm_plans.py):
+// Shared by the kernels of LayerNorm and RMSNorm.  A file is compiled for one width and one set of types (ops/norm/plans.py):
 //   WIDTH      elements of a row          VECTOR   neighbours that a thread loads at once; divides a slice
 //   LANES      threads of a slice         ITEMS    loads of a thread for a row: ITEMS * LANES * VECTOR >= WIDTH / CLUSTER
 //   GROUPS     rows of a block            CLUSTER  blocks of a row (cluster.cuh), each with a slice of its columns; or 1
 //   WEIGHT     whether there is a weight  BIAS     whether there is a bias
 //   CENTER     1 LayerNorm, 0 RMSNorm
-//   EFFICIENT  whether the output was kept for backward, in place of the input
-// and of the types INPUT, OUTPUT, PARAMETER and SAVED (what was kept).
+//   EFFICIENT  whether the output was saved for backward, instead of the input
+// and the types INPUT, OUTPUT, PARAMETER and SAVED (of the saved tensor).
 #pragma once
 
-#ifndef WIDTH  // what the doctor compiles
+#ifndef WIDTH  // the configuration that `fabricamp doctor` compiles
 #define WIDTH 1024
 #define VECTOR 8
 #define LANES 128
@@ -33,19 +33,19 @@ constexpr int kThreads = LANES * GROUPS;
 constexpr int kSlice = WIDTH / CLUSTER;  // columns of a block
 constexpr int kPacks = kSlice / VECTOR;
 constexpr float kShare = 1.f / WIDTH;
-constexpr int kTeam = LANES < 32 ? LANES : 32;  // threads of a slice that shuffle
+constexpr int kTeam = LANES < 32 ? LANES : 32;  // threads of a slice that shuffle with each other
 constexpr int kTeams = (LANES + 31) / 32;
 constexpr int kWarps = CLUSTER * kTeams;  // of a row
-constexpr int kSpan = kWarps < 32 && (kWarps & (kWarps - 1)) == 0 ? kWarps : 32;  // threads that add up what warps have
+constexpr int kSpan = kWarps < 32 && (kWarps & (kWarps - 1)) == 0 ? kWarps : 32;  // threads that add the results of the warps
 
-// Where the block's slice begins.
+// The first column of the block's slice.
 __device__ __forceinline__ int slice_start() { return (int)(blockIdx.x % CLUSTER) * kSlice; }
 
-// A thread's place in its row's slice, and which of the block's rows that is.  Of one group it is known here: that saves registers.
+// A thread's index in its row's slice, and the index of that row in the block.  With one group both are constants: saves registers.
 __device__ __forceinline__ int lane_of_row() { return GROUPS == 1 ? threadIdx.x : threadIdx.x % LANES; }
 __device__ __forceinline__ int group_of_block() { return GROUPS == 1 ? 0 : threadIdx.x / LANES; }
 
-// The columns of a thread in its slice: its item's first one, and whether the slice reaches there.
+// The columns of a thread in its slice: the first column of an item, and whether the slice contains the item.
 __device__ __forceinline__ int column_of(int item, int lane) { return (item * LANES + lane) * VECTOR; }
 __device__ __forceinline__ bool inside(int item, int lane) {
   return (item + 1) * LANES <= kPacks || item * LANES + lane < kPacks;
@@ -61,15 +61,15 @@ template <> struct Word<4> { typedef unsigned type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<16> { typedef uint4 type; };
 
-// Neighbours as whole words, as long as they are not computed with: a pack's 16-bit values would take a register each.
+// Neighbours packed in full words until they are computed with: the 16-bit values of a pack would take one register each.
 template <typename T> using Packed = typename Word<sizeof(Pack<T, VECTOR>)>::type;
 
-// For what is read once: past the L1 cache, which then keeps weight and bias for the next row.
+// Reads values that are needed once: bypasses the L1 cache, which then keeps weight and bias for the next row.
 template <typename T> __device__ __forceinline__ Packed<T> streamed_at(const T* row, int column) {
   return __ldcg((const Packed<T>*)(row + column));
 }
 
-// Narrows and stores neighbours at once: of a plain store compilers were seen to make one for every neighbour.
+// Narrows and stores neighbours at once: compilers were seen to split a plain store into one per neighbour.
 template <typename T> __device__ __forceinline__ void put(T* to, const float (&from)[VECTOR]) {
   Pack<T, VECTOR> pack;
 #pragma unroll
@@ -79,7 +79,7 @@ template <typename T> __device__ __forceinline__ void put(T* to, const float (&f
   __stwb((Packed<T>*)to, words);
 }
 
-// Makes the compiler forget what it has computed from a pack: it would keep that in registers rather than compute it again.
+// Makes the compiler forget values computed from a pack: it would keep them in registers rather than compute them again.
 template <typename P> __device__ __forceinline__ void forget(P& pack) {
   if constexpr (sizeof(pack) % 4 == 0) {
     unsigned words[sizeof(pack) / 4];
@@ -90,7 +90,7 @@ template <typename P> __device__ __forceinline__ void forget(P& pack) {
   }
 }
 
-// What neighbours are, computed here and not before.
+// Unpacks neighbours here, not earlier.
 template <typename T> __device__ __forceinline__ Pack<T, VECTOR> unpacked(Packed<T>& packed) {
   Pack<T, VECTOR> pack;
   forget(packed);
@@ -98,13 +98,13 @@ template <typename T> __device__ __forceinline__ Pack<T, VECTOR> unpacked(Packed
   return pack;
 }
 
-// An address of which the compiler does not know that it has read there.
+// Hides from the compiler that it has already read from this address.
 template <typename T> __device__ __forceinline__ const T* unknown(const T* address) {
   asm volatile("" : "+l"(address));
   return address;
 }
 
-// Sums over the threads of a row that are in one warp (or SPAN of them), the same bits in all of them.
+// Sums over the threads of a row in one warp (or over SPAN of these), the same bits in all of them.
 template <int SPAN = kTeam, int N> __device__ __forceinline__ void team_sums(float (&value)[N]) {
 #pragma unroll
   for (int step = SPAN / 2; step > 0; step >>= 1)
@@ -113,7 +113,7 @@ template <int SPAN = kTeam, int N> __device__ __forceinline__ void team_sums(flo
 }
 
 #if CLUSTER > 1
-// What every warp of the row has, in each block's own shared memory; it is kept there for one more turn.
+// Collects the values of all warps of the row in each block's shared memory; they stay valid for one more turn.
 template <int N> __device__ __forceinline__ const Pack<float, N>* collected(const float (&value)[N], int& turn) {
   __shared__ Pack<float, N> warps[2][kWarps];
   Pack<float, N>* row = warps[turn & 1];
@@ -125,7 +125,7 @@ template <int N> __device__ __forceinline__ const Pack<float, N>* collected(cons
 #endif
 
 // Sums over the threads of a row, the same bits in all of them.  `turn` alternates, or counts
-// in a cluster: one barrier a sum is enough then.
+// in a cluster, so that one barrier per sum is enough.
 template <int N> __device__ __forceinline__ void row_sums(float (&value)[N], int& turn) {
   team_sums(value);
 #if CLUSTER > 1
@@ -161,20 +161,20 @@ __device__ __forceinline__ float row_sum(float value, int& turn) {
   return values[0];
 }
 
-// What normalised a row.
+// The statistics that normalised a row: its mean, and 1 / deviation.
 struct Row {
   float mean, root;
 };
 
 // The elements of a slice in the threads of one of its warps; at least 1, for a divisor.
 __device__ __forceinline__ int elements_of(int team) {
-  int last = kPacks - (ITEMS - 1) * LANES - team * kTeam;  // packs of the last item, those before are whole
+  int last = kPacks - (ITEMS - 1) * LANES - team * kTeam;  // packs of the last item; the items before are full
   int packs = (ITEMS - 1) * kTeam + (last < 0 ? 0 : last > kTeam ? kTeam : last);
   return packs > 0 ? packs * VECTOR : 1;
 }
 
-// A row's mean and one over its deviation, from its warps': the mean of a warp's elements, the sum of the squares of their
-// distances from it.  The same bits in all threads; one barrier, once a kernel.
+// A row's mean and 1 / deviation from the statistics of its warps (the mean of a warp's elements, the sum of squares of their
+// distances from this mean).  The same bits in all threads; one barrier, once per kernel.
 __device__ __forceinline__ Row merged(float mean, float squares, float eps) {
 #if CLUSTER > 1
   int turn = 0;
@@ -212,7 +212,7 @@ __device__ __forceinline__ Row merged(float mean, float squares, float eps) {
   return Row{mean, rsqrtf(squares * kShare + eps)};
 }
 
-// The normalised value of an element from what was kept of it.
+// The normalised value of an element from its saved value.
 __device__ __forceinline__ float normalised(float saved, Row row, float weight, float bias, float least) {
 #if EFFICIENT
   float divisor = weight >= 0 ? fmaxf(weight, least) : fminf(weight, -least);
@@ -222,8 +222,8 @@ __device__ __forceinline__ float normalised(float saved, Row row, float weight, 
 #endif
 }
 
-// A row's second sum is of gradients times normalised values.  These are linear in what was kept, so that its products with them
-// are enough: fewer instructions, of which the kernels have no time to give away.
+// A row's second sum is of gradients times normalised values.  A normalised value is linear in the saved value, so the products
+// with saved values are enough: this takes fewer instructions, and the kernels have no time to spare for more.
 __device__ __forceinline__ float summed(float saved, Row row, float weight, float bias, float least) {
   return EFFICIENT ? normalised(saved, row, weight, bias, least) : saved;
 }

@@ -1,7 +1,7 @@
-// The gradients of LayerNorm and RMSNorm, for rows that fit into the registers of their threads.  SUMS: a block goes over rows and
-// keeps the sums of its columns, so that one reading serves input, weight and bias: 1 in registers, 2 in dynamic shared memory
-// (then GROUPS is 1).  AHEAD: it reads the next row before it computes this one, else each pack of it as this one's is done with.
-// norm_columns.cu makes the sums where they do not fit.
+// The gradients of LayerNorm and RMSNorm, for rows that fit into the registers of their threads.  SUMS: a block loops over rows
+// and keeps the sums of its columns, so that one pass serves input, weight and bias: 1 in registers, 2 in dynamic shared memory
+// (then GROUPS is 1).  AHEAD: a block reads the next row before it computes this row, else each pack as soon as this row's pack is
+// used.  If the sums do not fit, norm_columns.cu computes them.
 #include "cluster.cuh"
 #include "common.cuh"
 #include "norm.cuh"
@@ -10,7 +10,7 @@ constexpr int kSums = WEIGHT + BIAS;
 constexpr bool kShared = SUMS == 2;
 constexpr bool kRefill = SUMS && !AHEAD;
 
-// What counts rows: of wide ones no memory holds 2^31, and registers are short there.
+// The type of row counts: no memory holds 2^31 wide rows, and their kernels are short of registers.
 #if WIDTH >= 4096
 typedef int Count;
 #else
@@ -33,7 +33,7 @@ struct Held {
   Packed<OUTPUT> gradient[ITEMS];
 };
 
-// Sums of columns over the rows of this block.
+// Column sums over the rows of this block.
 struct Columns {
   float weight[SUMS == 1 && WEIGHT ? ITEMS : 1][VECTOR];
   float bias[SUMS == 1 && BIAS ? ITEMS : 1][VECTOR];
@@ -55,7 +55,7 @@ __device__ __forceinline__ void keep(float* totals, const float (&sums)[VECTOR],
   for (int j = 0; j < VECTOR; ++j) totals[column + j] = first ? sums[j] : totals[column + j] + sums[j];
 }
 
-// Writes the block's sums, those of its groups of threads added one after another: kSums rows of WIDTH.
+// Writes the block's sums, adding its groups of threads one after another: kSums rows of WIDTH.
 __device__ __forceinline__ void write_sums(const Columns& columns, float* own, int lane, int group) {
 #if GROUPS > 1
   __shared__ float totals[kSums * WIDTH];
@@ -77,7 +77,7 @@ __device__ __forceinline__ void write_sums(const Columns& columns, float* own, i
   for (int i = threadIdx.x; i < kSums * WIDTH; i += kThreads) own[i] = totals[i];
 }
 #elif SUMS == 2
-// A thread's sums are its own: no barriers.  Its 16 bytes lie beside those of its neighbours, so that no two share a bank.
+// A thread only accesses its own sums: no barriers.  Its 16 bytes are next to its neighbours', so that no two share a bank.
 constexpr int kPart = VECTOR < 4 ? VECTOR : 4;
 constexpr int kParts = VECTOR / kPart;
 
@@ -130,7 +130,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(kThreads, BLOCKS) norm_ba
 #if SUMS
   clear(columns, lane);
 #endif
-  // Beyond the last row the last one is read again, for nobody: without a branch there are fewer registers to keep.
+  // Beyond the last row this reads the last row again, without using it: without a branch fewer registers are needed.
   auto fetch_item = [&](Held& held, int64 row, int i) {
     row = row < rows ? row : rows - 1;
     if (!inside(i, lane)) return;
@@ -141,7 +141,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(kThreads, BLOCKS) norm_ba
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) fetch_item(held, row, i);
   };
-  // With shared memory for the sums, registers are for rows: weight and bias come from the cache each time.
+  // With the sums in shared memory, registers are kept for rows: weight and bias are read from the cache each time.
   auto parameters_of = [&](int i, float (&factor)[VECTOR], float (&shift)[VECTOR]) {
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) factor[j] = 1.f, shift[j] = 0.f;
@@ -157,7 +157,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(kThreads, BLOCKS) norm_ba
   Held held, next;
   fetch(AHEAD ? next : held, begin + group);
   cluster_started();
-  // All groups take the same number of turns: there are barriers inside.
+  // All groups do the same number of iterations, because there are barriers inside.
   for (Count first = begin; first < last; first += step) {
     int64 row = first + group;
     if (AHEAD) {
@@ -165,7 +165,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(kThreads, BLOCKS) norm_ba
       fetch(next, row + step);
     }
     int64 known = GROUPS == 1 || row < rows ? row : rows - 1;
-    Row about{CENTER && !EFFICIENT ? means[known] : 0.f, roots[known]};  // first needed when the row's sums are there
+    Row about{CENTER && !EFFICIENT ? means[known] : 0.f, roots[known]};  // first needed after the row's sums
     float sums[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

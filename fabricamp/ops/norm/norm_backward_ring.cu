@@ -1,7 +1,7 @@
-// The gradients of LayerNorm and RMSNorm over wide rows, for cards with clusters: a block, or a cluster of them, goes over rows and
-// keeps the sums of its columns in registers.  Rows come through a ring in shared memory (ring.cuh).  A row's sums are exchanged
-// while the next row's are computed: nobody waits for them.
-#define MAILBOXES 4  // the sums of a row are posted before those of the one before are read
+// The gradients of LayerNorm and RMSNorm over wide rows, for cards with clusters: a block, or a cluster of blocks, loops over rows
+// and keeps the sums of its columns in registers.  Rows pass through a ring in shared memory (ring.cuh).  A row's sums are
+// exchanged while those of the next row are computed, so no block waits for them.
+#define MAILBOXES 4  // the sums of a row are posted before those of the previous row are read
 #include "cluster.cuh"
 #include "common.cuh"
 #include "norm.cuh"
@@ -29,7 +29,7 @@ __device__ __forceinline__ char* stage_of(int turn) {
   return (char*)stages + turn % STAGES * kStageBytes;
 }
 
-// Asks for the row of a turn, where there is one.
+// Starts the copy of the row of a turn, if there is one.
 __device__ __forceinline__ void ask(const Operands& all, int turn) {
   if (threadIdx.x != 0 || turn >= all.turns) return;
   int stage = turn % STAGES;
@@ -59,7 +59,7 @@ __device__ __forceinline__ Sums* posted(int turn) {
   return inbox[turn % MAILBOXES];
 }
 
-// The block's share of a row's sums goes to all blocks of the row.
+// Sends the block's share of a row's sums to all blocks of the row.
 __device__ __forceinline__ void send(const Operands& all, const Parameters& parameters, int turn, float least) {
   __shared__ Sums warps[2][kTeams];
   Row about = EFFICIENT ? all.about(turn) : Row{0.f, 0.f};
@@ -83,7 +83,7 @@ __device__ __forceinline__ void send(const Operands& all, const Parameters& para
   if ((threadIdx.x & 31) == 0)
 #pragma unroll
     for (int n = 0; n < kRowSums; ++n) warps[turn & 1][threadIdx.x / 32].value[n] = sums[n];
-  __syncthreads();  // all are done with the row of two turns ago: its place is free
+  __syncthreads();  // all threads are done with the row of two turns ago: its buffer is free
   if (turn >= 2) ask(all, turn - 2 + STAGES);
   if (threadIdx.x >= 32) return;
   int rank = threadIdx.x;
@@ -107,7 +107,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(kThreads, BLOCKS) norm_ba
     const OUTPUT* __restrict__ gradients, const SAVED* __restrict__ saved, const float* __restrict__ means,
     const float* __restrict__ roots, const PARAMETER* __restrict__ weight, const PARAMETER* __restrict__ bias,
     INPUT* __restrict__ out, float* __restrict__ partials, int64 rows, double eps) {
-#if !(defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900)  // else it is never launched, and compiles like every file
+#if !(defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900)  // older cards never launch it, but every file must compile for them
   cluster_start();
   ring_start();
   int lane = threadIdx.x, start = slice_start();

@@ -1,13 +1,13 @@
-// The second half of the backward pass of LayerNorm and RMSNorm over rows that are too wide for registers: one reading makes the
-// gradient of the input, from what norm_row_sums.cu has left, and with SUMS the sums of columns.  A block has a tile of columns,
-// 32 threads wide, and a part of the rows; GROUPS of threads take them in turn.
+// The second half of the backward pass of LayerNorm and RMSNorm over rows that are too wide for registers: one pass computes the
+// gradient of the input, from the results of norm_row_sums.cu, and with SUMS the column sums.  A block has a tile of columns,
+// 32 threads wide, and a part of the rows; its GROUPS of threads process the rows in turn.
 #include "common.cuh"
 #include "norm.cuh"
 
 constexpr int kTile = 32 * VECTOR;
 constexpr int kTiles = (WIDTH + kTile - 1) / kTile;
 
-// Adds up the sums of the block's groups one after another and writes them: a row of WIDTH for each of weight and bias.
+// Adds the sums of the block's groups one after another and writes them: a row of WIDTH for each of weight and bias.
 __device__ __forceinline__ void write_sums(const float (&sums)[2][VECTOR], float* own, int lane, int group, int first) {
   constexpr int kSums = WEIGHT + BIAS;
   __shared__ float totals[kSums + 1][kTile];
@@ -26,7 +26,7 @@ __device__ __forceinline__ void write_sums(const float (&sums)[2][VECTOR], float
     if (first + i % kTile < WIDTH) own[(int64)(i / kTile) * WIDTH + first + i % kTile] = totals[i / kTile][i % kTile];
 }
 
-// From the last row to the first: what norm_row_sums.cu has read last is still in the cache.
+// Loops from the last row to the first: the rows that norm_row_sums.cu read last are still in the cache.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) norm_columns(
     const OUTPUT* __restrict__ gradients, const SAVED* __restrict__ saved, const float* __restrict__ means,
     const float* __restrict__ roots, const PARAMETER* __restrict__ weight, const PARAMETER* __restrict__ bias,

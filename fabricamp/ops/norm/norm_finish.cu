@@ -1,4 +1,4 @@
-// Adds up, always in the same order, the sums of columns that blocks have left: GROUPS warps take rows of them in turn.
+// Adds the column sums of the blocks, always in the same order: GROUPS warps process the rows of sums in turn.
 #include "common.cuh"
 #include "norm.cuh"
 

@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm of rows that fit into the registers of their threads: one reading, one writing.  The pointers of the
+// LayerNorm and RMSNorm of rows that fit into the registers of their threads: one read, one write.  The pointers of the
 // last loop are not __restrict__: the compiler would load weight and bias of all items first, into twice the registers.
 // ops: layer_norm, rms_norm
 #include "cluster.cuh"
@@ -20,7 +20,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(kThreads, BLOCKS) norm_fo
     else values[item] = Packed<INPUT>{};
 
   float mean[1] = {0}, squares[1] = {0};
-#if CENTER  // of the warp: so that one barrier is enough
+#if CENTER  // statistics of the warp, so that one barrier is enough
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item) {
     auto own = unpacked<INPUT>(values[item]);

@@ -1,9 +1,9 @@
-// LayerNorm and RMSNorm of rows that are too wide for registers: a block reads its row for mean and variance, and from the cache
-// to normalise it.
+// LayerNorm and RMSNorm of rows that are too wide for registers: a block reads its row for mean and variance, then again, from
+// the cache, to normalise it.
 #include "common.cuh"
 #include "norm.cuh"
 
-// Puts a pack to what a thread has of its row: mean, squares of the distances from it, and packs so far.
+// Adds a pack to a thread's statistics of its row: mean, sum of squared distances from the mean, number of packs so far.
 __device__ __forceinline__ void add(const float (&value)[VECTOR], float& mean, float& squares, float& packs) {
   float own = 0, rest = 0;
 #pragma unroll
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) norm_forward_wide(
     load<VECTOR>(from + (int64)pack * VECTOR, value);
     add(value, mean[0], squares[0], packs);
   }
-  // From the threads' to the warp's.
+  // From the statistics of the threads to those of the warp.
   float own = mean[0], count = packs * VECTOR;
   mean[0] *= count;
   team_sums(mean);

@@ -1,5 +1,5 @@
-// The first half of the backward pass of LayerNorm and RMSNorm over rows that are too wide for registers: for each of them the
-// mean of its gradients, times the weight, and that of their products with the normalised values.
+// The first half of the backward pass of LayerNorm and RMSNorm over rows that are too wide for registers: computes for each row
+// the mean of its gradients times the weight, and the mean of the products of these with the normalised values.
 #include "common.cuh"
 #include "norm.cuh"
 

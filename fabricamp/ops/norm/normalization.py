@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, forward and backward: kernels where they are faster, torch's own operations elsewhere.
 
-Input, output, weight and bias may differ in dtype; the arithmetic is fp32, and fp64 is torch's.  Under autocast the output has its
-dtype, and nothing is rounded before.
+Input, output, weight and bias may differ in dtype.  The arithmetic is fp32; for fp64 torch's operations run.  Under autocast the
+output has autocast's dtype, and nothing is rounded before.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _EPS: Final = torch.finfo(torch.float32).eps
 _MOST_WAYS: Final = 4096
 _CONSTANTS: Final = frozenset({int, tuple, torch.Size})
-"""Types of a normalized_shape that calls can be remembered by."""
+"""Types of a normalized_shape that can be part of a cache key."""
 
 _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, type(None)})
-"""What has memory of its own; others stand for tensors that are elsewhere, or nowhere, and torch's operations know them."""
+"""Types with memory of their own; tensors of other types have their memory elsewhere or none, and are left to torch."""
 
 
 def layer_norm(
@@ -45,10 +45,11 @@ def layer_norm(
     dtype: torch.dtype | None = None,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns ``x`` minus its mean over the last dimensions, over its deviation, times ``weight``, plus ``bias``.
+    """Returns ``x`` minus its mean over the last dimensions, divided by its deviation, times ``weight``, plus ``bias``.
 
-    The output has ``dtype``, by default that of ``x``, under autocast always autocast's.  ``memory_efficient`` keeps the output for
-    backward in place of the input: it saves memory where the output is kept anyway, and loses accuracy where ``weight`` is near 0.
+    The output has ``dtype`` (default: that of ``x``); under autocast always autocast's dtype.  ``memory_efficient`` saves the
+    output for backward instead of the input.  This saves memory if the output is kept anyway, and loses accuracy where ``weight``
+    is near 0.
 
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), 2, eps=0.0)
     tensor([[-1.,  1.]])
@@ -65,9 +66,9 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Returns ``x`` over the root of its mean square over the last dimensions, times ``weight``.
+    """Returns ``x`` divided by the root of its mean square over the last dimensions, times ``weight``.
 
-    ``eps`` is by default the smallest step from 1 of the arithmetic's dtype, as torch's; the rest as in :func:`layer_norm`.
+    The default ``eps`` is the machine epsilon of the arithmetic's dtype, as in torch; the rest is as in :func:`layer_norm`.
 
     >>> rms_norm(torch.tensor([[3.0, 3.0]]), 2, eps=0.0)
     tensor([[1., 1.]])
@@ -76,7 +77,7 @@ def rms_norm(
 
 
 _How = tuple[bool, "int | Sequence[int]", "float | None", "torch.dtype | None", bool]
-"""What is asked for beside operands: whether the mean is subtracted, normalized_shape, eps, dtype, memory_efficient."""
+"""The options of a call: whether the mean is subtracted, normalized_shape, eps, dtype, memory_efficient."""
 
 
 def _normalised(
@@ -89,7 +90,7 @@ def _normalised(
     dtype: torch.dtype | None,
     efficient: bool,
 ) -> Tensor:
-    """The result of either norm; an eager call like one before goes the way that was found then."""
+    """Returns the result of either norm; a repeated eager call uses the cached way (see ``ways``)."""
     shape = given if type(given) in _CONSTANTS else shape_of(given)
     if type(eps) is not float and (center or eps is not None):
         eps = float(eps)  # type: ignore[arg-type]
@@ -106,14 +107,14 @@ def _normalised(
             return known(x, weight, bias)
     way = _way(how, x, weight, bias)
     if key is not None:
-        if len(ways) >= _MOST_WAYS:  # shapes that are new in every step must not fill the memory
+        if len(ways) >= _MOST_WAYS:  # new shapes in every step must not fill the memory
             ways.clear()
         ways[key] = way
     return way(x, weight, bias)
 
 
 def _way(how: _How, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Way:
-    """What makes the result: kernels, or torch's operations where these are chosen, or what looks on knows them alone."""
+    """Returns the function that computes the result: by kernels, or by torch if it is chosen or an observer knows only torch."""
     center, given, eps, dtype, efficient = how
     shape = shape_of(given)
     _check(x, shape, weight, bias)
@@ -124,7 +125,7 @@ def _way(how: _How, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Wa
         alike = all(one is None or one.dtype == output for one in (x, weight, bias))
         return _by_torch(center, shape, eps, output, one=alike, autocast=autocast is not None)
     least = _EPS if eps is None else eps
-    if torch.compiler.is_compiling() or dispatch_modes():  # these have to see a registered operation
+    if torch.compiler.is_compiling() or dispatch_modes():  # they need a registered operation
         return functools.partial(registered, norm=norm, eps=least)
     return by_kernels(kernels_of(norm, tuple(x.shape), shape, least))
 
@@ -132,9 +133,9 @@ def _way(how: _How, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Wa
 def _by_torch(
     center: bool, shape: tuple[int, ...], eps: float | None, output: torch.dtype, *, one: bool, autocast: bool
 ) -> Way:
-    """Torch's own operation where there is ``one`` for these dtypes; else several."""
+    """Returns a function that uses torch's own norm if torch has ``one`` operation for these dtypes, else several operations."""
     least = _EPS if eps is None else eps  # LayerNorm's is never None
-    one = one and (center or not torch_alone())  # torch's own RMSNorm is one on a GPU, which not every transform knows
+    one = one and (center or not torch_alone())  # torch's RMSNorm is one operation on a GPU, unknown to some transforms
 
     def at_once(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if center:
@@ -149,7 +150,7 @@ def _by_torch(
     way = at_once if one else in_parts
 
     def without_autocast(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        # The context manager costs more than a norm's launch: only where there is something to switch off.
+        # Only used under autocast: the context manager costs more than a norm's launch.
         with torch.autocast(x.device.type, enabled=False):
             return way(x, weight, bias)
 
@@ -157,7 +158,7 @@ def _by_torch(
 
 
 def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:
-    # Nested tensors of the older layout have no shape; torch checks them.
+    # Nested tensors of the older layout have no shape; torch checks those.
     if not shape or (not x.is_nested and x.shape[-len(shape) :] != shape):
         raise ConfigError(
             f"normalized_shape={shape} are not the last dimensions of an input of shape {tuple(x.shape)}; give those that "
@@ -175,8 +176,8 @@ def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tenso
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
-    """The output's dtype where autocast says it: it leaves fp64 alone, and does not know tensors without data."""
-    # torch makes a new text each time that it is asked for a device's type.
+    """Returns autocast's dtype for the output, or None: autocast is off, or does not apply (fp64, tensors without data)."""
+    # x.is_cuda first, because torch builds a new string for each read of device.type.
     kind = "cuda" if x.is_cuda else x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return None
@@ -184,7 +185,7 @@ def _autocast(x: Tensor) -> torch.dtype | None:
 
 
 def _are_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether all are tensors with memory of their own."""
+    """Whether all operands are tensors with memory of their own."""
     if type(x) not in _PLAIN or type(weight) not in _PLAIN or type(bias) not in _PLAIN:
         return False
     return not (
@@ -204,8 +205,8 @@ def _norm(
     output: torch.dtype,
     efficient: bool,
 ) -> Norm | None:
-    """What kernels are laid out for; None where torch's operations run."""
-    # What is exported has to load where there is no fabricamp.
+    """Returns the description of the norm for the kernels, or None if torch's operations run."""
+    # An exported program must load without fabricamp installed.
     ready = not exporting() if torch.compiler.is_compiling() else _are_plain(x, weight, bias)
     if torch_alone() or not ready or x.numel() == 0:
         return None
@@ -217,7 +218,7 @@ def _norm(
         return None
     if any(one not in _KERNEL_DTYPES for one in dtypes) or len(set(parameters)) > 1:
         return None
-    # Torch's one operation, the host's least work, wants one dtype, and keeps the input where memory is asked for.
+    # Torch's single operation costs the host least, but needs one dtype, and cannot save the output instead of the input.
     if alike and not efficient and not worth_the_host(x.numel()):
         return None
     parameter = parameters[0] if parameters else None

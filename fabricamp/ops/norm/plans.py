@@ -1,8 +1,8 @@
-"""How the kernels of LayerNorm and RMSNorm are laid out over rows of a width.
+"""Plans the layout of the LayerNorm and RMSNorm kernels for a row width: threads, blocks and clusters per row.
 
-A plan follows from the row, and from what the card says of itself: multiprocessors, their threads and shared memory, clusters.  The
-constants below are of the kernels, of the compiler, or where one way began to be faster than another on an H200; they decide about
-speed alone, and every plan gives right numbers.  ops/dispatch.py decides, by measurement, whether any of them runs.
+A plan depends on the row and on the card's properties: multiprocessors, their threads and shared memory, clusters.  The constants
+below come from the kernels, from the compiler, or from the widths at which one layout became faster than another on an H200.  They
+only affect speed; every plan gives correct results.  ops/dispatch.py decides by measurement whether a kernel runs at all.
 """
 
 from __future__ import annotations
@@ -20,59 +20,60 @@ from fabricamp.ops.norm import clusters
 _MOST_LANES: Final = 1024
 _FORWARD_LANES: Final = 256
 _WORDS: Final = {8: 1280, 16: 1024, 32: 512}
-"""Registers that a thread of norm_forward.cu gives to a row, the next where the row would not fit into ``_FORWARD_LANES``
-threads; and the threads that a multiprocessor is to hold then: 40 KB or more are on their way so."""
+"""Registers that a thread of norm_forward.cu uses for a row, and the threads that a multiprocessor is to hold then.  The first
+entry is taken whose row fits into ``_FORWARD_LANES`` threads.  40 KB or more are in flight with each."""
 
 _MOST_REGISTERS: Final = 255
 _SHARED_ELEMENTS: Final = 32
 _SHARED_VECTOR: Final = 4
 _SHARED_LANES: Final = (128, 512)
-"""Where the sums of columns are in shared memory: elements of a row that a thread has, neighbours that it loads at least, and
-how many threads have a row."""
+"""If the column sums are in shared memory: elements of a row per thread, the least number of neighbours per load, and the fewest
+and most threads per row."""
 
 _SHARED_FROM: Final = {2: 8192, 4: 12288}
 _SLICE: Final = 2048
-"""Elements of a row, by the bytes of one, from which blocks of norm_backward.cu share it; and of each slice, where 8 are enough."""
+"""Row width, by bytes per element, from which several blocks of norm_backward.cu share a row; and the most elements of a slice,
+if 8 blocks suffice for that."""
 
 _OF_A_ROW: Final = ((8, 256), (16, 256), (8, 512), (16, 512))
 _OF_A_SLICE: Final = {2: ((16, 512),), 4: ((8, 512), (16, 512))}
-"""With sums in registers: a thread's elements and the most threads.  The most bytes on their way decide, of a slice the first that
-fits, by the bytes of an element, as was measured."""
+"""If the column sums are in registers: candidates of (elements per thread, most threads).  For a full row the candidate with most
+bytes in flight is taken; for a slice (by bytes per element) the first candidate that fits, as was measured."""
 
 _RING_FROM: Final = {2: 4096, 4: 8192}
 _RING_SLICE: Final = 2048
-"""Elements of a row, by the bytes of one, from which it comes through norm_backward_ring.cu; and of each block's slice at most,
-where 8 are enough: as was measured."""
+"""Row width, by bytes per element, from which norm_backward_ring.cu is used; and the most elements of a block's slice, if 8 blocks
+suffice for that.  Both were measured."""
 
 _RING_ELEMENTS: Final = 16
 _RING_LANES: Final = 512
-"""Elements of a row that a thread of norm_backward_ring.cu has, and how many such threads a multiprocessor has registers for."""
+"""Elements of a row per thread of norm_backward_ring.cu, and the number of such threads that a multiprocessor has registers for."""
 
 _RING_BYTES: Final = 16
-"""Its slices begin and end at multiples of these, in memory."""
+"""Slices of norm_backward_ring.cu begin and end at multiples of this number of bytes in memory."""
 
 _OWN_SHARED: Final = 1024 + 640
-"""Bytes of shared memory that a block takes besides: the system's, and those of its sums over a row."""
+"""Additional bytes of shared memory per block: those of the system, and those of the sums over a row."""
 
 
 class Norm(NamedTuple):
-    """A normalisation: of what, over how many elements, and how."""
+    """A normalisation: the row width, the dtypes and the options that its kernels are compiled for."""
 
     width: int
     center: bool
-    """LayerNorm, which subtracts the mean; else RMSNorm."""
+    """True: LayerNorm, which subtracts the mean.  False: RMSNorm."""
     input: torch.dtype
     output: torch.dtype
     parameter: torch.dtype | None
-    """What weight and bias are made of; None where there is neither."""
+    """The dtype of weight and bias; None if there is neither."""
     weight: bool
     bias: bool
     efficient: bool
-    """Backward gets the output in place of the input."""
+    """Backward gets the output instead of the input."""
     device: torch.device
 
     def defines(self, **more: int) -> Defines:
-        """Returns what the kernels are compiled with."""
+        """Returns the macros that the kernels are compiled with."""
         types = {"INPUT": self.input, "OUTPUT": self.output, "PARAMETER": self.parameter or torch.float32}
         types["SAVED"] = self.output if self.efficient else self.input
         flags = {"CENTER": self.center, "WEIGHT": self.weight, "BIAS": self.bias, "EFFICIENT": self.efficient}
@@ -84,26 +85,29 @@ class Norm(NamedTuple):
 
 
 def vector_of(width: int, dtypes: tuple[torch.dtype | None, ...], *, aligned: bool) -> int:
-    """Returns how many neighbours a thread loads at once: 16 bytes of the widest dtype, fewer where they do not divide the row."""
+    """Returns how many neighbours a thread loads at once: 16 bytes of the widest dtype, or fewer, so that they divide the row.
+
+    Without ``aligned`` operands it is 1.
+    """
     most = 16 // max(dtype.itemsize for dtype in dtypes if dtype is not None) if aligned else 1
     return math.gcd(width, most)
 
 
 def _words(items: int, vector: int, dtype: torch.dtype) -> int:
-    """Registers for a thread's part of a row."""
+    """Returns the number of registers for a thread's part of a row."""
     return items * max(1, vector * dtype.itemsize // 4)
 
 
 def _lanes(packs: int, items: int) -> int:
-    """How many threads share a row: a power of two up to a warp, then whole warps."""
+    """Returns how many threads share a row: a power of two up to a warp, then full warps."""
     lanes = -(-packs // items)
     return 1 << max(1, (lanes - 1).bit_length()) if lanes <= 32 else -(-lanes // 32) * 32
 
 
 class Layout(NamedTuple):
-    """A row over threads: ``items`` loads of ``vector`` neighbours in each of ``lanes`` threads, ``groups`` rows a block.
+    """How rows are distributed: ``lanes`` threads per row, each with ``items`` loads of ``vector`` neighbours.
 
-    Or a row over ``cluster`` blocks of one group, each with an equal slice.
+    A block works on ``groups`` rows.  With ``cluster`` > 1 this many blocks share a row in equal slices, and ``groups`` is 1.
     """
 
     vector: int
@@ -114,38 +118,38 @@ class Layout(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Those of a block."""
+        """Threads of a block."""
         return self.lanes * self.groups
 
     @property
     def elements(self) -> int:
-        """Those that the threads of a row have room for, in one block."""
+        """Elements that the threads of a row can hold in one block."""
         return self.vector * self.lanes * self.items
 
     def numbers(self) -> dict[str, int]:
-        """Returns what the kernels are told of it."""
+        """Returns the layout as macros for the kernels."""
         return {name.upper(): number for name, number in self._asdict().items()}
 
 
 def _layout(width: int, vector: int, items: int, threads: int, cluster: int = 1) -> Layout:
-    """The layout with at most ``items`` loads a thread, and blocks of about ``threads``, or of one slice of a row."""
+    """Returns the layout with at most ``items`` loads per thread, and blocks of about ``threads``, or of one slice of a row."""
     packs = width // cluster // vector
     lanes = _lanes(packs, items) if cluster == 1 else max(32, _lanes(packs, items))
     return Layout(vector, lanes, -(-packs // lanes), max(1, threads // lanes) if cluster == 1 else 1, cluster)
 
 
 def _clusters(norm: Norm, vector: int) -> list[int]:
-    """How many blocks may share a row, in equal slices; the fewest first."""
+    """Returns how many blocks may share a row in equal slices, the fewest first."""
     return [one for one in clusters.sizes(norm.device) if norm.width % (one * vector) == 0]
 
 
 def over(width: int, vector: int) -> Layout:
-    """Returns the layout of a row that is read over and over by a whole block."""
+    """Returns the layout of a row that one block reads repeatedly, with all its threads."""
     return Layout(vector, _MOST_LANES, -(-width // (vector * _MOST_LANES)), 1)
 
 
 def forward_layout(norm: Norm, vector: int) -> tuple[Layout, int] | None:
-    """Returns a layout that holds a row in registers, with the fewest blocks to one, and the blocks that a multiprocessor holds."""
+    """Returns a layout with the row in registers, with the fewest blocks per row, and the blocks per multiprocessor; or None."""
     for cluster in _clusters(norm, vector):
         for words, threads in _WORDS.items():
             layout = _layout(norm.width, vector, words // _words(1, vector, norm.input), 128, cluster)
@@ -155,11 +159,11 @@ def forward_layout(norm: Norm, vector: int) -> tuple[Layout, int] | None:
 
 
 _IN_REGISTERS, _IN_SHARED_MEMORY = 1, 2
-"""Where a block of norm_backward.cu keeps its sums of columns; 0 where it has none."""
+"""Where a block of norm_backward.cu keeps its column sums; 0: it has none."""
 
 
 class Residents(NamedTuple):
-    """A layout of norm_backward.cu, the blocks of it that a multiprocessor holds, and the bytes that they have on their way."""
+    """A layout of norm_backward.cu, with the blocks that a multiprocessor holds and the bytes that these have in flight."""
 
     layout: Layout
     sums: int
@@ -170,12 +174,12 @@ class Residents(NamedTuple):
     """Dynamic shared memory of a block, in bytes."""
 
     def numbers(self) -> dict[str, int]:
-        """Returns what the kernel is told of it."""
+        """Returns the layout as macros for the kernel."""
         return {**self.layout.numbers(), "SUMS": self.sums, "AHEAD": self.ahead, "BLOCKS": max(1, self.blocks)}
 
 
 def _registers(norm: Norm, layout: Layout, sums: int, ahead: bool) -> int:
-    """What a thread of norm_backward.cu needs; the constants are what compilers were seen to need besides."""
+    """Returns the registers that a thread of norm_backward.cu needs; the constants are the compilers' observed overhead."""
     part, elements = (layout.items, layout.vector), layout.items * layout.vector
     saved = norm.output if norm.efficient else norm.input
     rows = (_words(*part, saved) + _words(*part, norm.output)) * (2 if ahead else 1)
@@ -201,7 +205,7 @@ def _residents(norm: Norm, layout: Layout, sums: int, *, ahead: bool) -> Residen
 
 
 def with_sums(norm: Norm, vector: int) -> Residents | None:
-    """Returns how blocks of norm_backward.cu keep the sums of columns beside their rows; None where they cannot."""
+    """Returns a layout of norm_backward.cu whose blocks hold column sums beside their rows; None if that does not fit."""
     cluster = _cluster(norm, vector)
     ways = _OF_A_ROW if cluster == 1 else _OF_A_SLICE[norm.input.itemsize]
     for ahead in (True, False):
@@ -219,7 +223,7 @@ def with_sums(norm: Norm, vector: int) -> Residents | None:
 
 
 def _cluster(norm: Norm, vector: int) -> int:
-    """How many blocks share a row where they sum columns."""
+    """Returns how many blocks share a row if they sum columns."""
     able = _clusters(norm, vector)
     if norm.width < _SHARED_FROM[norm.input.itemsize]:
         return able[0]
@@ -228,25 +232,25 @@ def _cluster(norm: Norm, vector: int) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Returns how many multiprocessors a device has."""
+    """Returns the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.cache
 def _threads(device: torch.device) -> int:
-    """Those that a multiprocessor holds."""
+    """Returns the most threads that a multiprocessor holds."""
     return torch.cuda.get_device_properties(device).max_threads_per_multi_processor if device.type == "cuda" else 2048
 
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of a multiprocessor."""
+    """Returns the bytes of shared memory of a multiprocessor."""
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 2**17
 
 
 def without_sums(norm: Norm, vector: int) -> Residents | None:
-    """Returns the layout of norm_backward.cu for the gradient of the input alone; None where a row does not fit."""
-    for most in (_MOST_LANES // 2, _MOST_LANES):  # of the most lanes few have registers enough
+    """Returns the layout of norm_backward.cu for the gradient of the input only; None if a row does not fit."""
+    for most in (_MOST_LANES // 2, _MOST_LANES):  # with the most lanes, few layouts have enough registers
         for cluster, elements in itertools.product(_clusters(norm, vector), (8, 16)):
             layout = _layout(norm.width, vector, max(1, elements // vector), 128, cluster)
             found = _residents(norm, layout, 0, ahead=False)
@@ -256,24 +260,24 @@ def without_sums(norm: Norm, vector: int) -> Residents | None:
 
 
 class Ring(NamedTuple):
-    """A layout of norm_backward_ring.cu: rows come through ``stages`` places in shared memory."""
+    """A layout of norm_backward_ring.cu: rows pass through a ring of ``stages`` buffers in shared memory."""
 
     layout: Layout
     stages: int
     blocks: int
-    """Of a multiprocessor."""
+    """Blocks per multiprocessor."""
     shared: int
     """Dynamic shared memory of a block, in bytes."""
 
     def numbers(self) -> dict[str, int]:
-        """Returns what the kernel is told of it."""
+        """Returns the layout as macros for the kernel."""
         return {**self.layout.numbers(), "STAGES": self.stages, "BLOCKS": self.blocks}
 
 
 def ring(norm: Norm) -> Ring | None:
     """Returns the layout of norm_backward_ring.cu, for operands at multiples of 16 bytes.
 
-    None where the device has no clusters, where the rows are narrow, and where they cannot be shared out or do not fit.
+    Returns None if the device has no clusters, if the rows are narrow, or if they cannot be divided into slices or do not fit.
     """
     saved = norm.output if norm.efficient else norm.input
     narrow, wide = sorted((saved.itemsize, norm.output.itemsize))
@@ -290,7 +294,7 @@ def ring(norm: Norm) -> Ring | None:
 
 
 def backward(norm: Norm, *, aligned: bool, sums: bool) -> Residents | Ring | None:
-    """Returns how a kernel makes the gradients in one reading; None where a row, or the sums that go with it, do not fit."""
+    """Returns the layout of a kernel that computes the gradients in one pass; None if a row or its column sums do not fit."""
     vector = vector_of(norm.width, (norm.input, norm.output), aligned=aligned)
     if not sums:
         return without_sums(norm, vector)

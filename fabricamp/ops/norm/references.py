@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm in torch's own operations: where no kernel runs, and as often differentiable as these are."""
+"""LayerNorm and RMSNorm in torch's own operations: used where no kernel runs, and for second and higher derivatives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def layer_norm_reference(
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What :func:`~fabricamp.ops.layer_norm` does, with weight and bias as ``parameters``."""
+    """Computes :func:`~fabricamp.ops.layer_norm`, with weight and bias as ``parameters``."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias, *_ = (*(None if one is None else one.to(wide) for one in parameters), None, None)
     return F.layer_norm(x.to(wide), shape_of(normalized_shape), weight, bias, eps).to(dtype or x.dtype)
@@ -31,7 +31,7 @@ def rms_norm_reference(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What :func:`~fabricamp.ops.rms_norm` does."""
+    """Computes :func:`~fabricamp.ops.rms_norm`."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     over = tuple(range(-len(shape_of(normalized_shape)), 0))
     least = torch.finfo(wide.dtype).eps if eps is None else eps
@@ -41,7 +41,7 @@ def rms_norm_reference(
 
 def shape_of(given: int | Sequence[int]) -> tuple[int, ...]:
     """Returns a ``normalized_shape`` as a tuple."""
-    # A constant for torch.compile, which takes the choice of what runs for one.
+    # A constant for torch.compile, which treats the choice of kernel or torch as a constant.
     if isinstance(given, int) or hasattr(given, "__index__"):
         return (index(given),)
     return tuple([index(one) for one in given])

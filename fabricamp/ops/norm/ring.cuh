@@ -1,9 +1,9 @@
-// Rows on their way (compute capability 9.0 and later): a ring of STAGES places in dynamic shared memory that the copy engine
-// fills, so that what is awaited takes no registers and no instructions.  One thread asks, all wait:
+// Prefetch of rows (compute capability 9.0 and later): the copy engine fills a ring of STAGES buffers in dynamic shared memory, so
+// that rows in flight take no registers and no instructions.  One thread starts the copies, all threads wait:
 //   ring_start()                          by all threads, before anything else of the ring
-//   expect(stage, bytes)                  by one thread: so many bytes will come
-//   bring(stage, place, from, bytes)      by the same one: 16 bytes at least, all of it at multiples of 16
-//   arrived(stage, round)                 by all: waits for what is asked for there for the `round`-th time, from 0
+//   expect(stage, bytes)                  by one thread: announces the number of bytes to come
+//   bring(stage, place, from, bytes)      by the same thread: at least 16 bytes; addresses and size are multiples of 16
+//   arrived(stage, round)                 by all threads: waits for the copies of the `round`-th use of this stage, from 0
 #pragma once
 
 #ifdef __CUDACC__

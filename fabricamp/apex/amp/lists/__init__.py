@@ -1,7 +1,7 @@
-"""What O1 casts, by name.
+"""The functions that O1 casts, by name.
 
-torch.autocast does most of it, on GPUs more than elsewhere, and wrappers the rest; a name that a script adds is cast too, one that
-it removes is not.
+torch.autocast casts most of them, on GPUs more than elsewhere, and wrappers cast the rest.  Names that a script adds to the lists
+are cast too; names that it removes are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BESIDE_AUTOCAST_ON_GPUS: Final = {
     ),
     "CASTS": frozenset({"equal"}),
 }
-"""What torch.autocast does not bring to its dtype there, or not in every version."""
+"""The functions that torch.autocast does not cast as listed on GPUs, or not in every version."""
 _BESIDE_AUTOCAST_ELSEWHERE: Final = {
     "FP16_FUNCS": frozenset({"addmv", "addr", "mv"}),
     "FP32_FUNCS": None,  # nearly all of them
@@ -36,7 +36,7 @@ _BESIDE_AUTOCAST_ELSEWHERE: Final = {
 
 
 def beside_autocast(device_type: str) -> Iterator[tuple[Any, str, str]]:
-    """Yields (module, function name, "half", "float" or "promote") of what torch.autocast leaves as it comes."""
+    """Yields (module, function name, "half", "float" or "promote") for the functions that torch.autocast does not cast."""
     table = _BESIDE_AUTOCAST_ON_GPUS if device_type == "cuda" else _BESIDE_AUTOCAST_ELSEWHERE
     for (module, key), shipped in _AS_SHIPPED.items():
         chosen = table[key]
@@ -46,7 +46,7 @@ def beside_autocast(device_type: str) -> Iterator[tuple[Any, str, str]]:
 
 
 def in_place() -> Iterator[tuple[Any, str, str]]:
-    """Yields (module, function name, "float" or "half") of the functions that write into their first argument."""
+    """Yields (module, function name, "float" or "half") for the functions that write into their first argument."""
     pairs = [(torch_overrides, "FP32_FUNCS"), (tensor_overrides, "FP32_FUNCS"), (tensor_overrides, "FP16_FUNCS")]
     for module, key in pairs:
         names = (f"{name}_" for name in getattr(module, key))
@@ -54,7 +54,7 @@ def in_place() -> Iterator[tuple[Any, str, str]]:
 
 
 def changed() -> Iterator[tuple[Any, str, str]]:
-    """Yields (module, function name, "half", "float", "promote" or "none") of what scripts have added to the lists or removed."""
+    """Yields (module, function name, "half", "float", "promote" or "none") for names that scripts have added or removed."""
     for (module, key), shipped in _AS_SHIPPED.items():
         names = getattr(module, key)
         yield from ((module.MODULE, name, _RULES[key]) for name in names if name not in shipped)
@@ -63,7 +63,7 @@ def changed() -> Iterator[tuple[Any, str, str]]:
 
 
 def _names_of(module: Any) -> list[list[str]]:
-    """The lists of a module as they are now: a name may go from one to another."""
+    """Returns the current lists of a module; all of them, because a script may move a name from one to another."""
     return [getattr(module, key) for key in _RULES if hasattr(module, key)]
 
 

@@ -1,3 +1,3 @@
-"""The focal loss of detectors: as in apex, ``from apex.contrib.focal_loss import focal_loss`` gives the module."""
+"""The focal loss of detectors: as in apex, ``from apex.contrib.focal_loss import focal_loss`` imports the module."""
 
 from fabricamp.apex.contrib.focal_loss import focal_loss as focal_loss

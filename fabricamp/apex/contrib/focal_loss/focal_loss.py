@@ -1,4 +1,4 @@
-"""``focal_loss`` where apex had it."""
+"""apex's path to ``focal_loss``."""
 
 from fabricamp.ops import focal_loss
 

@@ -9,9 +9,9 @@ from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
 
 
 class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801  # apex's name
-    """BatchNorm of (N, H, W, C) over groups of ``bn_group`` ranks; a call's ``z`` is added, ``fuse_relu`` cuts at 0.
+    """BatchNorm of (N, H, W, C) over groups of ``bn_group`` ranks; adds the ``z`` of a call, and ``fuse_relu`` applies a ReLU.
 
-    ``max_cta_per_sm``, ``cta_launch_margin`` and ``multi_stream`` play no role.
+    ``max_cta_per_sm``, ``cta_launch_margin`` and ``multi_stream`` have no effect.
     """
 
     def __init__(
@@ -27,5 +27,5 @@ class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801  # apex's name
 
 
 def _group_of(size: int) -> ProcessGroup | None:
-    """This rank's group among those of ``size`` ranks; without a process group a rank is alone anyway."""
+    """Returns this rank's process group of ``size`` ranks; None without torch.distributed, when the rank is alone anyway."""
     return create_syncbn_process_group(size) if dist.is_initialized() else None

@@ -1,3 +1,3 @@
-"""LayerNorm by its name in apex.contrib."""
+"""LayerNorm under its name in apex.contrib."""
 
 from fabricamp.apex.contrib.layer_norm.layer_norm import FastLayerNorm as FastLayerNorm

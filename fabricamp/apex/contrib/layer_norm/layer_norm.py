@@ -1,4 +1,4 @@
-"""``FastLayerNorm``, which is FusedLayerNorm over one dimension; any width is taken."""
+"""``FastLayerNorm``: FusedLayerNorm over one dimension, of any width."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _normalise(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_ef
 
 
 class FastLayerNormFN(NormFunction):
-    """LayerNorm of ``x`` over its last dimension, in its dtype."""
+    """The autograd function for LayerNorm of ``x`` over its last dimension, in the dtype of ``x``."""
 
     apply = staticmethod(_normalise)
 

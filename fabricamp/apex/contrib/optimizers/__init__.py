@@ -1,4 +1,4 @@
-"""The optimizers of apex.contrib: the old FusedAdam and its FP16_Optimizer; the others are those of ``apex.optimizers``."""
+"""The optimizers of apex.contrib: the old FusedAdam and FP16_Optimizer; the others are those of ``apex.optimizers``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The old FusedAdam, whose step takes gradients, a scale, and the half parameters that it writes besides."""
+"""The old FusedAdam; its step takes gradients, a scale, and half parameters to write as well."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fabricamp.optimizers.parameters import owned_parameters
 
 
 class FusedAdam(StepInGroup, Adam):
-    """Adam with decoupled weight decay; ``max_grad_norm`` (0: no limit) clips by the norms that ``step`` is given.
+    """Adam with decoupled weight decay; ``max_grad_norm`` (0: no limit) clips by the norms passed to ``step``.
 
-    eps is added after the bias correction.  ``use_mt`` and ``amp_scale_adjustment`` play no role.
+    eps is added after the bias correction.  ``use_mt`` and ``amp_scale_adjustment`` have no effect.
 
     >>> weight, half = torch.nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.float16)
     >>> optimizer = FusedAdam([weight], lr=0.1)
@@ -56,10 +56,10 @@ class FusedAdam(StepInGroup, Adam):
         scale: Any = 1.0,
         grad_norms: Any = None,
     ) -> Any:
-        """Updates the parameters by ``grads`` (each ``.grad`` where None) divided by ``scale``; returns what ``closure`` did.
+        """Updates the parameters by ``grads`` (None: every ``.grad``) divided by ``scale``; returns the result of ``closure``.
 
-        ``grads`` and ``output_params`` (which get the rounded parameters) are lists, one entry per parameter, or lists of such,
-        one per group; ``grad_norms`` the norms of each group's ``grads``, for its ``max_grad_norm``.
+        ``grads`` and ``output_params`` (they receive the rounded parameters) are lists with one entry per parameter, or lists of
+        such lists, one per group.  ``grad_norms`` are the norms of each group's ``grads``, for the group's ``max_grad_norm``.
         """
         loss = None
         if closure is not None:
@@ -73,7 +73,7 @@ class FusedAdam(StepInGroup, Adam):
         return loss
 
     def _one_each(self, given: Any) -> list[Tensor] | None:
-        """Returns one entry per parameter, from a list of them or a list of lists."""
+        """Returns a list with one entry per parameter, from such a list or a list of lists; None for None; raises ConfigError."""
         if given is None:
             return None
         entries = list(given)
@@ -85,7 +85,7 @@ class FusedAdam(StepInGroup, Adam):
         return entries
 
     def _divided(self, grads: list[Tensor] | None, scale: Any, grad_norms: Any) -> Sequence[Tensor | None]:
-        """Returns the gradients divided by ``scale``, and clipped where a group says so."""
+        """Returns the gradients divided by ``scale``, and clipped in groups with ``max_grad_norm`` above 0."""
         parameters = owned_parameters(self)
         rest = iter([one.grad for one in parameters] if grads is None else grads)
         result: list[Tensor | None] = []

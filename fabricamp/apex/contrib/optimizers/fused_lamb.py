@@ -1,3 +1,3 @@
-"""The old FusedLAMB, which is that of ``apex.optimizers``."""
+"""The old FusedLAMB: the class of ``apex.optimizers``."""
 
 from fabricamp.apex.optimizers import FusedLAMB as FusedLAMB

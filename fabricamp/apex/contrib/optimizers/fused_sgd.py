@@ -1,3 +1,3 @@
-"""The old FusedSGD, which is that of ``apex.optimizers``."""
+"""The old FusedSGD: the class of ``apex.optimizers``."""
 
 from fabricamp.apex.optimizers import FusedSGD as FusedSGD

@@ -1,4 +1,4 @@
-"""Weights with two zeros in four, which sparse tensor cores run at twice the speed."""
+"""Weights with two zeros in every four, which sparse tensor cores multiply at twice the speed."""
 
 from fabricamp.apex.contrib.sparsity.asp import ASP as ASP
 from fabricamp.apex.contrib.sparsity.sparse_masklib import create_mask as create_mask

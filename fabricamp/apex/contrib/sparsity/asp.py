@@ -1,4 +1,4 @@
-"""Automatic sparsity: masks in the model's buffers, applied around every step of the optimizer."""
+"""Automatic sparsity: masks in the model's buffers, applied before and after every step of the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ATTENTION = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight
 
 
 class _Sparse(NamedTuple):
-    """A parameter that is pruned; ``pruned`` keeps what the mask took away, for :meth:`ASP.restore_pruned_weights`."""
+    """A pruned parameter; ``pruned`` keeps the values that the mask removed, for :meth:`ASP.restore_pruned_weights`."""
 
     name: str
     parameter: nn.Parameter
@@ -26,11 +26,11 @@ class _Sparse(NamedTuple):
 
 
 class ASP:
-    """Prunes a trained model to two zeros in four, and keeps it so while it is trained on; one model a process.
+    """Prunes a trained model to two zeros in every four weights, and keeps these zeros in further training; one model per process.
 
-    ``ASP.prune_trained_model(model, optimizer)`` does all of it.  Weights of linear and convolutional layers take part whose output
-    channels are a multiple of 8 and input channels of 16, as sparse tensor cores need.  Channels are not permuted.  The masks are
-    buffers of the layers, so that a checkpoint has them.
+    ``ASP.prune_trained_model(model, optimizer)`` does all of it.  It prunes weights of linear and convolutional layers if they have
+    a multiple of 8 output channels and a multiple of 16 input channels, as sparse tensor cores need.  Channels are not permuted.
+    The masks are buffers of the layers, so that checkpoints contain them.
     """
 
     _sparse: ClassVar[list[_Sparse] | None] = None
@@ -52,10 +52,10 @@ class ASP:
         custom_layer_dict: dict[type[nn.Module], list[str]] | None = None,
         allow_permutation: bool = True,
     ) -> None:
-        """Gives the layers of ``model`` masks, all ones so far.
+        """Gives the layers of ``model`` masks of ones.
 
         ``mask_calculator`` is a pattern or a function from a weight to its mask; ``custom_layer_dict`` names the weights of other
-        kinds of layers.  ``allow_permutation`` plays no role.
+        kinds of layers.  ``allow_permutation`` has no effect.
         """
         if cls._sparse is not None:
             raise ConfigError("ASP has a model already; it prunes one model a process")
@@ -101,7 +101,7 @@ class ASP:
 
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: Optimizer) -> None:
-        """Makes every step mask the gradients before it and the weights behind it; to be called once."""
+        """Makes every step of ``optimizer`` mask the gradients before the update and the weights after it; call it once."""
         cls._of_model("init_optimizer_for_pruning")
         if cls._handles:
             raise ConfigError("ASP has an optimizer already; it masks the steps of one")
@@ -111,7 +111,7 @@ class ASP:
 
     @classmethod
     def _weights(cls, sparse: Sequence[_Sparse]) -> list[tuple[_Sparse, list[Tensor]]]:
-        """Each of ``sparse`` with its weight, and its fp32 master, which amp rounds into the weight after every step."""
+        """Returns each of ``sparse`` with [weight], or with [weight, fp32 master] if amp rounds a master into the weight."""
         stash = getattr(cls._optimizer, "_amp_stash", None)
         pairs = [] if stash is None else stash.pairs()
         masters = {id(holder): target for holder, target in pairs if holder is not target}
@@ -139,7 +139,7 @@ class ASP:
     @classmethod
     @torch.no_grad()
     def compute_sparse_masks(cls) -> None:
-        """Computes the masks from the weights as they are, and sets what they leave out to 0."""
+        """Computes the masks from the current weights, and sets the masked weights to 0."""
         for one, weights in cls._weights(cls._of_model("compute_sparse_masks")):
             if one.pruned is not None:
                 _add(one.pruned, weights)
@@ -154,7 +154,7 @@ class ASP:
     @classmethod
     @torch.no_grad()
     def restore_pruned_weights(cls) -> None:
-        """Makes the model dense again, with the weights that the masks took away; needs ``allow_recompute_mask=True``."""
+        """Makes the model dense again, with the weights that the masks removed; needs ``allow_recompute_mask=True``."""
         for one, weights in cls._weights(cls._of_model("restore_pruned_weights")):
             if one.pruned is None:
                 raise ConfigError(
@@ -166,18 +166,18 @@ class ASP:
 
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
-        """Returns whether every mask leaves out half of its weights; False where they are all ones."""
+        """Returns True if every mask removes half of its weights, False if all masks are ones; raises ConfigError otherwise."""
         shares = [one.mask.mean(dtype=torch.float32).item() for one in cls._of_model("is_sparsity_enabled")]
         dense, half = [share == 1.0 for share in shares], [share == 0.5 for share in shares]
         if not all(dense) and not all(half):
             raise ConfigError(
-                "some of the model's masks are all ones and others are not; load a checkpoint with masks whole"
+                "some of the model's masks are all ones and others are not; load a checkpoint with all masks"
             )
         return bool(shares) and all(half)
 
     @classmethod
     def prune_trained_model(cls, model: nn.Module, optimizer: Optimizer) -> None:
-        """Prunes ``model`` by its weights as they are, and keeps it so in every step of ``optimizer``."""
+        """Prunes ``model`` by its current weights, and keeps the zeros in every step of ``optimizer``."""
         cls.init_model_for_pruning(model, verbosity=2, allow_recompute_mask=False)
         cls.init_optimizer_for_pruning(optimizer)
         cls.compute_sparse_masks()
@@ -207,6 +207,6 @@ class ASP:
 
 
 def _add(pruned: Tensor, weights: Sequence[Tensor]) -> None:
-    """Adds to each weight what a mask took away."""
+    """Adds the values that a mask removed to each weight."""
     for weight in weights:
         weight.add_(pruned.to(weight))

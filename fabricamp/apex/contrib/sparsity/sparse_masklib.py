@@ -16,7 +16,7 @@ _PATTERN: Final = "m4n2_1d"
 def create_mask(tensor: Tensor, pattern: str = _PATTERN, density: float = 0.5) -> Tensor:
     """Returns a mask of ``tensor``'s shape and dtype: 1 for the two largest magnitudes of every four input channels, else 0.
 
-    Input channels are dimension 1 (0 of a 1-dim tensor).  ``pattern`` is ``"m4n2_1d"``.
+    Input channels are dimension 1 (dimension 0 of a 1-dim tensor).  ``pattern`` has to be ``"m4n2_1d"``.
 
     >>> create_mask(torch.tensor([[1.0, -4.0, 3.0, 2.0]]))
     tensor([[0., 1., 1., 0.]])

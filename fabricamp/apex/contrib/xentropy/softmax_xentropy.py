@@ -1,4 +1,4 @@
-"""apex's cross-entropy, which is called as an autograd function."""
+"""apex's cross-entropy, called like an autograd function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SoftmaxCrossEntropyLoss:
-    """``SoftmaxCrossEntropyLoss.apply(logits, labels)``: one loss a row.
+    """``SoftmaxCrossEntropyLoss.apply(logits, labels)`` returns one loss per row.
 
     >>> import torch
     >>> SoftmaxCrossEntropyLoss.apply(torch.zeros(2, 4), torch.tensor([3, 0]))
@@ -22,9 +22,9 @@ class SoftmaxCrossEntropyLoss:
     def apply(
         logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False
     ) -> Tensor:
-        """Returns the losses of ``logits`` (N, classes) and ``labels`` (N), 0 where the label is ``padding_idx``.
+        """Returns the losses (N) of ``logits`` (N, classes) and ``labels`` (N); 0 for the label ``padding_idx``.
 
-        They are fp32 with ``half_to_float``, else of the logits' dtype; computed in fp32 both ways.
+        The losses are computed in fp32, and returned in fp32 with ``half_to_float``, else in the logits' dtype.
         """
         losses = fused_cross_entropy(
             logits, labels, label_smoothing=smoothing, ignore_index=padding_idx, reduction="none"
@@ -34,5 +34,5 @@ class SoftmaxCrossEntropyLoss:
     def __call__(
         self, logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False
     ) -> Tensor:
-        """Returns what :meth:`apply` does."""
+        """Returns the result of :meth:`apply`."""
         return self.apply(logits, labels, smoothing, padding_idx, half_to_float)
