@@ -95,7 +95,7 @@ class Runner:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A pickle of version 0.1.0 has neither of these.
-        later = {"_earlier_lengths": {}, "_earlier_metrics": None}
+        later: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None}
         self.__dict__.update({**later, **state})
         if "root_folder" not in state:
             self.root_folder = places.normal(self.settings.default_root_dir)

@@ -1049,7 +1049,10 @@ def test_a_strategy_under_a_graph(tmp_path):
     trainer.fit(module, loader(96))
     assert ("refuses_graph",) in strategy.calls
     # Other calls hold batch numbers that refuse to be compared.
-    assert {call for call in strategy.calls if call[0] == "note_window"} == {("note_window", True), ("note_window", False)}
+    assert {call for call in strategy.calls if call[0] == "note_window"} == {
+        ("note_window", True),
+        ("note_window", False),
+    }
     plain = WithOptimizer(FusedAdam)
     Trainer(**{**QUIET, **options}, callbacks=[ModelCheckpoint(tmp_path / "plain", every_n_train_steps=7)]).fit(
         plain, loader(96)

@@ -62,6 +62,7 @@ def test_a_precision():
 def test_a_logger(tmp_path):
     logger = recipe("A logger")["JsonLines"](tmp_path / "log")
     fit(Classifier(), logger=logger)
+    logger.file.close()
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 3, 5, 7]
 
