@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fabricamp.module import TrainingModule
     from fabricamp.precision import Precision
-    from fabricamp.precision.verdicts import Verdicts
+    from fabricamp.precision.step_results import StepResults
     from fabricamp.trainer import Trainer
 
 logger = logging.getLogger("fabricamp")
@@ -77,7 +77,7 @@ class AmpState(Callback):
         if step % every == 0:
             self._log(trainer, step)
 
-    def _tell_of_overflow(self, verdicts: Verdicts, step: int, *, tells: bool) -> None:
+    def _tell_of_overflow(self, verdicts: StepResults, step: int, *, tells: bool) -> None:
         """Logs, once per series of overflows, which gradients were not finite first; reads them from the device."""
         goes_on, self._overflowed_at = step - self._overflowed_at <= 1, step
         self._skipped = verdicts.skipped_steps

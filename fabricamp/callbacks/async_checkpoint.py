@@ -9,7 +9,7 @@ from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import BackgroundWriter, StagedFolder, write_checkpoint
 from fabricamp.errors import CheckpointError
-from fabricamp.strategies.beside import Beside
+from fabricamp.strategies.side_process_group import SideProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,13 +38,13 @@ class AsyncCheckpoint(ModelCheckpoint):
     _writer: BackgroundWriter | None = None
     _in_flight: Plan | None = None
     _unsettled = False  # equal on every rank, unlike the progress of rank 0's thread
-    _beside: Beside | None = None  # set if all ranks write
+    _beside: SideProcessGroup | None = None  # set if all ranks write
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Creates the background writer."""
         super().on_train_start(trainer, pl_module)
         self._writer, self._in_flight, self._unsettled = BackgroundWriter(), None, False
-        self._beside = Beside(trainer.strategy) if trainer.strategy.checkpoint_form == "folder" else None
+        self._beside = SideProcessGroup(trainer.strategy) if trainer.strategy.checkpoint_form == "folder" else None
 
     def holds_at(self, global_step: int) -> float:
         """Returns the next step at which a save may be due."""

@@ -7,7 +7,7 @@ import math
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fabricamp.callbacks._screens import Pairs, Screen, Track, duration, open_screen
+from fabricamp.callbacks._renderers import Pairs, Renderer, Task, duration, open_renderer
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 
@@ -52,9 +52,9 @@ class ProgressBar(Callback):
 
     def _reset(self) -> None:
         self._due = math.inf
-        self._screen: Screen | None = None
-        self._train: Track | None = None
-        self._evaluation: Track | None = None
+        self._screen: Renderer | None = None
+        self._train: Task | None = None
+        self._evaluation: Task | None = None
         self._outdated = False
         self._opened = 0.0
         self._label = ""
@@ -112,7 +112,7 @@ class ProgressBar(Callback):
             return
         number, last = trainer.current_epoch + 1, trainer.max_epochs
         label = f"epoch {number}/{last}" if last >= 0 else f"epoch {number}"
-        self._train = Track(label, done=trainer.state.batch_idx)
+        self._train = Task(label, done=trainer.state.batch_idx)
         self._train.total = _train_total(trainer, self._train.done)
         by_epochs = any(config.interval == "epoch" for config in trainer.lr_scheduler_configs[:1])
         self._rate = dict(_moving(trainer)).get("lr") if by_epochs else None
@@ -229,7 +229,7 @@ class ProgressBar(Callback):
     def _start_loader(self, index: int) -> None:
         several = len(self._totals) > 1
         self._loader = index
-        self._evaluation = Track(f"{self._label} {index + 1}/{len(self._totals)}" if several else self._label)
+        self._evaluation = Task(f"{self._label} {index + 1}/{len(self._totals)}" if several else self._label)
         self._evaluation.total = _finite(self._totals[index]) if index < len(self._totals) else None
 
     def _close_evaluation(self, trainer: Trainer) -> None:
@@ -253,7 +253,7 @@ class ProgressBar(Callback):
     def _open(self, trainer: Trainer) -> None:
         if self._screen is not None or not self.is_enabled:
             return
-        self._screen = open_screen(self._interval)
+        self._screen = open_renderer(self._interval)
         self._due = monotonic() + self._screen.interval
         if self._screen.is_live:  # the first batch may take long: show at once that something runs
             self._draw(trainer)

@@ -110,12 +110,12 @@ def _of_apex_scalers(amp: dict[str, Any]) -> dict[str, Any]:
 def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:
     """Returns the state of a Precision with these (scale, applied steps since its last change), without pending step statuses."""
     from fabricamp.ops import StepState
-    from fabricamp.precision import Verdict
+    from fabricamp.precision import StepStatus
 
     if not scales:
         return {}
     scalers = [{"scale": float(scale), "growth": int(growth)} for scale, growth in scales]
-    known = Verdict(applied=True, scale=scalers[0]["scale"], loss=float("nan"), applied_steps=0, skipped_steps=0)
+    known = StepStatus(applied=True, scale=scalers[0]["scale"], loss=float("nan"), applied_steps=0, skipped_steps=0)
     return {
         "loss_scale": "dynamic",
         "scaler": {

@@ -8,13 +8,13 @@ from fabricamp.ops.shards import local
 from fabricamp.torch_private import with_part
 
 if TYPE_CHECKING:
-    from fabricamp.strategies.beside import Beside
+    from fabricamp.strategies.side_process_group import SideProcessGroup
 
 
 class StagedFolder:
     """``own`` has this rank's shards of ``state``, on rank 0 also all other values; pass a copy of it to :meth:`write`."""
 
-    def __init__(self, path: str, state: dict[str, Any], beside: Beside) -> None:
+    def __init__(self, path: str, state: dict[str, Any], beside: SideProcessGroup) -> None:
         from fabricamp.checkpoint.shards import split
 
         rest, self._shards = split(state)

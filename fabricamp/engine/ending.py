@@ -63,7 +63,7 @@ def end_fit(trainer: Trainer, session: Session, loop: FitLoop) -> None:
     check_peers()
     call_all(hooks("on_fit_end"))
     if not agreement.came_late() and not state.stop_explanation:
-        session.notices.end()
+        session.run_summary.end()
 
 
 def leave_interrupted(trainer: Trainer) -> None:

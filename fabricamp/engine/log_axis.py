@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fabricamp.loggers.delivery import Delivery
+    from fabricamp.loggers.logger_collection import LoggerCollection
     from fabricamp.state import RunState
 
 
-def deliver(state: RunState, delivery: Delivery, values: Mapping[str, float], step: int) -> None:
+def deliver(state: RunState, delivery: LoggerCollection, values: Mapping[str, float], step: int) -> None:
     """Logs the values of a flush, an epoch or an evaluation, as Lightning does; a value called "step" sets the axis position.
 
     ``step`` is the number of optimizer steps done.

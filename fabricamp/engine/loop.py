@@ -54,12 +54,12 @@ class FitLoop:
         state, hooks = self.state, self.parts.hooks
         # Idle: limit_train_batches=0, or an earlier fit reached the limit.  A resumed run at its limit is not idle, as it may have
         # been cut before its last hooks.
-        self._idle = self.parts.feed.limit == 0 or not (self.parts.moments.resumed or self._goes_on())
+        self._idle = self.parts.feed.limit == 0 or not (self.parts.resume_point.resumed or self._goes_on())
         if self._idle:
             return
         state.scope = Scope.TRAIN_EPOCH
         # Resumed within an epoch: the checkpoint has what on_train_start and on_train_epoch_start log; they must not log it twice.
-        self.metrics.muted = self.parts.moments.resumed and state.batch_idx > 0
+        self.metrics.muted = self.parts.resume_point.resumed and state.batch_idx > 0
         call_all(hooks("on_train_start"))
         epoch_start = hooks("on_train_epoch_start")
         # Order at the end of an epoch: reduction over ranks, callbacks' hooks, the module's hook, reduction of the values logged by
@@ -77,9 +77,9 @@ class FitLoop:
             if state.cut:
                 break
             if not complete:
-                self.parts.moments.note_cut()
+                self.parts.resume_point.note_cut()
             self._close_epoch(complete, epoch_end, monitors)
-        self.parts.moments.stay_ended()
+        self.parts.resume_point.stay_ended()
         state.scope = Scope.NOWHERE
         if not state.interrupted:  # else the resumed run delivers the pending values, at the same steps
             self._deliver()
@@ -88,10 +88,10 @@ class FitLoop:
         """Prepares an epoch and runs its start hooks: before its first batch, or before the next batch of a resumed epoch."""
         state = self.state
         state.scope = Scope.TRAIN_EPOCH
-        self.parts.moments.go_on()
+        self.parts.resume_point.go_on()
         self.parts.renew(self.parts)
         set_epoch(self.parts.loader, state.epoch)
-        before = self.parts.moments.callback_states("on_train_epoch_start") if state.batch_idx else None
+        before = self.parts.resume_point.callback_states("on_train_epoch_start") if state.batch_idx else None
         call_all(hooks)
         if before is not None:  # resumed epoch: the callbacks' states have counted its start already
             before.restore()
@@ -119,8 +119,8 @@ class FitLoop:
         """Waits for the step statuses and logged values of the last steps, and acts on them."""
         if not self.state.should_stop:  # a limit ended the run, which the other ranks have reached too
             self.parts.strategy.end_steps()
-        if self.update.outcomes is not None:
-            self.update.outcomes.finish()
+        if self.update.overflow_policy is not None:
+            self.update.overflow_policy.finish()
         self.metrics.drain()
 
     def end(self) -> None:
@@ -153,7 +153,7 @@ class FitLoop:
     def _take_up(self) -> None:
         """In a resumed run, once: restores RNG states, and calls ``_after_step`` if the run was cut between a step and the call."""
         self.metrics.muted = False
-        if self.parts.moments.take_up():
+        if self.parts.resume_point.take_up():
             self._after_step()
 
     def _catch_up(self) -> bool | None:
@@ -280,8 +280,8 @@ class FitLoop:
         self.metrics.poll(step)
         if step % every == 0:
             self.metrics.flush(step)
-            if self.update.outcomes is not None:
-                self.update.outcomes.report_skips()
+            if self.update.overflow_policy is not None:
+                self.update.overflow_policy.report_skips()
         self._due = min(self.metrics.due, step - step % every + every)
         if deadline is not None:
             self._due = step + 1

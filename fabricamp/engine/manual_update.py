@@ -154,7 +154,7 @@ class ClosureUpdate(Update):
         finally:
             self._parts.metrics.muted = False
         loss, self.loss = self.loss, None
-        if self.outcomes is not None:
-            self.outcomes.launch_close(loss)
+        if self.overflow_policy is not None:
+            self.overflow_policy.launch_close(loss)
         self._note_update()
         return outputs[0] if outputs else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fabricamp.data import Feed
     from fabricamp.engine.optimizer_setup import SchedulerConfig
-    from fabricamp.engine.resume import Moments
+    from fabricamp.engine.resume import ResumePoint
     from fabricamp.hooks import Hooks
     from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
@@ -57,7 +57,7 @@ class FitParts:
     clip: Clip | None
     limits: Limits
     validate: Callable[[], bool] | None
-    moments: Moments
+    resume_point: ResumePoint
     together: Callable[[Iterable[Any]], Iterator[Any]]
     """Makes the ranks begin a pass over their batches together."""
     meet_at_end_of_data: Callable[[int], None]

@@ -29,4 +29,4 @@ def renew(session: Session, parts: FitParts) -> None:
         return
     parts.loader, parts.feed = session.data.train_loader, train_feed(session)
     parts.limits = limits_of(session.settings, session.data.num_training_batches, session.trainer.state.started)
-    session.moments.use(parts.feed)
+    session.resume_point.use(parts.feed)

@@ -18,7 +18,7 @@ import torch
 from fabricamp.callbacks.base import Callback
 from fabricamp.checkpoint.record import Section
 from fabricamp.data import Feed, move_to_device
-from fabricamp.engine.open_window import OpenWindow
+from fabricamp.engine.accumulation_state import AccumulationState
 from fabricamp.hooks import overrides
 from fabricamp.metrics import Metrics
 from fabricamp.metrics.saving import find_objects, load_objects, save_objects
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabricamp.engine.update import Update
-    from fabricamp.loggers.delivery import Delivery
+    from fabricamp.loggers.logger_collection import LoggerCollection
     from fabricamp.module import TrainingModule
     from fabricamp.strategies.base import Strategy
 
@@ -45,7 +45,7 @@ _WITHIN_VALIDATION = (
 _CPU = torch.device("cpu")
 
 
-class Moments(Section):
+class ResumePoint(Section):
     """Saves this rank's resume point of a fit in a checkpoint, and restores it in a resumed run."""
 
     name = "position in training"
@@ -57,10 +57,10 @@ class Moments(Section):
         state: RunState,
         metrics: Metrics,
         strategy: Strategy,
-        delivery: Delivery,
+        delivery: LoggerCollection,
         callbacks: Sequence[Callback],
     ) -> None:
-        self.window = OpenWindow(module, state, strategy)
+        self.window = AccumulationState(module, state, strategy)
         self.loggers = LoggerSection(delivery, state)
         self._module = module
         self._state = state
@@ -200,7 +200,7 @@ class LoggerSection(Section):
 
     name = "loggers"
 
-    def __init__(self, delivery: Delivery, state: RunState) -> None:
+    def __init__(self, delivery: LoggerCollection, state: RunState) -> None:
         self._delivery = delivery
         self._state = state
         self._cut: list[dict[str, Any]] | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks._ckpt_path import model_checkpoints
 from fabricamp.checkpoint import plain
-from fabricamp.engine import surroundings
+from fabricamp.engine import environment_info
 from fabricamp.files import replace_text
 from fabricamp.hyperparameters import kept_by
 from fabricamp.loggers.run_folder import folder_of
@@ -130,10 +130,10 @@ def _beginning(session: Session, folder: Path) -> dict[str, Any]:
         "module": _name_of(module),
         "data": None if session.source.datamodule is None else _name_of(session.source.datamodule),
         "hyperparameters": hidden(hyperparameters),
-        "machine": surroundings.machine(session.strategy.device),
+        "machine": environment_info.machine(session.strategy.device),
         "python": sys.version.split()[0],
-        "packages": surroundings.packages(),
-        "git": surroundings.code_of(module),
+        "packages": environment_info.packages(),
+        "git": environment_info.code_of(module),
     }
 
 
@@ -145,7 +145,7 @@ def _end(session: Session, error: BaseException | None) -> dict[str, Any]:
     elif error is not None:
         status, reason = "failed", f"{type(error).__name__}: {error}".splitlines()[0]
     else:
-        status, reason = "finished", session.notices.reason()
+        status, reason = "finished", session.run_summary.reason()
     best = {
         one.monitor: float(one.best_model_score)
         for one in model_checkpoints(trainer)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fabricamp.callbacks.base import Callback
-    from fabricamp.engine.open_window import OpenWindow
+    from fabricamp.engine.accumulation_state import AccumulationState
     from fabricamp.engine.session import Session
     from fabricamp.engine.source import DataSource
     from fabricamp.module import TrainingModule
@@ -34,12 +34,12 @@ _COMPLETE = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers
 
 def record_of(session: Session) -> Record:
     """Returns the record of a run in its present state."""
-    moments, source = session.moments, session.source
+    resume_point, source = session.resume_point, session.source
     return Record(
         session.strategy,
         [
             Weights(session.module, session.strategy, session.conversion, source.datamodule),
-            Counters(session.trainer.state, moments.window, session.settings, session.module, session.data),
+            Counters(session.trainer.state, resume_point.window, session.settings, session.module, session.data),
             StepSizes(session),
             Optimizers(session.optimizers),
             Schedules(session.schedulers, session.module.lr_scheduler_step),
@@ -47,9 +47,9 @@ def record_of(session: Session) -> Record:
             KernelChoice(),
             CallbackSection(session.trainer.callbacks, session.fn),
             Part("datamodule", "data.datamodule", source.datamodule),
-            moments.loggers,
-            moments,
-            moments.window,
+            resume_point.loggers,
+            resume_point,
+            resume_point.window,
         ],
     )
 
@@ -61,7 +61,7 @@ class Counters(Section):
     name = "counters"
 
     state: RunState
-    window: OpenWindow
+    window: AccumulationState
     settings: Settings
     module: TrainingModule
     data: DataSource

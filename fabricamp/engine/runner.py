@@ -19,11 +19,11 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import places
 from fabricamp.data import DataModule
 from fabricamp.engine.ending import giving_back
-from fabricamp.engine.healing import join_groups
-from fabricamp.engine.joining import join_loggers
 from fabricamp.engine.kernel_choice import kernel_choice
-from fabricamp.engine.oversights import check_steps
+from fabricamp.engine.logger_setup import join_loggers
+from fabricamp.engine.model_checks import check_steps
 from fabricamp.engine.profiling import reported
+from fabricamp.engine.replica_recovery import join_groups
 from fabricamp.engine.session import Session
 from fabricamp.engine.source import GivenData
 from fabricamp.engine.verification import take_part, the_plan

@@ -14,10 +14,10 @@ from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.compiled import step_of
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.graph.graphs import Graphs
-from fabricamp.engine.joining import join_loggers, kept_of, log_hyperparams
 from fabricamp.engine.log_axis import deliver
+from fabricamp.engine.logger_setup import join_loggers, kept_of, log_hyperparams
 from fabricamp.engine.loop import FitLoop
-from fabricamp.engine.notices import Notices
+from fabricamp.engine.model_checks import warn_of_oversights
 from fabricamp.engine.optimizer_setup import (
     ManagedOptimizer,
     SchedulerConfig,
@@ -25,14 +25,14 @@ from fabricamp.engine.optimizer_setup import (
     check_optimizers,
     parse_optimizers,
 )
-from fabricamp.engine.oversights import warn_of_oversights
 from fabricamp.engine.parts import FitParts, limits_of
 from fabricamp.engine.performance import give_back
 from fabricamp.engine.prediction_record import PredictionRecord, open_record
 from fabricamp.engine.profiling import profile_evaluation, profile_fit
 from fabricamp.engine.reloading import renew, train_feed
-from fabricamp.engine.resume import Moments
+from fabricamp.engine.resume import ResumePoint
 from fabricamp.engine.run_state import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
+from fabricamp.engine.run_summary import RunSummary
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
 from fabricamp.engine.sharding import check_saving, shard_module
 from fabricamp.engine.source import DataSource, GivenData
@@ -41,7 +41,7 @@ from fabricamp.engine.world_change import keep_samples_of_a_step
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, call_all, overrides
 from fabricamp.lightning.lending import attach
-from fabricamp.loggers.delivery import Delivery
+from fabricamp.loggers.logger_collection import LoggerCollection
 from fabricamp.metrics import Metrics
 from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
@@ -77,8 +77,10 @@ class Session:
         self.precision = trainer.precision_plugin
         self.conversion = NOT_CONVERTED
         self.metrics = Metrics(trainer.state, trainer.strategy)
-        self.delivery = Delivery(trainer.loggers if trainer.is_global_zero else ())
-        self.moments = Moments(module, trainer.state, self.metrics, trainer.strategy, self.delivery, trainer.callbacks)
+        self.delivery = LoggerCollection(trainer.loggers if trainer.is_global_zero else ())
+        self.resume_point = ResumePoint(
+            module, trainer.state, self.metrics, trainer.strategy, self.delivery, trainer.callbacks
+        )
         self.watchdog = Watchdog(trainer.state, trainer.strategy)
         self.agreement = self.watchdog.agreement
         self.optimizers: list[Optimizer] = []
@@ -94,7 +96,7 @@ class Session:
         self.graphs = Graphs(self)
         self.predicted: PredictionRecord | None = None
         self.data = DataSource(source, module, self.strategy, self.precision, settings, trainer.state)
-        self.notices = Notices(self)
+        self.run_summary = RunSummary(self)
 
     @property
     def record(self) -> Record:
@@ -228,7 +230,7 @@ class Session:
         """Does the work before the first batch (``on_fit_start``, sanity check, loaders, resume point); returns the loop."""
         if self.trainer.is_global_zero:
             warn_of_oversights(self.module, self.optimizers, self.source.datamodule, self.trainer.callbacks)
-        self.notices.begin()
+        self.run_summary.begin()
         call_all(self.hooks("on_fit_start"))
         if self.settings.num_sanity_val_steps and (self.checkpoint is None or self.trainer.state.batches_done == 0):
             self._sanity_check()
@@ -244,7 +246,7 @@ class Session:
             draw_a_pass(self.data.train_loader)
         parts = self._fit_parts()
         update = open_update(parts, self)
-        self.moments.begin(parts.feed, update)
+        self.resume_point.begin(parts.feed, update)
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
@@ -253,8 +255,8 @@ class Session:
     def _fit_parts(self) -> FitParts:
         """Returns the loop's parts; asks for the training loader before the validation loaders."""
         length = self.data.num_training_batches
-        self.notices.workers(self.data.train_loader)
-        self.notices.rows()
+        self.run_summary.workers(self.data.train_loader)
+        self.run_summary.rows()
         evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
             self.module, "validation_step", TrainingModule
         )
@@ -275,7 +277,7 @@ class Session:
             clip=self.settings.clip,
             limits=limits_of(self.settings, length, self.trainer.state.started),
             validate=self._validate if evaluate else None,
-            moments=self.moments,
+            resume_point=self.resume_point,
             together=self.watchdog.together,
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
             renew=partial(renew, self),
@@ -338,14 +340,14 @@ class Session:
             for loader in self.data.evaluation_loaders("val"):
                 set_epoch(loader, self.trainer.state.epoch)  # per-sample seeds are those of training
         self.metrics.clear_evaluation()
-        self.moments.begin_validation()
+        self.resume_point.begin_validation()
         self.trainer.state.stage = RunningStage.VALIDATING
         self.strategy.share_buffers(self.module)
         try:
             loop.run(feeds)
         finally:
             self.trainer.state.stage = RunningStage.TRAINING
-        self.moments.end_validation(cut_short=loop.cut_short)
+        self.resume_point.end_validation(cut_short=loop.cut_short)
         self.trainer.state.validations += not loop.cut_short
         return loop.cut_short
 
@@ -358,7 +360,7 @@ class Session:
         if not feeds:
             cure = self.data.what_to_write(LOADERS[kind], "dataloaders")
             raise ConfigError(f"there is nothing to {self.fn.value}: {cure}")
-        self.notices.weights(chosen=chosen)
+        self.run_summary.weights(chosen=chosen)
         outputs = loop.run(feeds, keep=keep)
         if self.trainer.state.interrupted:
             return None if self.fn is TrainerFn.PREDICTING else []
@@ -405,7 +407,7 @@ class Session:
     def give_back(self, *, failed: bool) -> None:
         """Releases the parts and restores the module; after a failure, leaves out the steps that may fail themselves."""
         self.attachment.manual_backward = self.attachment.manual_clip = self.attachment.metrics = None
-        self.moments.end()
+        self.resume_point.end()
         self.conversion.undo()
         give_back(self._channels_last)
         if not failed:

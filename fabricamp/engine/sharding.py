@@ -39,7 +39,7 @@ def shard_module(session: Session, *, filled_later: bool) -> None:
     if session.strategy.checkpoint_form != "folder":
         return
     _check(session)
-    session.notices.say(session.strategy.shard_module(session.module, _plan(session, filled_later=filled_later)))
+    session.run_summary.say(session.strategy.shard_module(session.module, _plan(session, filled_later=filled_later)))
 
 
 def check_saving(session: Session) -> None:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fabricamp.engine.bound import bound_to
+from fabricamp.engine.accumulation_tensors import AccumulationTensors
 from fabricamp.engine.loss_weights import LossWeights, compare_kinds, mixed
-from fabricamp.engine.outcomes import Outcomes
+from fabricamp.engine.overflow_policy import OverflowPolicy
+from fabricamp.engine.resolved_hooks import bound_to
 from fabricamp.engine.schedules import Schedules
-from fabricamp.engine.window import WindowTensors
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.hooks import overrides
 from fabricamp.precision.base import Precision
-from fabricamp.precision.nonfinite import LossWatch
+from fabricamp.precision.loss_watch import LossWatch
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ class Update:
         self._reduce = parts.strategy.reduce_gradients
         self.weights: LossWeights | None = None
         self.reference: Tensor | None = None
-        self.outcomes: Outcomes | None = None
+        self.overflow_policy: OverflowPolicy | None = None
         verdicts = precision.verdicts
         if verdicts is None:
             parts.metrics.sinks.append(LossWatch())  # nothing checks losses on the device
         else:
-            self.outcomes = Outcomes(verdicts, self.schedules, parts.state, parts.strategy)
+            self.overflow_policy = OverflowPolicy(verdicts, self.schedules, parts.state, parts.strategy)
         self._advances_at_once = self.schedules.follow_steps and not (verdicts and verdicts.schedules_follow)
-        alone = not (self._exchanges or self.outcomes or clip or self._advances_at_once)
+        alone = not (self._exchanges or self.overflow_policy or clip or self._advances_at_once)
         self._bound = bound_to(parts, self._optimizer, steps_alone=alone)
         # True until the ranks have compared whether their losses have weights.
         self._compares = automatic and parts.strategy.world_size > 1
@@ -171,8 +171,8 @@ class Update:
             self.loss = window["tensors"][-1].to(self._parts.strategy.device)
         return problem
 
-    def _window_tensors(self) -> WindowTensors:
-        return WindowTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
+    def _window_tensors(self) -> AccumulationTensors:
+        return AccumulationTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
 
     def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
         bound, output = self._bound, self._forward(batch, batch_idx)
@@ -230,8 +230,8 @@ class Update:
                 self._show_gradients(optimizer, gradients, batch_idx, loss)
             else:
                 parts.precision.step(optimizer, gradients, parts.clip, loss=loss)
-        if self.outcomes is not None:
-            self.outcomes.launch_close(loss)
+        if self.overflow_policy is not None:
+            self.overflow_policy.launch_close(loss)
 
     def _note_update(self) -> None:
         """Does the host's work after an update: counters, schedules, step statuses of earlier updates."""
@@ -239,8 +239,8 @@ class Update:
         self.stepped = True
         if self._advances_at_once:
             self.schedules.advance(self._state.global_step)
-        if self.outcomes is not None:
-            self.outcomes.note_closed()
+        if self.overflow_policy is not None:
+            self.overflow_policy.note_closed()
 
     def _show_gradients(self, optimizer: Optimizer, gradients: Gradients, batch_idx: int, loss: Tensor | None) -> None:
         """Runs an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""

@@ -47,7 +47,7 @@ def _launches_together(parts: FitParts, session: Session) -> bool:
     if reason and options.required:
         raise ConfigError(f"cuda_graph: {what}: {reason}; or give steps=1, which launches each step by itself")
     if reason:
-        session.notices.say(f"{what} launches each step by itself: {reason}")
+        session.run_summary.say(f"{what} launches each step by itself: {reason}")
     return not reason
 
 
@@ -59,6 +59,6 @@ def _captures(parts: FitParts, session: Session) -> bool:
     if reason and options.required:
         raise refused(reason)
     if reason:
-        session.notices.say(f"cuda_graph='auto' runs eagerly: {reason}")
+        session.run_summary.say(f"cuda_graph='auto' runs eagerly: {reason}")
         parts.state.runs_as = "eager"
     return not reason

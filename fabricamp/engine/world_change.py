@@ -67,7 +67,7 @@ def keep_samples_of_a_step(session: Session) -> None:
     if accumulate != settings.accumulate_grad_batches:
         settings.accumulate_grad_batches = accumulate
         check_cuda_graph(settings, session.strategy.device.type, session.strategy)
-        session.notices.say(f"{here._replace(accumulated=accumulate)} a step; before: {before}")
+        session.run_summary.say(f"{here._replace(accumulated=accumulate)} a step; before: {before}")
     if accumulate != before.accumulated:
         _scale_open_window(session.checkpoint["loops"]["fit"], before.accumulated, accumulate)
 

@@ -83,7 +83,7 @@ def _unreported(agent: LocalElasticAgent) -> dict[int, ProcessFailure]:
 def _worker_spec(num_processes: int, entrypoint: Callable[..., Any] | str, args: tuple[Any, ...]) -> WorkerSpec:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from fabricamp.launch.meeting import OneMachine
+    from fabricamp.launch.rendezvous import OneMachine
 
     return WorkerSpec(
         role="rank",

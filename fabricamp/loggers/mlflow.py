@@ -16,8 +16,8 @@ from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import Silent
+from fabricamp.loggers.independent_random import give_numbers_of_its_own
 from fabricamp.loggers.outbox import Outbox, in_time
-from fabricamp.loggers.own_numbers import give_numbers_of_its_own
 from fabricamp.loggers.run_folder import flattened, writes
 from fabricamp.loggers.uploads import Saved, Uploads
 from fabricamp.say_once import say_once

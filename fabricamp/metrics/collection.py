@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fabricamp.errors import DistributedError
 from fabricamp.metrics import exchange
-from fabricamp.metrics.glance import Glance
+from fabricamp.metrics.progress_snapshot import ProgressSnapshot
 from fabricamp.metrics.recording import Recording
 from fabricamp.metrics.saving import load_rows, load_table, save_rows, save_table
 from fabricamp.metrics.slots import NO_LOADER, MetricTable
@@ -56,7 +56,7 @@ class Metrics(Recording):
         self._callback_view = View()
         self._logged_view = View()
         self._over = False
-        self._glance = Glance()
+        self._glance = ProgressSnapshot()
         self._evaluated: list[tuple[Published, float]] = []
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
         self.due = _NOTHING_DUE
@@ -212,7 +212,7 @@ class Metrics(Recording):
         merged = self._merged(self._gather(table, step))
         training = table is self._tables.get(MetricTable.TRAINING)
         if training:
-            self._glance = Glance()  # a copy in flight would be older
+            self._glance = ProgressSnapshot()  # a copy in flight would be older
             self._show(self._own_steps(merged))
         values = self._collect(table, merged)
         table.note_reduced()

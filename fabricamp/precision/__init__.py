@@ -2,7 +2,17 @@
 
 from fabricamp.precision.base import PRECISIONS, Clip, Conversion, Precision
 from fabricamp.precision.level import OptLevel
-from fabricamp.precision.loss_scaler import Verdict
+from fabricamp.precision.loss_scaler import StepStatus, Verdict
 from fabricamp.precision.named import precision_from, precision_name
 
-__all__ = ["PRECISIONS", "Clip", "Conversion", "OptLevel", "Precision", "Verdict", "precision_from", "precision_name"]
+__all__ = [
+    "PRECISIONS",
+    "Clip",
+    "Conversion",
+    "OptLevel",
+    "Precision",
+    "StepStatus",
+    "Verdict",
+    "precision_from",
+    "precision_name",
+]

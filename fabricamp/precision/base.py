@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.gradients.memory import GradientMemory
-    from fabricamp.precision.verdicts import Verdicts
+    from fabricamp.precision.step_results import StepResults
     from fabricamp.strategies.base import Strategy
 
 
@@ -52,7 +52,7 @@ class Precision(NamesKeywords):
     """
 
     name: str = "O0"
-    verdicts: Verdicts | None = None
+    verdicts: StepResults | None = None
     """The statuses of past steps (applied or skipped); None if every step is applied."""
     _stepper: Stepper = PLAIN
 

@@ -28,7 +28,7 @@ def flags_of(present: Tensor) -> list[Tensor]:
     return flags
 
 
-class StepNumbers(NamedTuple):
+class UnscaleArgs(NamedTuple):
     """The arguments of the finish kernel: it writes multiplier, norm and overflow flag to ``state``.
 
     The gradients are ``scale`` times ``divisor`` too large.  ``skips`` False: overflows are not checked, and the step is always
@@ -61,7 +61,7 @@ class StepNumbers(NamedTuple):
 
 def step_fused(
     optimizer: FusedOptimizer,
-    how: StepNumbers | None,
+    how: UnscaleArgs | None,
     clip: Clip | None,
     *,
     gradients: Sequence[Tensor | None] | None = None,

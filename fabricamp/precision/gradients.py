@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp.precision.blame import Blame, Looked
+    from fabricamp.precision.nonfinite_tracker import GradStatsRecord, NonFiniteTracker
 
 _grad: Final = operator.attrgetter("grad")
 _params: Final = operator.itemgetter("params")
@@ -36,7 +36,7 @@ class Gradient(NamedTuple):
     value: Tensor
 
 
-class Binding:
+class ParamGradMap:
     """The model parameters and updated tensors of one optimizer, in the order of its ``param_groups``.
 
     ``holders`` are the model parameters; backward fills their ``.grad``.  ``targets`` are updated: the fp32 master of a half
@@ -44,14 +44,20 @@ class Binding:
     """
 
     def __init__(
-        self, optimizer: Optimizer, masters: MasterWeights | None, blame: Blame, *, sums: bool, exchanged: bool
+        self,
+        optimizer: Optimizer,
+        masters: MasterWeights | None,
+        nonfinite_tracker: NonFiniteTracker,
+        *,
+        sums: bool,
+        exchanged: bool,
     ) -> None:
         self.optimizer = optimizer
-        self.blame = blame
+        self.nonfinite_tracker = nonfinite_tracker
         self.holders: list[Tensor] = []
         self.targets: list[Tensor] = []
         self.seen: list[Tensor | None] | None = None
-        self.looked: Looked | None = None
+        self.stats_record: GradStatsRecord | None = None
         """The statistics of a launched step, until the host has recorded them."""
         self.found_inf: Tensor | None = None
         self.copies: list[Tensor | None] | None = None

@@ -37,7 +37,7 @@ _FIRST_WINDOW, _FIRST_LOSS, _FIRST_SCALE, _FIRST_CHUNK = map(
 )
 
 
-class Verdict(NamedTuple):
+class StepStatus(NamedTuple):
     """The status of one step: applied or skipped, with scale, loss and counters; decided on the device, read by the host."""
 
     applied: bool
@@ -47,6 +47,9 @@ class Verdict(NamedTuple):
     skipped_steps: int
     ends_run: bool = False
     """Whether this step has to end the run: by ``nan_policy``, or because too many steps in a row were skipped."""
+
+
+Verdict = StepStatus  # its name in plug-ins and pickles of version 0.1.0
 
 
 class Overflow(NamedTuple):
@@ -110,7 +113,7 @@ class LossScaler:
         self._heeded_from = 0
         self._at_floor = 0
         self.overflow = Overflow(0, float("nan"), scale, -1)
-        self.known = Verdict(applied=True, scale=scale, loss=float("nan"), applied_steps=0, skipped_steps=0)
+        self.known = StepStatus(applied=True, scale=scale, loss=float("nan"), applied_steps=0, skipped_steps=0)
 
     def _make_ring(self, slots: int) -> None:
         cuda = self.device.type == "cuda"
@@ -155,12 +158,12 @@ class LossScaler:
         self._closed = True
         return self._rule
 
-    def close(self, loss: Tensor | None) -> Verdict | None:
+    def close(self, loss: Tensor | None) -> StepStatus | None:
         """Finishes a step: updates the scales, and returns the status of the step two steps ago (None before there is one)."""
         self.launch_close(loss)
         return self.note_closed()
 
-    def note_closed(self) -> Verdict | None:
+    def note_closed(self) -> StepStatus | None:
         """Counts a step that was finished on the device; returns the status of the step two steps ago.  Launches nothing."""
         self._closed = False
         if self._events and not self._looks:
@@ -193,7 +196,7 @@ class LossScaler:
             return loss.detach()
         return loss.detach().to(self.device, torch.float32)
 
-    def pending(self) -> list[Verdict]:
+    def pending(self) -> list[StepStatus]:
         """Returns the statuses that :meth:`close` has not returned yet, oldest first; waits for the device.
 
         :meth:`close` still returns them later.
@@ -205,7 +208,7 @@ class LossScaler:
         self.known = verdicts[-1] if verdicts else self.known
         return verdicts
 
-    def _read(self, window: int, at_floor: int) -> tuple[Verdict, int]:
+    def _read(self, window: int, at_floor: int) -> tuple[StepStatus, int]:
         """Returns the status of step ``window``, and the new ``at_floor``: the number of steps in a row skipped at the floor."""
         slot = window % self._slots
         if self._looks:
@@ -229,7 +232,7 @@ class LossScaler:
                 floats[word + _FIRST_SCALE],
                 integers[word + _FIRST_CHUNK],
             )
-        verdict = Verdict(
+        verdict = StepStatus(
             applied,
             floats[word + _SCALE],
             floats[word + _LOSS],
@@ -313,7 +316,7 @@ class LossScaler:
             own.scale.clamp_(*self._limits)
         self.windows = int(state["windows"])
         self._load_ring(state["ring"])
-        self.known = Verdict(**state["known"])
+        self.known = StepStatus(**state["known"])
         self._at_floor = int(state.get("at_floor", 0))
         if self.sticky and not state.get("sticky", False):
             # The saved run skipped its overflows or was ended by them; they must not end this run.

@@ -15,7 +15,7 @@ from fabricamp.gradients.memory import GradientMemory
 from fabricamp.ops.shards import SharedRows, any_shard, local_gradient
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.precision.fused import StepNumbers, flags_of, step_fused
+from fabricamp.precision.fused import UnscaleArgs, flags_of, step_fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ class Stepper:
                 device = next((one.device for one in owned_parameters(optimizer)), torch.device("cpu"))
                 state = optimizer.own_state(device)
                 carried = gradients.carried(state.scale)
-                how = StepNumbers(state, carried, gradients.divisor, skips=False)
+                how = UnscaleArgs(state, carried, gradients.divisor, skips=False)
             step_fused(optimizer, how, clip, gradients=gradients.tensors, flags=flags)
             return
         if gradients is not IN_PLACE:

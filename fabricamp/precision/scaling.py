@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fabricamp.errors import ConfigError
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.precision.loss_scaler import LossScaler
-from fabricamp.precision.verdicts import Verdicts
+from fabricamp.precision.step_results import StepResults
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class ConstantScale:
     """A constant scale; every step is applied."""
 
-    verdicts: Verdicts | None = None
+    verdicts: StepResults | None = None
     scaler: LossScaler | None = None
 
     def __init__(self, level: Level, device: torch.device | None = None) -> None:
@@ -55,13 +55,13 @@ class ConstantScale:
 class JudgedScale(ConstantScale):
     """A constant scale with a ``policy`` for non-finite gradients: each step has a status (applied or skipped)."""
 
-    verdicts: Verdicts
+    verdicts: StepResults
     scaler: LossScaler
 
     def __init__(self, level: Level, device: torch.device, policy: str | None) -> None:
         super().__init__(level, device)
         self.scaler = LossScaler.for_level(level, device, sticky=policy in ("stop", "raise"))
-        self.verdicts = Verdicts(self.scaler, policy, dynamic=level.dynamic)
+        self.verdicts = StepResults(self.scaler, policy, dynamic=level.dynamic)
 
     def follow(self, module: nn.Module, strategy: Strategy, stepper: OptimizerStepper) -> None:
         """Stores the module and bindings, to name the parameters with non-finite gradients."""

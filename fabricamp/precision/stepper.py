@@ -13,10 +13,10 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.precision.blame import Blame, Looked
-from fabricamp.precision.fused import StepNumbers, limits, step_fused
-from fabricamp.precision.gradients import Binding, pair, values_of
+from fabricamp.precision.fused import UnscaleArgs, limits, step_fused
+from fabricamp.precision.gradients import ParamGradMap, pair, values_of
 from fabricamp.precision.master_weights import round_to
+from fabricamp.precision.nonfinite_tracker import GradStatsRecord, NonFiniteTracker
 from fabricamp.precision.plain_step import Stepper, clip_gradients, demands_closure, write_gradients
 from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
 
@@ -69,7 +69,7 @@ class OptimizerStepper(Stepper):
         if scaler is not None:
             self._scale = self._one if self._several_losses else self._state.scale
         self._told = False
-        self._bindings: dict[Any, Binding] = {}
+        self._bindings: dict[Any, ParamGradMap] = {}
         # A single optimizer step also finishes the training step, in the same launch.
         self._closes = len(optimizers) == 1 and not self._several_losses
         self.numbers_each = (2**31 - 1) // max(len(optimizers), 1)
@@ -85,9 +85,11 @@ class OptimizerStepper(Stepper):
     def _bind(self, optimizer: Optimizer, masters: MasterWeights | None, *, sums: bool) -> None:
         elsewhere = masters is not None or sums
         self._check(optimizer, elsewhere)
-        blame = Blame(optimizer, origin=len(self._bindings) * self.numbers_each)
+        nonfinite_tracker = NonFiniteTracker(optimizer, origin=len(self._bindings) * self.numbers_each)
         exchanged = sums and self._strategy.distributed and self._strategy.world_size > 1
-        binding = self._bindings[optimizer] = Binding(optimizer, masters, blame, sums=sums, exchanged=exchanged)
+        binding = self._bindings[optimizer] = ParamGradMap(
+            optimizer, masters, nonfinite_tracker, sums=sums, exchanged=exchanged
+        )
         if elsewhere:
             # Backward fills tensors outside of param_groups, so zero_grad has to clear these too.
             optimizer.zero_grad = MethodType(functools.partial(_zero_grad, binding), optimizer)  # type: ignore[method-assign]
@@ -108,7 +110,7 @@ class OptimizerStepper(Stepper):
                 "give each parameter to one optimizer"
             )
 
-    def _binding(self, optimizer: Optimizer) -> Binding:
+    def _binding(self, optimizer: Optimizer) -> ParamGradMap:
         binding = self._bindings.get(optimizer)
         if binding is None:
             raise ConfigError(
@@ -118,7 +120,7 @@ class OptimizerStepper(Stepper):
         return binding
 
     @property
-    def bindings(self) -> list[Binding]:
+    def bindings(self) -> list[ParamGradMap]:
         """The binding of each optimizer, in the order given."""
         return list(self._bindings.values())
 
@@ -186,12 +188,12 @@ class OptimizerStepper(Stepper):
     def note_stepped(self, optimizer: Optimizer) -> None:
         """Runs the host part of :meth:`step`: records the parameters of the statistics, and drops the used gradients."""
         binding = self._bindings[optimizer]
-        if self._scaler is not None and binding.looked is not None:
-            binding.blame.note(self._scaler.windows, binding.looked)
-        binding.looked = None
+        if self._scaler is not None and binding.stats_record is not None:
+            binding.nonfinite_tracker.note(self._scaler.windows, binding.stats_record)
+        binding.stats_record = None
         binding.clear(sums=False)
 
-    def _fill(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> Tensor:
+    def _fill(self, binding: ParamGradMap, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> Tensor:
         """Writes the gradients into ``.grad`` in one pass; returns the device flag that tells the optimizer to skip its step."""
         if binding.seen is not None:
             return self._rewrite(binding, binding.seen, clip)
@@ -199,7 +201,12 @@ class OptimizerStepper(Stepper):
         return self._state.found_inf
 
     def _launch_fused(
-        self, optimizer: FusedOptimizer, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None
+        self,
+        optimizer: FusedOptimizer,
+        binding: ParamGradMap,
+        gradients: Gradients,
+        clip: Clip | None,
+        loss: Tensor | None,
     ) -> None:
         """Launches statistics, finish and update; leaves ``.grad`` unchanged."""
         values, flags = binding.rows(gradients)
@@ -207,13 +214,13 @@ class OptimizerStepper(Stepper):
         if gradients.weight is not None:
             scale = gradients.carried(scale)
         if scaler is None:
-            how = StepNumbers(self._state, scale, divisor, skips=False)
+            how = UnscaleArgs(self._state, scale, divisor, skips=False)
         else:
             closing, loss = self._closing(None if optimizer.reads_scale else loss)
-            origin, sticky = binding.blame.origin, scaler.sticky
-            how = StepNumbers(self._state, scale, divisor, True, origin, sticky, closing, loss)
+            origin, sticky = binding.nonfinite_tracker.origin, scaler.sticky
+            how = UnscaleArgs(self._state, scale, divisor, True, origin, sticky, closing, loss)
         statistics = step_fused(optimizer, how, clip, gradients=values, copies=binding.copies, flags=flags)
-        binding.looked = None if statistics is None else Looked(statistics)
+        binding.stats_record = None if statistics is None else GradStatsRecord(statistics)
 
     def _closing(self, loss: Tensor | None) -> tuple[ops.ScaleRule | None, Tensor | None]:
         """Returns (rule, loss) to finish the training step in the optimizer step's launch; Nones if it needs another launch."""
@@ -222,7 +229,7 @@ class OptimizerStepper(Stepper):
             return None, None
         return scaler.closing(), scaler.as_loss(loss)
 
-    def _write(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+    def _write(self, binding: ParamGradMap, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
         """Writes the accumulated gradients into ``.grad``, unscaled, averaged and clipped."""
         binding.writes = True
         if self._plain:
@@ -246,7 +253,7 @@ class OptimizerStepper(Stepper):
         self._finish(binding, [one.target for one in gathered], sources, scale, divisor, max_norm, loss)
         ops.scale(sources, destinations, self._state.multiplier, limit)
 
-    def _look(self, binding: Binding, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+    def _look(self, binding: ParamGradMap, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
         """Writes and clips by torch's own functions, as without a policy, and checks that all gradients are finite."""
         write_gradients(binding.optimizer, gradients)
         targets = [target for target in binding.targets if target.grad is not None]
@@ -257,7 +264,7 @@ class OptimizerStepper(Stepper):
 
     def _finish(
         self,
-        binding: Binding,
+        binding: ParamGradMap,
         targets: list[Tensor],
         sources: list[Tensor],
         scale: Tensor,
@@ -270,13 +277,13 @@ class OptimizerStepper(Stepper):
         shared = binding.shared(targets)
         statistics = ops.gradient_statistics(sources, scale, divisor, shared=shared)
         closing, loss = self._closing(loss)
-        origin, sticky = binding.blame.origin, scaler is not None and scaler.sticky
-        how = StepNumbers(self._state, scale, divisor, True, origin, sticky, closing, loss)
+        origin, sticky = binding.nonfinite_tracker.origin, scaler is not None and scaler.sticky
+        how = UnscaleArgs(self._state, scale, divisor, True, origin, sticky, closing, loss)
         how.finish(statistics, max_norm)
         sizes = [source.numel() for source in sources] if shared is None else [1] * len(sources)
-        binding.looked = Looked(statistics, (targets, sizes))
+        binding.stats_record = GradStatsRecord(statistics, (targets, sizes))
 
-    def _rewrite(self, binding: Binding, seen: list[Tensor | None], clip: Clip | None) -> Tensor:
+    def _rewrite(self, binding: ParamGradMap, seen: list[Tensor | None], clip: Clip | None) -> Tensor:
         """Reads the gradients from ``.grad`` after hooks edited them, and clips them; returns the flag that skips the step."""
         # A hook may have replaced the .grad of a half weight; the master's .grad, if unchanged, follows it.
         for holder, target, shown in zip(binding.holders, binding.targets, seen, strict=True):
@@ -332,6 +339,6 @@ class OptimizerStepper(Stepper):
             optimizer.__dict__.pop("zero_grad", None)
 
 
-def _zero_grad(binding: Binding, optimizer: Any, set_to_none: bool = True) -> None:
+def _zero_grad(binding: ParamGradMap, optimizer: Any, set_to_none: bool = True) -> None:
     type(optimizer).zero_grad(optimizer, set_to_none)
     binding.clear()

@@ -19,8 +19,8 @@ from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Transport
 from fabricamp.say_once import say_once
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange, elements_of
-from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
+from fabricamp.strategies.unused_parameters import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

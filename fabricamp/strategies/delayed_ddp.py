@@ -21,8 +21,8 @@ from fabricamp.strategies.exchange_options import (
     marked,
 )
 from fabricamp.strategies.overlapped import Lane, Local, Overlap, exchanges_statistics, lanes_for
-from fabricamp.strategies.presence import Differences, listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
+from fabricamp.strategies.unused_parameters import UnusedParamsReport, listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,7 +124,7 @@ class DelayedDDP(ProcessGroupStrategy):
         self._frozen: set[int] = set()
         self._order: dict[int, int] = {}
         self._names: dict[int, str] = {}
-        self._flats: dict[tuple[int, ...], tuple[FlatGradients, Differences]] = {}
+        self._flats: dict[tuple[int, ...], tuple[FlatGradients, UnusedParamsReport]] = {}
         self._overlap: Overlap | None = None
         self._lanes: list[Lane] = []
         self._local = Local()
@@ -224,7 +224,7 @@ class DelayedDDP(ProcessGroupStrategy):
             return IN_PLACE
         return gradients
 
-    def _exchange(self, flat: FlatGradients, differences: Differences) -> Gradients:
+    def _exchange(self, flat: FlatGradients, differences: UnusedParamsReport) -> Gradients:
         overlap = self._overlap
         if overlap is not None and overlap.flat is flat and overlap.runs:
             gradients = overlap.finish()
@@ -239,14 +239,14 @@ class DelayedDDP(ProcessGroupStrategy):
             self._overlap = Overlap(flat, self._lanes, self._local)
         return gradients
 
-    def _flat_of(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, Differences]:
+    def _flat_of(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, UnusedParamsReport]:
         key = tuple(map(id, parameters))
         known = self._flats.get(key)
         if known is None:
             known = self._flats[key] = self._lay_out(parameters)
         return known
 
-    def _lay_out(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, Differences]:
+    def _lay_out(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, UnusedParamsReport]:
         module = self._module
         assert module is not None, "wrap_module comes first"
         if self._overlap is not None and self._overlap.runs:
@@ -264,7 +264,7 @@ class DelayedDDP(ProcessGroupStrategy):
             # As at the start of the epoch: manual optimization toggles requires_grad within a step.
             frozen={*self._frozen, *(id(one) for one in parameters if id(one) not in order and not one.requires_grad)},
         )
-        return flat, Differences([names.get(id(one), f"{tuple(one.shape)}") for one in parameters], self.rank)
+        return flat, UnusedParamsReport([names.get(id(one), f"{tuple(one.shape)}") for one in parameters], self.rank)
 
     def _take_module(self, module: nn.Module) -> None:
         indices_of_triggers(self.allreduce_trigger_params, module, ())  # unknown names fail before the first batch

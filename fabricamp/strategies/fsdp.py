@@ -16,11 +16,11 @@ from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.strategies.first_values import FirstValues, fills_others
 from fabricamp.strategies.fsdp_options import checked_classes, checked_copies, checked_flag, checked_reshard
 from fabricamp.strategies.gathering import gathering, refuse_second_order
-from fabricamp.strategies.presence import listed
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.sharding import Undo, replace_shards
 from fabricamp.strategies.tensor_parallel import TENSOR, checked, split_layers
 from fabricamp.strategies.units import Unit, described, of_classes, own_modules, units_of
+from fabricamp.strategies.unused_parameters import listed
 from fabricamp.strategies.whole_gradients import WholeGradients, fits, memory_of
 from fabricamp.torch_private import checkpoint_activations
 

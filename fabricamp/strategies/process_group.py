@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.strategies.base import Environment, Strategy, check_reduction
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
-from fabricamp.strategies.meeting import store_of
+from fabricamp.strategies.rendezvous_store import store_of
 from fabricamp.torch_private import HashStore, PrefixStore, Store, default_store
 
 Value = TypeVar("Value")

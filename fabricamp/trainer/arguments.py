@@ -20,7 +20,7 @@ from fabricamp.engine.compiled import as_compile
 from fabricamp.engine.performance import Performance, as_performance, check_performance
 from fabricamp.errors import ConfigError, UnknownArgumentError, advice
 from fabricamp.precision.base import Clip
-from fabricamp.precision.nonfinite import NAN_POLICIES
+from fabricamp.precision.loss_watch import NAN_POLICIES
 
 LIGHTNINGS_DEFAULTS: dict[str, Any] = {
     "model_registry": None,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.runner import Runner
     from fabricamp.engine.session import Session
     from fabricamp.loggers.base import Logger
-    from fabricamp.loggers.delivery import Delivery
+    from fabricamp.loggers.logger_collection import LoggerCollection
     from fabricamp.precision.base import Precision
     from fabricamp.profilers.profiler import Profiler
     from fabricamp.strategies.base import Strategy
@@ -100,7 +100,7 @@ class TrainerProperties(TrainerLimits):
         return SimpleNamespace(is_distributed=self.world_size > 1)
 
     @property
-    def delivery(self) -> Delivery:
+    def delivery(self) -> LoggerCollection:
         """Sends values to all loggers, as in ``trainer.delivery.log_metrics(values, step)``; has loggers on rank 0 only."""
         return self._opened.delivery
 

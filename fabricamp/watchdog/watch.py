@@ -23,8 +23,8 @@ from fabricamp.launch import BEFORE, record_end
 from fabricamp.state import RunState
 from fabricamp.strategies.base import Strategy
 from fabricamp.torch_private import PrefixStore, Store, default_store
+from fabricamp.watchdog.heartbeat import Diagnosis, Heartbeat, HeartbeatSource, judge, place
 from fabricamp.watchdog.leaving import exit_now
-from fabricamp.watchdog.pulse import Diagnosis, Pulse, PulseTaker, judge, place
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code
 from fabricamp.watchdog.stop import ANSWER_SECONDS, StopAgreement
@@ -91,7 +91,7 @@ class Watchdog:
             return
         token = self._strategy.broadcast(uuid.uuid4().hex)
         self._store = _own_store(f"fabricamp/watch/{token}")
-        self._taker = PulseTaker(self._state, self._strategy.rank)
+        self._taker = HeartbeatSource(self._state, self._strategy.rank)
         # Publish here, before the thread runs: other ranks need a heartbeat of every rank, even if one dies before its first beat.
         self._publish(self._store, self._taker.take(time.monotonic(), stack=False))
         self._thread = threading.Thread(target=self._watch, name="fabricamp-watchdog", daemon=True)
@@ -179,9 +179,9 @@ class Watchdog:
                 f"or give limit_train_batches={batches}"
             )
 
-    def _pulses(self, store: Store) -> list[Pulse]:
+    def _pulses(self, store: Store) -> list[Heartbeat]:
         keys = [_pulse_key(rank) for rank in range(self._strategy.world_size)]
-        return [Pulse.decode(text) for text in store.multi_get(keys)] if store.check(keys) else []
+        return [Heartbeat.decode(text) for text in store.multi_get(keys)] if store.check(keys) else []
 
     def _before(self, error: BaseException) -> dict[int, str]:
         """Returns ranks whose end may have caused ``error``, each with a description; polls, as a process takes a moment to die."""
@@ -256,7 +256,7 @@ class Watchdog:
             said = {"rank": self._strategy.rank, "what": self._failure, "place": place(self._state)}
             store.compare_set(_FAILURE, "", json.dumps(said))
 
-    def _publish(self, store: Store, pulse: Pulse) -> None:
+    def _publish(self, store: Store, pulse: Heartbeat) -> None:
         store.set(_pulse_key(pulse.rank), pulse.encode())
 
     def _heed_failure(self, store: Store) -> None:
@@ -278,7 +278,7 @@ class Watchdog:
             return
         gone = agreement.missing(store)
         if gone:
-            last = [Pulse.decode(store.get(key)).place for key in map(_pulse_key, gone) if store.check([key])]
+            last = [Heartbeat.decode(store.get(key)).place for key in map(_pulse_key, gone) if store.check([key])]
             self._give_up(f"{agreement.who_is_missing()} (last seen {'; '.join(last) or 'nowhere'})")
 
     def _heed_death(self, store: Store) -> None:
@@ -289,8 +289,8 @@ class Watchdog:
         if not store.check(keys):
             return
         # Read again: a process may have published its last heartbeat after the first read, and before it was checked.
-        dead = {pulse.rank for pulse in map(Pulse.decode, store.multi_get(keys)) if pulse.gone}
-        for pulse in map(Pulse.decode, store.multi_get(keys) if dead else []):
+        dead = {pulse.rank for pulse in map(Heartbeat.decode, store.multi_get(keys)) if pulse.gone}
+        for pulse in map(Heartbeat.decode, store.multi_get(keys) if dead else []):
             if pulse.rank in dead and not pulse.ended:
                 self._give_up(f"rank {pulse.rank} has died; last seen {pulse.place}", before=[pulse.rank])
 
@@ -311,7 +311,7 @@ class Watchdog:
         if diagnosis is not None:
             self._conclude(store, diagnosis)
 
-    def _patience_with(self, pulse: Pulse) -> float:
+    def _patience_with(self, pulse: Heartbeat) -> float:
         """Returns how long the rank of ``pulse`` may make no progress in its current state."""
         return max(self._patience, _START_SECONDS) if pulse.starts else self._patience
 
@@ -320,7 +320,7 @@ class Watchdog:
         """The seconds without a new beat after which a rank counts as silent."""
         return max(1.0, min(3 * self._beat_seconds + 1.0, self._patience / 3))
 
-    def _silence(self, pulse: Pulse, now: float) -> float:
+    def _silence(self, pulse: Heartbeat, now: float) -> float:
         return now - self._heard[pulse.rank][1]
 
     def _conclude(self, store: Store, diagnosis: Diagnosis) -> None:

@@ -10,7 +10,7 @@ import torch
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.errors import CheckpointError
-from fabricamp.loggers.delivery import Delivery
+from fabricamp.loggers.logger_collection import LoggerCollection
 from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies.base import Strategy
 
@@ -59,7 +59,7 @@ class StandInTrainer:
 
     @property
     def delivery(self):
-        return Delivery(self.loggers)
+        return LoggerCollection(self.loggers)
 
     @property
     def global_step(self):

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabricamp.callbacks import RichProgressBar, TQDMProgressBar, _screens, progress_bar
+from fabricamp.callbacks import RichProgressBar, TQDMProgressBar, _renderers, progress_bar
 from fabricamp.callbacks.progress_bar import ProgressBar, _train_total
 from fabricamp.errors import ConfigError
 from tests.distributed.forked import start_forked
@@ -52,11 +52,11 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        for module in (progress_bar, _screens):
+        for module in (progress_bar, _renderers):
             monkeypatch.setattr(module, "monotonic", lambda: self.now)
 
 
-class Pictures(_screens.Screen):
+class Pictures(_renderers.Renderer):
     """A live screen that notes whose bar it draws."""
 
     is_live = True
@@ -231,7 +231,7 @@ def test_sanity_check_and_predict(clock, caplog):
 
 def test_the_first_batch_does_not_wait_under_the_sanity_checks_bar(clock, monkeypatch):
     screen = Pictures()
-    monkeypatch.setattr(progress_bar, "open_screen", lambda interval: screen)
+    monkeypatch.setattr(progress_bar, "open_renderer", lambda interval: screen)
     bar, trainer = ProgressBar(), stand_in(sanity_checking=True)
     bar.setup(trainer, None, "fit")
     bar.on_validation_start(trainer, None)
@@ -271,7 +271,7 @@ def test_a_reader_that_is_gone_does_not_end_the_training(clock, monkeypatch, sec
 
     bar, trainer = ProgressBar(), stand_in()
     bar.setup(trainer, None, "fit")
-    monkeypatch.setattr(progress_bar, "open_screen", lambda interval: Gone())
+    monkeypatch.setattr(progress_bar, "open_renderer", lambda interval: Gone())
     run_epoch(bar, trainer, clock, seconds_a_batch, validate_at=(2,))
     bar.on_train_end(trainer, None)
 

@@ -20,7 +20,7 @@ from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.errors import CheckpointError, DistributedError
 from fabricamp.strategies import DDP
 from fabricamp.watchdog import watch
-from fabricamp.watchdog.pulse import PulseTaker, _lives
+from fabricamp.watchdog.heartbeat import HeartbeatSource, _lives
 from tests.distributed.ranks import side_by_side
 from tests.kill.attempts import attempt, import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
@@ -54,7 +54,7 @@ class Impatient(Callback):
 
     def on_train_start(self, trainer, module):
         watchdog = trainer._runner.session.watchdog
-        taker = PulseTaker(trainer.state, trainer.global_rank)
+        taker = HeartbeatSource(trainer.state, trainer.global_rank)
         store = trainer.strategy.store.clone()
 
         def look():

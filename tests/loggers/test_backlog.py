@@ -10,7 +10,7 @@ import pytest
 
 from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.loggers import JSONLinesLogger, TensorBoardLogger, delivery
+from fabricamp.loggers import JSONLinesLogger, TensorBoardLogger, logger_collection
 from fabricamp.loggers.backlog import Backlog
 from fabricamp.loggers.growing_file import GrowingFile
 from fabricamp.loggers.outbox import Outbox
@@ -52,7 +52,7 @@ class Hanging:
 
     def _answers_within(self, seconds):
         self._monkeypatch.setattr(Backlog, "SECONDS", seconds)
-        self._monkeypatch.setattr(delivery, "BARRIER_SECONDS", seconds)
+        self._monkeypatch.setattr(logger_collection, "BARRIER_SECONDS", seconds)
 
 
 @KINDS
@@ -87,7 +87,7 @@ def test_what_waits_for_a_disk_that_hangs_is_limited(tmp_path, monkeypatch, kind
         logger.barrier(0)
         logger.close()
         logger.trouble.sum_up()
-    assert "the disk does not answer; training goes on" in str(told[0].message)
+    assert "the disk does not answer; training continues" in str(told[0].message)
     assert "13 rows are lost, of the steps 1 to 13: " in str(told[-1].message)
     assert steps_of(logger) == [0, 14, 15]
 
@@ -164,7 +164,7 @@ def test_a_csv_file_that_is_asked_for_while_its_disk_hangs_is_told_once(tmp_path
     assert disk.begun.wait(60)
     assert logger.state_dict()["rows"] == 1  # what waits is counted, nobody waits for the disk
     with pytest.warns(
-        RuntimeWarning, match=r"cannot write .*log: the disk has not answered within 0.2 s; training goes on"
+        RuntimeWarning, match=r"cannot write .*log: the disk has not answered within 0.2 s; training continues"
     ):
         logger.save()
     disk.goes_on()

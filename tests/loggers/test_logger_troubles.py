@@ -1,4 +1,4 @@
-"""Loggers whose disk is full, gone or slow, or whose server cannot be reached: training goes on, and says what it cost."""
+"""Loggers whose disk is full, gone or slow, or whose server cannot be reached: training continues, and says what it cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fabricamp import Callback
 from fabricamp.callbacks import AsyncCheckpoint, LearningRateMonitor, ModelCheckpoint
-from fabricamp.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger, delivery
+from fabricamp.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger, logger_collection
 from tests.small import Classifier, loader, quiet_trainer
 
 STEPS = 16
@@ -97,7 +97,7 @@ def test_a_deleted_folder(tmp_path, kind):
     assert len(told) == 2
     assert "cannot write" in told[0]
     assert str(logger.log_dir) in told[0]
-    assert "No such file or directory; training goes on" in told[0]
+    assert "No such file or directory; training continues" in told[0]
     assert "6 rows are lost, of the steps 0 to 5" in told[1]
     assert steps_of(logger) == list(range(6, 16))
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_for_a_while(tmp_path, kind):
         logger, At(step6=block, step10=unblock), ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=4)
     )
     assert len(told) == 1
-    assert "Not a directory; training goes on" in told[0]
+    assert "Not a directory; training continues" in told[0]
     assert str(folder) in told[0]
     assert steps_of(logger) == list(range(16))
 
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_any_more(tmp_path, kind):
 
     told = fit(logger, At(step6=block), LearningRateMonitor(), AsyncCheckpoint(tmp_path / "checkpoints"))
     assert len(told) == 2
-    assert "Not a directory; training goes on" in told[0]
+    assert "Not a directory; training continues" in told[0]
     assert f"rows are lost, of the steps 6 to 15: cannot write {folder}" in told[1]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
@@ -165,7 +165,7 @@ def test_a_full_disk_that_has_room_again(tmp_path, kind):
     told, steps = receiver.recv()
     process.join(60)
     assert len(told) == 1
-    assert "File too large; training goes on" in told[0]
+    assert "File too large; training continues" in told[0]
     assert str(tmp_path) in told[0]
     assert steps == list(range(16))  # no half of a row, and none twice
 
@@ -201,7 +201,7 @@ def test_a_folder_that_is_read_only_for_a_while(kind):
         process.join(60)
     assert len(told) == 1
     assert f"cannot write {name}" in told[0]
-    assert "Permission denied; training goes on" in told[0]
+    assert "Permission denied; training continues" in told[0]
     assert steps == list(range(16))
 
 
@@ -251,7 +251,7 @@ def test_a_mistake_in_a_logger_is_raised(tmp_path):
 
 @pytest.mark.parametrize("kind", [ModelCheckpoint, AsyncCheckpoint])
 def test_a_logger_that_is_slow_is_given_up(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(delivery, "BARRIER_SECONDS", 0.3)
+    monkeypatch.setattr(logger_collection, "BARRIER_SECONDS", 0.3)
     asked, over = threading.Event(), threading.Event()
     own = Own(wait=lambda step: (asked.set(), over.wait(100)))
     told = fit(own, kind(tmp_path, save_top_k=-1, monitor="step"))

@@ -101,7 +101,7 @@ def test_an_upload_that_fails_costs_the_file_and_not_the_run(tmp_path, monkeypat
 
     monkeypatch.setattr(MlflowClient, "log_artifact", refuses)
     logger = MLFlowLogger(save_dir=tmp_path / "runs", log_model=True)
-    with pytest.warns(RuntimeWarning, match="MLFlowLogger: the store is full; training goes on"):
+    with pytest.warns(RuntimeWarning, match="MLFlowLogger: the store is full; training continues"):
         quiet_trainer(
             max_epochs=1, logger=logger, callbacks=[ModelCheckpoint(tmp_path / "files")], enable_checkpointing=True
         ).fit(Classifier(), loader(32, 4))

@@ -314,7 +314,7 @@ def test_a_service_that_dies_costs_values_and_not_the_run(tmp_path):
     ((steps, told),) = run_ranks(with_a_service_that_dies, 1, tmp_path)
     assert steps == 4
     assert "WandbLogger: " in told[0]
-    assert "training goes on" in told[0]
+    assert "training continues" in told[0]
     assert "lost, of the steps 2 to 3" in told[1]
 
 
@@ -348,7 +348,7 @@ def with_a_service_that_hangs(folder):
 def test_a_service_that_hangs_holds_no_step_up(tmp_path):
     ((steps, told),) = run_ranks(with_a_service_that_hangs, 1, tmp_path)
     assert steps == 8
-    assert "no answer within 0.5 s; training goes on" in told[0]
+    assert "no answer within 0.5 s; training continues" in told[0]
     assert "to 8: no answer within 0.5 s" in told[1]
 
 

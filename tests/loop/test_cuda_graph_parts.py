@@ -20,15 +20,15 @@ from torch import nn
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
 from fabricamp.engine.gathering import gathered
-from fabricamp.engine.graph import room
+from fabricamp.engine.graph import memory_budget
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
+from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import without_collection
-from fabricamp.engine.graph.effects import Attributes, Constants, host_generators
+from fabricamp.engine.graph.effects import Attributes, CapturedConstantsGuard, host_generators
 from fabricamp.engine.graph.generators import generators_of
-from fabricamp.engine.graph.logs import LogTape, LogWatch
+from fabricamp.engine.graph.logs import LogReplay, LogWatch
 from fabricamp.engine.graph.metric_states import MetricStates
 from fabricamp.engine.graph.refusals import graph_refusal
-from fabricamp.engine.graph.together import Stage, Together
 from fabricamp.engine.graph.window import Role, WindowGradients
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.metrics import Metrics
@@ -226,7 +226,7 @@ def meeting(stages):
     strategy = DDP()
     environment = Environment(rank=int(os.environ["RANK"]), world_size=2)
     strategy.setup_environment(environment, torch.device("cpu"))
-    together = Together(strategy, warmup=3)
+    together = CaptureConsensus(strategy, warmup=3)
     found = []
     for stage in stages[environment.rank]:
         found.append((together.meet(stage, 2), together.settled))
@@ -269,7 +269,7 @@ class Card:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
-        monkeypatch.setattr(room, "free_memory", lambda device: self.free)
+        monkeypatch.setattr(memory_budget, "free_memory", lambda device: self.free)
 
     def reset(self, device):
         self.peak = self.allocated
@@ -294,7 +294,7 @@ class Card:
 def test_room_for_a_graph_and_for_steps_beside_it(required, options, enough, monkeypatch):
     card, state = Card(monkeypatch), RunState()
     card.allocated, card.peak = 1000, 5000
-    one = room.Room(torch.device("cuda", 0), state, required=required)
+    one = memory_budget.GraphMemoryBudget(torch.device("cuda", 0), state, required=required)
     assert one.measured("small", lambda: card.step(100)) == 100
     assert one.measured("large", lambda: card.step(300)) == 300
     assert (one.takes("small"), one.takes("large"), one.takes("unseen")) == (100, 300, 0)
@@ -305,7 +305,9 @@ def test_room_for_a_graph_and_for_steps_beside_it(required, options, enough, mon
     if not enough:
         return
     card.free = enough - 1
-    with pytest.raises(room.NoRoomError, match=rf"and {enough - 1} bytes \(0.00 GiB\) of cuda:0 are free") as caught:
+    with pytest.raises(
+        memory_budget.GraphMemoryError, match=rf"and {enough - 1} bytes \(0.00 GiB\) of cuda:0 are free"
+    ) as caught:
         one.check("small", **options)
     assert ("CudaGraph(shapes=" in str(caught.value)) is ("shapes" in options)
 
@@ -443,7 +445,7 @@ CHANGES = {
 def test_what_a_graph_has_as_constants(name):
     owner = Owner()
     owner.hparams = {"lr": 0.1}
-    constants = Constants(owner, owner.hparams)
+    constants = CapturedConstantsGuard(owner, owner.hparams)
     owner.count.add_(1)
     assert constants.hold()
     assert constants.changed() == ""
@@ -493,7 +495,7 @@ def test_a_tape_gives_the_weights_of_an_eager_step():
     for one in (eager, taped):
         log(one, 1.0)
         one.keep(call("before"), torch.tensor(1.0))
-    tape = LogTape(taped)
+    tape = LogReplay(taped)
     log(taped, 2.0)
     tape.take()
     log(eager, 2.0)
@@ -511,7 +513,7 @@ def test_a_tape_sets_the_weight_of_a_torchmetrics_object_again():
     one, metric = metrics(), torchmetrics.MeanMetric()
     for _ in range(2):
         metric.update(torch.ones(2))
-        tape = LogTape(one)
+        tape = LogReplay(one)
         one.keep(call("mean", on_epoch=True, on_step=False), metric)
         tape.take()
     one.table(MetricTable.TRAINING).clear_epoch()
@@ -557,7 +559,7 @@ def test_what_metrics_count_is_no_effect_and_what_they_list_is_one():
     module.error, module.listed = torchmetrics.MeanSquaredError(), torchmetrics.CatMetric()
     for one in (module.error, module.listed):  # the first update may set more
         one.update(*[torch.ones(3)] * (2 if one is module.error else 1))
-    attributes, constants = Attributes(module.modules()), Constants(module, {})
+    attributes, constants = Attributes(module.modules()), CapturedConstantsGuard(module, {})
     module.error.update(torch.ones(3), torch.zeros(3))
     assert attributes.changed() is None
     assert constants.hold()
@@ -569,7 +571,7 @@ def test_a_tape_forgets_a_step_that_did_not_run():
     one = metrics()
     log(one, 1.0)
     before = weights(one)
-    tape = LogTape(one)
+    tape = LogReplay(one)
     log(one, 2.0)
     one.keep(call("new", on_epoch=True), torch.tensor(1.0))
     tape.undo()

@@ -27,7 +27,7 @@ from fabricamp.callbacks.base import waits_between_steps
 from fabricamp.data import Feed, ResidentLoader
 from fabricamp.engine.graph.group_refusals import group_refusal
 from fabricamp.engine.graph.horizon import Horizon
-from fabricamp.engine.graph.rates import Rates
+from fabricamp.engine.graph.lr_table import LrTable
 from fabricamp.engine.graph.reading import GroupReader
 from fabricamp.engine.optimizer_setup import SchedulerConfig
 from fabricamp.engine.schedules import Schedules
@@ -35,7 +35,7 @@ from fabricamp.engine.update import Update
 from fabricamp.errors import CheckpointError
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision.loss_scaler import LossScaler
-from fabricamp.precision.verdicts import Verdicts
+from fabricamp.precision.step_results import StepResults
 from fabricamp.state import RunState
 from fabricamp.strategies import DDP, Environment
 from fabricamp.strategies.base import Strategy
@@ -515,7 +515,7 @@ class Schedule:
         config = SchedulerConfig(SCHEDULES[name](self.optimizer), interval="step", frequency=frequency)
         self.optimizer.step()
         self.schedules = Schedules([config], Classifier(), None, self.state)
-        self.verdicts = Verdicts(LossScaler(window=5), None, dynamic=True) if follows else None
+        self.verdicts = StepResults(LossScaler(window=5), None, dynamic=True) if follows else None
 
     @property
     def rate(self):
@@ -550,7 +550,7 @@ def test_the_rates_of_a_launch_are_those_of_single_steps(name, follows, frequenc
     one = Schedule(name, frequency, follows=follows)
     if one.verdicts is not None:
         one.verdicts.widen(5)
-    rates = Rates(one.optimizer, one.schedules, one.state, one.verdicts, 5)
+    rates = LrTable(one.optimizer, one.schedules, one.state, one.verdicts, 5)
     found, seen, step = [], [], 0
     for count in (1, 5, 5, 1, 1, 5, 5, 1, 5, 5, 5, 1):
         flags = finite[step : step + count]
@@ -589,7 +589,7 @@ def test_a_schedule_that_is_a_method_of_the_module_copies_no_module():
     module, one = Warms(), Schedule("step", 1, follows=False)
     config = SchedulerConfig(torch.optim.lr_scheduler.LambdaLR(one.optimizer, module.factor), interval="step")
     one.schedules = Schedules([config], module, None, one.state)
-    rates = Rates(one.optimizer, one.schedules, one.state, None, 3)
+    rates = LrTable(one.optimizer, one.schedules, one.state, None, 3)
     rates.foresee()
     for number in range(3):
         rates.bring(number)
@@ -601,14 +601,14 @@ def test_a_schedule_that_cannot_be_foreseen_is_an_error(is_number, monkeypatch):
     one = Schedule("step", 1, follows=False)
     if is_number:
         monkeypatch.setattr(
-            "fabricamp.engine.graph.rates._numbers_of", lambda _: lambda groups: [groups[0]["lr"].item()]
+            "fabricamp.engine.graph.lr_table._numbers_of", lambda _: lambda groups: [groups[0]["lr"].item()]
         )
     clock = one.state  # what no copy of the schedule can know of
     config = SchedulerConfig(
         torch.optim.lr_scheduler.LambdaLR(one.optimizer, lambda _: 1 / (1 + clock.global_step)), interval="step"
     )
     one.schedules = Schedules([config], Classifier(), None, one.state)
-    rates = Rates(one.optimizer, one.schedules, one.state, None, 3)
+    rates = LrTable(one.optimizer, one.schedules, one.state, None, 3)
     rates.foresee()
     for _ in range(3):
         one.note()

@@ -17,7 +17,7 @@ from fabricamp.callbacks import (
     GradientMonitor,
     ModelCheckpoint,
 )
-from fabricamp.engine.open_window import at_offset
+from fabricamp.engine.accumulation_state import at_offset
 from fabricamp.errors import CheckpointError
 from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import FusedAdam

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.engine import surroundings
+from fabricamp.engine import environment_info
 from fabricamp.engine.run_file import process_start
 from fabricamp.loggers import CSVLogger
 from fabricamp.runs.listing import summarise
@@ -157,7 +157,7 @@ def test_values_of_the_environment_are_for_the_user_alone():
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A repository with one commit of ``train.py`` and ``data.txt``."""
-    surroundings._repository.cache_clear()
+    environment_info._repository.cache_clear()
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     folder = tmp_path / "repository"
     folder.mkdir()
@@ -168,13 +168,13 @@ def repository(tmp_path, monkeypatch):
         subprocess.run(["git", *identity, *words], check=True)
     monkeypatch.chdir(folder)
     yield folder
-    surroundings._repository.cache_clear()
+    environment_info._repository.cache_clear()
 
 
 def test_the_revision_and_what_was_changed_since(repository):
     (repository / "train.py").write_text("lr = 2\n")
     (repository / "new.py").write_text("")
-    found = surroundings.code_of(object())
+    found = environment_info.code_of(object())
     assert found["folder"] == str(repository)
     assert sorted(found["status"]) == [" M train.py", "?? new.py"]
     assert found["diff"][-2:] == ["-lr = 1", "+lr = 2"]
@@ -182,15 +182,15 @@ def test_the_revision_and_what_was_changed_since(repository):
 
 def test_a_huge_diff_is_cut_with_a_line_that_says_so(repository):
     (repository / "data.txt").write_text("1\n" * 9000)
-    diff = surroundings.code_of(object())["diff"]
+    diff = environment_info.code_of(object())["diff"]
     assert len(diff) == 5001
     assert diff[-1] == "... cut here by fabricamp: the first 5000 lines are kept"
 
 
 def test_without_git_or_a_repository_nothing_is_said(repository, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert surroundings.code_of(object()) == {}
+    assert environment_info.code_of(object()) == {}
     monkeypatch.undo()
-    surroundings._repository.cache_clear()
+    environment_info._repository.cache_clear()
     os.chdir(tmp_path)
-    assert surroundings.code_of(object()) == {}
+    assert environment_info.code_of(object()) == {}

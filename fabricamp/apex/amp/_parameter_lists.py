@@ -10,7 +10,7 @@ from fabricamp.ops.dtypes import HALF_DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fabricamp.precision.gradients import Binding
+    from fabricamp.precision.gradients import ParamGradMap
 
 
 class GroupLists:
@@ -20,7 +20,7 @@ class GroupLists:
     """
 
     optimizer: Any
-    binding: Binding
+    binding: ParamGradMap
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Returns (parameter that backward fills, parameter that is updated), in the order of ``param_groups``."""

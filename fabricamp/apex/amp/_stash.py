@@ -19,9 +19,9 @@ from fabricamp.apex.parallel.distributed import wrappers_of
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.precision.blame import Blame
-from fabricamp.precision.gradients import Binding, Gradient, pair
+from fabricamp.precision.gradients import Gradient, ParamGradMap, pair
 from fabricamp.precision.master_weights import MasterWeights, round_to
+from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
 from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
 
 logger = logging.getLogger("fabricamp")
@@ -87,7 +87,9 @@ class AmpOptimizerState(ParameterLists):
         """Unscales and checks the gradients of the accumulation; set if they have not been exchanged with other ranks."""
         self._resent = False
         self._wrappers: list[weakref.ref[Any]] = []
-        self.binding = Binding(optimizer, _LiveMasters(), Blame(optimizer, 0), sums=False, exchanged=False)
+        self.binding = ParamGradMap(
+            optimizer, _LiveMasters(), NonFiniteTracker(optimizer, 0), sums=False, exchanged=False
+        )
         self._state = ops.StepState.on(_device_of(optimizer))
         self.own_step = optimizer.step
         self._zero_grad = optimizer.zero_grad

@@ -18,9 +18,9 @@ from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.precision.blame import Blame
-from fabricamp.precision.gradients import Binding, pair
+from fabricamp.precision.gradients import ParamGradMap, pair
 from fabricamp.precision.master_weights import round_to
+from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
 
 
 class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
@@ -56,7 +56,9 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
         self.clip_grad_norm = clip_grad_norm
         self._masters = ScriptMasters()
         self._convert(owned_parameters(init_optimizer))
-        self.binding = Binding(init_optimizer, self._masters, Blame(init_optimizer, 0), sums=False, exchanged=False)
+        self.binding = ParamGradMap(
+            init_optimizer, self._masters, NonFiniteTracker(init_optimizer, 0), sums=False, exchanged=False
+        )
 
     def _convert(self, parameters: list[Tensor]) -> None:
         """Makes fp32 masters of half ``parameters``."""

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 
 from fabricamp.gradients.flat import FlatGradients, Transport
 from fabricamp.strategies.exchange_options import indices_of_triggers
-from fabricamp.strategies.presence import Differences
+from fabricamp.strategies.unused_parameters import UnusedParamsReport
 
 _kind: Final = operator.attrgetter("requires_grad", "dtype", "device")
 _MOST_FLATS: Final = 4
@@ -43,11 +43,11 @@ class ModuleLayout:
         self._triggers = triggers
         self._parameters: list[nn.Parameter] = []
         self._kinds: list[Any] = []
-        self._flats: dict[tuple[Any, ...], tuple[FlatGradients, Differences]] = {}
+        self._flats: dict[tuple[Any, ...], tuple[FlatGradients, UnusedParamsReport]] = {}
         self._registered = -1
         self.stale = True
         self.flat: FlatGradients | None = None
-        self.differences = Differences([], rank)
+        self.differences = UnusedParamsReport([], rank)
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +68,7 @@ class ModuleLayout:
             self.flat, self.differences = self._flat_of(tuple(kinds))
         return self.flat
 
-    def _flat_of(self, kinds: tuple[Any, ...]) -> tuple[FlatGradients, Differences]:
+    def _flat_of(self, kinds: tuple[Any, ...]) -> tuple[FlatGradients, UnusedParamsReport]:
         """Returns the flat memory for ``kinds``, from a cache if possible: GAN scripts freeze and unfreeze networks in turn."""
         known = self._flats.get(kinds)
         if known is None:
@@ -83,7 +83,7 @@ class ModuleLayout:
                 triggers=indices_of_triggers(self._triggers, self._module, self._parameters),
             )
             names = [name for name, _ in self._module.named_parameters()]
-            known = self._flats[kinds] = flat, Differences(names, rank)
+            known = self._flats[kinds] = flat, UnusedParamsReport(names, rank)
         return known
 
     def exchange(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.engine.graph.batches import NotCapturableError, copied, tensors_of
-from fabricamp.engine.graph.effects import Constants
+from fabricamp.engine.graph.effects import CapturedConstantsGuard
 from fabricamp.engine.graph.generators import Generators
 from fabricamp.engine.graph.metric_states import MetricStates
 from fabricamp.ops.copies import Copies
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fabricamp.engine.graph.logs import LogTape
+    from fabricamp.engine.graph.logs import LogReplay
 
 _OWN_FOLDER = str(Path(__file__).parents[2])
 _TORCHS_FOLDER = str(Path(torch.__file__).parent)
@@ -34,7 +34,7 @@ class Captured:
     The graph reads ``inputs`` and writes ``outputs``; this object keeps both alive.
     """
 
-    def __init__(self, module: nn.Module, inputs: Any, tape: LogTape) -> None:
+    def __init__(self, module: nn.Module, inputs: Any, tape: LogReplay) -> None:
         self.outputs: Any = None
         self.replays = 0
         self._copy_inputs = Copies(tensors_of(inputs))
@@ -42,7 +42,7 @@ class Captured:
         self._graph = torch.cuda.CUDAGraph()
         self.generators = Generators(module)
         self.metric_states = MetricStates(module)
-        self.constants = Constants(module, getattr(module, "hparams", {}))
+        self.constants = CapturedConstantsGuard(module, getattr(module, "hparams", {}))
 
     def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run``, which launches on ``stream``, without running it on the device.

@@ -10,7 +10,7 @@ from torch import Tensor
 from fabricamp.containers import with_parts
 from fabricamp.engine.graph.batches import tensors_of
 from fabricamp.engine.graph.captured_step import CapturedStep
-from fabricamp.engine.graph.logs import LogTape
+from fabricamp.engine.graph.logs import LogReplay
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fabricamp.engine.graph.rates import Rates
+    from fabricamp.engine.graph.lr_table import LrTable
     from fabricamp.engine.graph.window import Role
     from fabricamp.metrics import Metrics
 
@@ -38,10 +38,10 @@ class CapturedGroup(CapturedStep):
         metrics: Metrics,
         single: CapturedStep,
         *,
-        rates: Rates | None,
+        rates: LrTable | None,
         shows_logs: bool,
     ) -> None:
-        super().__init__(module, inputs, role, LogTape(metrics), None)
+        super().__init__(module, inputs, role, LogReplay(metrics), None)
         self.rates = rates
         self.notes: list[Callable[[], None]] = []
         """One callback per step; it records which parameters the step's gradient statistics belong to."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fabricamp.engine.graph.logs import LogTape
+    from fabricamp.engine.graph.logs import LogReplay
     from fabricamp.engine.graph.window import Role, WindowGradients
     from fabricamp.gradients.memory import GradientMemory
 
@@ -40,7 +40,7 @@ class CapturedStep(Captured):
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Any, role: Role, tape: LogTape, memory: GradientMemory | None
+        self, module: nn.Module, inputs: Any, role: Role, tape: LogReplay, memory: GradientMemory | None
     ) -> None:
         super().__init__(module, inputs, tape)
         self.loss: Tensor | None = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fabricamp.engine.graph.metric_states import MetricCopies, MetricStates
     from fabricamp.engine.loss_weights import LossWeights
     from fabricamp.gradients.memory import GradientMemory, Presence
-    from fabricamp.precision.verdicts import Verdicts
+    from fabricamp.precision.step_results import StepResults
 
 
 class Copies(NamedTuple):
@@ -43,7 +43,7 @@ class StepState:
         self,
         module: nn.Module,
         optimizer: Optimizer,
-        verdicts: Verdicts | None,
+        verdicts: StepResults | None,
         device: torch.device,
         metric_states: MetricStates,
         generators: Generators,
@@ -131,7 +131,7 @@ def compare(state: StepState, before: Copies, eager: Callable[[], Any], everywhe
     return "" if agreed else difference or "what another rank has"
 
 
-def _named(module: nn.Module, optimizer: Optimizer, verdicts: Verdicts | None) -> Iterator[tuple[str, Tensor]]:
+def _named(module: nn.Module, optimizer: Optimizer, verdicts: StepResults | None) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
     names = {id(one): name for name, one in module.named_parameters()}

@@ -86,7 +86,7 @@ def host_generators() -> dict[str, Any]:
     }
 
 
-class Constants:
+class CapturedConstantsGuard:
     """The host values that are constants of a captured step: plain attributes of the modules, and the tensors of their weights.
 
     :meth:`hold` is called before each replay, so it works by C functions (``map``, ``operator``, ``itemgetter``) where possible.

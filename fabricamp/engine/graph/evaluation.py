@@ -10,10 +10,10 @@ import torch
 
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.captured import Captured, reason_of
-from fabricamp.engine.graph.logs import LogTape
+from fabricamp.engine.graph.logs import LogReplay
+from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.metric_states import same_bits
 from fabricamp.engine.graph.refusals import refused
-from fabricamp.engine.graph.room import NoRoomError
 from fabricamp.engine.graph.watch import FEWEST_SIGHTS, MOST_IN_A_ROW, StepWatch
 from fabricamp.metrics.slots import MetricTable
 
@@ -83,7 +83,7 @@ class GraphEvaluation:
             return self._run_watched(key, arguments, seen)
         try:
             graph = self._capture(key, arguments)
-        except NoRoomError as error:
+        except GraphMemoryError as error:
             self._leave_out(key, error)
             return self._forward(*arguments)
         except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _give_up
@@ -111,7 +111,7 @@ class GraphEvaluation:
             )
         self._room.check(key, shapes=len(self._graphs))
         given = (inputs, BatchIndex(self._step), *arguments[2:])[: len(arguments)]
-        graph = Captured(session.module, inputs, LogTape(session.metrics, MetricTable.EVALUATION))
+        graph = Captured(session.module, inputs, LogReplay(session.metrics, MetricTable.EVALUATION))
         session.attachment.metrics, state.capturing = self._watch.log_watch(), True
         try:
             graph.capture(lambda: self._forward(*given), self._stream, torch.cuda.graph_pool_handle())
@@ -161,7 +161,7 @@ class GraphEvaluation:
         if self._session.strategy.rank == 0:
             _LOG.warning("cuda_graph='auto' runs %s eagerly: %s", self._step, reason)
 
-    def _leave_out(self, key: Hashable, error: NoRoomError) -> None:
+    def _leave_out(self, key: Hashable, error: GraphMemoryError) -> None:
         """Runs batches of one shape eagerly, or all batches if no shape has a graph, and logs the reason."""
         if self._options.required or not self._graphs:
             self._give_up(str(error), error)

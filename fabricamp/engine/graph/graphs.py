@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.engine.graph.evaluation import GraphEvaluation
-from fabricamp.engine.graph.room import Room
+from fabricamp.engine.graph.memory_budget import GraphMemoryBudget
 from fabricamp.engine.graph.stream import SideStream
 
 if TYPE_CHECKING:
@@ -31,10 +31,12 @@ class Graphs:
         return self._session.settings.cuda_graph is not None and self._session.strategy.device.type == "cuda"
 
     @cached_property
-    def room(self) -> Room:
+    def room(self) -> GraphMemoryBudget:
         """The memory measurements of the session's eager steps."""
         options, state = self._session.settings.cuda_graph, self._session.trainer.state
-        return Room(self._session.strategy.device, state, required=options is not None and options.required)
+        return GraphMemoryBudget(
+            self._session.strategy.device, state, required=options is not None and options.required
+        )
 
     def enter_stream(self) -> None:
         """Makes a side stream current, since the default stream cannot be captured."""

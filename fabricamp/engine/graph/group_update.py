@@ -15,7 +15,7 @@ from fabricamp.engine.graph.captured import reason_of
 from fabricamp.engine.graph.captured_group import CapturedGroup
 from fabricamp.engine.graph.captured_step import unchanged
 from fabricamp.engine.graph.horizon import Horizon
-from fabricamp.engine.graph.rates import Rates
+from fabricamp.engine.graph.lr_table import LrTable
 from fabricamp.engine.graph.reading import GroupReader
 from fabricamp.engine.graph.refusals import upload_of
 from fabricamp.engine.graph.update import GraphUpdate, Key
@@ -162,7 +162,7 @@ class GroupUpdate(GraphUpdate):
         optimizer.zero_grad(set_to_none=True)
         inputs, rates = copied(batches), None
         if self.schedules.follow_steps:
-            rates = Rates(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
+            rates = LrTable(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
             rates.foresee()
         self._room.check(key, kept=self._kept(self._role))
         single = self._steps[key]
@@ -208,7 +208,7 @@ class GroupUpdate(GraphUpdate):
         self._under_way = self._parts.metrics.before_look = None
 
 
-def _each(rates: Rates | None, steps: int, launch: Callable[[int], Any]) -> Any:
+def _each(rates: LrTable | None, steps: int, launch: Callable[[int], Any]) -> Any:
     """Calls ``launch`` with the number of each step, under the step's learning rates; returns the last result."""
     outputs = None
     if rates is not None:

@@ -36,7 +36,7 @@ class LogWatch:
         return getattr(self._metrics, name)
 
 
-class LogTape:
+class LogReplay:
     """Records the weights that a step's ``self.log`` calls give to the values of ``table``, and repeats them for a replay.
 
     The values themselves are copied by launches of the graph.

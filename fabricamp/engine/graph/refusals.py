@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fabricamp.cuda_graph import reason_against
-from fabricamp.engine.bound import bound_to
+from fabricamp.engine.resolved_hooks import bound_to
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import LARC, FusedOptimizer
 from fabricamp.precision.plain_step import demands_closure

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
+from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import reason_of
 from fabricamp.engine.graph.captured_step import CapturedStep, unchanged
 from fabricamp.engine.graph.comparison import StepState, compare
-from fabricamp.engine.graph.logs import LogTape
+from fabricamp.engine.graph.logs import LogReplay
+from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.refusals import refused, upload_of
-from fabricamp.engine.graph.room import NoRoomError
-from fabricamp.engine.graph.together import Stage, Together
 from fabricamp.engine.graph.watch import FEWEST_SIGHTS, MOST_IN_A_ROW, StepWatch
 from fabricamp.engine.graph.window import Role, WindowGradients
 from fabricamp.engine.update import Update
@@ -56,7 +56,7 @@ class GraphUpdate(Update):
         self._attachment = session.attachment
         self._watch = StepWatch(session, "training_step")
         self._window = WindowGradients(parts.module)
-        self._together = Together(parts.strategy, options.warmup)
+        self._together = CaptureConsensus(parts.strategy, options.warmup)
         self._captures_in_a_row = 0
         self.why_eager = ""
         """Why the run captures nothing and stays eager; empty while it captures or replays."""
@@ -181,7 +181,7 @@ class GraphUpdate(Update):
     ) -> Any:
         """Runs a micro-batch eagerly after a failed capture or a wrong replay, whose effects the caller has undone."""
         others = bool(self._steps) and self._together.settled
-        if isinstance(why, NoRoomError) and others and not self._options.required:
+        if isinstance(why, GraphMemoryError) and others and not self._options.required:
             self._left_out.add(key)
             _LOG.warning("cuda_graph='auto' runs steps of one shape eagerly: %s", why)
         else:
@@ -257,7 +257,7 @@ class GraphUpdate(Update):
         inputs = copied(batch)
         shared = self._pool_bytes if role.accumulate > 1 else 0
         self._room.check(key, kept=self._kept(role), shared=shared, shapes=len(self._other_shapes(key)))
-        tape = LogTape(parts.metrics)
+        tape = LogReplay(parts.metrics)
         step = CapturedStep(parts.module, inputs, role, tape, memory)
         used = self._captured(step, lambda: self._launch_captured(inputs, role), self._pool_of(role))
         step.loss = None if self.loss is None else self.loss.detach()
@@ -297,7 +297,7 @@ class GraphUpdate(Update):
 
     def _tell(self, batch: Any, role: Role, used: int, how: str = "") -> None:
         shapes = ", ".join(str(tuple(one.shape)) for one in tensors_of(batch))
-        self._session.notices.say(
+        self._session.run_summary.say(
             f"CUDA graph: steps of batches {shapes}{role.place} are replayed{how} from here on, with {used / _GIB:.2f} GiB"
         )
 

@@ -16,7 +16,7 @@ BARRIER_SECONDS = 30.0
 """How long a checkpoint waits for the loggers."""
 
 
-class Delivery:
+class LoggerCollection:
     """The loggers of one run; empty on ranks other than 0."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:

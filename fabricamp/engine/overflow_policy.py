@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from fabricamp.errors import NonFiniteError
-from fabricamp.precision import Verdict
+from fabricamp.precision import StepStatus
 from fabricamp.precision.loss_scaler import PATIENCE
-from fabricamp.precision.verdicts import Verdicts
+from fabricamp.precision.step_results import StepResults
 from fabricamp.state import NON_FINITE, RunState
 from fabricamp.strategies.base import Strategy
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fabricamp")
 
 
-class Outcomes:
+class OverflowPolicy:
     """Acts on the step statuses of a Precision that may skip steps; every rank reads the same status at the same step."""
 
-    def __init__(self, verdicts: Verdicts, schedules: Schedules, state: RunState, strategy: Strategy) -> None:
+    def __init__(self, verdicts: StepResults, schedules: Schedules, state: RunState, strategy: Strategy) -> None:
         self.launch_close = verdicts.launch_close
         """Ends a step on the device; takes the step's loss."""
         self._verdicts = verdicts
@@ -41,7 +41,7 @@ class Outcomes:
         elif self._schedules_follow:
             self._schedules.advance(verdict.applied_steps)
 
-    def _note_skip(self, verdict: Verdict) -> None:
+    def _note_skip(self, verdict: StepStatus) -> None:
         if verdict.ends_run:
             self._end_run()
             return

@@ -24,7 +24,7 @@ _ALIGNMENT: Final = 16
 _LOG = logging.getLogger("fabricamp")
 
 
-class OpenWindow(Section):
+class AccumulationState(Section):
     """Saves and restores the accumulation in progress; ``update`` is set while the loop runs, as gradients exist only then."""
 
     name = "open window"

@@ -17,11 +17,11 @@ _GIB: Final = 2**30
 Result = TypeVar("Result")
 
 
-class NoRoomError(NotCapturableError):
+class GraphMemoryError(NotCapturableError):
     """A capture would not fit into memory: the bytes that it needs, those that are free, and what to change."""
 
 
-class Room:
+class GraphMemoryBudget:
     """Measures the memory that eager steps of a session take, and checks whether a graph would fit beside them.
 
     A graph keeps the peak of a step's allocated memory.  With ``required``, the first shape is captured if its graph alone fits.
@@ -53,7 +53,7 @@ class Room:
         return size < free_memory(self._device)
 
     def check(self, key: Hashable, *, kept: int = 0, shared: int = 0, shapes: int = 0) -> None:
-        """Raises :class:`NoRoomError` if a graph of ``key`` would not fit.
+        """Raises :class:`GraphMemoryError` if a graph of ``key`` would not fit.
 
         ``kept``: bytes that the capture allocates and does not free.  ``shared``: bytes of other graphs' memory that it may use.
         ``shapes``: the number of other captured shapes.
@@ -65,7 +65,7 @@ class Room:
             return
         more = f" and steps that run eagerly beside it {_amount(beside)}" if beside else ""
         fewer = f", or CudaGraph(shapes={shapes})" if shapes else ""
-        raise NoRoomError(
+        raise GraphMemoryError(
             f"a graph of the step would take {_amount(needed)}{more}, and {_amount(free)} of {self._device} are free; give a "
             f"smaller batch{fewer}"
         )

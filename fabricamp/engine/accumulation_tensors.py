@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Precision
 
 
-class WindowTensors:
+class AccumulationTensors:
     """The tensors of the accumulation in progress; ``accumulate`` is the number of micro-batches per step."""
 
     def __init__(

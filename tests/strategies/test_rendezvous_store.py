@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fabricamp.errors import DistributedError
 from fabricamp.strategies import DDP, Environment
-from fabricamp.strategies.meeting import _attempt, _word_of
+from fabricamp.strategies.rendezvous_store import _attempt, _word_of
 from fabricamp.torch_private import TCPStore
 from tests.distributed.ranks import run_ranks
 

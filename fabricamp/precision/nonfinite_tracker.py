@@ -15,14 +15,14 @@ from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.loss_scaler import SLOTS
 
 
-class Looked(NamedTuple):
+class GradStatsRecord(NamedTuple):
     """The gradient statistics of a step; ``of`` is (tensors, number of elements of each), or None for a fused optimizer."""
 
     statistics: Tensor
     of: tuple[Sequence[Tensor], Sequence[int]] | None = None
 
 
-class Blame:
+class NonFiniteTracker:
     """Remembers which parameters one optimizer's statistics belong to, for the last steps.
 
     ``origin`` is the number of its first statistic, counted over all optimizers.
@@ -39,10 +39,10 @@ class Blame:
         """Remembers the last ``slots`` steps, as the ring buffer does."""
         self._looked = [None] * slots
 
-    def note(self, window: int, looked: Looked) -> None:
+    def note(self, window: int, stats_record: GradStatsRecord) -> None:
         """Records the statistics of step ``window`` and their parameters."""
         self._slot = window % len(self._looked)
-        self._last, self._looked[self._slot] = looked
+        self._last, self._looked[self._slot] = stats_record
 
     def keep(self) -> None:
         """Copies the last statistics to memory that no other CUDA graph writes."""
@@ -50,16 +50,18 @@ class Blame:
             self._last = lasting_like(self._last).copy_(self._last)
 
     @property
-    def looked(self) -> Looked | None:
+    def stats_record(self) -> GradStatsRecord | None:
         """The last record, or None."""
-        return None if self._last is None else Looked(self._last, self._looked[self._slot])
+        return None if self._last is None else GradStatsRecord(self._last, self._looked[self._slot])
 
     def target(self, index: int, slot: int) -> Tensor | None:
         """Returns the parameter of entry ``index`` of the statistics in ``slot``; None if it is not known."""
-        looked = self._looked[slot]
-        if looked is not None:
-            place = ops.place_of_statistic(looked[1], index, looked[0][0].device) if looked[0] else None
-            return None if place is None else looked[0][place]
+        stats_record = self._looked[slot]
+        if stats_record is not None:
+            place = (
+                ops.place_of_statistic(stats_record[1], index, stats_record[0][0].device) if stats_record[0] else None
+            )
+            return None if place is None else stats_record[0][place]
         if not isinstance(self._optimizer, FusedOptimizer):  # no record: the run was resumed since
             return None
         try:

@@ -11,7 +11,7 @@ from fabricamp.strategies.base import Strategy
 Value = TypeVar("Value")
 
 
-class Beside(Strategy):
+class SideProcessGroup(Strategy):
     """Collectives over Gloo between background threads, one per rank; every rank has to create it at the same place."""
 
     def __init__(self, strategy: Strategy) -> None:

@@ -25,7 +25,7 @@ _STEP = methodcaller("step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class ResolvedHooks:
     """Hooks that are overridden anywhere, and methods that the module overrides (None: it does not)."""
 
     before_zero_grad: Sequence[Callable[..., Any]]
@@ -47,7 +47,7 @@ class Bound:
     """The optimizer's own methods, if neither the Trainer nor the user does anything around them."""
 
 
-def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool) -> Bound:
+def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool) -> ResolvedHooks:
     """Looks up what an update of ``optimizer`` calls; ``steps_alone``: the Trainer does nothing around the optimizer's step."""
     hooks, module, precision = parts.hooks, parts.module, parts.precision
     own = partial(overrides, module, base=TrainingModule)
@@ -60,7 +60,7 @@ def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool)
     step = module.optimizer_step if own("optimizer_step") else None
     shown = bool(before_step or clipping or step)
     plain = steps_alone and not (shown or overrides(precision, "step", Precision))
-    return Bound(
+    return ResolvedHooks(
         before_zero_grad=before_zero_grad,
         before_backward=hooks("on_before_backward"),
         after_backward=hooks("on_after_backward"),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fabricamp.precision.loss_scaler import SLOTS, LossScaler, Overflow, Verdict
-from fabricamp.precision.nonfinite import described
+from fabricamp.precision.loss_scaler import SLOTS, LossScaler, Overflow, StepStatus
+from fabricamp.precision.loss_watch import described
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fabricamp.precision.gradients import Binding
+    from fabricamp.precision.gradients import ParamGradMap
 
 
-class Verdicts:
+class StepResults:
     """The step statuses of a Precision that may skip steps: for overflow, or by ``policy`` for any non-finite gradient.
 
     ``policy`` is the Trainer's ``nan_policy``: "skip", "stop" or "raise"; None: the level's own behaviour.
@@ -34,7 +34,7 @@ class Verdicts:
         self.schedules_follow = dynamic or policy == "skip"
         self._module: nn.Module | None = None
         self._strategy = Strategy()
-        self._bindings: Sequence[Binding] = ()
+        self._bindings: Sequence[ParamGradMap] = ()
         self._numbers_each = 1
         self._first: tuple[int, Tensor | None] | None = None
 
@@ -64,7 +64,9 @@ class Verdicts:
         losses = self.scaler.losses
         return [one.words for one in losses] if len(losses) > 1 else []
 
-    def follow(self, module: nn.Module, strategy: Strategy, bindings: Sequence[Binding], numbers_each: int) -> None:
+    def follow(
+        self, module: nn.Module, strategy: Strategy, bindings: Sequence[ParamGradMap], numbers_each: int
+    ) -> None:
         """Stores module, strategy and bindings; each binding has a range of ``numbers_each`` statistic numbers."""
         self._module, self._strategy, self._bindings, self._numbers_each = module, strategy, bindings, numbers_each
         self._first = None
@@ -73,13 +75,13 @@ class Verdicts:
         """Makes room for the statuses of ``steps`` steps per launch; call it before the first batch."""
         self.scaler.widen(steps + SLOTS)
         for binding in self._bindings:
-            binding.blame.widen(steps + SLOTS)
+            binding.nonfinite_tracker.widen(steps + SLOTS)
 
     def leave(self) -> None:
         """Drops module and optimizers after a run; the step statuses stay."""
         self._module, self._bindings = None, ()
 
-    def close_window(self, loss: Tensor | None) -> Verdict | None:
+    def close_window(self, loss: Tensor | None) -> StepStatus | None:
         """Finishes a step; returns the status of the step two steps ago, None before there is one."""
         self.launch_close(loss)
         return self.note_closed()
@@ -97,22 +99,24 @@ class Verdicts:
         The callback records which parameters the statistics belong to.
         """
         scaler = self.scaler
-        blame = next(binding.blame for binding in self._bindings if binding.optimizer is optimizer)
-        looked = blame.looked
-        return None if looked is None else lambda: blame.note(scaler.windows, looked)
+        nonfinite_tracker = next(
+            binding.nonfinite_tracker for binding in self._bindings if binding.optimizer is optimizer
+        )
+        stats_record = nonfinite_tracker.stats_record
+        return None if stats_record is None else lambda: nonfinite_tracker.note(scaler.windows, stats_record)
 
     def keep_statistics(self, optimizer: Optimizer) -> None:
         """Copies the statistics of the last step of ``optimizer``, during capture, to memory that no other graph writes."""
-        next(binding.blame for binding in self._bindings if binding.optimizer is optimizer).keep()
+        next(binding.nonfinite_tracker for binding in self._bindings if binding.optimizer is optimizer).keep()
 
-    def note_closed(self) -> Verdict | None:
+    def note_closed(self) -> StepStatus | None:
         """Counts the step and returns the status that is due; launches nothing."""
         verdict = self.scaler.note_closed()
         if verdict is not None and not verdict.applied:
             self._look_at(self.scaler.overflow)
         return verdict
 
-    def drain(self) -> list[Verdict]:
+    def drain(self) -> list[StepStatus]:
         """Returns the statuses that :meth:`close_window` has not returned yet; waits for the device.
 
         :meth:`close_window` still returns them later.
@@ -137,14 +141,14 @@ class Verdicts:
         first = None
         if self._bindings and overflow.chunk >= 0:
             number, index = divmod(overflow.chunk, self._numbers_each)
-            first = self._bindings[number].blame.target(index, self.scaler.slot_of(overflow))
+            first = self._bindings[number].nonfinite_tracker.target(index, self.scaler.slot_of(overflow))
         self._first = overflow.window, first
 
     def _blamed(self, overflow: Overflow) -> list[Tensor]:
         """Returns the model parameters with non-finite gradients: the overflow's first, then those of the last step."""
         self._look_at(overflow)
         found = [self._first[1]] if self._first is not None and self._first[1] is not None else []
-        found += [target for binding in self._bindings for target in binding.blame.last_targets()]
+        found += [target for binding in self._bindings for target in binding.nonfinite_tracker.last_targets()]
         holders = {
             id(target): holder
             for binding in self._bindings

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.engine.schedules import Schedules
-    from fabricamp.precision.verdicts import Verdicts
+    from fabricamp.precision.step_results import StepResults
     from fabricamp.state import RunState
 
 _APPLIED: Final = ops.StepState.word("applied")
@@ -31,7 +31,7 @@ _BEHIND: Final = LAG + 1
 """Number of rows before those of the launch's steps: before a step, schedules know the status of all steps but the last ``LAG``."""
 
 
-class Rates:
+class LrTable:
     """A table of the optimizer's values (learning rate and others) in each of the next ``steps`` steps, from the schedules.
 
     If the schedules follow applied steps, ``verdicts`` has the run's step statuses, and a step's row is the number of applied
@@ -39,7 +39,7 @@ class Rates:
     """
 
     def __init__(
-        self, optimizer: Optimizer, schedules: Schedules, state: RunState, verdicts: Verdicts | None, steps: int
+        self, optimizer: Optimizer, schedules: Schedules, state: RunState, verdicts: StepResults | None, steps: int
     ) -> None:
         self._optimizer = optimizer
         self._schedules = schedules

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fabricamp.callbacks import _screens
-from fabricamp.callbacks._screens import Track, _LiveScreen
+from fabricamp.callbacks import _renderers
+from fabricamp.callbacks._renderers import Task, _LiveRenderer
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def live(monkeypatch, tmp_path):
         files.append(file)
         console = Console(file=file, force_terminal=True, width=width, color_system="truecolor", **options)
         monkeypatch.setattr(rich, "_console", console)
-        screens.append(_LiveScreen(0.25))
+        screens.append(_LiveRenderer(0.25))
         return screens[-1]
 
     yield build
@@ -33,7 +33,7 @@ def live(monkeypatch, tmp_path):
 
 
 def track(label="epoch 3/10", done=120, total=450, seconds=3.5):
-    one = Track(label)
+    one = Task(label)
     one.total = total
     one._mark -= seconds
     one.advance(done)
@@ -58,7 +58,7 @@ def test_metrics_stand_beside_the_bar_while_they_fit_and_below_it_from_then_on(l
     data=st.data(),
 )
 def test_no_line_is_wider_than_the_terminal(width, total, count, data):
-    screen = _LiveScreen.__new__(_LiveScreen)
+    screen = _LiveRenderer.__new__(_LiveRenderer)
     screen._console = Console(file=StringIO(), force_terminal=True, width=width, color_system="truecolor")
     screen._metrics_below = False
     done = data.draw(st.integers(0, total or 1000))
@@ -72,8 +72,8 @@ def test_no_line_is_wider_than_the_terminal(width, total, count, data):
 def test_drawing_never_takes_more_than_one_percent_of_the_time(live, monkeypatch):
     screen = live(80)
     ticks = iter([10.0, 10.02])
-    monkeypatch.setattr(_screens, "monotonic", lambda: next(ticks))
-    one = Track.__new__(Track)
+    monkeypatch.setattr(_renderers, "monotonic", lambda: next(ticks))
+    one = Task.__new__(Task)
     monkeypatch.setattr(screen, "_picture", lambda tracks, metrics: "picture")
     screen.draw([one], [])
     assert screen.interval == pytest.approx(2.0)

@@ -22,7 +22,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
 
 
-class Differences:
+class UnusedParamsReport:
     """Checks in a later step whether other ranks had gradients that this rank lacked."""
 
     def __init__(self, names: Sequence[str], rank: int) -> None:

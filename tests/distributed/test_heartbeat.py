@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fabricamp.state import RunningStage, RunState, Scope, TrainerFn
-from fabricamp.watchdog.pulse import Pulse, PulseTaker, _where, judge
+from fabricamp.watchdog.heartbeat import Heartbeat, HeartbeatSource, _where, judge
 from fabricamp.watchdog.watch import patience
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -20,7 +20,7 @@ STACK = 'before\n  File "/home/me/train.py", line {}, in step\n    x()\n  File "
 
 
 def pulse(rank, doing, *, line=1, **options):
-    return Pulse(
+    return Heartbeat(
         **{
             "rank": rank,
             "beat": 3,
@@ -116,7 +116,7 @@ def test_many_ranks_are_not_all_listed():
 
 def test_any_counter_that_moves_is_progress():
     state = RunState()
-    taker = PulseTaker(state, 3)
+    taker = HeartbeatSource(state, 3)
     assert taker.idle(100.0) == 0
     assert taker.idle(107.0) == 7
     now = 107.0
@@ -137,7 +137,7 @@ def test_any_counter_that_moves_is_progress():
     assert (taken.rank, taken.idle, taken.stack) == (3, 2, "")
     assert taken.place == "in fit at step 1 (epoch 1, batch 1), in validation batch 0"
     assert taker.take(now, stack=False).beat == taken.beat + 1
-    assert Pulse.decode(taken.encode().encode()) == taken
+    assert Heartbeat.decode(taken.encode().encode()) == taken
     assert taker.take(now, stack=True, ended=True).ended
 
 
@@ -155,7 +155,7 @@ def doing_while(hang, **options):
         began.set()
         go_on.wait(100)
 
-    thread = threading.Thread(target=look, args=[PulseTaker(RunState(), 0)])
+    thread = threading.Thread(target=look, args=[HeartbeatSource(RunState(), 0)])
     thread.start()
     hang(stand)
     thread.join()
@@ -258,7 +258,7 @@ def test_a_first_batch_of_workers_is_told_from_a_later_one():
     gate = Gate()
     loader = DataLoader(gate, num_workers=1, worker_init_fn=gate.start, prefetch_factor=1)
     took = []
-    taker = PulseTaker(RunState(), 0)
+    taker = HeartbeatSource(RunState(), 0)
     seen = []
 
     def look():

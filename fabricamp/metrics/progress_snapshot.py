@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fabricamp.metrics.slots import MetricTable
 
 
-class Glance:
+class ProgressSnapshot:
     """This rank's own ``prog_bar`` step values, as of the last copy that has arrived; it never waits."""
 
     def __init__(self) -> None:

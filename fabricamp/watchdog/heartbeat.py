@@ -50,7 +50,7 @@ _DEAD, _STOPPED = ("Z", "X"), ("T", "t")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
+class Heartbeat:
     """The heartbeat that a rank publishes every few seconds."""
 
     rank: int
@@ -74,9 +74,9 @@ class Pulse:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def decode(text: bytes) -> Pulse:
+    def decode(text: bytes) -> Heartbeat:
         """Returns the heartbeat that :meth:`encode` turned into ``text``."""
-        return Pulse(**json.loads(text))
+        return Heartbeat(**json.loads(text))
 
     @property
     def ended(self) -> bool:
@@ -124,7 +124,7 @@ class Pulse:
         return "its process is gone, its machine cannot be reached, or something holds its interpreter's lock"
 
 
-class PulseTaker:
+class HeartbeatSource:
     """Makes the heartbeats of this process: created in the thread that runs the loop, called by the watchdog thread.
 
     It costs the loop nothing: it only reads counters that the loop keeps anyway.
@@ -148,12 +148,12 @@ class PulseTaker:
             self._mark, self._since = mark, now
         return now - self._since
 
-    def take(self, now: float, *, stack: bool, ended: bool = False) -> Pulse:
+    def take(self, now: float, *, stack: bool, ended: bool = False) -> Heartbeat:
         """Returns the current heartbeat; with ``stack`` it has the main thread's stack, and what that thread is doing."""
         self._beat += 1
         idle = self.idle(now)
         frame = sys._current_frames().get(self._thread) if stack and not ended else None
-        return Pulse(
+        return Heartbeat(
             rank=self._rank,
             beat=self._beat,
             idle=idle,
@@ -177,7 +177,7 @@ class Diagnosis:
     stack: str
 
 
-def judge(pulses: Sequence[Pulse], silent: set[int], seconds: float) -> Diagnosis | None:
+def judge(pulses: Sequence[Heartbeat], silent: set[int], seconds: float) -> Diagnosis | None:
     """Returns which rank holds up a run in which no rank made progress for ``seconds``; None if no rank waits for another.
 
     ``silent`` are the ranks whose beat has stopped.  The last running rank, if it works rather than waits, holds up nobody.
@@ -217,7 +217,7 @@ def place(state: RunState) -> str:
     return where + ("before, between or after epochs" if state.scope is Scope.NOWHERE else state.scope.value)
 
 
-def _why_all_wait(culprit: Pulse, sites: collections.Counter[str]) -> str:
+def _why_all_wait(culprit: Heartbeat, sites: collections.Counter[str]) -> str:
     """Returns the explanation if all ranks wait: whether they wait at the same code, else which rank seems to differ."""
     if len(sites) == 1:
         return "and all wait at the same place, so that what is between them hangs (the network, a GPU)"
@@ -227,7 +227,7 @@ def _why_all_wait(culprit: Pulse, sites: collections.Counter[str]) -> str:
     )
 
 
-def _others(pulses: Sequence[Pulse], culprit: Pulse) -> list[Pulse]:
+def _others(pulses: Sequence[Heartbeat], culprit: Heartbeat) -> list[Heartbeat]:
     """Returns the other ranks, at most 15 to keep the message readable."""
     return [pulse for pulse in pulses if pulse is not culprit][:15]
 

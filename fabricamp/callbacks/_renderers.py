@@ -34,7 +34,7 @@ _BAR_LEAST, _BAR_MOST = 10, 40
 _GAP = "  "
 
 
-class Track:
+class Task:
     """One bar: its position, and its speed while it is not waiting for another bar."""
 
     __slots__ = ("_first", "_mark", "_paced", "_paced_seconds", "_seconds", "done", "label", "started", "total")
@@ -105,7 +105,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
 
 
-class Screen:
+class Renderer:
     """Writes plain lines through logger ``fabricamp``, for files, pipes and logs."""
 
     is_live = False
@@ -114,7 +114,7 @@ class Screen:
         self.interval = _PLAIN_SECONDS
         """Seconds between two refreshes."""
 
-    def draw(self, tracks: Sequence[Track], metrics: Pairs) -> None:
+    def draw(self, tracks: Sequence[Task], metrics: Pairs) -> None:
         """Shows the positions of ``tracks``, the innermost last."""
         track = tracks[-1]
         self.write([(track.label, ""), ("", track.position), *(metrics if len(tracks) == 1 else []), ("", track.pace)])
@@ -128,7 +128,7 @@ class Screen:
         """Releases the terminal; with ``keep`` the last rendered lines stay."""
 
 
-class _LiveScreen(Screen):
+class _LiveRenderer(Renderer):
     """Redraws lines in place through rich; other output appears above them."""
 
     is_live = True
@@ -156,7 +156,7 @@ class _LiveScreen(Screen):
         self._console.show_cursor(show=True)
         self._moved = list(_move_log_handlers(*streams))
 
-    def draw(self, tracks: Sequence[Track], metrics: Pairs) -> None:
+    def draw(self, tracks: Sequence[Task], metrics: Pairs) -> None:
         from rich.console import Group
         from rich.control import Control
         from rich.segment import ControlType
@@ -180,7 +180,7 @@ class _LiveScreen(Screen):
         self._live.transient = not keep
         self._live.stop()
 
-    def _picture(self, tracks: Sequence[Track], metrics: Pairs) -> Text:
+    def _picture(self, tracks: Sequence[Task], metrics: Pairs) -> Text:
         """Returns one line per track; the metrics end the first line until they do not fit, and are below from then on."""
         from rich.text import Text
 
@@ -202,7 +202,7 @@ class _LiveScreen(Screen):
             lines[0].append(_GAP).append_text(_spaced(metrics))
         return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
 
-    def _bar(self, track: Track, width: int) -> Text:
+    def _bar(self, track: Task, width: int) -> Text:
         from rich.text import Text
 
         if not track.total or width < _BAR_LEAST:
@@ -254,7 +254,7 @@ def _move_log_handlers(*before: TextIO) -> Iterator[tuple[logging.StreamHandler[
                 yield handler, stream
 
 
-def open_screen(interval: float) -> Screen:
+def open_renderer(interval: float) -> Renderer:
     """Returns the screen for the current stdout; a live one refreshes at most every ``interval`` seconds."""
     from rich import get_console
 
@@ -263,4 +263,4 @@ def open_screen(interval: float) -> Screen:
         live = package_available("ipywidgets") and multiprocessing.parent_process() is None
     else:
         live = sys.stdout.isatty() and os.environ.get("TERM", "") not in {"", "dumb", "unknown"}
-    return _LiveScreen(interval) if live else Screen()
+    return _LiveRenderer(interval) if live else Renderer()

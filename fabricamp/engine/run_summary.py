@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("fabricamp")
 
 
-class Notices:
+class RunSummary:
     """Logs lines about one run; silent on other ranks, and if both progress bar and model summary are switched off."""
 
     def __init__(self, session: Session) -> None:

@@ -25,7 +25,7 @@ class Stage(IntEnum):
     REPLAY = 2
 
 
-class Together:
+class CaptureConsensus:
     """Agrees with the other ranks on the first captures; later each rank captures alone, without comparison or communication.
 
     A capture launches nothing, and a replay exchanges the same as an eager step, so each rank may choose between these.
