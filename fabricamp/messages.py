@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 
-class _Logger(logging.Logger):
+class _InformingLogger(logging.Logger):
     """A logger whose default level is INFO, as long as nobody has set a level."""
 
     def getEffectiveLevel(self) -> int:  # noqa: N802 - logging's name
@@ -61,6 +61,7 @@ def level() -> int:
 
 
 LOGGER = logging.getLogger("fabricamp")
-# The class is changed in place: a program may have got the logger before this import, and have set its level.
-LOGGER.__class__ = _Logger
+# The class is changed in place: a program may have got the logger before this import, and have set its level.  It may also have
+# given logging a class of its own (logging.setLoggerClass), which makes records that its formatters need.
+LOGGER.__class__ = type("_Logger", (_InformingLogger, type(LOGGER)), {})
 LOGGER.addHandler(_PlainLines())

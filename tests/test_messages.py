@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import textwrap
@@ -13,6 +14,7 @@ from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish, start
 from tests.small import Classifier, loader, quiet_trainer
 
+ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import logging, logging.config, sys
 {before}
@@ -123,6 +125,35 @@ def test_basic_config_has_each_line_once_with_one_prefix(tmp_path, before):
     assert times(plain(err)) == ONCE
     assert f"WARNING:fabricamp:{SAID[1]}\n" in err
     assert f"INFO:fabricamp:{SAID[0]}\n" in err
+
+
+OWN_CLASS = """
+    import logging
+    class Own(logging.Logger):
+        def makeRecord(self, *args, **options):
+            record = super().makeRecord(*args, **options)
+            record.request = "id7"
+            return record
+    logging.setLoggerClass(Own)
+    logging.basicConfig(format="%(request)s %(levelname)s:%(name)s:%(message)s")
+"""
+
+
+def test_a_logger_class_of_the_program_makes_the_records(tmp_path):
+    _, err = ran(tmp_path, before=OWN_CLASS, start=start)
+    assert "Logging error" not in err
+    assert f"id7 INFO:fabricamp:{SAID[0]}\n" in err
+
+
+def test_no_message_brings_the_prefix_that_the_handler_writes():
+    calls = {"debug", "info", "warning", "error", "exception", "log", "say_once"}
+    found = []
+    for file in (ROOT / "fabricamp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in calls:
+                texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+                found += [(file, node.lineno) for text in texts if str(text).startswith("fabricamp: ")]
+    assert found == []
 
 
 def test_several_processes_say_it_once(tmp_path):

@@ -61,17 +61,21 @@ class LearningRateMonitor(Callback):
         self.last_values: dict[str, float] = {}
         self.lrs: dict[str, list[float]] = {}
         """The learning rates that were logged in this fit, by name."""
-        self.last_momentum_values: dict[str, float] = {}
-        """The momenta that were logged last, by name."""
+        self.last_momentum_values: dict[str, float | None] = {}
+        """The momenta that were logged last, by name; None before the first."""
         self._next_step: float = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Checks the names of parameter groups; raises :class:`ConfigError` if there is no logger."""
         if trainer.is_global_zero and not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigError("LearningRateMonitor needs a logger: Trainer(logger=True), or leave the callback out")
-        self.lrs = {}
-        self.last_momentum_values = {}
-        list(self._name_optimizers(trainer))
+        names = [
+            self._name_of(name, group, optimizer)
+            for name, _, optimizer in self._name_optimizers(trainer)
+            for group in range(len(optimizer.param_groups))
+        ]
+        self.lrs = {name: [] for name in names}
+        self.last_momentum_values = {f"{name}-momentum": None for name in names}
         # A run that resumes within an accumulation has logged the current step already.
         self._next_step = self._due_after(trainer, trainer.global_step + (trainer.state.open_batches > 0))
 
@@ -119,14 +123,20 @@ class LearningRateMonitor(Callback):
                 self.lrs.setdefault(name, []).append(value)
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
-        groups = optimizer.param_groups
-        for number, group in enumerate(groups, 1):
-            part = f"{name}/{group.get('name', f'pg{number}')}" if len(groups) > 1 else name
+        for number, group in enumerate(optimizer.param_groups):
+            part = self._name_of(name, number, optimizer)
             yield part, float(group["lr"])
             if self.log_momentum and ("betas" in group or "momentum" in group):
                 yield f"{part}-momentum", float(group["betas"][0] if "betas" in group else group["momentum"])
             if self.log_weight_decay and "weight_decay" in group:
                 yield f"{part}-weight_decay", float(group["weight_decay"])
+
+    def _name_of(self, name: str, number: int, optimizer: Optimizer) -> str:
+        """Returns the name of group ``number`` (from 0) of the optimizer called ``name``; of a single group, the optimizer's."""
+        groups = optimizer.param_groups
+        if len(groups) == 1:
+            return name
+        return f"{name}/{groups[number].get('name', f'pg{number + 1}')}"
 
     def _name_optimizers(self, trainer: Trainer) -> Iterator[tuple[str, str, Optimizer]]:
         """Yields (name, interval, optimizer) of each scheduler, then of the optimizers without one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from fabricamp.callbacks._kinds import check_kind
@@ -11,8 +12,6 @@ from fabricamp.errors import ConfigError
 from fabricamp.not_offered import is_lightnings
 
 if TYPE_CHECKING:
-    import os
-
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -41,15 +40,20 @@ class OnExceptionCheckpoint(Checkpoint):
         check_kind(self, "a string", filename=filename)
         if not filename:
             raise ConfigError("OnExceptionCheckpoint(filename=''): give a name, such as 'on_exception'")
-        self.dirpath = places.normal(dirpath)
+        self.dirpath = os.fspath(dirpath)
+        self._folder = places.normal(dirpath)  # absolute: the script may change its folder before the exception
         self.filename = filename
         self._trains = False
         self._saved = False
 
     @property
     def ckpt_path(self) -> str:
-        """The path of the file."""
+        """The path of the file, below ``dirpath`` as it was given."""
         return places.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+
+    @property
+    def _file(self) -> str:
+        return places.join(self._folder, self.filename + self.FILE_EXTENSION)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Raises :class:`ConfigError` if no checkpoint could be written."""
@@ -62,7 +66,7 @@ class OnExceptionCheckpoint(Checkpoint):
                 f"OnExceptionCheckpoint with {trainer.world_size} processes: the rank that raised cannot gather the others' state; "
                 "use ModelCheckpoint(every_n_train_steps=...) or train_time_interval instead"
             )
-        if not trainer.fast_dev_run and (problem := places.unusable(self.dirpath)):
+        if not trainer.fast_dev_run and (problem := places.unusable(self._folder)):
             raise ConfigError(f"OnExceptionCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -74,10 +78,10 @@ class OnExceptionCheckpoint(Checkpoint):
         # Lightning's Trainer calls this for errors in setup too.
         if is_lightnings(trainer) or trainer.fast_dev_run or not (self._trains and trainer.state.fitting):
             return
-        trainer.save_checkpoint(self.ckpt_path)
+        trainer.save_checkpoint(self._file)
         self._saved = True
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Removes the file of an earlier failed fit; a file of this fit (written at a signal) stays."""
         if stage == "fit" and not self._saved and not trainer.fast_dev_run:
-            places.remove(self.ckpt_path)
+            places.remove(self._file)

@@ -38,6 +38,8 @@ class ProgressBar(Callback):
 
     # The epoch's line shows the epoch's values.
     monitors: ClassVar[bool] = True
+    refresh_rate: int = 1
+    """Lightning's name, in batches; the bar itself is drawn ``refresh_rate_hz`` times a second."""
 
     def __init__(self, refresh_rate_hz: float = 4.0) -> None:
         if not isinstance(refresh_rate_hz, int | float) or not 0 < refresh_rate_hz <= 60:

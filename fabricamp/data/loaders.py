@@ -306,7 +306,7 @@ def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: boo
             f"{type(loader).__name__} is used as it is: each rank reads what it gives there; shard it by rank "
             "(a DistributedSampler does), or pass torch's DataLoader with its default sampler"
         )
-    if overfit and isinstance(loader, DataLoader):
+    if overfit and not isinstance(loader, list | tuple):
         say_once(
             f"overfit_batches: {type(loader).__name__} is used as it is, in its own order; "
             "its first batches are the same in each epoch only if it does not shuffle"

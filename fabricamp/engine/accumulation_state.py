@@ -69,7 +69,7 @@ class AccumulationState(Section):
         self._stepped = bool(loop.get("stepped"))
         if loop.get("failed") and self._strategy.rank == 0:
             _LOG.warning(
-                "fabricamp: the checkpoint was written when an exception ended the run: the run continues after the last complete "
+                "the checkpoint was written when an exception ended the run: the run continues after the last complete "
                 "micro-batch, but what a step, a validation or hooks had changed by then stays, so it need not equal a run without "
                 "the exception"
             )

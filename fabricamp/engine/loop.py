@@ -207,8 +207,8 @@ class FitLoop:
             state.passed = state.batches_done if bound else state.passed
             if state.batches_done >= state.hold_at and self.parts.agreement.hold():
                 break
-        # No warning for a resumed epoch that had no batch left.
-        self._check_fed(steps, ended=last and not first == state.batch_idx > 0)
+        # No warning for a resumed epoch: its steps may lie before the cut.
+        self._check_fed(steps, ended=last and first == 0)
         state.batch = state.batches = None
         return last
 

@@ -54,9 +54,13 @@ class RunSummary:
         if not trainer.loggers or trainer.fast_dev_run or not every or not done < end < (done // every + 1) * every:
             return
         steps = "1 step" if end - done == 1 else f"{end - done:.0f} steps"
-        self.say(
-            f"log_every_n_steps={every} is more than the {steps} of this run: only values of epochs will be logged"
-        )
+        if trainer.is_global_zero:
+            # Logged even if bar and summary are switched off: whoever reads the logs later would look for the steps in vain.
+            _LOG.info(
+                "log_every_n_steps=%d is more than the %s of this run: only values of epochs will be logged",
+                every,
+                steps,
+            )
 
     def weights(self, *, chosen: bool) -> None:
         """Logs from which file an evaluation takes its weights, if from any; ``chosen``: the user did not name the file."""

@@ -205,3 +205,16 @@ def test_what_was_logged_is_there_under_lightning_s_names(tmp_path):
     trainer.fit(Classifier(), loader(12))
     assert monitor.lrs == {"lr-SGD": [0.1] * 3}
     assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.9}
+
+
+def test_lightnings_names_are_there_before_the_first_row(tmp_path):
+    class Groups(Classifier):
+        def configure_optimizers(self):
+            first, second = self.net[0].parameters(), self.net[2].parameters()
+            return torch.optim.SGD([{"params": first}, {"params": second, "name": "head"}], lr=0.1)
+
+    monitor = LearningRateMonitor("step")
+    logger = CSVLogger(tmp_path)
+    quiet_trainer(max_epochs=1, callbacks=monitor, logger=logger, log_every_n_steps=50).fit(Groups(), loader(12))
+    assert monitor.lrs == {"lr-SGD/pg1": [], "lr-SGD/head": []}
+    assert monitor.last_momentum_values == {"lr-SGD/pg1-momentum": None, "lr-SGD/head-momentum": None}

@@ -52,7 +52,8 @@ def test_a_fit_that_failed_goes_on_from_its_file_which_is_gone_when_it_has_ended
         fit("rescue", Fails(how), filename="rescued")
     file = tmp_path / "rescue" / "rescued.ckpt"
     assert names("rescue") == [file.name]
-    assert OnExceptionCheckpoint("rescue", "rescued").ckpt_path == str(file)
+    callback = OnExceptionCheckpoint("rescue", "rescued")
+    assert (callback.dirpath, callback.ckpt_path) == ("rescue", "rescue/rescued.ckpt")  # as given
     again = quiet_trainer(enable_checkpointing=True, callbacks=OnExceptionCheckpoint("rescue", "rescued"))
     again.validate(Classifier(), loader(), ckpt_path=file, verbose=False)
     assert file.exists()  # only a fit has made up for it

@@ -571,3 +571,4 @@ def test_dumb_terminal_gets_plain_lines(tmp_path):
 
 def test_a_bar_by_lightning_s_name_shows_its_refresh_rate():
     assert (TQDMProgressBar(20).refresh_rate, RichProgressBar(5).refresh_rate) == (20, 5)
+    assert quiet_trainer(enable_progress_bar=True).progress_bar_callback.refresh_rate == 1

@@ -203,6 +203,26 @@ def test_what_comes_in_one_order_is_taken_as_it_is(caplog):
     check_same(fit(DataLoader(torch.arange(SIZE), batch_size=4, sampler=SequentialSampler(range(SIZE)))), in_order(2))
     check_same(fit([*torch.arange(SIZE).split(4)]), in_order(2))
     assert "DataLoader is used as it is" in caplog.text
+    assert "list is used as it is" not in caplog.text
+
+
+def test_a_loader_whose_order_is_not_known_is_reported(caplog):
+    class Drawn:
+        """Other samples in each pass."""
+
+        passes = 0
+
+        def __len__(self):
+            return 5
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(torch.arange(SIZE).add(100 * self.passes).split(4))
+
+    fit(Drawn())
+    assert (
+        "Drawn is used as it is, in its own order; its first batches are the same in each epoch only if" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("overfit", [2, 0.4])

@@ -142,6 +142,10 @@ NO_ROW = "log_every_n_steps={} is more than the {} of this run: only values of e
         ({"max_epochs": 2, "log_every_n_steps": 9}, NO_ROW.format(9, "8 steps")),
         ({"max_steps": 1, "log_every_n_steps": 2}, NO_ROW.format(2, "1 step")),
         ({"max_epochs": 2, "accumulate_grad_batches": 2, "log_every_n_steps": 5}, NO_ROW.format(5, "4 steps")),
+        (
+            {"max_epochs": 2, "log_every_n_steps": 50, "enable_progress_bar": False, "enable_model_summary": False},
+            NO_ROW.format(50, "8 steps"),
+        ),
         ({"max_epochs": 2, "log_every_n_steps": 8}, ""),
         ({"max_epochs": 2, "log_every_n_steps": 0}, ""),
         ({"max_epochs": 2, "log_every_n_steps": 50, "logger": False}, ""),
