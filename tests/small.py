@@ -39,7 +39,7 @@ class Classifier(TrainingModule):
 
     def __init__(self, lr=0.1, seed=0):
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
         self.lr = lr

@@ -48,7 +48,7 @@ def batches(rank=0, count=4):
 class Tokens(TrainingModule):
     def __init__(self, optimizer="sgd", net=None):
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.net = torch.nn.Sequential(
                 torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.ReLU(), torch.nn.Linear(16, 3)

@@ -184,7 +184,7 @@ def check_changes(options):
     step(2)
     net.module.first.requires_grad_(True)
     step(3)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         net.module.last = nn.Sequential(net.module.last, nn.Linear(3, 2))
     step(4)

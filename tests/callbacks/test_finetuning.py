@@ -26,7 +26,7 @@ OPTIMIZERS = {
 class Net(TrainingModule):
     def __init__(self, optimizer="sgd"):
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
             self.head = nn.Linear(8, 3)

@@ -23,7 +23,7 @@ from tests.small import loader, quiet_trainer
 class Net(TrainingModule):
     def __init__(self, fused=False, schedules=1):
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         self.fused = fused

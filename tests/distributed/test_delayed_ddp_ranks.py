@@ -156,7 +156,7 @@ class UnusedFused(Unused):
 
     def __init__(self):
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(6)
             self.never = torch.nn.Linear(2, 2)
 

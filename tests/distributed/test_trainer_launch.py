@@ -204,7 +204,7 @@ class Late(Classifier):
 
     def configure_model(self):
         if not hasattr(self, "late"):
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(9)
                 self.late = torch.nn.Linear(3, 3)
 

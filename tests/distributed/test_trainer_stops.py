@@ -129,7 +129,7 @@ class Unused(Classifier):
 
     def __init__(self):
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             self.extra = torch.nn.Linear(3, 3)
 

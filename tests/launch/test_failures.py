@@ -134,6 +134,17 @@ def test_errors_come_back_as_what_they_were(tmp_path, monkeypatch, kind):
     assert "rank 1 ended with exit code 1" in str(error)
 
 
+def test_the_text_of_an_error_begins_with_what_happened(tmp_path):
+    killed = as_error(find_cause({1: Ended(-signal.SIGKILL)}, tmp_path))
+    assert str(killed).startswith("rank 1 was killed by SIGKILL")
+    (tmp_path / "error").mkdir()
+    write(tmp_path / "error", 1, 100)
+    file = next(tmp_path.rglob("error.json"))
+    file.write_text(file.read_text().replace("trace 1", "Traceback (most recent call last):"))
+    raised = as_error(find_cause({1: Ended(1)}, tmp_path))
+    assert str(raised).startswith("ValueError: bad\n(in a worker:)\n\nrank 1 ended with exit code 1\n\nTraceback")
+
+
 def test_the_sentence_of_an_own_error_comes_before_its_traceback(tmp_path, monkeypatch):
     (tmp_path / "1").mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))

@@ -315,6 +315,35 @@ def test_failures_of_functions(how, error, message, capfd):
     assert without_names(capfd.readouterr().err) == ""
 
 
+UNCAUGHT = """
+from fabricamp.launch import run_function
+
+def fail():
+    raise ValueError("every rank is unwell")
+
+if __name__ == "__main__":
+    run_function(fail, (), 2, "fork")
+"""
+
+
+def test_an_uncaught_failure_of_a_function_shows_its_sentence_first(folder):
+    (folder / "uncaught.py").write_text(UNCAUGHT)
+    code, out, err = finish(start(folder, "uncaught.py"))
+    assert (code, out) == (1, "")
+    assert err.startswith("DistributedError: ValueError: every rank is unwell\n(in a worker:)\n\nrank ")
+    assert err.index("(in a worker:)") < err.index("in fail") < err.index('uncaught.py", line 8, in <module>')
+
+
+def test_a_script_s_own_excepthook_stays(monkeypatch):
+    def mine(*_):
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", mine)
+    with pytest.raises(DistributedError):
+        run_function(fail, ("kill",), 2, "fork")
+    assert sys.excepthook is mine
+
+
 def test_an_exit_of_the_function_is_an_exit_here():
     with pytest.raises(SystemExit) as caught:
         run_function(sys.exit, (0,), 2, "fork")

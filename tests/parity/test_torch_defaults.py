@@ -98,7 +98,7 @@ OPTIMIZERS = {
 def layers(device):
     """A model of our layers and losses, its input and its targets."""
     generator = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         norms = SyncBatchNorm(16), FusedLayerNorm(16), FusedRMSNorm(16), MixedFusedRMSNorm(16)
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), *norms, torch.nn.Linear(16, 5)).to(device)

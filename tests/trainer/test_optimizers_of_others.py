@@ -36,7 +36,7 @@ OPTIMIZERS = {"Signs": Signs, "Muon": lambda parameters: torch.optim.Muon(parame
 class Net(TrainingModule):
     def __init__(self, optimizer):
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 3, bias=False))
         self.optimizer = optimizer

@@ -32,7 +32,7 @@ class Net(Classifier):
     def __init__(self, fails=False):
         super().__init__()
         self.fails = fails
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             self.conv = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.ConvTranspose2d(4, 3, 2))
         self.seen, self.formats = None, None

@@ -18,7 +18,7 @@ class Tried(TrainingModule):
     def __init__(self, lr=0.1, batch_size=4, limit=10**9):
         super().__init__()
         self.save_hyperparameters()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.net = nn.Sequential(
                 nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=0.5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)
