@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import logging
 import math
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from fabricamp.errors import CheckpointError, ConfigError, FabricampError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import NoReturn
+
+    from fabricamp.trainer import Trainer
 
 _LOG = logging.getLogger("fabricamp")
 
@@ -88,10 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = parser.parse_known_args(arguments)
         if options.command in RUNS:
             as_json = options.command == "predict" and options.json
-            # stdout is for the JSON alone, so the user's prints go to stderr.
-            with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-                predictions = _run(options.command, options.config, [*options.overrides, *unknown], as_json=as_json)
-            if as_json and predictions is not None:
+            redirected = _prints_to_stderr() if as_json else contextlib.nullcontext()
+            with redirected as stdout:
+                predictions = _run(options.command, options.config, [*options.overrides, *unknown], stdout)
+            # A sys.stdout of pytest or a notebook may have no descriptor, so the JSON goes through the object.
+            if predictions is not None:
                 print(json.dumps({"predictions": predictions}, allow_nan=False))
             return 0
         if options.command == "bench":
@@ -315,8 +319,55 @@ def _examples_of(command: str) -> str:
     return "\n".join(["examples:" if len(own) > 1 else "example:", *own, "", lines[-1]])
 
 
-def _run(command: str, path: Path, overrides: list[str], *, as_json: bool) -> list[Any] | None:
-    """Runs the command; for ``predict`` with JSON returns the predictions on rank 0, otherwise None."""
+@contextlib.contextmanager
+def _prints_to_stderr() -> Iterator[int]:
+    """Sends to stderr what this process, and those that it starts, write to stdout; yields a descriptor of stdout itself."""
+    with Path(os.devnull).open("w") as nowhere:
+        # Python sets None for a closed stderr.  Another file may have its number then.
+        stderr = nowhere.fileno() if sys.__stderr__ is None else 2
+        with _stdout_leads_to(stderr) as stdout, contextlib.redirect_stdout(sys.stderr or nowhere):
+            yield stdout
+
+
+@contextlib.contextmanager
+def _stdout_leads_to(target: int) -> Iterator[int]:
+    """Makes descriptor 1 a copy of ``target`` in this block; yields a copy of the former one, which child processes lack."""
+    if sys.__stdout__ is None:
+        # stdout is closed.  Another file may have its number.
+        yield 1
+        return
+    _flush_stdout()
+    before = os.dup(1)
+    os.dup2(target, 1)
+    try:
+        yield before
+    finally:
+        _flush_stdout()
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def _flush_stdout() -> None:
+    """Writes out what Python and the C library hold back, while descriptor 1 leads to where it belongs."""
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()  # type: ignore[union-attr]
+    # Some systems do not find their C library in this way.
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        library = ctypes.CDLL(None)
+        library.fflush(ctypes.c_void_p.in_dll(library, "__stdoutp" if sys.platform == "darwin" else "stdout"))
+
+
+def _runs_command_again(trainer: Trainer) -> bool:
+    """Returns whether each rank will run this command again, as a process of its own."""
+    from fabricamp.launch import choose_start_method
+
+    runner = trainer._runner
+    return runner.launches and choose_start_method(runner.settings.start_method) == "script"
+
+
+def _run(command: str, path: Path, overrides: list[str], stdout: int | None) -> list[Any] | None:
+    """Runs the command; returns the predictions on rank 0 if the descriptor ``stdout`` is kept for their JSON, otherwise None."""
     from fabricamp.config import build_parts, check_config, read_config
     from fabricamp.launch import explained_without_traceback
 
@@ -324,15 +375,19 @@ def _run(command: str, path: Path, overrides: list[str], *, as_json: bool) -> li
     check_config(content)
     trainer, module, data, ckpt_path = build_parts(content)
     if ckpt_path is not None:
-        _check_there(ckpt_path)
+        _check_there(ckpt_path, command)
     elif command != "fit" and trainer.is_global_zero and not _started():
         _LOG.warning("%s uses the module's initial weights; give ckpt_path=FILE to load others", command)
     entry: Any = getattr(trainer, command)
-    with explained_without_traceback(_CODES):
+    for_ranks: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if stdout is not None and _runs_command_again(trainer):
+        # A rank that runs this command again inherits stdout itself, and keeps it for the JSON as this process does.
+        for_ranks = _stdout_leads_to(stdout)
+    with explained_without_traceback(_CODES), for_ranks:
         result = entry(module, datamodule=data, ckpt_path=ckpt_path)
     if command != "predict" or not trainer.is_global_zero:
         return None
-    if as_json:
+    if stdout is not None:
         return [_plain(one) for one in result]
     folder = Path(trainer.log_folder or trainer.root_folder)
     _save_predictions(folder / "predictions.pt", result)
@@ -357,14 +412,20 @@ def _plain(value: Any) -> Any:
     )
 
 
-def _check_there(ckpt_path: str) -> None:
+def _check_there(ckpt_path: str, command: str) -> None:
     """Raises :class:`ConfigError` for a file that does not exist; "last", "best", "auto" and URLs are resolved later."""
     from fabricamp.checkpoint.places import found_near
 
-    if not (ckpt_path in ("last", "best", "auto") or "://" in ckpt_path or Path(ckpt_path).expanduser().exists()):
-        raise ConfigError(
-            f"ckpt_path={ckpt_path!r} is not there{found_near(ckpt_path)}; give the path of a checkpoint, or ckpt_path=last"
-        )
+    if ckpt_path in ("last", "best", "auto") or "://" in ckpt_path or Path(ckpt_path).expanduser().exists():
+        return
+    # As in the Trainer's check, a name with a folder or a suffix is meant as a path.
+    bare = Path(ckpt_path).name == ckpt_path and not Path(ckpt_path).suffix
+    words = ("last", "best", "auto") if command == "fit" else ("last", "best")
+    if bare and (meant := nearest(ckpt_path, words)):
+        raise ConfigError(f"ckpt_path={ckpt_path!r} is not there{meant}")
+    raise ConfigError(
+        f"ckpt_path={ckpt_path!r} is not there{found_near(ckpt_path)}; give the path of a checkpoint, or ckpt_path=last"
+    )
 
 
 def _started() -> bool:

@@ -28,6 +28,7 @@ data: {_target_: parts_of_command.Data}
 """
 
 PARTS = """
+import ctypes, os, sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from fabricamp import ConfigError, DataModule, TrainingModule
@@ -52,6 +53,9 @@ class Net(TrainingModule):
     def predict_step(self, batch, batch_idx):
         if self.fail == "loud":
             print("from the step")
+            os.write(1, b"by number\\n")
+            sys.__stdout__.write("by the first object\\n")
+            ctypes.CDLL(None).puts(b"by a C library")
             return {"x": batch[0][:, 0], "half": (batch[0][0, 1].bfloat16() / 0, batch_idx, None, "name")}
         return object() if self.fail == "object" else batch[0][:, 0]
 
@@ -65,6 +69,24 @@ class Data(DataModule):
         return DataLoader(TensorDataset(torch.arange(10.0).view(5, 2)), batch_size=1)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+"""
+
+SPAWNED = """
+from parts_of_command import Data, DataLoader
+
+class Rows(list):
+    def __getitem__(self, index):
+        print("from a worker")
+        return super().__getitem__(index)
+
+class SpawnedData(Data):
+    def predict_dataloader(self):
+        rows = Rows([[[0.0, 1.0]], [[2.0, 3.0]]])
+        return DataLoader(rows, batch_size=None, num_workers=1, multiprocessing_context="spawn", collate_fn=tensors)
+
+def tensors(row):
+    import torch
+    return [torch.tensor(row)]
 """
 
 
@@ -197,21 +219,32 @@ def test_predictions_as_json_are_alone_on_stdout(capfd):
     out, err = capfd.readouterr()
     first = {"x": [0.0], "half": [None, 0, None, "name"]}
     assert json.loads(out) == {"predictions": [first, {"x": [2.0], "half": [None, 1, None, "name"]}]}
-    assert "from the step" in err
+    assert all(words in err for words in ("from the step", "by number", "by a C library"))
     assert not list(Path.cwd().rglob("predictions.pt"))
+
+
+def test_what_spawned_workers_and_descriptor_1_get_is_not_on_stdout():
+    Path("spawned.py").write_text(SPAWNED)
+    done = run("predict", "config.yaml", "--json", "module.fail=loud", "data._target_=spawned.SpawnedData")
+    assert done.returncode == 0, done.stderr
+    assert [one["x"] for one in json.loads(done.stdout)["predictions"]] == [[0.0], [2.0]]
+    printed = ("from a worker", "from the step", "by number", "by the first object", "by a C library")
+    assert [done.stderr.count(words) for words in printed] == [2] * 5
 
 
 def test_predictions_of_two_processes_are_one_json():
     done = run("predict", "config.yaml", "module.fail=loud", "trainer.devices=2", "--json")
     assert done.returncode == 0, done.stderr
     assert [one["x"] for one in json.loads(done.stdout)["predictions"]] == [[0.0], [2.0], [4.0], [6.0], [8.0]]
-    assert done.stderr.count("from the step") == 5
+    printed = ("from the step", "by number", "by the first object", "by a C library")
+    assert [done.stderr.count(words) for words in printed] == [5] * 4
 
 
 def test_what_json_cannot_hold_is_named(capfd):
     assert main(["predict", "config.yaml", "--json", "module.fail=object"]) == 2
+    os.write(1, b"stdout is back")
     out, err = capfd.readouterr()
-    assert out == ""
+    assert out == "stdout is back"
     assert "predict_step returned a value of class object, for which JSON has no form" in err
     assert "leave --json out" in err
 
@@ -247,6 +280,19 @@ def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_2(capfd):
         error = capfd.readouterr().err
         assert "'missing.ckpt' is not there" in error
         assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_a_misspelt_checkpoint_word_is_named(command, capfd):
+    """The Trainer's own check of these words: tests/trainer/test_ckpt_path.py."""
+    for given, meant in (("bst", "best"), ("lats", "last"), ("autoo", "auto")):
+        assert main([command, "config.yaml", f"ckpt_path={given}"]) == 2
+        named = f"ckpt_path={given!r} is not there; did you mean {meant!r}?" in capfd.readouterr().err
+        assert named is (command == "fit" or meant != "auto")
+    for path in ("bests/bst", "bst.ckpt", "weights"):  # a folder, a suffix, nothing near
+        assert main([command, "config.yaml", f"ckpt_path={path}"]) == 2
+        error = capfd.readouterr().err
+        assert f"{path!r} is not there; give the path of a checkpoint, or ckpt_path=last" in error
 
 
 def test_what_is_not_there_names_the_checkpoints_that_are(capfd):

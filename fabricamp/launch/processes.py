@@ -19,6 +19,7 @@ import torch
 from fabricamp.errors import ConfigError
 from fabricamp.launch.agent import ENDINGS, run_agent
 from fabricamp.launch.failures import as_error, find_cause
+from fabricamp.launch.recording import report_uncaught
 from fabricamp.launch.start import check_fork, rerun_command
 from fabricamp.launch.starter import end_with_starter
 from fabricamp.messages import LOGGER, level
@@ -57,7 +58,8 @@ def run_function(
     """Runs ``function(*args)`` in ``num_processes`` workers and returns rank 0's result.
 
     A failure is raised here, with its rank and traceback: fabricamp's own errors keep their class, others become
-    :class:`DistributedError`.  The result has to pickle; with "spawn" also function and arguments.
+    :class:`DistributedError`.  If nobody catches it, its message is shown before its traceback, unless the script has its own
+    ``sys.excepthook``.  The result has to pickle; with "spawn" also function and arguments.
     """
     if start_method == "spawn":
         _check_not_being_imported()
@@ -84,6 +86,7 @@ def run_function(
         raise KeyboardInterrupt
     if cause.on_request:
         sys.exit(cause.shell_code())
+    report_uncaught(to_the_starter=False)
     raise as_error(cause)
 
 

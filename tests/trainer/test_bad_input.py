@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,50 +22,6 @@ class Untrained(TrainingModule):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(8, 3)
-
-
-def forgetful(use):
-    return type("Forgetful", (TrainingModule,), {"__init__": use})
-
-
-@pytest.mark.parametrize(
-    ("use", "name"),
-    [
-        (lambda self: setattr(self, "layer", torch.nn.Linear(1, 1)), "layer"),
-        (lambda self: setattr(self, "weight", torch.nn.Parameter(torch.ones(1))), "weight"),
-        (lambda self: self.register_buffer("mean", torch.ones(1)), "register_buffer"),
-        (lambda self: self.register_parameter("weight", None), "register_parameter"),
-        (lambda self: self.add_module("layer", torch.nn.Linear(1, 1)), "add_module"),
-        (lambda self: self.register_module("layer", torch.nn.Linear(1, 1)), "add_module"),
-        (lambda self: self.device, "device"),
-        (lambda self: self.training, "training"),
-        (lambda self: self.eval(), "_modules"),
-    ],
-)
-def test_a_forgotten_init_of_the_base(use, name):
-    message = (
-        f"^Forgetful uses '{name}' before its base is initialised; in __init__ call super\\(\\).__init__\\(\\) first$"
-    )
-    with pytest.raises(ConfigError, match=message) as caught:
-        forgetful(use)()
-    assert isinstance(caught.value, AttributeError)
-
-
-def test_a_module_without_a_forgotten_init_has_torch_s_attributes():
-    module = Classifier()
-    module.register_buffer("mean", torch.ones(1))
-    assert (
-        module.register_buffer.__func__ is torch.nn.Module.register_buffer
-    )  # else torch inspects it for each set buffer
-    for one in (module, copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert one.mean.item() == 1
-        assert not hasattr(one, "layer")
-        with pytest.raises(AttributeError, match="^'Classifier' object has no attribute 'layer'$") as caught:
-            one.layer  # noqa: B018 - the read raises
-        assert type(caught.value) is AttributeError
-    with pytest.raises(KeyError, match="attribute 'net' already exists"):
-        module.register_buffer("net", None)
-    assert not hasattr(TrainingModule.__new__(Classifier), "device")
 
 
 def test_a_plain_module():
