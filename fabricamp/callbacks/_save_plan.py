@@ -12,7 +12,7 @@ from fabricamp.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SavePlan:
     """One save, in this order: ``moves``, write ``target``, copy or link it to ``last``, ``remove``, publish ``after``."""
 
     target: str = ""
@@ -51,7 +51,7 @@ def _name_again(give_name: Callable[[str, str], None], old: str, new: str) -> No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planner:
+class SavePlanner:
     """Plans the saves into one folder."""
 
     folder: str
@@ -67,7 +67,7 @@ class Planner:
     foreign: frozenset[str] = frozenset()
     """Files that a checkpoint names and this callback did not write; they are ranked, but never changed or removed."""
 
-    def plan(self, kept: Kept, path: str, last: str, score: float | None) -> Plan:
+    def plan(self, kept: Kept, path: str, last: str, score: float | None) -> SavePlan:
         """Returns the plan of a save at ``path`` (if ``score`` is good enough) and at ``last``; either may be empty."""
         kept = kept.without({file for file in kept.all() if not places.exists(file)})
         moves: tuple[tuple[str, str], ...] = ()
@@ -82,8 +82,8 @@ class Planner:
         else:
             path, after = "", kept
         if not last or (not path and self.link_last and kept.files):  # the link points to the newest file already
-            return Plan(target=path, moves=moves, after=after, remove=self._removable(after.surplus(self.top_k)))
-        return self._with_last(Plan(target=path, moves=moves, after=after), kept, last)
+            return SavePlan(target=path, moves=moves, after=after, remove=self._removable(after.surplus(self.top_k)))
+        return self._with_last(SavePlan(target=path, moves=moves, after=after), kept, last)
 
     def tidied(self, kept: Kept) -> Kept:
         """Removes files that a killed run had replaced but not removed yet; returns the rest of ``kept``.
@@ -91,11 +91,11 @@ class Planner:
         The next save would remove them too, but a run that resumes at its limit makes no save.
         """
         here = kept.without({file for file in kept.all() if not places.exists(file)})
-        plan = Plan(after=here, remove=self._removable(here.surplus(self.top_k)))
+        plan = SavePlan(after=here, remove=self._removable(here.surplus(self.top_k)))
         plan.rotate(link=False)
         return here.without(plan.remove)
 
-    def _with_last(self, plan: Plan, kept: Kept, last: str) -> Plan:
+    def _with_last(self, plan: SavePlan, kept: Kept, last: str) -> SavePlan:
         """Returns ``plan`` with the ``save_last`` file; the file that it replaces is kept until the next save."""
         old = "" if kept.last in kept.files else kept.last  # a file written at an exception is rotated like any other
         last = self._name(last, {old} - self.foreign)
@@ -110,7 +110,7 @@ class Planner:
             spare = old
         after = replace(plan.after, last=last, spare=spare)
         dropped = {old, kept.spare} - {last, spare, ""}
-        return Plan(
+        return SavePlan(
             target=plan.target or last,
             last=last,
             moves=moves,

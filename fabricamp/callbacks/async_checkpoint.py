@@ -14,7 +14,7 @@ from fabricamp.strategies.side_process_group import SideProcessGroup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp.callbacks._save_plan import Plan
+    from fabricamp.callbacks._save_plan import SavePlan
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -36,7 +36,7 @@ class AsyncCheckpoint(ModelCheckpoint):
     """
 
     _writer: BackgroundWriter | None = None
-    _in_flight: Plan | None = None
+    _in_flight: SavePlan | None = None
     _unsettled = False  # equal on every rank, unlike the progress of rank 0's thread
     _beside: SideProcessGroup | None = None  # set if all ranks write
 
@@ -85,7 +85,7 @@ class AsyncCheckpoint(ModelCheckpoint):
         self._settle(trainer)
         super()._save(trainer, ranked=ranked)
 
-    def _write(self, trainer: Trainer, plan: Plan) -> None:
+    def _write(self, trainer: Trainer, plan: SavePlan) -> None:
         writer, beside = self._writer, self._beside
         if writer is None:
             super()._write(trainer, plan)

@@ -17,7 +17,7 @@ from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks._lineage import WRITTEN_BY, Lineage, take_stock
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor, told_of_zeros
 from fabricamp.callbacks._rotation import Kept
-from fabricamp.callbacks._save_plan import Plan, Planner, check_choices
+from fabricamp.callbacks._save_plan import SavePlan, SavePlanner, check_choices
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import places
@@ -332,13 +332,13 @@ class ModelCheckpoint(Checkpoint):
         if self.verbose and trainer.is_global_zero:
             _LOG.info("%s: step %d is saved in %s", type(self).__name__, trainer.global_step, plan.target)
 
-    def _write(self, trainer: Trainer, plan: Plan) -> None:
+    def _write(self, trainer: Trainer, plan: SavePlan) -> None:
         self._hand_over(trainer, plan)
         trainer.strategy.on_rank_zero(lambda: self._rotate(plan))
         self._publish(trainer, plan)
 
     def _hand_over(
-        self, trainer: Trainer, plan: Plan, write: Callable[[str, dict[str, Any]], None] | None = None
+        self, trainer: Trainer, plan: SavePlan, write: Callable[[str, dict[str, Any]], None] | None = None
     ) -> None:
         """Lets the Trainer write the checkpoint; the callback state inside already includes the new file."""
         options = {} if write is None else {"write": write}
@@ -348,15 +348,15 @@ class ModelCheckpoint(Checkpoint):
         finally:
             self._writing = None
 
-    def _rotate(self, plan: Plan) -> None:
+    def _rotate(self, plan: SavePlan) -> None:
         plan.rotate(link=self.save_last == "link")
 
-    def _publish(self, trainer: Trainer, plan: Plan) -> None:
+    def _publish(self, trainer: Trainer, plan: SavePlan) -> None:
         """Updates the public paths and notifies the loggers, which may upload the file; runs only once the file exists."""
         self._kept = plan.after.without(plan.remove)
         trainer.delivery.after_save_checkpoint(self)
 
-    def _plan(self, trainer: Trainer, *, ranked: bool) -> Plan:
+    def _plan(self, trainer: Trainer, *, ranked: bool) -> SavePlan:
         """Returns rank 0's decision: the file, its name and the files it replaces; moves files whose names are needed."""
         metrics = self._metrics(trainer)
         found = metrics.get(self.monitor) if ranked and self.monitor is not None else None
@@ -372,8 +372,8 @@ class ModelCheckpoint(Checkpoint):
         plan.make_room()
         return plan
 
-    def _planner(self, trainer: Trainer) -> Planner:
-        return Planner(
+    def _planner(self, trainer: Trainer) -> SavePlanner:
+        return SavePlanner(
             folder=self.dirpath or "",
             top_k=self.save_top_k,
             mode=self.mode,

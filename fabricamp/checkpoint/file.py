@@ -16,11 +16,11 @@ import torch
 
 from fabricamp.checkpoint import places
 from fabricamp.checkpoint.background import on_host
+from fabricamp.checkpoint.checksum import ChecksumFile, check_members, is_sealed
 from fabricamp.checkpoint.content import PRIVATE, structure, tensors_in
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
 from fabricamp.checkpoint.places import PARTIAL_SUFFIX
-from fabricamp.checkpoint.seal import SealingFile, check_members, is_sealed
 from fabricamp.errors import CheckpointError, nearest
 from fabricamp.files import create, sync
 
@@ -50,7 +50,7 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
         content = {**content, CHECKSUM: _SEALED + structure(content)}
 
     def fill(file: IO[bytes]) -> None:
-        sealing = SealingFile(file, members)
+        sealing = ChecksumFile(file, members)
         torch.save(content, cast("IO[bytes]", sealing))  # torch.save calls only `write` and `flush`
         sealing.seal()
 

@@ -40,7 +40,7 @@ def plain(value: Any, *, private: bool = False) -> Any:
 def described(value: Any, *, private: bool = False) -> Described:
     """Returns ``value`` as :func:`plain` does, with notes of the original types in it."""
     notes: list[dict[str, Any]] = []
-    return Described(_plain(value, _Place((), notes, frozenset(), private)), notes)
+    return Described(_plain(value, _Position((), notes, frozenset(), private)), notes)
 
 
 def parts_of(value: Any) -> list[Any]:
@@ -53,7 +53,7 @@ def parts_of(value: Any) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
+class _Position:
     """The position of a value within the outermost value."""
 
     at: tuple[Any, ...]
@@ -65,8 +65,8 @@ class _Place:
     def note(self, kind: str, name: str) -> None:
         self.notes.append({"at": self.at, "kind": kind, "type": name})
 
-    def below(self, container: Any, key: Any) -> _Place:
-        return _Place((*self.at, key), self.notes, self.within | {id(container)}, self.private)
+    def below(self, container: Any, key: Any) -> _Position:
+        return _Position((*self.at, key), self.notes, self.within | {id(container)}, self.private)
 
 
 class _Kind(NamedTuple):
@@ -85,7 +85,7 @@ def name_of(value: Any) -> str:
     return f"{named.__module__ or 'builtins'}.{named.__qualname__}"
 
 
-def _plain(value: Any, place: _Place) -> Any:
+def _plain(value: Any, place: _Position) -> Any:
     simple = _simple(value)
     if simple is not _OTHER:
         return simple

@@ -20,7 +20,7 @@ from fabricamp.watchdog import exit_code, hand_on, ignore_at_exit
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabricamp.engine.loop import FitLoop
+    from fabricamp.engine.loop import TrainingLoop
     from fabricamp.engine.session import Session
     from fabricamp.trainer import Trainer
 
@@ -49,7 +49,7 @@ def giving_back(trainer: Trainer, session: Session) -> Iterator[None]:
         hand_back((*trainer.callbacks, *trainer.loggers))
 
 
-def end_fit(trainer: Trainer, session: Session, loop: FitLoop) -> None:
+def end_fit(trainer: Trainer, session: Session, loop: TrainingLoop) -> None:
     """Ends a fit after its loop; an interrupted run gets ``on_exception``, and the resumed run calls the hooks at the end."""
     state, hooks, agreement = trainer.state, session.hooks, session.agreement
     if agreement.came_late():

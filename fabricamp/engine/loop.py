@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("fabricamp")
 
 
-class FitLoop:
+class TrainingLoop:
     """Runs epochs until a limit or a stop, with validation and flushes in between."""
 
     def __init__(self, parts: FitParts, update: Update) -> None:
@@ -68,7 +68,7 @@ class FitLoop:
         monitors = hooks.callbacks("on_train_epoch_end", monitors=True)
         # At an epoch's beginning the saved RNG states precede its start hooks; within an epoch they follow them (_catch_up).
         if state.batch_idx == 0:
-            self._take_up()
+            self._restore_rng()
         self.parts.agreement.begin()
         while self._goes_on() and not self._is_cut():
             self._open_epoch(epoch_start)
@@ -79,7 +79,7 @@ class FitLoop:
             if not complete:
                 self.parts.resume_point.note_cut()
             self._close_epoch(complete, epoch_end, monitors)
-        self.parts.resume_point.stay_ended()
+        self.parts.resume_point.restore_ended()
         state.scope = Scope.NOWHERE
         if not state.interrupted:  # else the resumed run delivers the pending values, at the same steps
             self._deliver()
@@ -88,7 +88,7 @@ class FitLoop:
         """Prepares an epoch and runs its start hooks: before its first batch, or before the next batch of a resumed epoch."""
         state = self.state
         state.scope = Scope.TRAIN_EPOCH
-        self.parts.resume_point.go_on()
+        self.parts.resume_point.begin_epoch()
         self.parts.renew(self.parts)
         set_epoch(self.parts.loader, state.epoch)
         before = self.parts.resume_point.callback_states("on_train_epoch_start") if state.batch_idx else None
@@ -150,16 +150,16 @@ class FitLoop:
         trained = [one for one in self.parts.module.parameters() if type(one) is Parameter and one.requires_grad]
         self._accumulate_grad_nodes = [get_gradient_edge(one) for one in trained]
 
-    def _take_up(self) -> None:
+    def _restore_rng(self) -> None:
         """In a resumed run, once: restores RNG states, and calls ``_after_step`` if the run was cut between a step and the call."""
         self.metrics.muted = False
-        if self.parts.resume_point.take_up():
+        if self.parts.resume_point.restore_rng_once():
             self._after_step()
 
     def _catch_up(self) -> bool | None:
         """Does the work that the run was cut before; returns None if batches follow, else whether all of the epoch's are done."""
         state, feed = self.state, self.parts.feed
-        self._take_up()
+        self._restore_rng()
         if state.batch_idx == 0:
             return None
         at_end = feed.last or state.batch_idx >= feed.limit

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from fabricamp.data import Feed
     from fabricamp.engine.evaluation import EvaluationLoop
-    from fabricamp.engine.loop import FitLoop
+    from fabricamp.engine.loop import TrainingLoop
     from fabricamp.engine.session import Session
     from fabricamp.module import TrainingModule
     from fabricamp.profilers.profiler import Profiler
@@ -58,7 +58,7 @@ def reported(trainer: Trainer, fn: TrainerFn, module: TrainingModule) -> Iterato
     profiler.describe()
 
 
-def profile_fit(session: Session, loop: FitLoop) -> FitLoop:
+def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
     """Returns the loop; with a profiler, methods of the loop and its parts are wrapped as actions, on these objects only."""
     profiler = profiler_of(session.trainer)
     if profiler is None:

@@ -137,7 +137,7 @@ class ResumePoint(Section):
     # -- resuming ----------------------------------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Restores the resume point except RNG states (see :meth:`take_up`); warns about what cannot be restored exactly."""
+        """Restores the resume point except RNG states (:meth:`restore_rng_once`); warns about what cannot be restored exactly."""
         loop, ranks = checkpoint.get("loops", {}).get("fit", {}), len(checkpoint.get("rng", []))
         assert self._feed is not None
         if ranks == 0:
@@ -167,7 +167,7 @@ class ResumePoint(Section):
             _tell_of_ranks(ranks, strategy.world_size)
             _tell_of_reading(self._feed, state.batch_idx)
 
-    def take_up(self) -> bool:
+    def restore_rng_once(self) -> bool:
         """Restores RNG states, once; returns whether the run was cut between a step and the work that follows it."""
         self.resumed = False
         rng, self._rng = self._rng, None
@@ -175,18 +175,18 @@ class ResumePoint(Section):
             restore_rng(rng)
         return self.window.take_stepped()
 
-    def go_on(self) -> None:
+    def begin_epoch(self) -> None:
         """Called before an epoch: drops the saved end of the epoch, as a run resumed in a finished epoch finishes it again."""
         self._ended = None
-        self.loggers.go_on()
+        self.loggers.begin_epoch()
 
-    def stay_ended(self) -> None:
+    def restore_ended(self) -> None:
         """Called after the loop: if the run had ended and nothing was left to do, the values published at its end stay."""
         if self._ended is None:
             return
-        self.take_up()
+        self.restore_rng_once()
         self._cut = self._present()
-        self.loggers.stay_ended()
+        self.loggers.restore_ended()
         self._metrics.take_ended(*self._ended)
         self._ended = None
 
@@ -222,13 +222,13 @@ class LoggerSection(Section):
             self._before_end, stood = stood, ended
         self._delivery.load_state_dict(stood)
 
-    def go_on(self) -> None:
+    def begin_epoch(self) -> None:
         """Called before an epoch: takes back what the run before logged at the end of this epoch."""
         before, self._before_end = self._before_end, None
         if before is not None:
             self._delivery.load_state_dict(before)
 
-    def stay_ended(self) -> None:
+    def restore_ended(self) -> None:
         """Makes the next checkpoint hold the positions of the loaded one."""
         self._cut = self._before_end
 

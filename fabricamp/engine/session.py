@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.checkpoint import read_together, write_together
-from fabricamp.checkpoint.placing import placed_weights
+from fabricamp.checkpoint.shard_loading import placed_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch
 from fabricamp.engine.attachment import DETACHED
 from fabricamp.engine.compiled import step_of
@@ -16,7 +16,7 @@ from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, prin
 from fabricamp.engine.graph.graphs import Graphs
 from fabricamp.engine.log_axis import deliver
 from fabricamp.engine.logger_setup import join_loggers, kept_of, log_hyperparams
-from fabricamp.engine.loop import FitLoop
+from fabricamp.engine.loop import TrainingLoop
 from fabricamp.engine.model_checks import warn_of_oversights
 from fabricamp.engine.optimizer_setup import (
     ManagedOptimizer,
@@ -226,7 +226,7 @@ class Session:
 
     # -- loops -------------------------------------------------------------------------------------------------------------------
 
-    def fit_loop(self) -> FitLoop:
+    def fit_loop(self) -> TrainingLoop:
         """Does the work before the first batch (``on_fit_start``, sanity check, loaders, resume point); returns the loop."""
         if self.trainer.is_global_zero:
             warn_of_oversights(self.module, self.optimizers, self.source.datamodule, self.trainer.callbacks)
@@ -250,7 +250,7 @@ class Session:
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
-        return profile_fit(self, FitLoop(parts, update))
+        return profile_fit(self, TrainingLoop(parts, update))
 
     def _fit_parts(self) -> FitParts:
         """Returns the loop's parts; asks for the training loader before the validation loaders."""

@@ -36,7 +36,7 @@ _TOLD = ("first_loss", "loss", "ring")
 """Entries of a loss scaler about the losses of its own rank: a resumed run has rank 0's values on all ranks."""
 
 
-class Plan(NamedTuple):
+class VerificationPlan(NamedTuple):
     """What one fit has to do; a position is a batch, as ``epoch/batch``, or empty."""
 
     folder: str
@@ -48,10 +48,10 @@ class Plan(NamedTuple):
     resume_from: str = ""
 
 
-def the_plan() -> Plan | None:
+def the_plan() -> VerificationPlan | None:
     """Returns the command's plan; None without the command."""
     text = os.environ.get(VARIABLE)
-    return Plan(**json.loads(text)) if text else None
+    return VerificationPlan(**json.loads(text)) if text else None
 
 
 def take_part(runner: Runner, trainer: Trainer) -> None:
@@ -69,7 +69,7 @@ def take_part(runner: Runner, trainer: Trainer) -> None:
 class Recorder(Callback):
     """Writes a line of digests for each batch, and kills its process at the end of the plan."""
 
-    def __init__(self, plan: Plan, runner: Runner) -> None:
+    def __init__(self, plan: VerificationPlan, runner: Runner) -> None:
         self._plan = plan
         self._runner = runner
         self._before: dict[str, Any] = {}

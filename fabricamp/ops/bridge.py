@@ -168,7 +168,7 @@ class Kernel:
         self._current = index_of_current(device.type)
         self._stream: Callable[[int], int] = current_stream if device.type == "cuda" else _no_stream
         self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
-        self._places: list[_Place] = []
+        self._places: list[_ArgumentMemory] = []
 
     @property
     def address(self) -> int:
@@ -223,7 +223,7 @@ class Kernel:
         return call
 
 
-class _Place(NamedTuple):
+class _ArgumentMemory(NamedTuple):
     """Memory for a launch's arguments (``values``), the function that writes them, and the array of addresses for the driver."""
 
     write: Callable[..., None]
@@ -232,12 +232,12 @@ class _Place(NamedTuple):
     addresses: Any
 
 
-def _place_of(types: tuple[str, ...]) -> _Place:
+def _place_of(types: tuple[str, ...]) -> _ArgumentMemory:
     values = (ctypes.c_uint64 * len(types))()
     first = ctypes.addressof(values)
     addresses = (ctypes.c_void_p * len(types))(*[first + 8 * place for place in range(len(types))])
     write = struct.Struct("".join([_CODES[kind] for kind in types])).pack_into
-    return _Place(write, values, ctypes.addressof(addresses), addresses)
+    return _ArgumentMemory(write, values, ctypes.addressof(addresses), addresses)
 
 
 def index_of_current(kind: str) -> Callable[[], int | None]:

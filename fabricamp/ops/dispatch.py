@@ -54,7 +54,7 @@ in fp32 they save no more than in half precision.  They cost an otherwise idle h
 """
 
 
-class Settings(NamedTuple):
+class ChoiceSettings(NamedTuple):
     """The process-wide settings that a choice depends on, besides operands, card and tables; part of the key of cached choices."""
 
     forced: Runner | None = None
@@ -64,7 +64,7 @@ class Settings(NamedTuple):
     """How often :func:`forget` was called."""
 
 
-settings = Settings()
+settings = ChoiceSettings()
 """The settings of this process; the tables are per process too."""
 
 

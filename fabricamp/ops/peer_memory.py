@@ -45,7 +45,7 @@ class Mapped(NamedTuple):
     keep: Any
 
 
-class _Place(NamedTuple):
+class _WordRange(NamedTuple):
     """A range of words in a block: ``start`` is the index of its first word."""
 
     block: int
@@ -111,8 +111,8 @@ class Workspace:
         # Read at every call: through ctypes this takes a tenth of a microsecond.
         self.failure = ctypes.c_longlong.from_address(self.host_failed.data_ptr())
         self._blocks: list[Mapped] = []
-        self._free: list[_Place] = []  # the same on every rank, like the keys of _lent
-        self._lent: dict[_Place, weakref.ref[WorkspaceSlot]] = {}
+        self._free: list[_WordRange] = []  # the same on every rank, like the keys of _lent
+        self._lent: dict[_WordRange, weakref.ref[WorkspaceSlot]] = {}
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
 
     def grow(self, words: int) -> str:
@@ -129,7 +129,7 @@ class Workspace:
         if any(problems):
             return next(one for one in problems if one)
         assert block is not None
-        self._free.append(_Place(len(self._blocks), 0, size))
+        self._free.append(_WordRange(len(self._blocks), 0, size))
         self._blocks.append(block)
         return ""
 
@@ -154,12 +154,12 @@ class Workspace:
         self._lent[place] = weakref.ref(slot)
         return slot
 
-    def _take(self, words: int) -> _Place | None:
+    def _take(self, words: int) -> _WordRange | None:
         for index, (block, start, size) in enumerate(self._free):
             if size >= words:
-                rest = [_Place(block, start + words, size - words)] if size > words else []
+                rest = [_WordRange(block, start + words, size - words)] if size > words else []
                 self._free[index : index + 1] = rest
-                return _Place(block, start, words)
+                return _WordRange(block, start, words)
         return None
 
     def _reclaim(self) -> None:
@@ -201,9 +201,9 @@ class Workspace:
             )
 
 
-def _joined(places: list[_Place]) -> list[_Place]:
+def _joined(places: list[_WordRange]) -> list[_WordRange]:
     """Returns the same words, sorted, with adjacent ranges merged."""
-    found: list[_Place] = []
+    found: list[_WordRange] = []
     for place in sorted(places):
         if found and place[:2] == (found[-1].block, found[-1].start + found[-1].words):
             found[-1] = found[-1]._replace(words=found[-1].words + place.words)

@@ -56,7 +56,7 @@ _NUMBERS: Final = frozenset({float, int, bool})
 _Struct: Final = bridge.structure("common.cuh", "Table")
 
 
-class _Stand(NamedTuple):
+class _ContiguousCopy(NamedTuple):
     """A tensor whose memory order differs from its row's, and the dense copy that the kernels use in its place."""
 
     tensor: Tensor
@@ -89,7 +89,7 @@ class Table:
         self._columns = [list(column) for column in columns]
         self._flag_cell = flags
         self._chunk_size = chunk_size or CHUNK_SIZE
-        self._stands: list[dict[int, _Stand]] = [{} for _ in columns]
+        self._stands: list[dict[int, _ContiguousCopy]] = [{} for _ in columns]
         self._anchors = anchors(self._columns)
         self._layouts = Layouts(self._anchors)
         self._kinds: dict[Kind, int] = {}
@@ -162,7 +162,7 @@ class Table:
 
     def _place(self, index: int) -> None:
         """Writes the addresses of a column; a tensor whose layout differs from the row's is replaced by a dense copy."""
-        stands: dict[int, _Stand] = {}
+        stands: dict[int, _ContiguousCopy] = {}
         addresses = self._lines[_COLUMNS + index]
         for row, tensor in enumerate(self._columns[index]):
             anchor = self._anchors[row]
@@ -176,7 +176,7 @@ class Table:
                 addresses[row] = bridge.address_of(tensor) or _ALIGNMENT
                 continue
             dense = torch.empty_like(anchor, dtype=tensor.dtype)
-            stands[row] = _Stand(tensor.detach(), dense)
+            stands[row] = _ContiguousCopy(tensor.detach(), dense)
             addresses[row] = dense.data_ptr()
         self._stands[index] = stands
         self._standing = any(self._stands)

@@ -22,7 +22,7 @@ from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.idle_hooks import let_hooks_idle
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.optimizers.refusals import UnsupportedError
-from fabricamp.optimizers.rows import LAST, Known, Part, set_scalars, zero_gradients
+from fabricamp.optimizers.rows import LAST, DeviceParams, RowsCacheKey, set_scalars, zero_gradients
 from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state
 from fabricamp.optimizers.watched_state import ParameterState, WatchedState, watched
 
@@ -61,8 +61,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
     set_grad_none = True
     master_weights = False
-    _parts: list[Part] | None = None
-    _known: Known | None = None
+    _parts: list[DeviceParams] | None = None
+    _known: RowsCacheKey | None = None
     _copies: Sequence[Tensor | None] | None = None
     _flags: Sequence[Tensor | None] | None = None
     _explicit = False
@@ -127,7 +127,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         ):
             refusals.refuse_rebuild(self, parts, parameters)
             parts = self._parts = self._build(parameters, gradients, copies, flags)
-            self._known = Known(parameters, parts, copies, flags)
+            self._known = RowsCacheKey(parameters, parts, copies, flags)
             self._copies, self._flags = copies, flags
             self._watch()
         for part in parts:
@@ -158,7 +158,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         """The tables that a step's kernels work on, one per device; empty where the torch references run."""
         return [part.table for part in self._parts or () if part.table is not None]
 
-    def _refresh(self, part: Part, every: Sequence[Tensor | None], *, trust: bool) -> None:
+    def _refresh(self, part: DeviceParams, every: Sequence[Tensor | None], *, trust: bool) -> None:
         gradients = part.take(every)
         try:
             part.refresh(gradients, trust=trust)
@@ -166,7 +166,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             refusals.refuse_unreadable(self, every, "gradient")
             raise
 
-    def _holds_state(self, parts: Sequence[Part], parameters: Sequence[Tensor]) -> bool:
+    def _holds_state(self, parts: Sequence[DeviceParams], parameters: Sequence[Tensor]) -> bool:
         """Whether the rows still hold the tensors of the state, after the state was changed."""
         state = self.state
         names = (*self.rule.states, *self.rule.cells)
@@ -190,7 +190,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         gradients: Sequence[Tensor | None],
         copies: Sequence[Tensor | None] | None,
         flags: Sequence[Tensor | None] | None,
-    ) -> list[Part]:
+    ) -> list[DeviceParams]:
         """Returns the rows of each device: one row for each parameter that has a gradient or state."""
         refusals.refuse_unreadable(self, parameters, "parameter")
         refusals.refuse_unreadable(self, gradients, "gradient")
@@ -205,7 +205,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         for device, own in places.items():
             states = [self.state[parameters[place]] for place in own]
             rows = [self._targets(parameters[place], None if copies is None else copies[place]) for place in own]
-            part = Part(
+            part = DeviceParams(
                 device,
                 own,
                 [groups[place] for place in own],

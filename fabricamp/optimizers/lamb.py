@@ -13,7 +13,7 @@ from fabricamp.ops import LambRule, Steering
 from fabricamp.ops.lamb import gradient_norm, launch_norm
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
-from fabricamp.optimizers.rows import Part
+from fabricamp.optimizers.rows import DeviceParams
 
 
 class FusedLAMB(FusedOptimizer):
@@ -107,7 +107,7 @@ class FusedLAMB(FusedOptimizer):
             norms = [total.to(part.device) for part in parts]
         return {part.device: norm for part, norm in zip(parts, norms, strict=True)}
 
-    def _norm_of(self, part: Part, steering: Steering, measured: tuple[Tensor, float] | None) -> Tensor:
+    def _norm_of(self, part: DeviceParams, steering: Steering, measured: tuple[Tensor, float] | None) -> Tensor:
         state = None if steering.state is None else steering.state.seen_from(part.device)
         own = Steering(state, steering.limit)
         if measured is not None:

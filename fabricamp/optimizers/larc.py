@@ -19,7 +19,7 @@ from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.grad_scaler import from_grad_scaler
 from fabricamp.optimizers.parameters import owned_parameters
 from fabricamp.optimizers.refusals import at_least_0, refuse_rebuild, refuse_unreadable
-from fabricamp.optimizers.rows import Known, Part, set_scalars
+from fabricamp.optimizers.rows import DeviceParams, RowsCacheKey, set_scalars
 
 
 class LARC(NamesKeywords, Optimizer):
@@ -58,8 +58,8 @@ class LARC(NamesKeywords, Optimizer):
         self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._parts: list[Part] | None = None
-        self._known: Known | None = None
+        self._parts: list[DeviceParams] | None = None
+        self._known: RowsCacheKey | None = None
         self._own_state: ops.StepState | None = None
         super().__setstate__(state)
 
@@ -130,7 +130,7 @@ class LARC(NamesKeywords, Optimizer):
             refuse_rebuild(self, self._parts, parameters)
             refuse_unreadable(self, parameters, "parameter")
             self._parts = self._build(parameters)
-            self._known = Known(parameters, self._parts, None, None)
+            self._known = RowsCacheKey(parameters, self._parts, None, None)
         for part in self._parts:
             try:
                 part.refresh(part.take(gradients), trust=True)
@@ -140,14 +140,14 @@ class LARC(NamesKeywords, Optimizer):
         set_scalars(self._parts, self._rule, self.param_groups)
         return gradients
 
-    def _build(self, parameters: list[Tensor]) -> list[Part]:
+    def _build(self, parameters: list[Tensor]) -> list[DeviceParams]:
         """Returns the rows of each device, of all parameters."""
         groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
         places: dict[torch.device, list[int]] = {}
         for place, parameter in enumerate(parameters):
             places.setdefault(parameter.device, []).append(place)
         return [
-            Part(
+            DeviceParams(
                 device,
                 own,
                 [groups[place] for place in own],

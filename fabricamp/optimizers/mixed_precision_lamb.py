@@ -13,7 +13,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops import LambRule, Steering
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.lamb import FusedLAMB
-from fabricamp.optimizers.rows import Column, Part
+from fabricamp.optimizers.rows import Column, DeviceParams
 
 
 class _UncountedRule(LambRule):
@@ -102,7 +102,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def _build(
         self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None
-    ) -> list[Part]:
+    ) -> list[DeviceParams]:
         given = iter(gradients)
         for group in self.param_groups:
             _settle(group)

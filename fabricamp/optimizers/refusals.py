@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp.optimizers.rows import Part
+    from fabricamp.optimizers.rows import DeviceParams
 
 
 class UnsupportedError(ConfigError, RuntimeError):
@@ -61,7 +61,7 @@ def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], ro
             )
 
 
-def refuse_rebuild(optimizer: Optimizer, parts: Sequence[Part] | None, parameters: Sequence[Tensor]) -> None:
+def refuse_rebuild(optimizer: Optimizer, parts: Sequence[DeviceParams] | None, parameters: Sequence[Tensor]) -> None:
     """Raises UnsupportedError if rows cannot be built: during a capture, or if a captured graph still uses the present rows."""
     name = type(optimizer).__name__
     if any(part.captured for part in parts or ()):
@@ -77,7 +77,7 @@ def refuse_rebuild(optimizer: Optimizer, parts: Sequence[Part] | None, parameter
         )
 
 
-def refuse_rows_of_eager_steps(optimizer: Optimizer, parts: Sequence[Part] | None) -> None:
+def refuse_rows_of_eager_steps(optimizer: Optimizer, parts: Sequence[DeviceParams] | None) -> None:
     """Raises UnsupportedError if a captured step would read the gradients that :meth:`gather` set for eager steps."""
     for part in parts or ():
         if is_capturing(part.device) and not part.holds_captured:

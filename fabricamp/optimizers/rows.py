@@ -27,7 +27,7 @@ LAST: Final[Column] = []
 """Default argument that means: the value of the last call."""
 
 
-class Part:
+class DeviceParams:
     """The rows of one device.
 
     ``places``: the positions of the rows' parameters among all parameters of the optimizer.  ``groups``: the group of each row.
@@ -165,11 +165,11 @@ class Part:
         return len(self.places) if self._one_a_row else cast("Table", self.table).chunks
 
 
-class Known:
+class RowsCacheKey:
     """What rows were built from: they stay valid while parameters, copies and flags are the same objects in the same memory."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], parts: Sequence[Part], copies: Column | None, flags: Column | None
+        self, parameters: Sequence[Tensor], parts: Sequence[DeviceParams], copies: Column | None, flags: Column | None
     ) -> None:
         self._parameters = list(parameters)
         members = {place for part in parts for place in part.places}
@@ -223,7 +223,7 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def set_scalars(
-    parts: Sequence[Part], rule: Callable[[dict[str, Any]], Rule], groups: Sequence[dict[str, Any]]
+    parts: Sequence[DeviceParams], rule: Callable[[dict[str, Any]], Rule], groups: Sequence[dict[str, Any]]
 ) -> None:
     """Uploads the scalars of the ``groups``' rules to every device that has a table."""
     rules: list[Any] | None = None

@@ -13,7 +13,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops import Rule, SgdRule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import at_least_0
-from fabricamp.optimizers.rows import Part
+from fabricamp.optimizers.rows import DeviceParams
 
 
 class FusedSGD(FusedOptimizer):
@@ -83,7 +83,7 @@ class FusedSGD(FusedOptimizer):
             self._known = None
             self._moves = moves
 
-    def _build(self, *arguments: Any) -> list[Part]:
+    def _build(self, *arguments: Any) -> list[DeviceParams]:
         groups = [group["params"] for group in self.param_groups if group["momentum"] != 0]
         self._moving = frozenset([id(parameter) for parameters in groups for parameter in parameters])
         return super()._build(*arguments)

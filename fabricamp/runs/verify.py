@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabricamp.engine.verification import DONE, START, VARIABLE, Plan
+from fabricamp.engine.verification import DONE, START, VARIABLE, VerificationPlan
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,19 +84,19 @@ def verify(script: Path, arguments: Sequence[str] = (), batches: int = 20) -> tu
         raise ConfigError(f"batches={batches}: choose {_FEWEST} or more")
     command = [sys.executable, str(script), *arguments]
     with tempfile.TemporaryDirectory(prefix="fabricamp-verify-") as name:
-        straight = _run(command, Plan(f"{name}/straight", batches))
+        straight = _run(command, VerificationPlan(f"{name}/straight", batches))
         places = [place for place in straight[0] if place not in (START, DONE)]
         if len(places) < _FEWEST:
             raise ConfigError(f"{script} trains on {len(places)} batches; {_FEWEST} or more can be cut in two")
         saved = len(places) // 2 - 1
         save_at, kill_at = places[saved], places[saved + 2]
-        killed = _run(command, Plan(f"{name}/killed", batches, save_at, kill_at))
+        killed = _run(command, VerificationPlan(f"{name}/killed", batches, save_at, kill_at))
         found = compare("again", straight, killed)
         ranks = "1 process" if len(straight) == 1 else f"{len(straight)} processes"
         what = f"{len(places)} batches on {ranks}, killed after {_named(kill_at)}, resumed after {_named(save_at)}"
         if found is None:
             rest = len(places) - saved - 1
-            resumed = _run(command, Plan(f"{name}/resumed", rest, resume_from=f"{name}/killed/saved.ckpt"))
+            resumed = _run(command, VerificationPlan(f"{name}/resumed", rest, resume_from=f"{name}/killed/saved.ckpt"))
             found = compare("resumed", straight, resumed, begun_at=save_at)
     return found, what
 
@@ -122,7 +122,7 @@ def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
 
 
-def _run(command: Sequence[str], plan: Plan) -> list[Record]:
+def _run(command: Sequence[str], plan: VerificationPlan) -> list[Record]:
     """Runs the script by the plan, and returns each rank's record."""
     folder = Path(plan.folder)
     folder.mkdir()

@@ -196,7 +196,7 @@ def test_a_run_killed_before_it_rotated_leaves_nothing_behind(make_trainer, make
     trainer = make_trainer(make()).start()
     for _ in range(2):
         trainer.epoch()
-    monkeypatch.setattr(_save_plan.Plan, "rotate", lambda *_, **__: (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr(_save_plan.SavePlan, "rotate", lambda *_, **__: (_ for _ in ()).throw(SystemExit))
     with pytest.raises(SystemExit):
         trainer.epoch()
     monkeypatch.undo()

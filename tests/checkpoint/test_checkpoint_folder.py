@@ -24,7 +24,7 @@ from fabricamp.checkpoint import (
     write_together,
 )
 from fabricamp.checkpoint.folder import read_rest, write_folder
-from fabricamp.checkpoint.placing import placed_weights
+from fabricamp.checkpoint.shard_loading import placed_weights
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.export import export
 from fabricamp.strategies import Strategy

@@ -21,7 +21,7 @@ one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indire
 def device(kernel_device, monkeypatch):
     """Where kernels run from three rows of 24 on."""
     monkeypatch.setattr(dispatch, "_WORTH_THE_HOST", 3 * 24)
-    monkeypatch.setattr(dispatch, "settings", dispatch.Settings())
+    monkeypatch.setattr(dispatch, "settings", dispatch.ChoiceSettings())
     monkeypatch.setattr(dispatch, "bands_of", lambda *_: [(1, "cupy")])  # the tables have no widths so small
     monkeypatch.setattr(dispatch, "_card", functools.cache(lambda _: {}))
     dispatch.forget()

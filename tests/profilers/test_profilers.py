@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fabricamp import Callback, ConfigError
-from fabricamp.engine.loop import FitLoop
+from fabricamp.engine.loop import TrainingLoop
 from fabricamp.loggers import CSVLogger
 from fabricamp.profilers import MemoryProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from fabricamp.profilers.phases import PhaseClock
@@ -190,13 +190,13 @@ def test_a_report_in_a_file_of_the_logs():
 
 def test_nothing_is_wrapped_without_one(monkeypatch):
     seen = []
-    run = FitLoop.run
+    run = TrainingLoop.run
 
     def noted(self):
         seen.append((set(vars(self)), set(vars(self.update)), "behind" in vars(self.parts.feed), self._batch_start[0]))
         run(self)
 
-    monkeypatch.setattr(FitLoop, "run", noted)
+    monkeypatch.setattr(TrainingLoop, "run", noted)
     for profiler in (None, PassThroughProfiler(), "simple"):
         trainer = quiet_trainer(max_steps=1, callbacks=[Hooked()], profiler=profiler)
         trainer.fit(Classifier(), loader())

@@ -75,7 +75,7 @@ def test_a_run_without_a_graph_weighs_the_host(captures, monkeypatch):
 
 
 def test_a_process_may_weigh_the_gpu_alone(monkeypatch):
-    monkeypatch.setattr(dispatch, "settings", dispatch.Settings())  # given back
+    monkeypatch.setattr(dispatch, "settings", dispatch.ChoiceSettings())  # given back
     set_kernel_choice("graph")
     module = Net()
     quiet_trainer(max_steps=2).fit(module, loader())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.optimizers.rows import Part
+from fabricamp.optimizers.rows import DeviceParams
 
 
 class OverflowBuffer:
@@ -30,7 +30,7 @@ class StepInGroup(OverflowBuffer, FusedOptimizer):
     it waits for the device.  In ``state_dict()`` it is an int, the largest count of the group.
     """
 
-    def _build(self, *arguments: Any) -> list[Part]:
+    def _build(self, *arguments: Any) -> list[DeviceParams]:
         parts = super()._build(*arguments)
         self._show_steps()
         return parts

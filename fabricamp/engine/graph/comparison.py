@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fabricamp.precision.step_results import StepResults
 
 
-class Copies(NamedTuple):
-    """Copies of all that a step may write."""
+class StateCopies(NamedTuple):
+    """StateCopies of all that a step may write."""
 
     tensors: dict[str, Tensor]
     gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
@@ -33,7 +33,7 @@ class Copies(NamedTuple):
     generators: list[Tensor]
 
 
-class StepState:
+class ComparedState:
     """All that a step writes: weights, buffers, metric and optimizer states, loss scale, step status, the device's generators.
 
     With ``window``, also the gradients of an accumulation in progress, in ``.grad`` or in ``memory``.
@@ -69,9 +69,9 @@ class StepState:
         tensors = [*self._tensors.values(), *self._parameters]
         return sum(one.numel() * one.element_size() for one in tensors)
 
-    def copy(self) -> Copies:
+    def copy(self) -> StateCopies:
         """Returns copies of everything."""
-        return Copies(
+        return StateCopies(
             {name: one.detach().clone() for name, one in self._tensors.items()},
             [(one, one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters],
             None if self._memory is None else self._memory.presence,
@@ -80,7 +80,7 @@ class StepState:
         )
 
     @torch.no_grad()
-    def put_back(self, copies: Copies) -> None:
+    def put_back(self, copies: StateCopies) -> None:
         """Restores the state from ``copies``."""
         for name, one in self._tensors.items():
             one.copy_(copies.tensors[name])
@@ -93,7 +93,7 @@ class StepState:
         self._metric_states.put_back(copies.metrics)
         self._generators.put_back(copies.generators)
 
-    def difference(self, copies: Copies) -> str:
+    def difference(self, copies: StateCopies) -> str:
         """Returns the name of the first tensor or generator that differs from ``copies`` in any bit; empty if none does."""
         for name, one in self._tensors.items():
             if not same_bits(one, copies.tensors[name]):
@@ -108,7 +108,9 @@ class StepState:
         return "" if self._generators.are(copies.generators) else "the state of a random generator on the device"
 
 
-def compare(state: StepState, before: Copies, eager: Callable[[], Any], everywhere: Callable[[bool], bool]) -> str:
+def compare(
+    state: ComparedState, before: StateCopies, eager: Callable[[], Any], everywhere: Callable[[bool], bool]
+) -> str:
     """Returns the first difference between the replay that has run and an ``eager`` step from ``before``; empty for none.
 
     If two eager steps differ from each other, too, the step's kernels are not deterministic; then no difference is reported.

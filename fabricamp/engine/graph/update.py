@@ -14,7 +14,7 @@ from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copie
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import reason_of
 from fabricamp.engine.graph.captured_step import CapturedStep, unchanged
-from fabricamp.engine.graph.comparison import StepState, compare
+from fabricamp.engine.graph.comparison import ComparedState, compare
 from fabricamp.engine.graph.logs import LogReplay
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.refusals import refused, upload_of
@@ -340,7 +340,7 @@ class GraphUpdate(Update):
         memory = self._memory() if self._sums and self._memory is not None else None
         window = role.accumulate > 1
         verdicts, states = parts.precision.verdicts, step.metric_states
-        state = StepState(
+        state = ComparedState(
             parts.module, optimizer, verdicts, device, states, step.generators,
             memory=memory, weights=self.weights, window=window,
         )  # fmt: skip

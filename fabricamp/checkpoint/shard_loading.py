@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Placing:
+class ShardLoader:
     """Collects tensors of ``checkpoint``, as read from ``path``, and reads them together."""
 
     def __init__(self, checkpoint: dict[str, Any], path: str) -> None:
@@ -62,7 +62,7 @@ def placed_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]
     """
     if not any_shard(own.values()):
         return checkpoint
-    placing = Placing(checkpoint, path)
+    placing = ShardLoader(checkpoint, path)
 
     def placed(value: Any, place: str) -> Any:
         if not isinstance(value, dict):
@@ -84,7 +84,7 @@ def placed_states(
     checkpoint: dict[str, Any], path: str, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns the optimizers' ``states`` with the tensors of a sharded parameter sharded like that parameter."""
-    placing, placed = Placing(checkpoint, path), []
+    placing, placed = ShardLoader(checkpoint, path), []
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         parameters = owned_parameters(optimizer)
         indices = [index for group in state["param_groups"] for index in group["params"]]
@@ -106,7 +106,7 @@ def placed_states(
 
 def placed_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the gradients of a checkpoint's accumulation in progress, sharded like the parameters."""
-    placing = Placing(checkpoint, path)
+    placing = ShardLoader(checkpoint, path)
     saved: dict[str, Any] = checkpoint["loops"]["fit"]["window"]["gradients"]
     placed = {
         name: placing.place(f"loops/fit/window/gradients/{name}", value, own.get(name)) for name, value in saved.items()

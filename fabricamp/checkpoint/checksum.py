@@ -19,7 +19,7 @@ _END, _END_64, _LOCATOR_64 = 22, 56, 20
 _ENTRY = 512  # bytes; a directory entry is smaller
 
 
-class SealingFile:
+class ChecksumFile:
     """Forwards what ``torch.save`` writes, except the end of the zip; :meth:`seal` writes the end with the footer.
 
     It writes sequentially, without seeking: the file may be an upload.  ``members`` is the maximum number of zip members.
