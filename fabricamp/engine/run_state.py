@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import matched_states
 from fabricamp.checkpoint.lightning import lightning_keys
-from fabricamp.checkpoint.record import Record, Section, Part
+from fabricamp.checkpoint.record import Part, Record, Section
 from fabricamp.checkpoint.sections import Optimizers, Schedules, Weights
 from fabricamp.engine.kernel_choice import KernelChoice
 from fabricamp.engine.world_change import StepSizes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fabricamp import Callback, CheckpointError, launch
-from fabricamp.checkpoint.record import Record, Section, Part
+from fabricamp.checkpoint.record import Part, Record, Section
 from fabricamp.strategies import DDP, Strategy
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
