@@ -17,7 +17,7 @@ Place = TypeVar("Place")
 Answer = TypeVar("Answer")
 
 
-class LogRecord(NamedTuple):
+class Record(NamedTuple):
     """The content of one step in a file; ``weight`` counts towards the limit of records that wait in memory."""
 
     step: int
@@ -49,7 +49,7 @@ class Backlog(Generic[Place]):
         append: Callable[[list[Any]], Place],
         most: int,
         folder: Callable[[], object],
-        records: Iterable[LogRecord] = (),
+        records: Iterable[Record] = (),
     ) -> None:
         self.process = os.getpid()
         self._look, self._append, self._most, self._folder = look, append, most, folder
@@ -64,14 +64,14 @@ class Backlog(Generic[Place]):
         self._generation += 1
         self._outbox: Outbox[Call] = Outbox(partial(self._send, self._generation), most_at_once=1)
         self._place: Place | None = None
-        self._records: list[LogRecord] = []
+        self._records: list[Record] = []
         self._weight = self._asked = self._busy = 0  # numbers of records requested to be written, and being written
         self._requested = False
         self._losses: list[_Loss] = []
 
     # -- called by the training thread -------------------------------------------------------------------------------------------
 
-    def add(self, record: LogRecord) -> int:
+    def add(self, record: Record) -> int:
         """Keeps ``record`` in memory; returns the number of waiting records that are not being written."""
         with self._lock:
             self._records.append(record)
@@ -149,7 +149,7 @@ class Backlog(Generic[Place]):
             with self._lock:
                 self._clear()
 
-    def left_behind(self) -> list[LogRecord]:
+    def left_behind(self) -> list[Record]:
         """Returns the records that the thread was not asked to write; a forked or unpickled copy has to write them."""
         return self._records[self._asked :]
 

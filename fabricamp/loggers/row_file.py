@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from fabricamp.arguments.checks import check_number
-from fabricamp.loggers.backlog import LogRecord
+from fabricamp.loggers.backlog import Record
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.growing_file import GrowingFile
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
@@ -77,7 +77,7 @@ class RowFileLogger(RunFolderLogger):
             return
         backlog, step = self._backlog, self._at(step)
         values = {name: _number(value) for name, value in self._named(metrics).items()}
-        backlog.add(LogRecord(step, self._row(values, step)))
+        backlog.add(Record(step, self._row(values, step)))
         if step - self._flushed_step >= self._flush_every:
             self._flushed_step = step
             backlog.write_soon()
@@ -158,6 +158,6 @@ class RowFileLogger(RunFolderLogger):
         """Cuts the file to the length in ``state_dict`` (see :meth:`_extent`), if its beginning has the same digest."""
         raise NotImplementedError
 
-    def _begin_anew(self, records: Iterable[LogRecord] = ()) -> None:
+    def _begin_anew(self, records: Iterable[Record] = ()) -> None:
         super()._begin_anew(records)
         self._content = None

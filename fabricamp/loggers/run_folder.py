@@ -15,7 +15,7 @@ from fabricamp.checkpoint import places, plain
 from fabricamp.errors import ConfigError
 from fabricamp.files import replace_text
 from fabricamp.first_rank import started_rank
-from fabricamp.loggers.backlog import Backlog, LogRecord
+from fabricamp.loggers.backlog import Backlog, Record
 from fabricamp.loggers.base import Logger
 
 _HYPERPARAMETERS = "hparams.yaml"
@@ -173,7 +173,7 @@ class RunFolderLogger(Logger):
             self._begin_anew(self._waiting.left_behind())
         return self._waiting
 
-    def _begin_anew(self, records: Iterable[LogRecord] = ()) -> None:
+    def _begin_anew(self, records: Iterable[Record] = ()) -> None:
         self._waiting: Backlog[Any] = Backlog(self._look, self._append, self.MOST_WAITING, lambda: self.folder, records)
 
     def _write_hyperparameters(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from fabricamp.arguments.checks import check_names
 from fabricamp.errors import ConfigError
-from fabricamp.loggers.backlog import LogRecord
+from fabricamp.loggers.backlog import Record
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import RunFolderLogger, edges_of, flattened, writes
 from fabricamp.rng import isolate_rng
@@ -108,7 +108,7 @@ class TensorBoardLogger(RunFolderLogger):
         _ = self.experiment
         files: Any = importlib.import_module("fabricamp.loggers.event_file")
         values, step = {name: float(value) for name, value in self._named(metrics).items()}, self._at(step)
-        self._put(LogRecord(step, files.Scalars(step, time.time(), values), weight=len(values) * _BYTES_OF_A_POINT))
+        self._put(Record(step, files.Scalars(step, time.time(), values), weight=len(values) * _BYTES_OF_A_POINT))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Shows the hyper-parameters on TensorBoard's HPARAMS page, with ``metrics`` as columns beside them."""
@@ -212,9 +212,9 @@ class TensorBoardLogger(RunFolderLogger):
         self._writer, self._file, self._goes_on = None, None, False
 
     def _take(self, event: Any) -> None:
-        self._put(LogRecord(event.step, event, weight=event.ByteSize()))
+        self._put(Record(event.step, event, weight=event.ByteSize()))
 
-    def _put(self, record: LogRecord) -> None:
+    def _put(self, record: Record) -> None:
         backlog = self._backlog
         waiting, now = backlog.add(record), time.monotonic()
         if waiting > self._options["max_queue"] or now >= self._flushed_at + self._options["flush_secs"]:
@@ -234,7 +234,7 @@ class TensorBoardLogger(RunFolderLogger):
         if self._file is not None:
             self._file.sync()
 
-    def _begin_anew(self, records: Iterable[LogRecord] = ()) -> None:
+    def _begin_anew(self, records: Iterable[Record] = ()) -> None:
         super()._begin_anew(records)
         self._writer, self._file = None, None  # one file per process
 
