@@ -246,7 +246,7 @@ FIT, VALIDATION = re.findall(r"::\n\n(.*?)\n\n(?=\S)", inspect.getdoc(hooks), fl
 
 def test_the_documented_order_is_that_of_a_fit(tmp_path):
     calls = []
-    for epochs, left_out in ((1, "goes on from a checkpoint"), (2, "begins anew")):
+    for epochs, left_out in ((1, "resumes from a checkpoint"), (2, "does not resume")):
         file = next(tmp_path.glob("*.ckpt"), None)
         calls.clear()
         both_kinds = [recording_callback(calls), ModelCheckpoint(tmp_path)]
