@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -57,6 +58,13 @@ def _leaves_one_thread():
 
 
 @pytest.fixture(autouse=True)
+def _leaves_the_environment():
+    """What a test or the code under test sets is gone after it."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def _leaves_no_process_group():
     """Ranks that later tests fork would find it, and fail or wait for each other."""
     found = dist.is_initialized()
@@ -83,6 +91,8 @@ def _catches_what_its_own_threads_log(caplog):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
     """Begins each test, and the fixtures that it is the first to need, with the same random numbers, whatever ran before it."""
+    for name in ("FABRICAMP_GLOBAL_SEED", "FABRICAMP_SEED_WORKERS", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)  # an earlier seed_everything sets them, and the runs of this test would go by them
     random.seed(0)
     np.random.seed(0)  # the generator that libraries draw from
     torch.default_generator.manual_seed(0)

@@ -96,17 +96,14 @@ def find_cause(failures: Mapping[int, ProcessFailure], folder: Path) -> Cause | 
 def as_error(cause: Cause) -> FabricampError:
     """Returns the error to raise in the starter: fabricamp's errors keep their class, others become :class:`DistributedError`.
 
-    Its text begins with what happened: the worker's message, or how the worker ended.
+    Its text begins with what happened: the worker's message if the error is fabricamp's, else how the worker ended.
     """
     for kind in (ConfigError, CheckpointError, DistributedError):
         if cause.message.startswith(f"{kind.__name__}: "):
             # The raised error already has the message, so the report leaves it out.
             rest = cause._replace(trace=cause.trace.removeprefix(cause.message).lstrip("\n"))
             return kind(f"{cause.message.removeprefix(f'{kind.__name__}: ')}\n(in a worker:)\n{rest.report()}")
-    report = cause.report().removeprefix("\n")
-    if cause.trace.startswith("Traceback") and not cause.message.startswith("SystemExit: "):
-        return DistributedError(f"{cause.message}\n(in a worker:)\n\n{report}")
-    return DistributedError(report)
+    return DistributedError(cause.report().removeprefix("\n"))
 
 
 def _early(files: list[Path], folder: Path, failures: Mapping[int, ProcessFailure]) -> int | None:

@@ -905,7 +905,9 @@ def test_an_optimizer_is_driven_by_hand():
 
 
 def test_a_logger_of_the_recipe(tmp_path):
-    fit(None, logger=plugins.JsonLines(tmp_path / "log"), log_every_n_steps=2)
+    logger = plugins.JsonLines(tmp_path / "log")
+    fit(None, logger=logger, log_every_n_steps=2)
+    logger.file.close()
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 3]
 

@@ -142,7 +142,7 @@ def test_the_text_of_an_error_begins_with_what_happened(tmp_path):
     file = next(tmp_path.rglob("error.json"))
     file.write_text(file.read_text().replace("trace 1", "Traceback (most recent call last):"))
     raised = as_error(find_cause({1: Ended(1)}, tmp_path))
-    assert str(raised).startswith("ValueError: bad\n(in a worker:)\n\nrank 1 ended with exit code 1\n\nTraceback")
+    assert str(raised).startswith("rank 1 ended with exit code 1\n\nTraceback")
 
 
 def test_the_sentence_of_an_own_error_comes_before_its_traceback(tmp_path, monkeypatch):
