@@ -12,7 +12,6 @@ import random
 import signal
 import sys
 import threading
-from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -55,13 +54,6 @@ def _leaves_one_thread():
     """With two, every later test of this process is ten times slower beside another process."""
     yield
     assert torch.get_num_threads() == 1
-
-
-@pytest.fixture(autouse=True)
-def _leaves_the_environment():
-    """What a test or the code under test sets is gone after it."""
-    with mock.patch.dict(os.environ):
-        yield
 
 
 @pytest.fixture(autouse=True)
