@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import fabricamp.messages  # noqa: F401 - sets up the logger for all messages
+from fabricamp._utils import earlier_names
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -118,4 +119,5 @@ class _NotOffered:
         return None
 
 
+earlier_names.install()
 sys.meta_path.append(_NotOffered)

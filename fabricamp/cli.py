@@ -284,8 +284,8 @@ def _add_export(commands: Any) -> None:
 def _export(options: argparse.Namespace) -> int:
     import torch
 
+    from fabricamp.commands.export import export
     from fabricamp.config import locate
-    from fabricamp.export import export
 
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as Python does for a script
     module: Any = locate(options.module, "--module") if options.module else None
@@ -414,7 +414,7 @@ def _plain(value: Any) -> Any:
 
 def _check_there(ckpt_path: str, command: str) -> None:
     """Raises :class:`ConfigError` for a file that does not exist; "last", "best", "auto" and URLs are resolved later."""
-    from fabricamp.checkpoint.places import found_near
+    from fabricamp.checkpoint.storage import found_near
 
     if ckpt_path in ("last", "best", "auto") or "://" in ckpt_path or Path(ckpt_path).expanduser().exists():
         return
@@ -430,7 +430,7 @@ def _check_there(ckpt_path: str, command: str) -> None:
 
 def _started() -> bool:
     """Returns whether another process of this command started this one, and prints the messages for both."""
-    from fabricamp.launch.starter import STARTED_BY
+    from fabricamp.launch.start import STARTED_BY
 
     return STARTED_BY in os.environ
 

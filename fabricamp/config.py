@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
+from fabricamp._utils.files import replace_text
+from fabricamp._utils.masking import hidden
+from fabricamp.arguments.environment import FromEnvironment, exposes, resolved, without_references
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
-from fabricamp.environment import FromEnvironment, exposes, resolved, without_references
 from fabricamp.errors import ConfigError, advice, meant, nearest
-from fabricamp.files import replace_text
-from fabricamp.masking import hidden
 from fabricamp.module import TrainingModule
 from fabricamp.state import TrainerFn
 from fabricamp.trainer import Trainer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fabricamp._utils.keywords import NamesKeywords
 from fabricamp.errors import ConfigError
-from fabricamp.keywords import NamesKeywords
 
 if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy

@@ -9,20 +9,19 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.arguments import MODULE, build
+from fabricamp.checkpoint.hyperparameters import HyperparametersMixin
 from fabricamp.checkpoint.sections import restore_weights
-from fabricamp.engine.attachment import DETACHED, Attachment
 from fabricamp.engine.exporting import ExportMixin
-from fabricamp.engine.gathering import gathered
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
+from fabricamp.engine.run_context import DETACHED, Attachment, gathered
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.hooks import ModuleHooks
-from fabricamp.hyperparameters import HyperparametersMixin
 from fabricamp.ops.shards import device_of
 from fabricamp.precision.base import Clip
-from fabricamp.precision.plain_step import clip_gradients
-from fabricamp.say_once import say_once
+from fabricamp.precision.stepper import clip_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fabricamp._utils.first_rank import started_rank
 from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError
-from fabricamp.first_rank import started_rank
 
 _LOG = logging.getLogger("fabricamp")
 _SEED = "FABRICAMP_GLOBAL_SEED"

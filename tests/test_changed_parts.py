@@ -11,12 +11,12 @@ def found(*files):
 
 
 def test_a_module_has_the_tests_for_its_name_and_those_that_import_it():
-    tests = found("fabricamp/metrics/naming.py", "fabricamp/callbacks/_file_names.py")
+    tests = found("fabricamp/metrics/recording.py", "fabricamp/callbacks/_checkpoint_files.py")
     for test in tests:
         named = Path(test).parts[1:2] == ("metrics",) and "naming" in test
         assert named or imported(Path(__file__).parents[1] / test) & {
-            "fabricamp.metrics.naming",
-            "fabricamp.callbacks._file_names",
+            "fabricamp.metrics.recording",
+            "fabricamp.callbacks._checkpoint_files",
         }
     assert "tests/callbacks/test_early_stopping.py" in found("fabricamp/callbacks/early_stopping.py")
 

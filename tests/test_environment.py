@@ -16,10 +16,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from fabricamp import CheckpointError
+from fabricamp.arguments.environment import FromEnvironment, exposes, resolved
 from fabricamp.checkpoint import copy_checkpoint, plain, write_checkpoint
 from fabricamp.cli import main
 from fabricamp.config import SaveConfig, read_config
-from fabricamp.environment import FromEnvironment, exposes, resolved
 from fabricamp.loggers import CSVLogger, TensorBoardLogger
 from tests.small import Classifier, loader, quiet_trainer
 

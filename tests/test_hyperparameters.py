@@ -17,8 +17,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from fabricamp.checkpoint.hyperparameters import Hyperparameters, HyperparametersMixin
 from fabricamp.errors import ConfigError
-from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
 
 
 class Base(HyperparametersMixin):

@@ -12,9 +12,9 @@ import pytest
 import fabricamp
 from fabricamp import ConfigError, not_offered, profilers
 from fabricamp.callbacks import LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar, model_summary
+from fabricamp.checkpoint.hyperparameters import Hyperparameters, HyperparametersMixin
 from fabricamp.data import CombinedLoader
 from fabricamp.engine.optimizer_setup import ManagedOptimizer, SchedulerConfig
-from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin
 from fabricamp.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from fabricamp.state import RunState
 from fabricamp.strategies import Strategy

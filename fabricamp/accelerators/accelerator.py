@@ -1,3 +1,3 @@
 """Lightning's path to ``Accelerator``."""
 
-from fabricamp.launch.accelerators import Accelerator as Accelerator
+from fabricamp.launch.devices import Accelerator as Accelerator

@@ -1,3 +1,3 @@
 """Lightning's path to ``CPUAccelerator``."""
 
-from fabricamp.launch.accelerators import CPUAccelerator as CPUAccelerator
+from fabricamp.launch.devices import CPUAccelerator as CPUAccelerator

@@ -1,3 +1,3 @@
 """Lightning's path to ``CUDAAccelerator``."""
 
-from fabricamp.launch.accelerators import CUDAAccelerator as CUDAAccelerator
+from fabricamp.launch.devices import CUDAAccelerator as CUDAAccelerator

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from fabricamp import script
+from fabricamp._utils import script
 from fabricamp.apex import _not_offered
 from fabricamp.apex.install import install, share_with_children
 

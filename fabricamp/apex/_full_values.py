@@ -9,9 +9,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp._utils.say_once import say_once
+from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.precision.master_weights import FullValue, MasterWeights
-from fabricamp.say_once import say_once
 
 _known: WeakSet[ScriptMasters] = WeakSet()
 

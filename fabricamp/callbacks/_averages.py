@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import is_shard, local
-from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter, round_to
 from fabricamp.strategies.base import Strategy
 

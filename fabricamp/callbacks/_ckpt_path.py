@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.base import matched_states
-from fabricamp.checkpoint import Candidates, places, read_header, read_together
+from fabricamp.checkpoint import Candidates, read_header, read_together, storage
 from fabricamp.errors import CheckpointError, ConfigError, FabricampError, MissingCheckpointError, nearest
 from fabricamp.launch import restarts
 
@@ -60,10 +60,10 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
 
 def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
     """Raises :class:`MissingCheckpointError` if ``ckpt_path`` does not exist and looks like one of the words misspelt."""
-    if ckpt_path is None or places.is_remote(ckpt_path) or Path(ckpt_path).name != ckpt_path or Path(ckpt_path).suffix:
+    if ckpt_path is None or storage.is_remote(ckpt_path) or Path(ckpt_path).name != ckpt_path or Path(ckpt_path).suffix:
         return
     words = _WORDS if trainer.state.fitting else _EVALUATED
-    if (hint := nearest(ckpt_path, words)) and not places.exists(ckpt_path):
+    if (hint := nearest(ckpt_path, words)) and not storage.exists(ckpt_path):
         raise MissingCheckpointError(f"ckpt_path={ckpt_path!r} is not there{hint}")
 
 
@@ -128,7 +128,7 @@ def _candidates(trainer: Trainer) -> Candidates:
     callbacks = model_checkpoints(trainer)
 
     def groups() -> Iterator[list[str]]:
-        files = [path for one in callbacks for path in one.known_files() if places.exists(path)]
+        files = [path for one in callbacks for path in one.known_files() if storage.exists(path)]
         given = (one for one in callbacks if one.dirpath_given)
         yield files + [path for one in given for folder in _folders(trainer, one) for path in listed(one, folder)]
         for one in callbacks:
@@ -160,7 +160,7 @@ def _best(trainer: Trainer) -> str:
             continue
         folders = followed_folders(trainer, callback, last)
         own = str(best).endswith(callback.FILE_EXTENSION)
-        if own and any(places.may_follow(str(best), folder) for folder in folders):
+        if own and any(storage.may_follow(str(best), folder) for folder in folders):
             return str(best)
         raise CheckpointError(
             f"{last} names {best} as the best, which is no {callback.FILE_EXTENSION} file in {' or '.join(folders)}; give its path"
@@ -173,7 +173,7 @@ def _files(callback: ModelCheckpoint, folder: str) -> list[str]:
 
     Raises ``OSError`` if a folder cannot be listed.
     """
-    return places.files_in(folder, callback.FILE_EXTENSION, (callback.filename or "").count("/"))
+    return storage.files_in(folder, callback.FILE_EXTENSION, (callback.filename or "").count("/"))
 
 
 def followed_folders(trainer: Trainer, callback: ModelCheckpoint, checkpoint: str) -> tuple[str, ...]:
@@ -193,9 +193,9 @@ def files_beside(trainer: Trainer, callback: ModelCheckpoint) -> list[str]:
 
 def _folder_of(checkpoint: str, callback: ModelCheckpoint) -> str:
     """Returns the local folder of a checkpoint, higher by one level per slash in ``filename``; empty for a remote one."""
-    if not checkpoint or places.is_remote(checkpoint):
+    if not checkpoint or storage.is_remote(checkpoint):
         return ""
-    parents = Path(places.normal(checkpoint)).parents
+    parents = Path(storage.normal(checkpoint)).parents
     return str(parents[min((callback.filename or "").count("/"), len(parents) - 1)])
 
 
@@ -206,5 +206,5 @@ def _folders(trainer: Trainer, callback: ModelCheckpoint) -> Iterator[str]:
         return
     for logger in trainer.loggers:
         for folder in logger.run_folders():
-            yield places.join(str(folder), "checkpoints")
-    yield places.join(trainer.root_folder, "checkpoints")
+            yield storage.join(str(folder), "checkpoints")
+    yield storage.join(trainer.root_folder, "checkpoints")

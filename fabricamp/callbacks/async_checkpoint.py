@@ -9,12 +9,12 @@ from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import BackgroundWriter, StagedFolder, write_checkpoint
 from fabricamp.errors import CheckpointError
-from fabricamp.strategies.side_process_group import SideProcessGroup
+from fabricamp.strategies.process_group import SideProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp.callbacks._save_plan import SavePlan
+    from fabricamp.callbacks._checkpoint_files import SavePlan
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 

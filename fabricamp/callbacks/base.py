@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from fabricamp._utils.keywords import NamesKeywords
+from fabricamp._utils.registry import Registry
 from fabricamp.errors import ConfigError
-from fabricamp.keywords import NamesKeywords
 from fabricamp.not_offered import is_lightnings, mixed_with_lightnings_trainer
-from fabricamp.registry import Registry
 from fabricamp.state import NON_FINITE
 
 if TYPE_CHECKING:

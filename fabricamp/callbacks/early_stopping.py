@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from fabricamp.callbacks._kinds import check_kind
+from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_monitor, monitored_value
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError

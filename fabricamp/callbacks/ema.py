@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fabricamp.callbacks._kinds import check_kind
+from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.weight_averaging import WeightAveraging, exponential
 from fabricamp.errors import ConfigError
 

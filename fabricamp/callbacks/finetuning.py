@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn import Module, ModuleDict
 from torch.optim import Optimizer
 
-from fabricamp.callbacks._kinds import check_kind
+from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter
-from fabricamp.precision.plain_step import demands_closure
+from fabricamp.precision.stepper import demands_closure
 from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fabricamp.callbacks._kinds import check_kind
+from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.norms import histogram_of, norms_of
 from fabricamp.loggers.base import Logger
-from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabricamp.callbacks._kinds import check_kind
+from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
-from fabricamp.metrics.views import as_tensors
+from fabricamp.metrics.values import as_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

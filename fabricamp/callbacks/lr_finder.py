@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabricamp.arguments.checks import check_choice
-from fabricamp.callbacks._kinds import check_kind
+from fabricamp.arguments.checks import check_choice, check_kind
 from fabricamp.callbacks.base import Callback
+from fabricamp.checkpoint.hyperparameters import holders_of
 from fabricamp.errors import ConfigError
-from fabricamp.hyperparameters import holders_of
 
 if TYPE_CHECKING:
     from fabricamp.module import TrainingModule

@@ -10,19 +10,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fabricamp.callbacks._cadence import Cadence, check_cadence, chosen_cadence
+from fabricamp.arguments.cadence import Cadence, check_cadence, chosen_cadence
+from fabricamp.arguments.checks import check_kind
+from fabricamp.callbacks._checkpoint_files import (
+    WRITTEN_BY,
+    FileName,
+    Kept,
+    Lineage,
+    SavePlan,
+    SavePlanner,
+    check_choices,
+    take_stock,
+)
 from fabricamp.callbacks._ckpt_path import files_beside, followed_folders
-from fabricamp.callbacks._file_names import FileName
-from fabricamp.callbacks._kinds import check_kind
-from fabricamp.callbacks._lineage import WRITTEN_BY, Lineage, take_stock
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor, told_of_zeros
-from fabricamp.callbacks._rotation import Kept
-from fabricamp.callbacks._save_plan import SavePlan, SavePlanner, check_choices
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.checkpoint import Checkpoint
-from fabricamp.checkpoint import places
+from fabricamp.checkpoint import storage
 from fabricamp.errors import ConfigError
-from fabricamp.metrics.views import score_tensor
+from fabricamp.metrics.values import score_tensor
 from fabricamp.not_offered import is_lightnings
 
 if TYPE_CHECKING:
@@ -102,7 +108,7 @@ class ModelCheckpoint(Checkpoint):
         names = {"auto_insert_metric_name": auto_insert_metric_name, "enable_version_counter": enable_version_counter}
         check_kind(self, "True or False", **names)
         check_kind(self, "True or False", optional=True, save_on_train_epoch_end=save_on_train_epoch_end)
-        self.dirpath = None if dirpath is None else places.normal(dirpath)
+        self.dirpath = None if dirpath is None else storage.normal(dirpath)
         self.filename, self.monitor = filename, monitor
         self.verbose, self.mode = verbose, mode
         self.save_last, self.save_top_k = save_last, save_top_k
@@ -210,7 +216,7 @@ class ModelCheckpoint(Checkpoint):
         if not self._followed:  # no run has begun: nothing is opened or removed yet
             return True
         own = name.endswith(self.FILE_EXTENSION)
-        return own and any(places.may_follow(name, folder) for folder in self._followed)
+        return own and any(storage.may_follow(name, folder) for folder in self._followed)
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Tensor | float], filename: str | None = None, ver: int | None = None
@@ -218,7 +224,7 @@ class ModelCheckpoint(Checkpoint):
         """Returns the path of a checkpoint with these metrics, in ``dirpath`` once ``dirpath`` is known."""
         name = self._template(filename or self.filename).fill(metrics)
         version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
-        return places.join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
+        return storage.join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Chooses the folder, the same on every rank."""
@@ -232,7 +238,7 @@ class ModelCheckpoint(Checkpoint):
                 "the others' state; use every_n_train_steps or train_time_interval instead"
             )
         if not self.dirpath_given:
-            self.dirpath = places.join(trainer.log_folder or trainer.root_folder, "checkpoints")
+            self.dirpath = storage.join(trainer.log_folder or trainer.root_folder, "checkpoints")
         self.dirpath = trainer.strategy.on_rank_zero(lambda: self._usable_folder(trainer))
         self._followed = followed_folders(trainer, self, trainer.ckpt_path or "")
 
@@ -244,7 +250,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _usable_folder(self, trainer: Trainer) -> str | None:
         """Returns the folder; raises :class:`ConfigError` if nothing can be written there."""
-        if not trainer.fast_dev_run and (problem := places.unusable(self.dirpath or "")):
+        if not trainer.fast_dev_run and (problem := storage.unusable(self.dirpath or "")):
             raise ConfigError(f"ModelCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
         return self.dirpath
 
@@ -381,7 +387,7 @@ class ModelCheckpoint(Checkpoint):
             link_last=self.save_last == "link",
             join=self.CHECKPOINT_JOIN_CHAR,
             first_version=self.STARTING_VERSION,
-            protected=places.normal(trainer.ckpt_path) if trainer.ckpt_path else "",
+            protected=storage.normal(trainer.ckpt_path) if trainer.ckpt_path else "",
             foreign=self._foreign,
         )
 

@@ -14,10 +14,9 @@ from torch.nn.parameter import is_lazy
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 from fabricamp.messages import on_screen
-from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision import OptLevel
-from fabricamp.precision.casting import convertible_modules
-from fabricamp.precision.conversion import tensors_to_convert
+from fabricamp.precision.casting import convertible_modules, tensors_to_convert
 from fabricamp.precision.named import precision_from
 from fabricamp.precision.opt_levels import LEVELS, Level
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from fabricamp.callbacks._kinds import check_kind
+from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.checkpoint import Checkpoint
-from fabricamp.checkpoint import places
+from fabricamp.checkpoint import storage
 from fabricamp.errors import ConfigError
 from fabricamp.not_offered import is_lightnings
 
@@ -41,7 +41,7 @@ class OnExceptionCheckpoint(Checkpoint):
         if not filename:
             raise ConfigError("OnExceptionCheckpoint(filename=''): give a name, such as 'on_exception'")
         self.dirpath = os.fspath(dirpath)
-        self._folder = places.normal(dirpath)  # absolute: the script may change its folder before the exception
+        self._folder = storage.normal(dirpath)  # absolute: the script may change its folder before the exception
         self.filename = filename
         self._trains = False
         self._saved = False
@@ -49,11 +49,11 @@ class OnExceptionCheckpoint(Checkpoint):
     @property
     def ckpt_path(self) -> str:
         """The path of the file, below ``dirpath`` as it was given."""
-        return places.join(self.dirpath, self.filename + self.FILE_EXTENSION)
+        return storage.join(self.dirpath, self.filename + self.FILE_EXTENSION)
 
     @property
     def _file(self) -> str:
-        return places.join(self._folder, self.filename + self.FILE_EXTENSION)
+        return storage.join(self._folder, self.filename + self.FILE_EXTENSION)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Raises :class:`ConfigError` if no checkpoint could be written."""
@@ -66,7 +66,7 @@ class OnExceptionCheckpoint(Checkpoint):
                 f"OnExceptionCheckpoint with {trainer.world_size} processes: the rank that raised cannot gather the others' state; "
                 "use ModelCheckpoint(every_n_train_steps=...) or train_time_interval instead"
             )
-        if not trainer.fast_dev_run and (problem := places.unusable(self._folder)):
+        if not trainer.fast_dev_run and (problem := storage.unusable(self._folder)):
             raise ConfigError(f"OnExceptionCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -84,4 +84,4 @@ class OnExceptionCheckpoint(Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Removes the file of an earlier failed fit; a file of this fit (written at a signal) stays."""
         if stage == "fit" and not self._saved and not trainer.fast_dev_run:
-            places.remove(self._file)
+            storage.remove(self._file)

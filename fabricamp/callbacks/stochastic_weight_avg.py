@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import SWALR
 
+from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks._averages import Averages, Rule, in_state, mean, refuse_several
-from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 from fabricamp.torch_private import AnyBatchNorm

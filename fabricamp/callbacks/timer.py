@@ -6,8 +6,8 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.arguments.cadence import as_seconds
 from fabricamp.arguments.checks import check_choice
-from fabricamp.arguments.durations import as_seconds
 from fabricamp.callbacks.base import Callback
 from fabricamp.state import RunningStage
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks._averages import Averages, Rule, in_state, mean, refuse_several
-from fabricamp.callbacks._kinds import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError, UnknownArgumentError, nearest
 from fabricamp.state import TrainerFn

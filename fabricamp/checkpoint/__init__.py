@@ -1,14 +1,12 @@
 """Checkpoints: allowed content, the file and its location, other libraries' layouts, and writing in the background."""
 
-from fabricamp.checkpoint.background import BackgroundWriter, HostCopy
-from fabricamp.checkpoint.content import check_content
+from fabricamp.checkpoint.background import BackgroundWriter, HostCopy, StagedFolder
 from fabricamp.checkpoint.file import copy_checkpoint, link_checkpoint, read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.foreign import apex_scales, fit_names
-from fabricamp.checkpoint.places import PARTIAL_SUFFIX
-from fabricamp.checkpoint.plain import plain
+from fabricamp.checkpoint.plain import check_content, plain
 from fabricamp.checkpoint.record import read_together, write_together
 from fabricamp.checkpoint.search import Candidates, how_far, read_header
-from fabricamp.checkpoint.staging import StagedFolder
+from fabricamp.checkpoint.storage import PARTIAL_SUFFIX
 
 __all__ = [
     "PARTIAL_SUFFIX",

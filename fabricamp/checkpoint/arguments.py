@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fabricamp.checkpoint.content import PRIVATE
-from fabricamp.checkpoint.plain import described
+from fabricamp.arguments.environment import first_reference
+from fabricamp.checkpoint.hyperparameters import Hyperparameters, HyperparametersMixin, kept_by
+from fabricamp.checkpoint.plain import PRIVATE, described
 from fabricamp.checkpoint.typed import interpolates, named_types, rebuilt
-from fabricamp.environment import first_reference
 from fabricamp.errors import CheckpointError, ConfigError, nearest
-from fabricamp.hyperparameters import Hyperparameters, HyperparametersMixin, kept_by
 
 
 @dataclass(frozen=True)

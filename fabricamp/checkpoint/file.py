@@ -14,15 +14,15 @@ from typing import IO, Any, TypeVar, cast
 
 import torch
 
-from fabricamp.checkpoint import places
+from fabricamp._utils.files import create, sync
+from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.checksum import ChecksumFile, check_members, is_sealed
-from fabricamp.checkpoint.content import PRIVATE, structure, tensors_in
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
-from fabricamp.checkpoint.places import PARTIAL_SUFFIX
+from fabricamp.checkpoint.plain import PRIVATE, structure, tensors_in
+from fabricamp.checkpoint.storage import PARTIAL_SUFFIX
 from fabricamp.errors import CheckpointError, nearest
-from fabricamp.files import create, sync
 
 CHECKSUM = "checksum"
 """The key of the digest, which covers everything else in a checkpoint except the tensors' values."""
@@ -54,7 +54,7 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
         torch.save(content, cast("IO[bytes]", sealing))  # torch.save calls only `write` and `flush`
         sealing.seal()
 
-    _place(places.normal(path), fill, private=bool(state.get(PRIVATE)))
+    _place(storage.normal(path), fill, private=bool(state.get(PRIVATE)))
 
 
 def read_checkpoint(
@@ -66,8 +66,8 @@ def read_checkpoint(
     first; without, damage inside tensors goes unnoticed.  With ``mapped`` a local file is memory-mapped: its tensors are read on
     first use.  Raises :class:`CheckpointError` if the file is missing, damaged, or not a checkpoint.
     """
-    place = places.normal(path)
-    if places.is_folder(place):
+    place = storage.normal(path)
+    if storage.is_folder(place):
         from fabricamp.checkpoint.folder import read_folder  # imports torch.distributed.checkpoint: one second
 
         return read_folder(place, map_location=map_location, verify=verify)
@@ -76,12 +76,12 @@ def read_checkpoint(
         raise CheckpointError(problem)
     sealed = False
     try:
-        with places.opened(place) as file:
+        with storage.opened(place) as file:
             if zipfile.is_zipfile(file):
                 sealed = _verify(file, data=verify)
             file.seek(0)
             # Prefer a path to a file object: torch then reads in C++, without calls into Python.
-            source = file if places.is_remote(place) else place
+            source = file if storage.is_remote(place) else place
             mapped = mapped and source is place and zipfile.is_zipfile(file)
             state = torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
     except OSError as error:
@@ -109,24 +109,24 @@ def copy_checkpoint(source: _Path, target: _Path) -> None:
 
     Later writes to one name do not affect the other: checkpoints are replaced, never modified.
     """
-    old, new = places.normal(source), places.normal(target)
-    if places.is_folder(old):
+    old, new = storage.normal(source), storage.normal(target)
+    if storage.is_folder(old):
         from fabricamp.checkpoint.folder import copy_folder
 
         copy_folder(Path(old), Path(new))
         return
-    if not (places.is_remote(old) or places.is_remote(new)):
+    if not (storage.is_remote(old) or storage.is_remote(new)):
         with contextlib.suppress(OSError):
             _place_name(Path(new), lambda name: os.link(old, name, follow_symlinks=True))
             return
-    _place(new, lambda file: places.copy_bytes(old, file), private=_is_private(old))
+    _place(new, lambda file: storage.copy_bytes(old, file), private=_is_private(old))
 
 
 def link_checkpoint(source: _Path, target: _Path) -> None:
     """Makes ``target`` a symbolic link to ``source``, relative so the folder can be moved; a copy if links are refused."""
-    old, new = places.normal(source), places.normal(target)
-    if not (places.is_remote(old) or places.is_remote(new)):
-        relative = os.path.relpath(old, places.parent(new))
+    old, new = storage.normal(source), storage.normal(target)
+    if not (storage.is_remote(old) or storage.is_remote(new)):
+        relative = os.path.relpath(old, storage.parent(new))
         with contextlib.suppress(OSError):
             _place_name(Path(new), lambda name: name.symlink_to(relative))
             return
@@ -135,13 +135,13 @@ def link_checkpoint(source: _Path, target: _Path) -> None:
 
 def _is_private(place: str) -> bool:
     file = Path(place)
-    return not places.is_remote(place) and file.exists() and not file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+    return not storage.is_remote(place) and file.exists() and not file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
 
 
 def _place(target: str, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
     """Replaces ``target`` by the file that ``fill`` writes."""
     try:
-        if places.is_remote(target):
+        if storage.is_remote(target):
             _place_remotely(target, fill)
         else:
             _place_here(Path(target), fill, private=private)
@@ -179,9 +179,9 @@ def _write_beside(target: Path, fill: Callable[[IO[bytes]], None], *, private: b
 
 
 def _place_remotely(target: str, fill: Callable[[IO[bytes]], None]) -> None:
-    filesystem, path = places.remote(target)
-    name = f"{places.parent(path)}/{places.partial_name()}"
-    filesystem.makedirs(places.parent(path), exist_ok=True)
+    filesystem, path = storage.remote(target)
+    name = f"{storage.parent(path)}/{storage.partial_name()}"
+    filesystem.makedirs(storage.parent(path), exist_ok=True)
     try:
         with filesystem.open(name, "wb") as file:
             fill(file)
@@ -196,7 +196,7 @@ def _place_remotely(target: str, fill: Callable[[IO[bytes]], None]) -> None:
 
 def _place_name(target: Path, make: Callable[[Path], None]) -> None:
     """Replaces ``target`` by the directory entry (hard or symbolic link) that ``make`` creates."""
-    name = target.parent / places.partial_name()
+    name = target.parent / storage.partial_name()
     try:
         make(name)
         name.replace(target)
@@ -210,7 +210,7 @@ def _place_name(target: Path, make: Callable[[Path], None]) -> None:
 def _partial_file(folder: Path, *, private: bool = False) -> Iterator[tuple[Path, IO[bytes]]]:
     """Yields a new file in ``folder``, locked while its writer lives; afterwards its name has been renamed or is removed."""
     while True:
-        name = folder / places.partial_name()
+        name = folder / storage.partial_name()
         with create(name, private=private) as file:
             try:
                 with contextlib.suppress(OSError):  # without file locks no other run removes the file either
@@ -257,8 +257,8 @@ def _verify(file: IO[bytes], *, data: bool = True) -> bool:
 
 
 def _no_file(place: str) -> str:
-    if places.is_remote(place):
-        return "" if places.exists(place) else _not_there(place)
+    if storage.is_remote(place):
+        return "" if storage.exists(place) else _not_there(place)
     try:
         mode = os.stat(place).st_mode  # noqa: PTH116 - beside lstat
     except FileNotFoundError:
@@ -268,17 +268,17 @@ def _no_file(place: str) -> str:
     except OSError as error:
         return f"cannot read checkpoint {place}: {_reason(error)}"
     if stat.S_ISDIR(mode):
-        return f"{place} is a folder without {places.STATE}; a checkpoint has that, or is a file, named like 'epoch=3.ckpt'"
+        return f"{place} is a folder without {storage.STATE}; a checkpoint has that, or is a file, named like 'epoch=3.ckpt'"
     return "" if stat.S_ISREG(mode) else f"{place} is a pipe, a socket or a device, not a file; give a file"
 
 
 def _not_there(place: str) -> str:
     try:
-        beside = places.files_in(places.parent(place), ".ckpt")
+        beside = storage.files_in(storage.parent(place), ".ckpt")
     except OSError:
         beside = []  # the folder is not there, or may not be listed
     names = [other.rpartition("/")[2] for other in beside]
-    meant = nearest(place.rpartition("/")[2], names) or places.found_near(place)
+    meant = nearest(place.rpartition("/")[2], names) or storage.found_near(place)
     return f"there is no checkpoint {place}{meant}"
 
 
@@ -300,14 +300,14 @@ def _why_unreadable(place: str, error: Exception) -> str:
 
 def _begins_as_one(place: str) -> bool:
     """Returns whether the first bytes are those of a zip file or a pickle, as torch.save writes them."""
-    with contextlib.suppress(OSError), places.opened(place) as file:
+    with contextlib.suppress(OSError), storage.opened(place) as file:
         return bytes(file.read(2)).startswith((b"PK", b"\x80"))
     return False
 
 
 def _unsafe_globals(place: str) -> list[str]:
     try:
-        with places.opened(place) as file:
+        with storage.opened(place) as file:
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # noqa: BLE001 - it parses the same damaged pickle; the caller then reports damage
         return []

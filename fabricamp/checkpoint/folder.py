@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from fabricamp.checkpoint import places
-from fabricamp.checkpoint.content import PRIVATE, TENSORS, check_content
+from fabricamp._utils.files import sync
+from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.file import ATTEMPTS, again_where_removed, read_checkpoint, write_checkpoint
-from fabricamp.checkpoint.places import PARTIAL_SUFFIX
+from fabricamp.checkpoint.plain import PRIVATE, TENSORS, check_content
 from fabricamp.checkpoint.shards import (
     METADATA,
     check_shards,
@@ -32,8 +32,8 @@ from fabricamp.checkpoint.shards import (
     stored_in,
     write_shards,
 )
+from fabricamp.checkpoint.storage import PARTIAL_SUFFIX
 from fabricamp.errors import CheckpointError
-from fabricamp.files import sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,8 +69,8 @@ def write_parts(
     path: str | os.PathLike[str], rest: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy
 ) -> None:
     """Writes the result of :func:`split` as :func:`write_folder` does; only rank 0 needs ``rest``."""
-    place = places.normal(path)
-    if places.is_remote(place):
+    place = storage.normal(path)
+    if storage.is_remote(place):
         raise CheckpointError(
             f"cannot write checkpoint {place}: a sharded one is written into a folder of this machine, or one that all machines "
             "have mounted (ModelCheckpoint(dirpath=...))"
@@ -119,7 +119,7 @@ def read_folder(place: str, *, verify: bool = True, map_location: Any = "cpu") -
 
 def read_rest(place: str, *, map_location: Any = "cpu", verify: bool = True) -> dict[str, Any]:
     """Returns the content of ``state.pt`` at ``place``: sharded tensors are on the meta device, ``shards`` has their files."""
-    state = read_checkpoint(Path(place) / places.STATE, map_location, verify=verify)
+    state = read_checkpoint(Path(place) / storage.STATE, map_location, verify=verify)
     folder, _ = _shards_of(state, place)
     if not (folder / METADATA).is_file() or digest_of(folder) != state[SHARDS].get("digest"):
         raise CheckpointError(
@@ -142,7 +142,7 @@ def fill(place: str, state: dict[str, Any], targets: dict[str, torch.Tensor]) ->
 
 def copy_folder(source: Path, target: Path) -> None:
     """Makes ``target`` a copy of the checkpoint ``source``: with hard links where the file system supports them."""
-    state = read_checkpoint(source / places.STATE, "meta", verify=False)
+    state = read_checkpoint(source / storage.STATE, "meta", verify=False)
     folder, _ = _shards_of(state, str(source))
 
     def filled(into: Path) -> None:
@@ -155,9 +155,9 @@ def copy_folder(source: Path, target: Path) -> None:
         own = container / folder.name
         if not own.exists():
             filled(own)
-        spare = container / places.partial_name()
-        _link_or_copy(source / places.STATE, spare)
-        spare.replace(container / places.STATE)
+        spare = container / storage.partial_name()
+        _link_or_copy(source / storage.STATE, spare)
+        spare.replace(container / storage.STATE)
         spare.unlink(missing_ok=True)  # replace does nothing if both are hard links to one file
     _remove_others(target, own.name)
 
@@ -200,7 +200,7 @@ class _Writing:
         with _writable(self.target):
             sync(self._folder)
             shards = {"folder": self._folder.name, "files": files, "digest": digest_of(self._folder)}
-            write_checkpoint(self._container / places.STATE, {**rest, SHARDS: shards})
+            write_checkpoint(self._container / storage.STATE, {**rest, SHARDS: shards})
             self._ended = True
             self._open.close()
             _remove_others(self.target, self._folder.name)
@@ -243,12 +243,12 @@ def _container(target: Path, *, private: bool) -> Iterator[Path]:
         raise CheckpointError(
             f"{target} is a file, and a sharded checkpoint is a folder: give another name, or remove it"
         )
-    new = target.parent / places.partial_name()
+    new = target.parent / storage.partial_name()
     new.mkdir(mode=0o700 if private else 0o777)
     try:
         with _locked(new):
             yield new
-            complete = (new / places.STATE).exists()
+            complete = (new / storage.STATE).exists()
             if complete:
                 sync(new)
                 if target.is_symlink():
@@ -317,10 +317,10 @@ def _shards_of(state: dict[str, Any], place: str) -> tuple[Path, dict[str, int]]
     """Returns the folder of a checkpoint's tensors, and its files with sizes; refuses names that lead out of the checkpoint."""
     shards = state.get(SHARDS)
     if not isinstance(shards, dict) or not isinstance(name := shards.get("folder"), str) or not _NAME.fullmatch(name):
-        raise CheckpointError(f"{place} is damaged: its {places.STATE} does not say where its tensors are")
+        raise CheckpointError(f"{place} is damaged: its {storage.STATE} does not say where its tensors are")
     files = shards.get("files")
     if not isinstance(files, dict) or any("/" in str(one) for one in files):
-        raise CheckpointError(f"{place} is damaged: its {places.STATE} does not say in which files its tensors are")
+        raise CheckpointError(f"{place} is damaged: its {storage.STATE} does not say in which files its tensors are")
     return Path(place) / name, files
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fabricamp.checkpoint import places
+from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.formats import FORMAT
 from fabricamp.errors import CheckpointError, FabricampError
@@ -131,8 +131,8 @@ def write_together(path: str, checkpoint: dict[str, Any], strategy: Strategy) ->
 def _read_for(path: str, strategy: Strategy) -> dict[str, Any]:
     if strategy.checkpoint_form == "file":
         return read_checkpoint(path)
-    place = places.normal(path)
-    if not places.is_folder(place):
+    place = storage.normal(path)
+    if not storage.is_folder(place):
         return read_checkpoint(place, mapped=True)
     from fabricamp.checkpoint.folder import check_together, read_rest
 

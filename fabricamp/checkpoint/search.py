@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fabricamp.checkpoint import places
+from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.file import read_checkpoint
 from fabricamp.errors import CheckpointError
 
@@ -45,14 +45,14 @@ class Candidates:
     def _walk(self, groups: Iterable[Iterable[str]], *, training: bool) -> Iterator[str]:
         for files in groups:
             found: list[tuple[tuple[int, ...], str]] = []
-            for place in dict.fromkeys(map(places.normal, files)):
+            for place in dict.fromkeys(map(storage.normal, files)):
                 try:
                     header = read_header(place)
                 except CheckpointError as error:
                     self.pass_over(str(error))
                 else:
                     trains = not training or "optimizer_states" in header
-                    found.append(((trains, *how_far(header), places.written_at(place)), place))
+                    found.append(((trains, *how_far(header), storage.written_at(place)), place))
             yield from (place for _, place in sorted(found, reverse=True))
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fabricamp.checkpoint.arguments import DATA, MODULE
-from fabricamp.checkpoint.content import PRIVATE
 from fabricamp.checkpoint.foreign import fit_names
+from fabricamp.checkpoint.hyperparameters import kept_by
+from fabricamp.checkpoint.plain import PRIVATE
 from fabricamp.checkpoint.record import Section
-from fabricamp.checkpoint.shard_loading import placed_states, placed_weights
+from fabricamp.checkpoint.shards import placed_states, placed_weights
 from fabricamp.errors import CheckpointError
-from fabricamp.hyperparameters import kept_by
-from fabricamp.strategies.first_values import leave_meta
+from fabricamp.strategies.meta_init import leave_meta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabricamp._utils.containers import own_containers
+from fabricamp._utils.keywords import NamesKeywords
 from fabricamp.arguments.checks import check_choice
-from fabricamp.containers import own_containers
 from fabricamp.data.lengths import known_length, loader_length
 from fabricamp.data.position import (
     BEGUN,
@@ -27,7 +28,6 @@ from fabricamp.data.position import (
     states_of,
 )
 from fabricamp.errors import ConfigError
-from fabricamp.keywords import NamesKeywords
 from fabricamp.rng import capture_rng
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]

@@ -11,13 +11,13 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabricamp._utils.containers import own_containers
+from fabricamp._utils.keywords import refuse_others
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.arguments import DATA, build
-from fabricamp.containers import own_containers
+from fabricamp.checkpoint.hyperparameters import HyperparametersMixin
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
-from fabricamp.hyperparameters import HyperparametersMixin
-from fabricamp.keywords import refuse_others
 
 
 class DataModule(HyperparametersMixin):

@@ -33,7 +33,7 @@ from fabricamp.data.position import (
     states_of,
     without_first,
 )
-from fabricamp.data.staging import Staging
+from fabricamp.data.transfer import Staging
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.rng import capture_rng, snapshot_rng
 

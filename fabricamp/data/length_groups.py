@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils.data import Sampler
 
+from fabricamp._utils.keywords import NamesKeywords
 from fabricamp.errors import ConfigError
-from fabricamp.keywords import NamesKeywords
 
 
 class LengthGroups(NamesKeywords, Sampler[list[int]]):

@@ -16,6 +16,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.data.combined import CombinedLoader, leaves_of
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.orders import DrawnOrder, SeededOrder
@@ -26,7 +27,6 @@ from fabricamp.data.seeding import SeededDataset
 from fabricamp.data.sharding import Sharded
 from fabricamp.errors import ConfigError
 from fabricamp.rng import seed_worker, seeds_workers
-from fabricamp.say_once import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable

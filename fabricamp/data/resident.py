@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fabricamp._utils.containers import CONTAINERS, tensors_within, with_parts
+from fabricamp._utils.keywords import NamesKeywords
 from fabricamp.arguments.checks import check_count, check_number
-from fabricamp.containers import CONTAINERS, tensors_within, with_parts
 from fabricamp.data.orders import SeededOrder
 from fabricamp.data.samplers import EvalSampler, TrainSampler
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
-from fabricamp.keywords import NamesKeywords
 
 
 class ResidentLoader(NamesKeywords):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from fabricamp.containers import tensors_within
+from fabricamp._utils.containers import tensors_within
+from fabricamp._utils.keywords import NamesKeywords
 from fabricamp.data.feed import Feed
 from fabricamp.errors import ConfigError
-from fabricamp.keywords import NamesKeywords
 from fabricamp.strategies.base import Strategy
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricamp.checkpoint.record import Section
-from fabricamp.checkpoint.shard_loading import placed_gradients, read_gradient
+from fabricamp.checkpoint.shards import placed_gradients, read_gradient
 from fabricamp.ops.shards import is_shard, local
 
 if TYPE_CHECKING:

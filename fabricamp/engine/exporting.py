@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fabricamp.arguments.checks import check_choice
-from fabricamp.engine.attachment import Attachment
+from fabricamp.engine.run_context import Attachment
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.checkpoint import check_content, plain
+from fabricamp.checkpoint.hyperparameters import Kept, kept_by
 from fabricamp.errors import ConfigError
-from fabricamp.hyperparameters import Kept, kept_by
 from fabricamp.loggers.run_folder import folder_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from fabricamp.engine.update import Update
 from fabricamp.errors import ConfigError
 from fabricamp.precision.base import Clip
-from fabricamp.precision.plain_step import clip_gradients, demands_closure, write_gradients
+from fabricamp.precision.stepper import clip_gradients, demands_closure, write_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from fabricamp.engine.loss_weights import LossWeights
     from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.update import LossWeights
 
 
 class ManualUpdate(Update):

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricamp.arguments.checks import check_choice, check_names, check_number
 from fabricamp.errors import ConfigError
-from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.precision.plain_step import demands_closure
+from fabricamp.optimizers.refusals import owned_parameters
+from fabricamp.precision.stepper import demands_closure
 
 if TYPE_CHECKING:
     from fabricamp.module import TrainingModule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fabricamp.callbacks._cadence import Every, validation_times
+from fabricamp.arguments.cadence import Every, validation_times
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:

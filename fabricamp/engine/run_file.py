@@ -14,13 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabricamp._utils.files import replace_text
+from fabricamp._utils.masking import hidden, masked
 from fabricamp.callbacks._ckpt_path import model_checkpoints
 from fabricamp.checkpoint import plain
+from fabricamp.checkpoint.hyperparameters import kept_by
 from fabricamp.engine import environment_info
-from fabricamp.files import replace_text
-from fabricamp.hyperparameters import kept_by
 from fabricamp.loggers.run_folder import folder_of
-from fabricamp.masking import hidden, masked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

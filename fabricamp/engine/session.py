@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.checkpoint import read_together, write_together
-from fabricamp.checkpoint.shard_loading import placed_weights
+from fabricamp.checkpoint.shards import placed_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch
-from fabricamp.engine.attachment import DETACHED
+from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.compiled import step_of
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.graph.graphs import Graphs
-from fabricamp.engine.log_axis import deliver
+from fabricamp.engine.graph.group_update import GroupUpdate
+from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, refused
+from fabricamp.engine.graph.update import GraphUpdate
 from fabricamp.engine.logger_setup import join_loggers, kept_of, log_hyperparams
 from fabricamp.engine.loop import TrainingLoop
+from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
 from fabricamp.engine.model_checks import warn_of_oversights
 from fabricamp.engine.optimizer_setup import (
     ManagedOptimizer,
@@ -28,15 +31,14 @@ from fabricamp.engine.optimizer_setup import (
 from fabricamp.engine.parts import FitParts, limits_of
 from fabricamp.engine.performance import give_back
 from fabricamp.engine.prediction_record import PredictionRecord, open_record
-from fabricamp.engine.profiling import profile_evaluation, profile_fit
-from fabricamp.engine.reloading import renew, train_feed
+from fabricamp.engine.profiling import profile_evaluation, profile_fit, profile_train_feed
 from fabricamp.engine.resume import ResumePoint
-from fabricamp.engine.run_state import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
+from fabricamp.engine.run_context import DETACHED
 from fabricamp.engine.run_summary import RunSummary
 from fabricamp.engine.schedules import check_schedule_lengths, schedule_lengths
-from fabricamp.engine.sharding import check_saving, shard_module
+from fabricamp.engine.sharding_checks import check_saving, shard_module
 from fabricamp.engine.source import DataSource, GivenData
-from fabricamp.engine.update_choice import open_update
+from fabricamp.engine.update import Update
 from fabricamp.engine.world_change import keep_samples_of_a_step
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import Hooks, call_all, overrides
@@ -47,12 +49,13 @@ from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.precision.base import NOT_CONVERTED
+from fabricamp.precision.stepper import demands_closure
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
 from fabricamp.watchdog import Watchdog, leave_at_exit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import nn
     from torch.optim import Optimizer
@@ -60,6 +63,94 @@ if TYPE_CHECKING:
     from fabricamp.checkpoint.record import Record
     from fabricamp.data import Feed
     from fabricamp.engine.runner import Runner
+    from fabricamp.state import RunState
+
+
+# ~~~ from engine.log_axis: Places values on the loggers' axis: at the number of their step, from 0, with the epoch as one more value.
+
+
+def deliver(state: RunState, delivery: LoggerCollection, values: Mapping[str, float], step: int) -> None:
+    """Logs the values of a flush, an epoch or an evaluation, as Lightning does; a value called "step" sets the axis position.
+
+    ``step`` is the number of optimizer steps done.
+    """
+    rest = {name: value for name, value in values.items() if name != "step"}
+    if "step" in values:
+        delivery.log_metrics(rest, int(values["step"]))
+    else:
+        delivery.log_metrics({"epoch": state.epoch, **rest}, state.place_of(step))
+
+
+# ~~~ from engine.reloading: Makes a feed of the training loader, and replaces it in epochs that reload their loaders.
+
+
+def train_feed(session: Session) -> Feed:
+    """Returns the feed of a fit's training batches."""
+    data = session.data
+    return profile_train_feed(session.trainer, data.feed(data.train_loader, data.num_training_batches))
+
+
+def renew(session: Session, parts: FitParts) -> None:
+    """Called before an epoch: sets its ``accumulate_grad_batches``, and its loaders if the epoch reloads them."""
+    session.settings.begin_epoch(session.trainer.state.epoch)
+    if not session.data.renew():
+        return
+    session.forget_validation()
+    if parts.feed is session.data.train_feed:  # given loaders are not reloaded
+        return
+    parts.loader, parts.feed = session.data.train_loader, train_feed(session)
+    parts.limits = limits_of(session.settings, session.data.num_training_batches, session.trainer.state.started)
+    session.resume_point.use(parts.feed)
+
+
+# ~~~ from engine.update_choice: Chooses how the updates of a fit are made: automatic or manual optimization, by closures, eagerly or as a CUDA graph.
+
+
+def open_update(parts: FitParts, session: Session) -> Update:
+    """Returns the update object of ``session``; under manual optimization, gives the module the methods that it calls.
+
+    Raises :class:`ConfigError` if a CUDA graph is required and impossible.
+    """
+    parts.state.runs_as = ""
+    captures = _captures(parts, session)
+    if not session.module.automatic_optimization:
+        update = ManualUpdate(parts)
+        session.attachment.manual_backward, session.attachment.manual_clip = update.backward, update.clip
+        for one in session.attachment.optimizers:
+            one.update = update.step
+        return update
+    if captures:
+        session.graphs.update = (GroupUpdate if _launches_together(parts, session) else GraphUpdate)(parts, session)
+        return session.graphs.update
+    closure = bool(parts.optimizers) and demands_closure(parts.optimizers[0])
+    return ClosureUpdate(parts) if closure else Update(parts)
+
+
+def _launches_together(parts: FitParts, session: Session) -> bool:
+    options = session.settings.cuda_graph
+    if options is None or options.steps == 1:
+        return False
+    reason = group_refusal(parts, session.trainer.callbacks)
+    what = f"CudaGraph(steps={options.steps})"
+    if reason and options.required:
+        raise ConfigError(f"cuda_graph: {what}: {reason}; or give steps=1, which launches each step by itself")
+    if reason:
+        session.run_summary.say(f"{what} launches each step by itself: {reason}")
+    return not reason
+
+
+def _captures(parts: FitParts, session: Session) -> bool:
+    options = session.settings.cuda_graph
+    if options is None:
+        return False
+    reason = graph_refusal(parts)
+    if reason and options.required:
+        raise refused(reason)
+    if reason:
+        session.run_summary.say(f"cuda_graph='auto' runs eagerly: {reason}")
+        parts.state.runs_as = "eager"
+    return not reason
+
 
 KINDS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
 LOADERS = {"validation": "val", "test": "test", "predict": "predict"}

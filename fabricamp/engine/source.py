@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import logging
 from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.data import (
     CombinedLoader,
     DataModule,
@@ -22,14 +24,12 @@ from fabricamp.data import (
     release_workers,
     wire_loader,
 )
-from fabricamp.engine.staged_hooks import reads, watched
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import ModuleHooks, overrides
 from fabricamp.lightning.given import own_loader
 from fabricamp.module import TrainingModule
 from fabricamp.precision.base import Precision
 from fabricamp.rng import global_seed, seeded
-from fabricamp.say_once import say_once
 from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
@@ -38,6 +38,40 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
     from fabricamp.trainer.arguments import Settings
+
+
+# ~~~ from engine.staged_hooks: The user's hooks that prefetch batches ahead of their steps, and what the hooks must not read then.
+
+
+def reads(hook: Callable[..., Any], name: str) -> bool:
+    """Whether the code of ``hook`` uses an attribute or a global called ``name``.
+
+    >>> reads(lambda trainer: [trainer.global_step for _ in range(2)], "global_step")
+    True
+    """
+    code = getattr(hook, "__code__", None)
+    return isinstance(code, CodeType) and _names(code, name)
+
+
+def watched(prepare: Callable[[Any], Any] | None, state: RunState) -> Callable[[Any], Any] | None:
+    """Returns ``prepare``, wrapped to set ``state.ahead`` while it runs ahead of the step."""
+    if prepare is None:
+        return None
+
+    def ahead(batch: Any) -> Any:
+        state.ahead = True
+        try:
+            return prepare(batch)
+        finally:
+            state.ahead = False
+
+    return ahead
+
+
+def _names(code: CodeType, name: str) -> bool:
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return name in code.co_names or any(_names(one, name) for one in inner)
+
 
 logger = logging.getLogger("fabricamp")
 

@@ -3,33 +3,281 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from numbers import Real
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from fabricamp.engine.accumulation_tensors import AccumulationTensors
-from fabricamp.engine.loss_weights import LossWeights, compare_kinds, mixed
+from fabricamp.data import set_epoch
 from fabricamp.engine.overflow_policy import OverflowPolicy
-from fabricamp.engine.resolved_hooks import bound_to
 from fabricamp.engine.schedules import Schedules
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.hooks import overrides
+from fabricamp.module import TrainingModule
+from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.precision.base import Precision
-from fabricamp.precision.loss_watch import LossWatch
+from fabricamp.precision.step_results import LossWatch
+from fabricamp.state import Scope
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.optim import Optimizer
 
     from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.session import Session
     from fabricamp.gradients.flat import Gradients
     from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.base import Clip
+
+
+# ~~~ from engine.resolved_hooks: Looks up, before the first batch, the hooks and methods that an update calls; those that nobody overrides then cost nothing.
+
+
+_STEP = methodcaller("step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedHooks:
+    """Hooks that are overridden anywhere, and methods that the module overrides (None: it does not)."""
+
+    before_zero_grad: Sequence[Callable[..., Any]]
+    before_backward: Sequence[Callable[..., Any]]
+    after_backward: Sequence[Callable[..., Any]]
+    before_step: Sequence[Callable[..., Any]]
+    zero_grad: Callable[..., Any] | None
+    clipping: Callable[[Any, Clip | None], None] | None
+    step: Callable[..., Any] | None
+    run_backward: Callable[..., Any]
+    backward: Callable[..., Any]
+    """Called with the loss: ``run_backward``, through ``precision.backward`` if the precision overrides it."""
+    wants_outputs: bool
+    """Whether a hook after the batch gets the step's output."""
+    shows_gradients: bool
+    """Whether hooks or overridden methods see gradients before the update: only then a separate pass unscales them."""
+    plain_zero_grad: Callable[[], Any] | None
+    plain_step: Callable[[], Any] | None
+    """The optimizer's own methods, if neither the Trainer nor the user does anything around them."""
+
+
+def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool) -> ResolvedHooks:
+    """Looks up what an update of ``optimizer`` calls; ``steps_alone``: the Trainer does nothing around the optimizer's step."""
+    hooks, module, precision = parts.hooks, parts.module, parts.precision
+    own = partial(overrides, module, base=TrainingModule)
+    run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
+    # Methods that only pass a call on are left out: a Python call costs as much as three hooks.
+    scales = overrides(precision, "backward", Precision)
+    before_zero_grad, before_step = hooks("on_before_zero_grad"), hooks("on_before_optimizer_step")
+    zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
+    clipping = partial(_clip_by, module.configure_gradient_clipping) if own("configure_gradient_clipping") else None
+    step = module.optimizer_step if own("optimizer_step") else None
+    shown = bool(before_step or clipping or step)
+    plain = steps_alone and not (shown or overrides(precision, "step", Precision))
+    return ResolvedHooks(
+        before_zero_grad=before_zero_grad,
+        before_backward=hooks("on_before_backward"),
+        after_backward=hooks("on_after_backward"),
+        before_step=before_step,
+        zero_grad=zero_grad,
+        clipping=clipping,
+        step=step,
+        run_backward=run_backward,
+        backward=partial(precision.backward, run=run_backward) if scales else run_backward,
+        wants_outputs=bool(hooks("on_train_batch_end")),
+        shows_gradients=shown,
+        plain_zero_grad=None if optimizer is None or before_zero_grad or zero_grad else optimizer.zero_grad,
+        # ``step`` is looked up at each call: a scheduler that is created within a run replaces it by torch's wrapper.
+        plain_step=partial(_STEP, optimizer) if optimizer is not None and plain else None,
+    )
+
+
+def _clip_by(configure: Callable[..., Any], optimizer: Any, clip: Clip | None) -> None:
+    """Calls the module's own method by Lightning's keywords."""
+    configure(optimizer, gradient_clip_val=clip and clip.value, gradient_clip_algorithm=clip and clip.algorithm)
+
+
+# ~~~ from engine.loss_weights: Losses given as (sum, weight): gradients of an accumulation are divided once, by its weight over micro-batches and ranks.
+
+
+class LossWeights:
+    """The weights of an accumulation's losses, on the device; the host reads none of them.
+
+    Before backward a sum is divided by ``reference``, the last accumulation's mean weight: gradients then have the magnitude of
+    those of a mean.  ``reference`` is a power of two, since dividing by it changes no digit.  The update divides by the remaining
+    factor, together with the loss scale.
+    """
+
+    def __init__(self, strategy: Strategy, accumulate: int, reference: Tensor | None = None) -> None:
+        if strategy.world_size > 1 and not strategy.averages_gradients:
+            raise ConfigError(
+                "training_step returned (sum, weight), which is divided by the weight on all ranks, but the strategy sums "
+                "gradients (gradient_average=False); leave gradient_average out"
+            )
+        if not strategy.averages_weights:
+            raise ConfigError(
+                f"training_step returned (sum, weight), and strategy {strategy.name!r} averages gradients alone over those that "
+                "make a step; return the mean"
+            )
+        self._strategy = strategy
+        self.accumulate = accumulate
+        self.total = torch.zeros((), dtype=torch.float64, device=strategy.device)
+        """The sum of the weights of this rank's micro-batches in the accumulation."""
+        self.reference = torch.zeros_like(self.total)
+        if reference is not None:
+            self.reference.copy_(reference)
+        self._knows_reference = reference is not None
+        self.number: float | None = None
+        """The last micro-batch's weight, if it was given as a number on the host; else None."""
+
+    def take(self, loss: Tensor, weight: Any) -> Tensor:
+        """Adds a micro-batch's weight; returns the loss for backward, not yet divided by the number of micro-batches."""
+        own = self._on_device(weight)
+        if not self._knows_reference:
+            self._knows_reference = True
+            self.reference.copy_(_power_of_two(self._strategy.reduce(own, "mean"), torch.ones_like(own)))
+        self.total += own
+        loss = loss.float() if loss.dtype in HALF_DTYPES else loss
+        return loss / self.reference.to(loss.dtype)
+
+    def dividing(self, reduce: Callable[[GradientMemory | None], Gradients]) -> Callable[..., Gradients]:
+        """Returns ``reduce`` (a strategy's ``reduce_gradients``), wrapped to return the remaining divisor as ``weight`` too."""
+
+        def reduce_weighted(memory: GradientMemory | None = None) -> Gradients:
+            return reduce(memory)._replace(weight=self._close())
+
+        return reduce_weighted
+
+    def _close(self) -> Tensor:
+        """Ends an accumulation; returns its divisor: inf if its weight is 0 (gradients are 0 then), nan if it is below 0."""
+        mean = self._strategy.reduce(self.total, "sum") / (self.accumulate * self._strategy.world_size)
+        divisor = mean / self.reference
+        self.reference.copy_(_power_of_two(mean, self.reference))  # in place: a captured graph reads this memory
+        self.forget()
+        return divisor.masked_fill(divisor == 0, math.inf).masked_fill(divisor < 0, math.nan)
+
+    def forget(self) -> None:
+        """Begins a new accumulation."""
+        self.total.zero_()
+
+    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``forward``, wrapped to raise for a loss without a weight: it would be counted with a wrong weight."""
+
+        def run(*args: Any) -> Any:
+            output = forward(*args)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if isinstance(loss, Tensor):
+                raise mixed()
+            return output
+
+        return run
+
+    def shown(self, output: Any) -> dict[str, Any]:
+        """Returns the outputs for hooks, detached: the mean as "loss", the weight, and the other values of a dict."""
+        others = output if isinstance(output, dict) else {}
+        total, weight = output["loss"] if others else output
+        weight = weight.reshape(()) if isinstance(weight, Tensor) else weight
+        others = {key: value.detach() if isinstance(value, Tensor) else value for key, value in others.items()}
+        return {"weight": weight, **others, "loss": total.detach() / weight}
+
+    def _on_device(self, weight: Any) -> Tensor:
+        self.number = None
+        if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
+            if weight.device == self.total.device:
+                return weight.detach().reshape(()).to(torch.float64)
+            weight = weight.item() if weight.device.type == "cpu" else weight
+        if isinstance(weight, Real) and 0 <= float(weight) < math.inf:
+            self.number = float(weight)
+            return torch.full_like(self.total, float(weight))
+        raise ConfigError(
+            f"training_step returned a pair, (sum, weight), whose weight is {_described(weight)}; give a number from 0 or a "
+            "tensor with one, detached and on the module's device, such as mask.sum(); other values go into a dict beside 'loss'"
+        )
+
+
+def mixed() -> ConfigError:
+    """Returns the error for losses of which some have a weight and others do not."""
+    return ConfigError(
+        "training_step returned (sum, weight) for some batches and a loss without a weight for others; return (sum, weight) for "
+        "all of them, or the mean"
+    )
+
+
+def compare_kinds(strategy: Strategy, *, weighted: bool) -> None:
+    """Raises :class:`ConfigError` if losses have a weight on some ranks only: the ranks would wait for each other forever."""
+    kinds = strategy.all_gather_object(weighted)
+    if not all(kinds) and any(kinds):
+        raise ConfigError(
+            f"training_step returned (sum, weight) on rank {kinds.index(True)} and a loss without a weight on rank "
+            f"{kinds.index(False)}; return (sum, weight) on all of them, or the mean"
+        )
+
+
+def _power_of_two(mean: Tensor, otherwise: Tensor) -> Tensor:
+    """Returns the largest power of two not above ``mean``; ``otherwise`` if that is not finite or not above 0."""
+    power = mean.log2().floor().exp2()
+    return torch.where((power > 0) & power.isfinite(), power, otherwise)
+
+
+def _described(weight: Any) -> str:
+    if not isinstance(weight, Tensor):
+        return repr(weight) if isinstance(weight, Real) else f"a {type(weight).__name__}"
+    graph = " with a graph" if weight.requires_grad else ""
+    return f"a tensor of shape {tuple(weight.shape)} on {weight.device}{graph}"
+
+
+# ~~~ from engine.accumulation_tensors: Saves and restores an accumulation's tensors beside ``.grad``: sums of gradients, scalers of several losses, loss weights.
+
+
+class AccumulationTensors:
+    """The tensors of the accumulation in progress; ``accumulate`` is the number of micro-batches per step."""
+
+    def __init__(
+        self, precision: Precision, optimizers: Sequence[Optimizer], accumulate: int, weights: LossWeights | None = None
+    ) -> None:
+        self._weights = weights
+        self._precision = precision
+        self._optimizers = optimizers
+        self._accumulate = accumulate
+
+    def taken(self, loss: Tensor) -> dict[str, Any]:
+        """Returns the tensors, not copied, followed by the last micro-batch's ``loss``, with precision and ``accumulate``."""
+        sums = [tensor for memory in self._memories() for tensor in memory.tensors]
+        tensors = [*sums, *self._beside(), loss]
+        window = {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
+        return window if self._weights is None else {**window, "weighted": True}
+
+    def give_back(self, window: dict[str, Any]) -> str:
+        """Restores the result of :meth:`taken`; returns why that is impossible, or an empty string."""
+        for name, here in (("level", self._precision.name), ("accumulate", self._accumulate)):
+            if window[name] != here:
+                return f"{name} was {window[name]!r} there and is {here!r} here"
+        memories, beside, values = self._memories(), self._beside(), iter(window["tensors"][:-1])
+        sums = [list(islice(values, len(memory.tensors))) for memory in memories]
+        rest = list(values)
+        fit = all(memory.fits(one) for memory, one in zip(memories, sums, strict=True))
+        if not fit or [tensor.shape for tensor in beside] != [tensor.shape for tensor in rest]:
+            return "gradients are summed in other tensors"
+        for memory, one in zip(memories, sums, strict=True):
+            memory.take(one)
+        for tensor, value in zip(beside, rest, strict=True):
+            tensor.copy_(value)
+        return ""
+
+    def _memories(self) -> list[GradientMemory]:
+        return [self._precision.gradients(one) for one in self._optimizers]
+
+    def _beside(self) -> list[Tensor]:
+        verdicts = self._precision.verdicts
+        words = [] if verdicts is None else verdicts.window_tensors
+        return words if self._weights is None else [*words, self._weights.total]
 
 
 class Update:
@@ -329,3 +577,25 @@ def with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> C
             continue
         return step if len(arguments) == 2 else lambda batch, _: step(batch)
     raise ConfigError(f"training_step takes {signature}; it gets (batch) or (batch, batch_idx)")
+
+
+# ~~~ from engine.forward_pass: A pass over the training data that changes only what ``forward`` itself changes.
+
+
+def forward_train_batches(session: Session) -> None:
+    """Runs ``training_step`` on every batch of an epoch: no backward, no update, no hook of a batch, nothing logged."""
+    state, metrics, data = session.trainer.state, session.metrics, session.data
+    step = with_index(session.module.training_step, session.module.training_step)
+    before, muted = (state.scope, state.batch, state.batch_idx), metrics.muted
+    set_epoch(data.train_loader, state.epoch)
+    feed = data.feed(data.train_loader, data.num_training_batches)
+    state.scope, metrics.muted = Scope.TRAIN_STEP, True
+    try:
+        for number, batch in enumerate(feed):
+            state.batch, state.batch_idx = batch, number  # the watchdog sees progress by this number
+            session.precision.forward(step, batch, number)
+        feed.finish()
+    finally:
+        state.scope, state.batch, state.batch_idx = before
+        metrics.muted = muted
+        feed.close()

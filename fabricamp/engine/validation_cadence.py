@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fabricamp.callbacks._cadence import Cadence
+from fabricamp.arguments.cadence import Cadence
 
 if TYPE_CHECKING:
-    from fabricamp.callbacks._cadence import Every
+    from fabricamp.arguments.cadence import Every
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
 

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
-from fabricamp.gradients.buckets import Piece, plan_messages
-from fabricamp.gradients.sums import RankSums
-from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.gradients.buckets import Piece, RankSums, plan_messages
 from fabricamp.ops.layouts import is_dense
+from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.ops.uploads import is_capturing, lasting_memory, upload
 
 _grad: Final = operator.attrgetter("grad")

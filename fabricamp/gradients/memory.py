@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fabricamp import ops
+from fabricamp.gradients.buckets import RankSums
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Message, Transport
-from fabricamp.gradients.sums import RankSums
 
 _grad: Final = operator.attrgetter("grad")
 

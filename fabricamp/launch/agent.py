@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabricamp.launch.starter import STARTED_BY, STARTER
+from fabricamp.launch.start import STARTED_BY, STARTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -18,12 +19,41 @@ import torch
 
 from fabricamp.errors import ConfigError
 from fabricamp.launch.agent import ENDINGS, run_agent
-from fabricamp.launch.failures import as_error, find_cause
-from fabricamp.launch.recording import report_uncaught
-from fabricamp.launch.start import check_fork, rerun_command
-from fabricamp.launch.starter import end_with_starter
+from fabricamp.launch.failures import as_error, find_cause, report_uncaught
+from fabricamp.launch.start import check_fork, end_with_starter, rerun_command
 from fabricamp.messages import LOGGER, level
 from fabricamp.rng import capture_rng, restore_rng
+
+# ~~~ from launch.forking: Holds the logging locks while this process forks a loader worker.
+
+
+_registered = False
+_held: list[logging.Handler] = []
+
+
+def hold_logging_at_fork() -> None:
+    """Makes this process fork only while no thread is writing a log line.
+
+    A writing thread holds the lock of its stream.  Python gives a forked process new handler locks, but no new stream locks: a
+    loader worker whose data set logs too would wait forever for a thread that it does not have.
+    """
+    global _registered  # noqa: PLW0603 - such a registration is for the life of the process
+    if not _registered:
+        _registered = True
+        # In the child, logging itself replaces the handlers' locks.
+        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_held.clear)
+
+
+def _hold() -> None:
+    for handler in (*logging.getLogger().handlers, *logging.getLogger("fabricamp").handlers):
+        handler.acquire()
+        _held.append(handler)
+
+
+def _let_go() -> None:
+    while _held:
+        _held.pop().release()
+
 
 _FORK_SECONDS = 60
 

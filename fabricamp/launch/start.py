@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Literal
@@ -12,7 +14,28 @@ import torch
 
 from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError
-from fabricamp.launch.starter import STARTED_BY
+
+# ~~~ from launch.starter: What a worker knows about its starter, the process that started it; ends the worker together with it.
+
+
+STARTED_BY = "FABRICAMP_STARTED_BY"
+"""Variable with the start method, set in workers that fabricamp started itself."""
+
+STARTER = "FABRICAMP_STARTER"
+"""Variable with the process id of the starter."""
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+
+
+def end_with_starter() -> None:
+    """Makes Linux kill this worker when its starter dies, because nobody else would end it; does nothing on other systems."""
+    if not sys.platform.startswith("linux") or STARTER not in os.environ:
+        return
+    if os.getppid() == int(os.environ[STARTER]):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != int(os.environ[STARTER]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
 
 StartMethod = Literal["script", "spawn", "fork"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from fabricamp import script
+from fabricamp._utils import script
 from fabricamp.lightning import names
 
 _WHAT: Final = """Runs a script, or with -m a module, in which lightning.pytorch and pytorch_lightning are fabricamp,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.engine.attachment import Attachment
-from fabricamp.engine.gathering import gathered
+from fabricamp.engine.run_context import Attachment, gathered
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import DATA, derives_from, lightnings_base
 from fabricamp.lightning.given import adopted

@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
-from fabricamp.loggers.base import Logger
+from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.independent_random import give_numbers_of_its_own
-from fabricamp.loggers.outbox import Call, Outbox
 from fabricamp.loggers.run_folder import flattened, writes
-from fabricamp.say_once import say_once
+from fabricamp.loggers.write_queue import Call, Outbox
 
 if TYPE_CHECKING:
     from torch import nn

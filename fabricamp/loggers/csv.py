@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fabricamp.files import sync
-from fabricamp.loggers.growing_file import GrowingFile
+from fabricamp._utils.files import sync
+from fabricamp.loggers.append_file import GrowingFile
 from fabricamp.loggers.row_file import Content, RowFileLogger, Rows
 
 

@@ -18,8 +18,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
-from fabricamp.loggers.growing_file import GrowingFile
-from fabricamp.loggers.trouble import reason_of
+from fabricamp.loggers.append_file import GrowingFile
+from fabricamp.loggers.logger_errors import reason_of
 
 _SECONDS = re.compile(r"tfevents\.(\d+)")
 _numbers = itertools.count()

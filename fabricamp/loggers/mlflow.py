@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
-from fabricamp.loggers.base import Logger
+from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.independent_random import give_numbers_of_its_own
-from fabricamp.loggers.outbox import Outbox, in_time
 from fabricamp.loggers.run_folder import flattened, writes
 from fabricamp.loggers.uploads import Saved, Uploads
-from fabricamp.say_once import say_once
+from fabricamp.loggers.write_queue import Outbox, in_time
 
 ANSWER_SECONDS = 10.0
 """How long the start of a run waits for the server; logged values wait for the server in memory."""

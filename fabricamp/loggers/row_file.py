@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from fabricamp.arguments.checks import check_number
-from fabricamp.loggers.backlog import Record
+from fabricamp.loggers.append_file import GrowingFile
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.growing_file import GrowingFile
+from fabricamp.loggers.logger_errors import reason_of
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
-from fabricamp.loggers.trouble import reason_of
+from fabricamp.loggers.write_queue import Record
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from fabricamp.checkpoint import places, plain
+from fabricamp._utils.files import replace_text
+from fabricamp._utils.first_rank import started_rank
+from fabricamp.checkpoint import plain, storage
 from fabricamp.errors import ConfigError
-from fabricamp.files import replace_text
-from fabricamp.first_rank import started_rank
-from fabricamp.loggers.backlog import Backlog, Record
 from fabricamp.loggers.base import Logger
+from fabricamp.loggers.write_queue import Backlog, Record
 
 _HYPERPARAMETERS = "hparams.yaml"
 
@@ -199,7 +199,7 @@ def folder_of(logger: Logger) -> str | None:
     """Returns the folder of a logger's run as an absolute path or URL; None if the logger has no folder."""
     if isinstance(logger, RunFolderLogger):
         return str(logger.folder)
-    return None if logger.log_dir is None else places.normal(logger.log_dir)
+    return None if logger.log_dir is None else storage.normal(logger.log_dir)
 
 
 def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | float | str]:

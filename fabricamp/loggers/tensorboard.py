@@ -11,9 +11,9 @@ import torch
 
 from fabricamp.arguments.checks import check_names
 from fabricamp.errors import ConfigError
-from fabricamp.loggers.backlog import Record
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import RunFolderLogger, edges_of, flattened, writes
+from fabricamp.loggers.write_queue import Record
 from fabricamp.rng import isolate_rng
 
 if TYPE_CHECKING:

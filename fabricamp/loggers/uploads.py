@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fabricamp.errors import ConfigError
-from fabricamp.loggers.outbox import Outbox
-from fabricamp.loggers.trouble import Trouble
+from fabricamp.loggers.logger_errors import Trouble
+from fabricamp.loggers.write_queue import Outbox
 
 UPLOAD_SECONDS = 600.0
 """How long the end of a successful fit waits for uploads of checkpoints."""

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
-from fabricamp.loggers.base import Logger
+from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
-from fabricamp.loggers.independent_random import give_numbers_of_its_own
-from fabricamp.loggers.outbox import Call, Outbox
 from fabricamp.loggers.run_folder import edges_of, showable, writes
 from fabricamp.loggers.uploads import Uploads
+from fabricamp.loggers.write_queue import Call, Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

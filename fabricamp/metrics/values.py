@@ -6,14 +6,21 @@ import numbers
 import operator
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import Tensor
 
-from fabricamp.containers import tensors_within
+from fabricamp._utils.containers import tensors_within
+from fabricamp._utils.say_once import say_once
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import is_shard, whole
-from fabricamp.say_once import say_once
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fabricamp.metrics.slots import MetricTable, Published
+    from fabricamp.state import Scope
 
 
 def is_metric(value: object) -> bool:
@@ -92,3 +99,136 @@ def batch_length(name: str, batch: Any) -> int:
             f"({type(batch).__name__}) holds no tensor to take it from; pass batch_size="
         )
     return first.shape[0] if first.ndim else 1
+
+
+# ~~~ from metrics.views: Logged values as Lightning shows them: dicts of device tensors, created on access and without waiting.
+
+
+USUAL: Final = torch.float32
+"""The dtype of most values, whatever torch's default dtype is: in bf16 a loss would lose digits."""
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """Returns the dtype in which a value is shown: float64 stays, a metric object keeps its dtype, all others become float32."""
+    if is_metric(value):
+        value = getattr(value, "_forward_cache", None)
+        return value.dtype if isinstance(value, Tensor) else USUAL
+    return torch.float64 if isinstance(value, Tensor) and value.dtype is torch.float64 else USUAL
+
+
+class Dtypes:
+    """The dtypes of logged values by key; ``USUAL`` for keys without an entry."""
+
+    def __init__(self) -> None:
+        self._other: dict[str, torch.dtype] = {}
+
+    def note(self, published: Published, dtype: torch.dtype) -> None:
+        """Stores the dtype of a value; cheap enough for a first ``self.log`` and an epoch's end, not for each step."""
+        for key in (published.key, published.plain_key):
+            if dtype is USUAL:
+                self._other.pop(key, None)
+            else:
+                self._other[key] = dtype
+
+    def __getitem__(self, key: str) -> torch.dtype:
+        return self._other.get(key, USUAL)
+
+    def rounded(self, key: str, value: float) -> float:
+        """Returns ``value`` rounded to the dtype of its key."""
+        return float(torch.tensor(value, dtype=self[key], device="cpu").item())
+
+    def state_dict(self) -> dict[str, str]:
+        """Returns the names of the dtypes that are not ``USUAL``."""
+        return {key: str(dtype).removeprefix("torch.") for key, dtype in self._other.items()}
+
+    def load_state_dict(self, saved: Mapping[str, str]) -> None:
+        """Restores the state that :meth:`state_dict` returned."""
+        self._other.update({key: getattr(torch, name) for key, name in saved.items()})
+
+
+class View:
+    """A dict that is updated at each access; entries that user code put into it stay."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, Any] = {}
+        self._ours: set[str] = set()
+
+    def show(self, fresh: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns the dict, with ``fresh`` tensors in place of older ones."""
+        self._ours.update(fresh)
+        self._shown.update(fresh)
+        return self._shown
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The entries that user code added under other keys."""
+        return {key: value for key, value in self._shown.items() if key not in self._ours}
+
+    def put(self, values: Mapping[str, float]) -> None:
+        """Adds values as user code would."""
+        self._shown.update(as_tensors(values))
+
+    def leave_device(self) -> None:
+        """Moves the tensors to the host at the end of a run."""
+        self._shown.update({key: one.cpu() for key, one in self._shown.items() if isinstance(one, Tensor)})
+
+
+def as_tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
+    """Returns the numbers as CPU tensors, which can be read without waiting."""
+    return {key: torch.tensor(value, dtype=USUAL, device="cpu") for key, value in values.items()}
+
+
+def score_tensor(score: float | None) -> Tensor | None:
+    """Returns a monitor's value as an fp32 tensor, as Lightning's callbacks show it; they compare and save the number itself."""
+    return None if score is None else torch.tensor(score, dtype=torch.float32, device="cpu")
+
+
+def filled(values: Mapping[str, float], dtypes: Dtypes, device: torch.device) -> dict[str, Tensor]:
+    """Returns a new tensor for each value; made by a fill kernel, because a copy from the host would wait."""
+    with torch.inference_mode(mode=False):  # training could not use inference tensors
+        return {key: torch.full((), value, dtype=dtypes[key], device=device) for key, value in values.items()}
+
+
+def latest_steps(table: MetricTable, dtypes: Dtypes) -> Iterator[tuple[Published, Tensor]]:
+    """Yields the step values that this rank has logged last, as views into one device copy per dtype."""
+    copies: dict[torch.dtype, Tensor] = {}
+    for index, cell in enumerate(table.cells.values()):
+        weight, published = cell.weight or cell.sent, cell.published
+        if not cell.per_step or not weight:
+            continue
+        dtype = dtypes[published.key]
+        with torch.inference_mode(mode=False):
+            if weight < 0:
+                yield published, torch.full((), cell.number, dtype=dtype, device=table.device)
+                continue
+            if dtype not in copies:
+                copies[dtype] = table.bank[: len(table.cells)].to(dtype, copy=True)
+            yield published, copies[dtype][index]
+
+
+def latest_of_hooks(table: MetricTable, dtypes: Dtypes, scope: Scope) -> Iterator[tuple[Published, Tensor]]:
+    """Yields the values that this rank has logged in hooks of ``scope`` since the last reduction.
+
+    Metric objects are left out: they compute with all ranks only.
+    """
+    for cell in table.cells.values():
+        if cell.per_step or cell.metric is not None or cell.weight == cell.sent:
+            continue
+        if cell.owner is None or cell.owner.scope is not scope:
+            continue
+        mode = cell.published.mode
+        with torch.inference_mode(mode=False):
+            if mode in ("min", "max"):
+                value = cell.place.clamp(**{"max" if mode == "min" else "min": cell.number})
+            else:
+                value = (cell.place + cell.number) / (cell.weight if mode == "mean" else 1)
+            yield cell.published, value.to(dtypes[cell.published.key], copy=True)
+
+
+def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the entries of ``values`` that are single numbers, for a checkpoint."""
+    return {
+        key: float(value)
+        for key, value in values.items()
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fabricamp.nn.conversion import convert_syncbn_model as convert_syncbn_model
     from fabricamp.nn.conversion import create_syncbn_process_group as create_syncbn_process_group
+    from fabricamp.nn.conversion import fuse as fuse
     from fabricamp.nn.conversion import revert_syncbn_model as revert_syncbn_model
-    from fabricamp.nn.fusion import fuse as fuse
     from fabricamp.nn.losses import SoftmaxCrossEntropyLoss as SoftmaxCrossEntropyLoss
     from fabricamp.nn.norms import FusedLayerNorm as FusedLayerNorm
     from fabricamp.nn.norms import FusedRMSNorm as FusedRMSNorm
@@ -26,7 +26,7 @@ _HOMES = {
     "SyncBatchNorm": "fabricamp.nn.sync_batch_norm",
     "convert_syncbn_model": "fabricamp.nn.conversion",
     "create_syncbn_process_group": "fabricamp.nn.conversion",
-    "fuse": "fabricamp.nn.fusion",
+    "fuse": "fabricamp.nn.conversion",
     "revert_syncbn_model": "fabricamp.nn.conversion",
 }
 

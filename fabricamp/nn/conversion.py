@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fabricamp.errors import ConfigError
+from fabricamp.nn.norms import FusedLayerNorm, FusedRMSNorm
 from fabricamp.nn.sync_batch_norm import SyncBatchNorm
 from fabricamp.ops.peer_memory import timeout_of
 from fabricamp.torch_private import AnyBatchNorm
@@ -179,3 +180,30 @@ def _move(source: AnyBatchNorm, target: AnyBatchNorm) -> None:
         setattr(target, name, getattr(source, name))
     for name in _HOOKS:
         setattr(target, name, getattr(source, name))
+
+
+# ~~~ from nn.fusion: Replaces torch's modules by fused ones.
+
+
+M = TypeVar("M", bound=nn.Module)
+
+_FUSED: Final[dict[type[nn.Module], type[nn.Module]]] = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm}
+
+
+def fuse(module: M) -> M:
+    """Makes every LayerNorm and RMSNorm in ``module``, or ``module`` itself, a fused one, and returns ``module``.
+
+    The modules stay the same objects, with their parameters, state dict, hooks, dtype, device and mode.  Subclasses of torch's
+    norms are left alone, because they may have their own ``forward``.  Under autocast a fused norm returns autocast's dtype,
+    torch's returns fp32.
+
+    >>> [type(one).__name__ for one in fuse(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))]
+    ['Linear', 'FusedLayerNorm']
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"fuse() takes a module, not {module!r}; of several modules, call it for each")
+    for one in module.modules():
+        fused = _FUSED.get(type(one))
+        if fused is not None:
+            one.__class__ = fused
+    return module

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fabricamp.errors import DistributedError
 from fabricamp.ops.bridge import runs_kernels
-from fabricamp.ops.pinned import pinned_for_kernels
+from fabricamp.ops.uploads import pinned_for_kernels
 from fabricamp.torch_private import symmetric_memory
 
 _BLOCK_WORDS: Final = 2**19

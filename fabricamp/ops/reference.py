@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.ops.tensors import HALF_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

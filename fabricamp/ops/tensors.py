@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fabricamp.ops.bridge import runs_kernels
-from fabricamp.ops.dtypes import HALF_DTYPES
 from fabricamp.ops.table import table_of
+
+# ~~~ from ops.dtypes: The half dtypes, defined once.
+
+
+HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Final
@@ -13,18 +15,236 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
 from fabricamp import ops
-from fabricamp.errors import ConfigError
-from fabricamp.keywords import NamesKeywords
+from fabricamp._utils.keywords import NamesKeywords
+from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.ops.shards import SharedRows, any_shard, local, local_gradient
 from fabricamp.ops.table import Table
 from fabricamp.optimizers import refusals
-from fabricamp.optimizers.grad_scaler import from_grad_scaler
-from fabricamp.optimizers.idle_hooks import let_hooks_idle
-from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.optimizers.refusals import UnsupportedError
+from fabricamp.optimizers.refusals import UnsupportedError, owned_parameters
 from fabricamp.optimizers.rows import LAST, DeviceParams, RowsCacheKey, set_scalars, zero_gradients
-from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state
-from fabricamp.optimizers.watched_state import ParameterState, WatchedState, watched
+from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks, profiler_enabled
+
+# ~~~ from optimizers.grad_scaler: Reads the attributes that torch's GradScaler sets on an optimizer for the duration of a step.
+
+
+def from_grad_scaler(optimizer: Optimizer, own: ops.StepState | None) -> ops.StepState | None:
+    """Returns a step state with ``found_inf`` and the multiplier ``1 / grad_scale``, or None if neither attribute is set.
+
+    The state is ``own`` if this is on the attributes' device, else a new one.  Without ``found_inf`` the step is not skipped;
+    without ``grad_scale`` the multiplier is 1.
+    """
+    attributes = vars(optimizer)
+    found_inf: Tensor | None = attributes.get("found_inf")
+    scale: Tensor | None = attributes.get("grad_scale")
+    given = found_inf if found_inf is not None else scale
+    if given is None:
+        return None
+    state = own if own is not None and own.words.device == given.device else ops.StepState.on(given.device)
+    if found_inf is None:
+        state.found_inf.zero_()
+    else:
+        state.found_inf.copy_(found_inf.reshape(()))
+    if scale is None:
+        state.multiplier.fill_(1.0)
+    else:
+        state.multiplier.copy_(scale.reshape(()).reciprocal())
+    return state
+
+
+# ~~~ from optimizers.idle_hooks: Makes ``step`` pay for hooks and the profiler's range only if there are any: torch's wrapper takes 10 us per step.
+
+
+def let_hooks_idle(kind: type[Optimizer]) -> None:
+    """Wraps ``kind.step``, once per class: steps with hooks or a profiler run torch's wrapper, all others bypass it."""
+    step: Callable[..., Any] = kind.step
+    if getattr(step, "hooked", False):
+        return
+    watched = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or global_optimizer_pre_hooks
+            or global_optimizer_post_hooks
+            or profiler_enabled()
+        ):
+            return watched(self, *args, **options)
+        return step(self, *args, **options)
+
+    run.hooked = True  # type: ignore[attr-defined]  # tells torch that the wrapper is already there
+    kind.step = run  # type: ignore[method-assign]
+
+
+# ~~~ from optimizers.watched_state: Optimizer state that counts its changes, so that a step sees at once whether a tensor in the state may have been replaced.
+
+
+class Changes:
+    """Counts the writes to a state and its entries; an object of its own, so that an entry needs no reference to the state."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def _counted(name: str) -> Any:
+    method: Callable[..., Any] = getattr(dict, name)
+
+    def change(self: Any, *args: Any, **options: Any) -> Any:
+        self.changes.count += 1
+        return method(self, *args, **options)
+
+    change.__name__ = name
+    return change
+
+
+class _Counts:
+    """Mixin for a dict: counts every change."""
+
+    changes: Changes
+    __setitem__ = _counted("__setitem__")
+    __delitem__ = _counted("__delitem__")
+    __ior__ = _counted("__ior__")
+    clear = _counted("clear")
+    pop = _counted("pop")
+    popitem = _counted("popitem")
+    setdefault = _counted("setdefault")
+    update = _counted("update")
+
+
+class ParameterState(_Counts, dict[str, Any]):
+    """The state of one parameter; its copies and pickles are plain dicts."""
+
+    def __init__(self, entries: dict[str, Any], changes: Changes) -> None:
+        self.changes = changes
+        super().__init__(entries)
+
+    def __reduce__(self) -> Any:
+        return dict, (), None, None, iter(self.items())
+
+
+class WatchedState(_Counts, defaultdict[Any, Any]):
+    """The state of an optimizer; its copies and pickles are plain defaultdicts."""
+
+    def __init__(self, *args: Any) -> None:
+        self.changes = Changes()
+        super().__init__(*args)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def watched(state: Any) -> WatchedState:
+    """Returns ``state`` itself if it counts its changes, else a counting copy with the same tensors."""
+    own = state if type(state) is WatchedState else WatchedState(dict, state)
+    for key, entry in own.items():
+        if isinstance(entry, dict) and getattr(entry, "changes", None) is not own.changes:
+            own[key] = ParameterState(entry, own.changes)
+    return own
+
+
+# ~~~ from optimizers.state_dicts: Loads optimizer state, also that of torch and apex, without rounding it to half.
+
+
+_TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
+"""Group options of torch's optimizers only.  ``fused=None`` would even tell a Precision that a step cannot skip by itself."""
+
+
+def as_cell(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a number as a 0-dim tensor in device memory: ``value`` itself if it already is one."""
+    if isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == ((), dtype, device):
+        return value
+    return torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(()).clone()
+
+
+def load_state(
+    optimizer: Optimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    cells: Sequence[str],
+    narrow_cells: Sequence[str],
+) -> None:
+    """Loads a state dict, maybe torch's or apex's, by torch's ``load``.
+
+    ``narrow_cells`` become fp32; other floating tensors get their parameter's dtype, but at least fp32.  Options that the state
+    dict does not have keep their values.
+    """
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    seen: list[dict[str, Any]] = []
+
+    def normalise(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        seen.append(_with_steps_by_parameter(given, type(optimizer).__name__, cells=cells))
+        return seen[0]
+
+    # Registered last, so that it sees the state dict as other hooks have left it.
+    handle = optimizer.register_load_state_dict_pre_hook(normalise)
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    for group, before in zip(optimizer.param_groups, own, strict=True):
+        for key, value in before.items():
+            group.setdefault(key, value)
+    _restore_full_precision(optimizer, seen[0], narrow_cells)
+
+
+@torch.no_grad()
+def load_into(own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
+    """Copies each loaded tensor into the tensor of ``own`` that it would replace, and stores the latter in ``loaded``."""
+    for key, entry in own.items():
+        for name, tensor in entry.items():
+            value = loaded[key].get(name) if key in loaded else None
+            if isinstance(tensor, Tensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
+                loaded[key][name] = tensor.copy_(value)
+
+
+def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Sequence[str]) -> dict[str, Any]:
+    """Returns ``state_dict`` with a ``step`` for each parameter, where apex has one per group.
+
+    Options that only torch's optimizers have are left out.  Raises CheckpointError for amsgrad, and for a state without ``step``
+    if the optimizer needs one.
+    """
+    result = {**state_dict, "state": dict(state_dict["state"]), "param_groups": []}
+    for group in state_dict["param_groups"]:
+        if group.get("amsgrad", False):
+            raise CheckpointError(
+                f"this state was saved with amsgrad=True, which {name} does not have; load it into torch.optim.Adam"
+            )
+        own = {key: value for key, value in group.items() if key not in _TORCHS_OWN}
+        step = own.pop("step", None)
+        result["param_groups"].append(own)
+        if "step" not in cells:
+            continue
+        for key in own["params"]:
+            entry = result["state"].get(key)
+            if not entry or "step" in entry:
+                continue
+            if step is None:
+                raise CheckpointError(
+                    f"the state of parameter {key} has no 'step', nor has its group; {name} needs one"
+                )
+            result["state"][key] = {**entry, "step": step}
+    return result
+
+
+def _restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cells: Sequence[str]) -> None:
+    """Restores the saved values that ``Optimizer.load_state_dict`` rounded to half: at least fp32, on the parameter's device."""
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    parameters = owned_parameters(optimizer)
+    for key, parameter in zip(saved, parameters, strict=True):
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        for name, value in state_dict["state"].get(key, {}).items():
+            if name in cells:
+                number = value.detach() if isinstance(value, Tensor) else float(value)
+                loaded = torch.as_tensor(number, dtype=torch.float32, device=parameter.device).reshape(()).clone()
+            elif isinstance(value, Tensor) and value.is_floating_point():
+                loaded = value.detach().to(parameter.device, wide, copy=True)
+            else:
+                continue
+            optimizer.state[parameter][name] = loaded
+
 
 _grad: Final = operator.attrgetter("grad")
 _params: Final = operator.itemgetter("params")

@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricamp import ops
+from fabricamp._utils.keywords import NamesKeywords
 from fabricamp.errors import ConfigError
-from fabricamp.keywords import NamesKeywords
 from fabricamp.ops import LarcRule, Steering
 from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
-from fabricamp.optimizers.base import FusedOptimizer
-from fabricamp.optimizers.grad_scaler import from_grad_scaler
-from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.optimizers.refusals import at_least_0, refuse_rebuild, refuse_unreadable
+from fabricamp.optimizers.base import FusedOptimizer, from_grad_scaler
+from fabricamp.optimizers.refusals import at_least_0, owned_parameters, refuse_rebuild, refuse_unreadable
 from fabricamp.optimizers.rows import DeviceParams, RowsCacheKey, set_scalars
 
 

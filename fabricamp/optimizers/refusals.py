@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from fabricamp.optimizers.rows import DeviceParams
 
 
+# ~~~ from optimizers.parameters: The parameters of an optimizer.
+
+
+def owned_parameters(optimizer: Optimizer) -> list[Any]:
+    """Returns every tensor that ``optimizer`` updates, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class UnsupportedError(ConfigError, RuntimeError):
     """Raised for tensors, options and calls that a fused optimizer refuses; also a ``RuntimeError``, as apex's users expect."""
 

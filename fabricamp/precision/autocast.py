@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fabricamp.containers import tensors_within
+from fabricamp._utils.containers import tensors_within
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.precision.casting import cast_tensors
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from torch import Tensor
 
+from fabricamp._utils.keywords import NamesKeywords
+from fabricamp._utils.registry import Registry
 from fabricamp.gradients.flat import IN_PLACE, Gradients
-from fabricamp.keywords import NamesKeywords
-from fabricamp.precision.plain_step import PLAIN, Stepper
-from fabricamp.registry import Registry
+from fabricamp.precision.stepper import PLAIN, Stepper
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ import torch
 
 from fabricamp import ops
 from fabricamp.ops.bridge import runs_kernels
-from fabricamp.ops.pinned import pinned_for_kernels
+from fabricamp.ops.uploads import pinned_for_kernels
 from fabricamp.torch_private import stream_in_use
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fabricamp.keywords import NamesKeywords
+from fabricamp._utils.keywords import NamesKeywords
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,11 +12,11 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
-import fabricamp.first_rank  # noqa: F401 - sets the rank that lightning-utilities' functions look at
+import fabricamp._utils.first_rank  # noqa: F401 - sets the rank that lightning-utilities' functions look at
+from fabricamp._utils.keywords import NamesKeywords
+from fabricamp._utils.registry import Registry
 from fabricamp.errors import ConfigError, DistributedError, FabricampError, nearest
 from fabricamp.gradients.flat import IN_PLACE, Gradients
-from fabricamp.keywords import NamesKeywords
-from fabricamp.registry import Registry
 from fabricamp.torch_private import Store
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients, Transport
-from fabricamp.say_once import say_once
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange, elements_of
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.unused_parameters import listed

@@ -10,8 +10,9 @@ import torch
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import IN_PLACE, FlatGradients, Gradients
 from fabricamp.strategies.ddp import AfterBroadcast
-from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
-from fabricamp.strategies.exchange_options import (
+from fabricamp.strategies.exchange import (
+    DEFAULT_BUCKET_MB,
+    Exchange,
     checked_communicators,
     checked_count,
     checked_switch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
@@ -11,25 +12,237 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
+from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as all_of
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
-from fabricamp.strategies.first_values import FirstValues, fills_others
-from fabricamp.strategies.fsdp_options import checked_classes, checked_copies, checked_flag, checked_reshard
-from fabricamp.strategies.gathering import gathering, refuse_second_order
+from fabricamp.strategies.fsdp_units import (
+    Unit,
+    described,
+    gathering,
+    of_classes,
+    own_modules,
+    refuse_second_order,
+    units_of,
+)
+from fabricamp.strategies.meta_init import FirstValues, fills_others
 from fabricamp.strategies.process_group import ProcessGroupStrategy
-from fabricamp.strategies.sharding import Undo, replace_shards
 from fabricamp.strategies.tensor_parallel import TENSOR, checked, split_layers
-from fabricamp.strategies.units import Unit, described, of_classes, own_modules, units_of
 from fabricamp.strategies.unused_parameters import listed
-from fabricamp.strategies.whole_gradients import WholeGradients, fits, memory_of
-from fabricamp.torch_private import checkpoint_activations
+from fabricamp.torch_private import (
+    checkpoint_activations,
+    keep_whole_gradient,
+    sharded_modules,
+    sharded_parameters,
+    whole_gradient,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from fabricamp.strategies.base import ShardPlan
+
+
+# ~~~ from strategies.fsdp_options: Checks of ``FSDP``'s options, before any process starts.
+
+
+_ZERO_NAMES: Final = {"zero3": True, "zero2": False}
+
+
+def checked_classes(name: str, given: object) -> list[type[nn.Module]]:
+    """Returns the list of classes of option ``name``; raises :class:`ConfigError` for anything but module classes."""
+    listed = list(given) if isinstance(given, (list, tuple, set)) else []
+    wrong = [one for one in listed if not (isinstance(one, type) and issubclass(one, nn.Module))]
+    if wrong or not isinstance(given, (list, tuple, set)) or (name == "units" and not listed):
+        also = "'auto', or " if name == "units" else ""
+        raise ConfigError(
+            f"FSDP({name}={given!r:.200}) has to be {also}a list of classes of submodules, such as {name}=[Block]"
+        )
+    return listed
+
+
+def checked_flag(value: object) -> bool:
+    """Returns ``offload``; raises :class:`ConfigError` unless it is True or False."""
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"FSDP(offload={value!r}) has to be True (shards are in host memory) or False")
+
+
+def checked_copies(value: object) -> int:
+    """Returns ``replicate``; raises :class:`ConfigError` unless it is a whole number from 1."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ConfigError(
+        f"FSDP(replicate={value!r}) has to be a whole number from 1: how many copies of the module there are"
+    )
+
+
+def checked_reshard(value: object) -> bool | int:
+    """Returns ``reshard_after_forward`` in torch's form; raises :class:`ConfigError` for a wrong value."""
+    named = _ZERO_NAMES.get(value, value) if isinstance(value, str) else value
+    if isinstance(named, bool) or (isinstance(named, int) and named > 1):
+        return named
+    raise ConfigError(
+        f"FSDP(reshard_after_forward={value!r}) has to be True ('zero3'), False ('zero2'), or a number of ranks above 1 that "
+        "divides that of all"
+    )
+
+
+# ~~~ from strategies.sharding: Undoes the changes of torch's ``fully_shard`` to a module after the run.
+
+
+_TORCHS: Final = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.distributed.tensor.")
+_HOOKS: Final = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_OPTIONS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+class Undo:
+    """Remembers the classes and attributes of modules before sharding, and restores them; parameters keep their values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [(one, type(one), set(vars(one))) for one in module.modules()]
+        self._added: list[set[str]] = []
+        self._also: list[Callable[[], None]] = []
+
+    def also(self, give_back: Callable[[], None]) -> None:
+        """Makes :meth:`undo` call ``give_back`` at its end."""
+        self._also.append(give_back)
+
+    def note(self) -> None:
+        """Records the attributes added by sharding; call it right after sharding, so attributes added later stay."""
+        self._added = [set(vars(one)) - names for one, _, names in self._before]
+
+    def undo(self) -> None:
+        """Restores the modules and removes torch's hooks; torch adds some of these only in the first forward."""
+        for (one, kind, _), names in zip(self._before, self._added, strict=True):
+            sharded_modules().pop(one, None)
+            one.__class__ = kind
+            for name in names:
+                vars(one).pop(name, None)
+            torchs = {key for table in _HOOKS for key, hook in vars(one)[table].items() if _is_torchs(hook)}
+            for table in (*_HOOKS, *_OPTIONS):
+                for key in torchs:
+                    vars(one)[table].pop(key, None)
+        for give_back in self._also:
+            give_back()
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Returns whether ``fully_shard`` or activation checkpointing registered the hook."""
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_TORCHS)
+
+
+def replace_shards(module: nn.Module, make: Callable[[Any], Tensor]) -> None:
+    """Replaces each sharded parameter by a plain one from ``make``; shared parameters stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    held = []  # keeps the old tensors alive, so their ids stay unique
+    for one in module.modules():
+        for name, parameter in one._parameters.items():
+            if parameter is None or not is_shard(parameter):
+                continue
+            if id(parameter) not in made:
+                held.append(parameter)
+                made[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+            one._parameters[name] = made[id(parameter)]
+
+
+# ~~~ from strategies.whole_gradients: Full gradients, kept by each process during an accumulation if memory allows; one exchange at its end is then enough.
+
+
+_SHARE: Final = 1 / 4
+"""Fraction of the memory for full gradients, shards, their gradients and optimizer states; the rest is for activations."""
+_BYTES_OF_PARTS: Final = 16
+"""Bytes of a shard per parameter: value, gradient and two optimizer moments, in fp32."""
+
+
+def memory_of(device: torch.device, processes: int) -> int:
+    """Returns the bytes of a GPU, or of the host divided by its ``processes``; total memory, so a resumed run decides the same."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
+
+
+def fits(trained: int, sharing: int, memory: int) -> bool:
+    """Returns whether ``trained`` bytes of full gradients (fp32 or wider) fit, if ``sharing`` ranks share a copy of the module."""
+    return trained + _BYTES_OF_PARTS * trained / 4 / sharing <= _SHARE * memory
+
+
+class WholeGradients:
+    """A context in which backward keeps full gradients; also saves and restores them for an accumulation in progress."""
+
+    def __init__(self, module: nn.Module, mesh: Any) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        self._module = module
+        self._mesh = mesh
+        self._units: list[Any] = [one for one in module.modules() if isinstance(one, FSDPModule)]
+
+    def __enter__(self) -> None:
+        for one in self._units:
+            one.set_requires_gradient_sync(False, recurse=False)
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._units:
+            one.set_requires_gradient_sync(True, recurse=False)
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        for one in self._units:
+            one.reshard()  # after it named_parameters() yields the shards
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        for one in self._units:
+            for record in sharded_parameters(one):
+                yield names[id(record.sharded_param)], record
+
+    def stacked(self) -> dict[str, Tensor]:
+        """Returns the kept gradients by name, each stacked over the ranks as a DTensor with one entry per rank."""
+        found = {}
+        for name, record in self._named():
+            gradient = whole_gradient(record)
+            if gradient is None:
+                continue
+            exchanged: Any = record.sharded_param.grad
+            if exchanged is not None:  # resumed from an accumulation of another number of ranks, exchanged already
+                gradient = gradient + exchanged.full_tensor()
+            found[name] = self._stack(gradient.detach())
+        return found
+
+    def places(self) -> dict[str, Tensor]:
+        """Returns tensors like those of :meth:`stacked`, for all parameters, without values."""
+        found = {}
+        for name, record in self._named():
+            one = record.sharded_param
+            found[name] = self._stack(torch.empty(one.shape, dtype=one.dtype, device=one.device))
+        return found
+
+    def take(self, stacked: Mapping[str, Any]) -> None:
+        """Resumes an accumulation from the result of :meth:`stacked`."""
+        for one in self._units:
+            one.unshard()  # creates the gathered parameters: from torch 2.15 on they hold the gradients
+            one.reshard()
+        for name, record in self._named():
+            keep_whole_gradient(record, stacked[name].to_local()[0] if name in stacked else None)
+
+    def forget(self) -> None:
+        """Drops the kept gradients."""
+        for _, record in self._named():
+            keep_whole_gradient(record, None)
+
+    def _stack(self, gradient: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        own = gradient.unsqueeze(0)
+        shape = torch.Size((self._mesh.size(), *gradient.shape))
+        stride = torch.empty(shape, device="meta", dtype=own.dtype).stride()
+        placements = [Shard(0)] * self._mesh.ndim
+        return DTensor.from_local(own, self._mesh, placements, run_check=False, shape=shape, stride=stride)
+
 
 _CPU: Final = torch.device("cpu")
 _BASES: Final = ("fabricamp", "lightning", "pytorch_lightning")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from fabricamp.errors import ConfigError, DistributedError
-from fabricamp.gradients.sums import RankSums
+from fabricamp.gradients.buckets import RankSums
 from fabricamp.torch_private import TCPStore
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from fabricamp.arguments.cadence import as_seconds, validation_times
 from fabricamp.arguments.checks import NO_LIMIT, check_choice, check_count, check_flag, check_number
-from fabricamp.arguments.durations import as_seconds
-from fabricamp.callbacks._cadence import validation_times
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
@@ -20,7 +19,7 @@ from fabricamp.engine.compiled import as_compile
 from fabricamp.engine.performance import Performance, as_performance, check_performance
 from fabricamp.errors import ConfigError, UnknownArgumentError, advice
 from fabricamp.precision.base import Clip
-from fabricamp.precision.loss_watch import NAN_POLICIES
+from fabricamp.precision.step_results import NAN_POLICIES
 
 LIGHTNINGS_DEFAULTS: dict[str, Any] = {
     "model_registry": None,

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
 
+from fabricamp._utils.containers import own_containers
 from fabricamp.arguments.checks import NO_LIMIT
-from fabricamp.containers import own_containers
 from fabricamp.errors import ConfigError
 
 Arguments = ParamSpec("Arguments")

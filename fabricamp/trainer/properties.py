@@ -11,7 +11,7 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
-from fabricamp.launch.accelerators import Accelerator, accelerator_of
+from fabricamp.launch.devices import Accelerator, accelerator_of
 from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_name
 from fabricamp.state import RunningStage, RunState, TrainerFn, TrainerStatus

@@ -9,9 +9,9 @@ from fabricamp import launch
 from fabricamp.callbacks._ckpt_path import best_of_last_fit
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ending import end_fit, leave_interrupted
-from fabricamp.engine.forward_pass import forward_train_batches
 from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner
+from fabricamp.engine.update import forward_train_batches
 from fabricamp.engine.workers import start_workers
 from fabricamp.errors import CheckpointError
 from fabricamp.precision import precision_from

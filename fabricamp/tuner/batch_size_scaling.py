@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricamp.checkpoint.hyperparameters import holders_of
 from fabricamp.data import leaves_of
 from fabricamp.data.lengths import known_length
 from fabricamp.engine.session import KINDS, LOADERS
 from fabricamp.errors import ConfigError
-from fabricamp.hyperparameters import holders_of
 from fabricamp.state import TrainerFn
 from fabricamp.tuner.trials import evaluate, leaving_no_trace, train
 

@@ -6,15 +6,15 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.callbacks.base import Callback
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.checkpoint.hyperparameters import holders_of
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
-from fabricamp.hyperparameters import holders_of
-from fabricamp.say_once import say_once
 from fabricamp.state import TrainerFn
 from fabricamp.tuner.batch_size_scaling import scale_batch_size
 from fabricamp.tuner.lr_finder import lr_find

@@ -10,17 +10,42 @@ from torch import Tensor
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError, NonFiniteError
-from fabricamp.tuner.curve import drawn
 from fabricamp.tuner.trials import leaving_no_trace, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fabricamp.callbacks.lr_finder import LearningRateFinder
     from fabricamp.engine.session import Session
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
+
+
+# ~~~ from tuner.curve: Draws a curve as text for a terminal.
+
+
+_LABEL, _WIDTH, _HEIGHT = 10, 60, 12
+
+
+def drawn(values: Sequence[float], *, marked: int | None) -> list[str]:
+    """Returns the text lines of a plot of ``values``: ``*`` is a column's mean, ``O`` the column of index ``marked``."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ["(no finite value)"]
+    low, high = min(finite), max(finite)
+    width = min(_WIDTH, len(values))
+    rows = [[" "] * width for _ in range(_HEIGHT)]
+    for column in range(width):
+        first, last = column * len(values) // width, (column + 1) * len(values) // width
+        within = [value for value in values[first:last] if math.isfinite(value)]
+        if within:
+            share = (sum(within) / len(within) - low) / ((high - low) or 1.0)
+            is_marked = marked is not None and first <= marked < last
+            rows[round((1 - share) * (_HEIGHT - 1))][column] = "O" if is_marked else "*"
+    labels = {0: f"{high:.4g}", _HEIGHT - 1: f"{low:.4g}"}
+    return [f"{labels.get(index, ''):>{_LABEL}} |{''.join(row).rstrip()}" for index, row in enumerate(rows)]
+
 
 _SMOOTHING = 0.98
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp import launch
+from fabricamp._utils.keywords import names_keywords
 from fabricamp.arguments.checks import check_choice
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.errors import ConfigError
-from fabricamp.keywords import names_keywords
 from fabricamp.lightning.given import adopted, hand_back, searches_alone
 from fabricamp.state import TrainerFn
 from fabricamp.tuner.finders import find_batch_size, find_learning_rate

@@ -1,5 +1,5 @@
 """Lightning's path to a dict with its keys as attributes."""
 
-from fabricamp.hyperparameters import Hyperparameters as AttributeDict
+from fabricamp.checkpoint.hyperparameters import Hyperparameters as AttributeDict
 
 __all__ = ["AttributeDict"]

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_deprecation as rank_zer
 from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_warn as rank_zero_warn
 
-import fabricamp.first_rank  # noqa: F401 - sets the rank that these functions read
+import fabricamp._utils.first_rank  # noqa: F401 - sets the rank that these functions read
 
 _LOG = logging.getLogger("fabricamp")
 

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.apex import amp
-from fabricamp.say_once import say_once
 from tests.apex.amp_nets import ALL_OPTIMIZERS, LEVELS, net, same, start, train
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import fabricamp.apex
+from fabricamp._utils.script import end_as_python_does
 from fabricamp.apex.__main__ import main
-from fabricamp.script import end_as_python_does
 
 pytestmark = pytest.mark.usefixtures("as_found")
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from fabricamp import Callback, CheckpointError
-from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint, _lineage, async_checkpoint
+from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint, _checkpoint_files, async_checkpoint
 from fabricamp.checkpoint import file as checkpoint_file
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.loggers import CSVLogger
@@ -61,7 +61,7 @@ def disk(monkeypatch):
 @pytest.mark.parametrize("precision", ["O0", "O2"])
 def test_the_files_are_the_same_bit_for_bit(tmp_path, precision, monkeypatch):
     """Both write the same path, one run after the other: their states name their files, and each file names its attempt."""
-    monkeypatch.setattr(_lineage, "secrets", SimpleNamespace(token_hex=lambda size: "0" * 2 * size))
+    monkeypatch.setattr(_checkpoint_files, "secrets", SimpleNamespace(token_hex=lambda size: "0" * 2 * size))
     folder, contents = tmp_path / "files", []
     for kind in (ModelCheckpoint, AsyncCheckpoint):
         # One key for both: it is in the file.

@@ -13,7 +13,7 @@ import torch
 
 from fabricamp import Callback, CheckpointError, seed_everything
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint
-from fabricamp.checkpoint import places, read_checkpoint
+from fabricamp.checkpoint import read_checkpoint, storage
 from fabricamp.loggers import CSVLogger
 from tests.kill.attempts import Kill, attempt, import_everything
 from tests.small import Classifier, loader, quiet_trainer
@@ -69,9 +69,9 @@ def test_a_url_in_a_checkpoint_is_never_opened(tmp_path, probe, kind):
     fit(2, ModelCheckpoint(tmp_path / "a", every_n_train_steps=2))
     urls = ["probe://host/x.ckpt", "probe::x.ckpt", f"{folder}/x::probe://host/y.ckpt", f"{folder}/probe://host/z.ckpt"]
     urls += ["simplecache::probe://host/u.ckpt", f"{folder}/../probe://host/v.ckpt"]
-    places.exists(urls[0])
+    storage.exists(urls[0])
     assert probe.pop(), "the test of the test: this is how a request shows"
-    assert not any(places.may_follow(url, folder) for url in urls)
+    assert not any(storage.may_follow(url, folder) for url in urls)
 
     def edit(state):
         state["files"] = [*urls, *state["files"]]
@@ -106,7 +106,7 @@ def test_only_regular_files_below_the_folder_are_followed(tmp_path):
         *("a.ckpt", "inner/b.ckpt", "within.ckpt"),
         *("pipe.ckpt", "device.ckpt", "inner", "gone.ckpt", "out.ckpt", "beside/c.ckpt", "../beside/c.ckpt"),
     ]
-    assert [name for name in names if places.may_follow(f"{folder}/{name}", str(folder))] == names[:3]
+    assert [name for name in names if storage.may_follow(f"{folder}/{name}", str(folder))] == names[:3]
 
 
 def test_a_name_without_its_suffix_is_not_followed(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fabricamp.callbacks import ModelCheckpoint, _save_plan
+from fabricamp.callbacks import ModelCheckpoint, _checkpoint_files
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.errors import CheckpointError
 from fabricamp.state import TrainerFn
@@ -167,7 +167,7 @@ def test_an_error_of_rank_0_reaches_every_rank(make_trainer, make, monkeypatch):
     def refuse(*_):
         raise CheckpointError("quota")
 
-    monkeypatch.setattr(_save_plan, "copy_checkpoint", refuse)
+    monkeypatch.setattr(_checkpoint_files, "copy_checkpoint", refuse)
     trainer = make_trainer(make(save_last=True)).start()
     with pytest.raises(CheckpointError, match="quota"):
         trainer.epoch()
@@ -196,7 +196,7 @@ def test_a_run_killed_before_it_rotated_leaves_nothing_behind(make_trainer, make
     trainer = make_trainer(make()).start()
     for _ in range(2):
         trainer.epoch()
-    monkeypatch.setattr(_save_plan.SavePlan, "rotate", lambda *_, **__: (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr(_checkpoint_files.SavePlan, "rotate", lambda *_, **__: (_ for _ in ()).throw(SystemExit))
     with pytest.raises(SystemExit):
         trainer.epoch()
     monkeypatch.undo()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from fabricamp.arguments import cadence as file_of_the_class
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.callbacks import _cadence as file_of_the_class
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.errors import ConfigError
 from fabricamp.state import RunningStage, TrainerFn

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset, WeightedRandomSampler
 
 from fabricamp import Callback
+from fabricamp._utils.say_once import say_once
 from fabricamp.callbacks import BasePredictionWriter
 from fabricamp.errors import ConfigError, UnknownArgumentError
-from fabricamp.say_once import say_once
 from tests.small import Classifier, quiet_trainer
 from tests.small import loader as trained_on
 

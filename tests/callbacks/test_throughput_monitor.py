@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fabricamp import Callback, ConfigError, CudaGraph
-from fabricamp.callbacks import ThroughputMonitor, _pace
-from fabricamp.callbacks._pace import peak_flops
+from fabricamp.callbacks import ThroughputMonitor, throughput_monitor
+from fabricamp.callbacks.throughput_monitor import peak_flops
 from fabricamp.loggers import Logger
 from fabricamp.torch_private import dispatch_modes
 from tests.distributed.ranks import run_ranks
@@ -35,7 +35,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(_pace.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(throughput_monitor.time, "perf_counter", lambda: self.now)
 
     def batches(self, seconds, count=12):
         for _ in range(count):
@@ -131,7 +131,7 @@ def test_a_step_has_the_micro_batches_of_its_window(monkeypatch):
 def test_steps_of_a_launch_are_timed_together_and_are_equally_long(monkeypatch):
     """What the device does of a launch is seen at its end; behind each of its steps the host only takes note."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr("fabricamp.engine.update_choice.Update", Together)  # launches of four
+    monkeypatch.setattr("fabricamp.engine.session.Update", Together)  # launches of four
 
     def logged(window):
         module = passing(clock, [1.0, 1.0, 5.0, 1.0, 3.0, 3.0, 3.0, 3.0, 4.0, 4.0])

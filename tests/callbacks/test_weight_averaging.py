@@ -15,7 +15,7 @@ from fabricamp import Callback, TrainingModule
 from fabricamp.callbacks import EMA, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedAdam
-from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.optimizers.refusals import owned_parameters
 from tests.distributed.ranks import run_ranks
 from tests.small import loader, quiet_trainer
 

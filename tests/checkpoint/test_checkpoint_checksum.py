@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fabricamp.checkpoint import copy_checkpoint, read_checkpoint, read_header, write_checkpoint
-from fabricamp.checkpoint.content import structure
+from fabricamp.checkpoint.plain import structure
 from fabricamp.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 

@@ -18,15 +18,15 @@ from fabricamp.checkpoint import (
     copy_checkpoint,
     folder,
     link_checkpoint,
-    places,
     read_checkpoint,
     read_header,
+    storage,
     write_together,
 )
 from fabricamp.checkpoint.folder import read_rest, write_folder
-from fabricamp.checkpoint.shard_loading import placed_weights
+from fabricamp.checkpoint.shards import placed_weights
+from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.export import export
 from fabricamp.strategies import Strategy
 
 
@@ -114,19 +114,19 @@ def test_of_a_folder_that_was_a_file_buffers_are_read_whole(state, tmp_path):
 
 def test_a_second_name_is_of_the_same_files_and_outlives_the_first(state, tmp_path):
     path, second, link = written(tmp_path / "a.ckpt", state), tmp_path / "b.ckpt", tmp_path / "last.ckpt"
-    assert not places.has_other_names(str(path))
+    assert not storage.has_other_names(str(path))
     copy_checkpoint(path, second)
     copy_checkpoint(path, second)
     link_checkpoint(second, link)
-    assert places.same_file(str(path), str(second))
-    assert places.has_other_names(str(path))
+    assert storage.same_file(str(path), str(second))
+    assert storage.has_other_names(str(path))
     assert link.is_symlink()
     inodes = [sorted(one.stat().st_ino for one in each.rglob("*") if one.is_file()) for each in (path, second)]
     assert inodes[0] == inodes[1]
-    places.remove(str(path))
+    storage.remove(str(path))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["b.ckpt", "last.ckpt"]
     check(read_checkpoint(link))
-    places.remove(str(link))
+    storage.remove(str(link))
     check(read_checkpoint(second))
 
 
@@ -241,10 +241,10 @@ def test_damage_is_told(damage, name, words, state, tmp_path):
 
 def rewritten(path, **shards):
     """``state.pt`` as somebody else would write it."""
-    state = torch.load(path / places.STATE, weights_only=True)
+    state = torch.load(path / storage.STATE, weights_only=True)
     state.pop("checksum", None)
     state["shards"] |= shards
-    torch.save(state, path / places.STATE)
+    torch.save(state, path / storage.STATE)
 
 
 def with_metadata(path, content):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, places, read_checkpoint, write_checkpoint
+from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, read_checkpoint, storage, write_checkpoint
 from fabricamp.errors import CheckpointError, ConfigError
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -39,7 +39,7 @@ def test_a_url_is_written_and_read(memory):
 def test_file_urls_are_paths(tmp_path):
     write_checkpoint(f"file://{tmp_path}/a.ckpt", state())
     assert read_checkpoint(tmp_path / "a.ckpt")["epoch"] == 3
-    assert places.normal(f"file://{tmp_path}/a.ckpt") == str(tmp_path / "a.ckpt")
+    assert storage.normal(f"file://{tmp_path}/a.ckpt") == str(tmp_path / "a.ckpt")
 
 
 def test_what_goes_wrong_there_leaves_the_old_file_alone(memory, monkeypatch):

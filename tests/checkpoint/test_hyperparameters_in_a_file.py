@@ -20,9 +20,9 @@ from torch import nn
 
 import fabricamp as pl
 from fabricamp import CheckpointError, ConfigError
+from fabricamp.arguments.environment import FromEnvironment
 from fabricamp.checkpoint import plain, write_checkpoint
 from fabricamp.checkpoint.plain import described
-from fabricamp.environment import FromEnvironment
 from fabricamp.loggers import CSVLogger
 from tests.small import Classifier, loader, quiet_trainer
 

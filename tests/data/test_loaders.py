@@ -19,8 +19,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.data import CombinedLoader, EvalSampler, TrainSampler, release_workers, set_epoch, wire_loader
-from fabricamp.say_once import say_once
 
 
 class Stream(IterableDataset):

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from fabricamp import Callback, seed_everything
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.export import export
+from fabricamp.commands.export import export
 from fabricamp.strategies import FSDP
-from fabricamp.strategies.first_values import leave_meta
+from fabricamp.strategies.meta_init import leave_meta
 from fabricamp.utilities.grads import grad_norm
 from tests.distributed import sharded
 from tests.distributed.ranks import run_ranks

@@ -14,7 +14,7 @@ from fabricamp.callbacks import EMA, GradientMonitor, LearningRateMonitor, Stoch
 from fabricamp.errors import NonFiniteError
 from fabricamp.loggers import Logger
 from fabricamp.strategies import FSDP, fsdp
-from fabricamp.strategies.whole_gradients import fits
+from fabricamp.strategies.fsdp import fits
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import Net, SaveAt, flat
 from tests.small import loader, quiet_trainer

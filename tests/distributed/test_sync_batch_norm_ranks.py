@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
 from fabricamp.ops import peer_memory
-from fabricamp.ops.batch_norm import geometry as batch_norm_geometry
+from fabricamp.ops.batch_norm import kernels as batch_norm_geometry
 from fabricamp.ops.batch_norm.exchange import VARIABLE
 from tests.cuda_on_cpu.compiler import waiting
 from tests.cuda_on_cpu.shared_memory import use_kernels

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fabricamp import Callback, ConfigError, CudaGraph
 from fabricamp.callbacks import GradientAccumulationScheduler
-from fabricamp.engine.graph import stream
+from fabricamp.engine.graph import graphs
 from tests.gpu.test_cuda_graph import Net, captured, fit, images, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -84,7 +84,7 @@ def test_runs_one_after_the_other_share_their_streams():
         gc.collect()
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
-        streams.append({one.cuda_stream for one in stream._FREE[torch.device("cuda", 0)]})
+        streams.append({one.cuda_stream for one in graphs._FREE[torch.device("cuda", 0)]})
     assert streams[1:] == streams[:1] * 3
     assert max(reserved[1:]) - reserved[0] < 2**21
     assert not streams[0] & {torch.cuda.Stream().cuda_stream for _ in range(64)}  # no other thread gets one of them
@@ -182,12 +182,12 @@ def test_other_threads_pin_memory_and_ask_events_meanwhile():
     rounds = []
 
     def work():
-        stream = torch.cuda.Stream()
+        graphs = torch.cuda.Stream()
         while not done.is_set():
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(graphs):
                 held = torch.ones(1000 + len(rounds)).pin_memory().to("cuda", non_blocking=True)
                 event = torch.cuda.Event()
-                event.record(stream)
+                event.record(graphs)
                 while not event.query():
                     pass
             rounds.append(held.numel())

@@ -12,8 +12,7 @@ import pytest
 
 from fabricamp.errors import CheckpointError, ConfigError, DistributedError
 from fabricamp.launch import BEFORE, detect, explained_without_traceback, record_failure
-from fabricamp.launch.failures import as_error, find_cause
-from fabricamp.launch.recording import OTHERS
+from fabricamp.launch.failures import OTHERS, as_error, find_cause
 
 
 @dataclass

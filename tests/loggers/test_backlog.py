@@ -11,9 +11,8 @@ import pytest
 from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.loggers import JSONLinesLogger, TensorBoardLogger, logger_collection
-from fabricamp.loggers.backlog import Backlog
-from fabricamp.loggers.growing_file import GrowingFile
-from fabricamp.loggers.outbox import Outbox
+from fabricamp.loggers.append_file import GrowingFile
+from fabricamp.loggers.write_queue import Backlog, Outbox
 from tests.loggers.test_logger_troubles import KINDS, csv_logger, fit, json_logger, steps_of, tensorboard_logger
 
 

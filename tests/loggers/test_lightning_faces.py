@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fabricamp import say_once as say_once_module
+from fabricamp._utils import say_once as say_once_module
 from fabricamp.callbacks import EarlyStopping
 from fabricamp.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 from fabricamp.loggers.logger import DummyLogger, rank_zero_experiment

@@ -19,17 +19,22 @@ from torch import nn
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
-from fabricamp.engine.gathering import gathered
 from fabricamp.engine.graph import memory_budget
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import without_collection
-from fabricamp.engine.graph.effects import Attributes, CapturedConstantsGuard, host_generators
-from fabricamp.engine.graph.generators import generators_of
-from fabricamp.engine.graph.logs import LogReplay, LogWatch
-from fabricamp.engine.graph.metric_states import MetricStates
+from fabricamp.engine.graph.host_effects import (
+    Attributes,
+    CapturedConstantsGuard,
+    LogReplay,
+    LogWatch,
+    MetricStates,
+    generators_of,
+    host_generators,
+)
 from fabricamp.engine.graph.refusals import graph_refusal
-from fabricamp.engine.graph.window import Role, WindowGradients
+from fabricamp.engine.graph.update import Role, WindowGradients
+from fabricamp.engine.run_context import gathered
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.metrics import Metrics
 from fabricamp.metrics.slots import MetricTable

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from fabricamp import Callback, ConfigError, CudaGraph
+from fabricamp.arguments.cadence import Cadence, Every
 from fabricamp.callbacks import (
     EMA,
     AsyncCheckpoint,
@@ -22,13 +23,11 @@ from fabricamp.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from fabricamp.callbacks._cadence import Cadence, Every
 from fabricamp.callbacks.base import waits_between_steps
 from fabricamp.data import Feed, ResidentLoader
-from fabricamp.engine.graph.group_refusals import group_refusal
-from fabricamp.engine.graph.horizon import Horizon
+from fabricamp.engine.graph.group_update import GroupReader, Horizon
 from fabricamp.engine.graph.lr_table import LrTable
-from fabricamp.engine.graph.reading import GroupReader
+from fabricamp.engine.graph.refusals import group_refusal
 from fabricamp.engine.optimizer_setup import SchedulerConfig
 from fabricamp.engine.schedules import Schedules
 from fabricamp.engine.update import Update
@@ -235,7 +234,7 @@ class Together(Update):
 @pytest.fixture
 def together(monkeypatch):
     made = []
-    monkeypatch.setattr("fabricamp.engine.update_choice.Update", lambda parts: made.append(Together(parts)) or made[-1])
+    monkeypatch.setattr("fabricamp.engine.session.Update", lambda parts: made.append(Together(parts)) or made[-1])
     return made
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from fabricamp.ops import dispatch, layer_norm, rms_norm
-from fabricamp.ops.norm import clusters
 from fabricamp.ops.norm import kernels as norm_kernels
 from fabricamp.ops.norm import plans as norm_plans
 from fabricamp.ops.norm.plans import Norm
@@ -40,8 +39,8 @@ def norm_of(kind, width, dtypes, device):
 @contextlib.contextmanager
 def laid_out(monkeypatch, sizes, **plans):
     """Has kernels run, in clusters of ``sizes`` and by these ``plans``, each cluster with several rows in turn."""
-    monkeypatch.setattr(clusters, "sizes", lambda device: sizes)
-    monkeypatch.setattr(clusters, "resident", lambda *_: None)
+    monkeypatch.setattr(plans, "sizes", lambda device: sizes)
+    monkeypatch.setattr(plans, "resident", lambda *_: None)
     monkeypatch.setattr(norm_plans, "processors", lambda device: 1)
     for name, value in plans.items():
         monkeypatch.setattr(norm_plans, name, value)

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from fabricamp.errors import ConfigError
 from fabricamp.ops import dispatch, layer_norm, rms_norm
 from fabricamp.ops.norm import autograd as norm_autograd
+from fabricamp.ops.norm import autograd as norm_references
 from fabricamp.ops.norm import kernels as norm_kernels
 from fabricamp.ops.norm import normalization
 from fabricamp.ops.norm import plans as norm_plans
-from fabricamp.ops.norm import references as norm_references
 from tests.cuda_on_cpu.compiler import ON_GPU, references
 from tests.ops.norm_checks import NORMS, TOLERANCE, B, D, H, S, check, exact, near, norm_of, operands
 

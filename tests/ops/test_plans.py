@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fabricamp.ops.batch_norm.geometry import Geometry
-from fabricamp.ops.norm import clusters
+from fabricamp.ops.batch_norm.kernels import Geometry
 from fabricamp.ops.norm import plans as norm_plans
 from tests.ops.norm_checks import norm_of
 
@@ -56,7 +55,7 @@ def card(monkeypatch):
         monkeypatch.setattr(norm_plans, "processors", lambda device: processors)
         monkeypatch.setattr(norm_plans, "_shared_memory", lambda device: shared_kib * 1024)
         monkeypatch.setattr(norm_plans, "_threads", lambda device: threads)
-        monkeypatch.setattr(clusters, "sizes", lambda device: sizes)
+        monkeypatch.setattr(norm_plans, "sizes", lambda device: sizes)
 
     return use
 

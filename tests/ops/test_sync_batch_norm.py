@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
-from fabricamp.ops.batch_norm import geometry as batch_norm_geometry
+from fabricamp.ops.batch_norm import kernels as batch_norm_geometry
 from fabricamp.ops.batch_norm import kernels as batch_norm_kernels
 from fabricamp.ops.batch_norm.exchange import BatchNormExchange
 from fabricamp.ops.batch_norm.sync_batch_norm import sync_batch_norm_reference

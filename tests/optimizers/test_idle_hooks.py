@@ -19,7 +19,7 @@ from fabricamp.optimizers import (
     FusedMixedPrecisionLamb,
     FusedNovoGrad,
     FusedSGD,
-    idle_hooks,
+    base,
 )
 
 KINDS = [FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD]
@@ -98,7 +98,7 @@ def test_copies_pickles_subclasses_and_schedulers():
 
     for optimizer in (build(Mine), copy.deepcopy(build(FusedSGD)), pickle.loads(pickle.dumps(build(FusedAdam)))):
         before = type(optimizer).step
-        idle_hooks.let_hooks_idle(type(optimizer))
+        base.let_hooks_idle(type(optimizer))
         assert type(optimizer).step is before
         seen = []
         optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(1))

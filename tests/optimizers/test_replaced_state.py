@@ -16,7 +16,7 @@ from torch import nn
 
 from fabricamp import ops
 from fabricamp.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD, UnsupportedError
-from fabricamp.optimizers.watched_state import ParameterState, WatchedState
+from fabricamp.optimizers.base import ParameterState, WatchedState
 from tests.cuda_on_cpu.compiler import references
 
 SHAPES = (3, 4), (70,), (2, 3, 2, 2)

@@ -16,10 +16,9 @@ from fabricamp.callbacks import AmpState, LearningRateMonitor
 from fabricamp.cli import main
 from fabricamp.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from fabricamp.runs import plot
-from fabricamp.runs.canvas import Canvas, frame_of
 from fabricamp.runs.panels import choose, smoothed
 from fabricamp.runs.reading import Curve, Run, find_runs, read_curves, read_runs
-from fabricamp.runs.text import show
+from fabricamp.runs.text import Canvas, frame_of, show
 from tests.small import quiet_trainer
 
 

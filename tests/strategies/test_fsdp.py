@@ -23,7 +23,7 @@ from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import OptLevel
 from fabricamp.strategies import FSDP
-from fabricamp.strategies.units import described, units_of
+from fabricamp.strategies.fsdp_units import described, units_of
 from fabricamp.tuner import Tuner
 from tests.small import Classifier, loader, quiet_trainer
 

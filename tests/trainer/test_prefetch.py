@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import ConfigError, Trainer
 from fabricamp.data import Feed, move_to_device
-from fabricamp.engine.staged_hooks import reads
+from fabricamp.engine.source import reads
 from tests.small import QUIET, Classifier, data, loader, quiet_trainer
 from tests.trainer.test_exact_resume import DATA, Net, assert_exact
 

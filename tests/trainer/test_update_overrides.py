@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fabricamp import Callback, ConfigError
-from fabricamp.precision.true import TruePrecision
+from fabricamp.precision.named import TruePrecision
 from tests.small import Classifier, loader, quiet_trainer
 
 LEVELS = ["O0", "O1", "O2"]

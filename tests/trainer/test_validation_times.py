@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 from fabricamp import Callback, ConfigError
+from fabricamp.arguments.cadence import Every, validation_times
 from fabricamp.callbacks import ModelCheckpoint
-from fabricamp.callbacks._cadence import Every, validation_times
 from tests.small import Classifier, loader, quiet_trainer
 
 

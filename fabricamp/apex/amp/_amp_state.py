@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from fabricamp.errors import ConfigError
-from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.optimizers.refusals import owned_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,12 +20,11 @@ from fabricamp.apex.amp._process_optimizer import process_optimizer, release
 from fabricamp.apex.amp.handle import AmpHandle, NoOpHandle
 from fabricamp.apex.amp.scaler import LossScaler
 from fabricamp.errors import ConfigError
-from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.precision.casting import own_tensors
-from fabricamp.precision.conversion import bounded, check_autocast, check_full_weights, convert
+from fabricamp.precision.casting import bounded, check_autocast, check_full_weights, convert, own_tensors
 from fabricamp.precision.opt_levels import Level
-from fabricamp.precision.plain_step import demands_closure
+from fabricamp.precision.stepper import demands_closure
 
 
 class AmpTypeError(ConfigError, TypeError):

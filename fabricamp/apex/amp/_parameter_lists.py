@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.ops.tensors import HALF_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fabricamp.precision.gradients import ParamGradMap
+    from fabricamp.precision.stepper import ParamGradMap
 
 
 class GroupLists:

@@ -16,13 +16,12 @@ from fabricamp.apex.amp._amp_state import AmpError, _amp_state, is_rank_zero
 from fabricamp.apex.amp._parameter_lists import ParameterLists
 from fabricamp.apex.amp.scaler import add, by_device, multiply
 from fabricamp.apex.parallel.distributed import wrappers_of
-from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.precision.gradients import Gradient, ParamGradMap, pair
+from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import MasterWeights, round_to
 from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
-from fabricamp.precision.skipping import leave_fused, may_skip, run_unless_overflow
+from fabricamp.precision.stepper import Gradient, ParamGradMap, leave_fused, may_skip, pair, run_unless_overflow
 
 logger = logging.getLogger("fabricamp")
 

@@ -12,7 +12,7 @@ from fabricamp.apex.amp import lists, wrap
 from fabricamp.apex.amp._amp_state import _amp_state
 from fabricamp.apex.amp.wrap import BannedError
 from fabricamp.errors import ConfigError, nearest
-from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.precision import autocast
 from fabricamp.precision.autocast import float_function as float_function
 from fabricamp.precision.autocast import half_function as half_function

@@ -13,7 +13,7 @@ from fabricamp.apex.amp._amp_state import AmpError, _amp_state, is_rank_zero, ma
 from fabricamp.apex.amp._process_optimizer import process_optimizer
 from fabricamp.apex.amp._stash import AmpOptimizerState, give_masters
 from fabricamp.errors import ConfigError, NonFiniteError
-from fabricamp.ops.dtypes import HALF_DTYPES
+from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.precision.autocast import Autocast, without_autocast
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from fabricamp.apex.fp16_utils.fp16util import clip_grad_norm
 from fabricamp.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.gradients.flat import IN_PLACE
-from fabricamp.ops.dtypes import HALF_DTYPES
-from fabricamp.optimizers.parameters import owned_parameters
-from fabricamp.precision.gradients import ParamGradMap, pair
+from fabricamp.ops.tensors import HALF_DTYPES
+from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import round_to
 from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
+from fabricamp.precision.stepper import ParamGradMap, pair
 
 
 class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name

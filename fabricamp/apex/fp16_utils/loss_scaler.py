@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricamp import ops
-from fabricamp.precision.gradients import values_of
+from fabricamp.precision.stepper import values_of
 
 
 class LossScaler:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from fabricamp.apex._norm_function import NormFunction
 from fabricamp.nn import norms
+from fabricamp.ops.norm.autograd import rms_norm_reference
 from fabricamp.ops.norm.normalization import layer_norm, rms_norm
-from fabricamp.ops.norm.references import rms_norm_reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

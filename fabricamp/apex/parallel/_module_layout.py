@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 )
 
 from fabricamp.gradients.flat import FlatGradients, Transport
-from fabricamp.strategies.exchange_options import indices_of_triggers
+from fabricamp.strategies.exchange import indices_of_triggers
 from fabricamp.strategies.unused_parameters import UnusedParamsReport
 
 _kind: Final = operator.attrgetter("requires_grad", "dtype", "device")

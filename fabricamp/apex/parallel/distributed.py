@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fabricamp._utils.containers import tensors_within
+from fabricamp._utils.say_once import say_once
 from fabricamp.apex._extensions.apex_C import flatten as flatten
 from fabricamp.apex._extensions.apex_C import unflatten as unflatten
 from fabricamp.apex._full_values import share_full_values
@@ -25,13 +27,12 @@ from fabricamp.apex.parallel._flat_calls import import_flatten_impl as import_fl
 from fabricamp.apex.parallel._flat_calls import split_by_type as split_by_type
 from fabricamp.apex.parallel._flat_calls import split_half_float_double as split_half_float_double
 from fabricamp.apex.parallel._module_layout import ModuleLayout, registrations
-from fabricamp.containers import tensors_within
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.gradients.flat import Transport
-from fabricamp.say_once import say_once
 from fabricamp.strategies.base import Environment
-from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
-from fabricamp.strategies.exchange_options import (
+from fabricamp.strategies.exchange import (
+    DEFAULT_BUCKET_MB,
+    Exchange,
     checked_communicators,
     checked_count,
     checked_switch,

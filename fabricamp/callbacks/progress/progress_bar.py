@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabricamp._utils.say_once import say_once
 from fabricamp.callbacks.progress_bar import ProgressBar as ProgressBar
-from fabricamp.say_once import say_once
 
 if TYPE_CHECKING:
     from fabricamp.module import TrainingModule

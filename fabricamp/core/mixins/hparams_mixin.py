@@ -1,3 +1,3 @@
 """Lightning's path to ``save_hyperparameters``."""
 
-from fabricamp.hyperparameters import HyperparametersMixin as HyperparametersMixin
+from fabricamp.checkpoint.hyperparameters import HyperparametersMixin as HyperparametersMixin

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from fabricamp.containers import tensors_within, with_parts
+from fabricamp._utils.containers import tensors_within, with_parts
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fabricamp.engine.graph.metric_states import same_bits
+from fabricamp.engine.graph.host_effects import same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from fabricamp.engine.graph.generators import Generators
-    from fabricamp.engine.graph.metric_states import MetricCopies, MetricStates
-    from fabricamp.engine.loss_weights import LossWeights
+    from fabricamp.engine.graph.host_effects import Generators, MetricCopies, MetricStates
+    from fabricamp.engine.update import LossWeights
     from fabricamp.gradients.memory import GradientMemory, Presence
     from fabricamp.precision.step_results import StepResults
 

@@ -10,11 +10,9 @@ import torch
 
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.captured import Captured, reason_of
-from fabricamp.engine.graph.logs import LogReplay
+from fabricamp.engine.graph.host_effects import FEWEST_SIGHTS, MOST_IN_A_ROW, LogReplay, StepWatch, same_bits
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
-from fabricamp.engine.graph.metric_states import same_bits
 from fabricamp.engine.graph.refusals import refused
-from fabricamp.engine.graph.watch import FEWEST_SIGHTS, MOST_IN_A_ROW, StepWatch
 from fabricamp.metrics.slots import MetricTable
 
 if TYPE_CHECKING:

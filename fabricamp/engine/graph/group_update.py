@@ -2,40 +2,206 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import ResidentLoader
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature
-from fabricamp.engine.graph.captured import reason_of
-from fabricamp.engine.graph.captured_group import CapturedGroup
-from fabricamp.engine.graph.captured_step import unchanged
-from fabricamp.engine.graph.horizon import Horizon
+from fabricamp.engine.graph.captured import CapturedGroup, reason_of, unchanged
+from fabricamp.engine.graph.host_effects import MOST_IN_A_ROW
 from fabricamp.engine.graph.lr_table import LrTable
-from fabricamp.engine.graph.reading import GroupReader
 from fabricamp.engine.graph.refusals import upload_of
-from fabricamp.engine.graph.update import GraphUpdate, Key
-from fabricamp.engine.graph.watch import MOST_IN_A_ROW
-from fabricamp.engine.graph.window import Role
+from fabricamp.engine.graph.update import GraphUpdate, Key, Role
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from fabricamp.engine.parts import FitParts
     from fabricamp.engine.session import Session
+
+
+# ~~~ from engine.graph.horizon: The number of steps that one launch may make: up to the next step after which the host has to act.
+
+
+def steps_of_a_launch(most: int, distances: Iterable[float]) -> int:
+    """Returns ``most`` if all boundaries are at least ``most`` steps away, else 1."""
+    return most if min(distances, default=math.inf) >= most else 1
+
+
+def to_next(done: int, every: float) -> float:
+    """Returns the number of steps from ``done`` to the next multiple of ``every``; inf if ``every`` is 0 or inf (never)."""
+    return every - done % every if 0 < every < math.inf else math.inf
+
+
+class Horizon:
+    """Computes the distance to the next boundary of a fit.
+
+    ``holds``: functions from a step to the next step after which a callback's hooks have to run before another step does.
+    """
+
+    def __init__(self, parts: FitParts, most: int, holds: Sequence[Callable[[int], float]]) -> None:
+        self._parts = parts
+        self._state = parts.state
+        self._settings = parts.limits.settings
+        self._most = most
+        self._holds = holds
+
+    def steps(self, length: float, ahead: int = 0) -> int:
+        """Returns the number of steps of the next launch, or of the launch ``ahead`` steps later.
+
+        ``length``: the number of batches of the epoch; inf if unknown.
+        """
+        state, settings = self._state, self._settings
+        left = length - state.batch_idx - ahead
+        if not self._most <= left < math.inf:
+            return 1
+        step = state.global_step + ahead
+        distances = [
+            to_next(step, settings.log_every_n_steps),
+            self._to_validation(ahead),
+            *(hold(step) - step for hold in self._holds),
+        ]
+        distances += [limit - step for limit in (settings.max_steps, settings.min_steps) if limit > step]
+        return steps_of_a_launch(self._most, distances)
+
+    def _to_validation(self, ahead: int) -> float:
+        """Returns the number of steps before the next validation, except those by time and at the end of an epoch.
+
+        These are checked between launches anyway.
+        """
+        limits, state, every_epochs = self._parts.limits, self._state, self._settings.check_val_every_n_epoch
+        if self._parts.validate is None:
+            return math.inf
+        if limits.validation_times is not None:
+            return to_next(state.global_step + ahead, limits.validation_times.steps)
+        if every_epochs is None:
+            return to_next(state.batches_done + ahead, limits.validate_every)
+        if (state.epoch + 1) % every_epochs:
+            return math.inf
+        return to_next(state.batch_idx + ahead, limits.validate_every)
+
+
+# ~~~ from engine.graph.reading: Reads the batches of an epoch for launches of several steps: those of a launch together.
+
+
+_END: Final = object()
+
+
+class Read(NamedTuple):
+    """Batches that were read together.
+
+    ``key`` is the result of the reader's ``look`` for them.  ``last``: they are the last of the epoch.  ``failure``: the exception
+    that was raised in place of the next batch.
+    """
+
+    batches: list[Any]
+    key: Any
+    last: bool
+    failure: Exception | None
+
+
+class GroupReader:
+    """Yields batches to the loop one by one, and keeps those of one launch until :meth:`take`.
+
+    ``ready`` returns whether steps can be launched together now.  ``look`` is called with the batches that were read together.
+    ``draws`` returns the state of the generator that steps draw from.
+    """
+
+    def __init__(
+        self,
+        parts: FitParts,
+        horizon: Horizon,
+        *,
+        ready: Callable[[], bool],
+        look: Callable[[list[Any]], Any],
+        draws: Callable[[], Tensor],
+    ) -> None:
+        self._parts = parts
+        self._state = parts.state
+        self._horizon = horizon
+        self._ready = ready
+        self._look = look
+        self._draws = draws
+        self._group: Read | None = None
+
+    def take(self) -> Read | None:
+        """Returns the batches of a launch if the loop is at its first one; None for a batch that is run alone."""
+        group, self._group = self._group, None
+        return group
+
+    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields ``batches``, which come from the feed; sets the feed's ``last`` for the batch that is yielded."""
+        feed = self._parts.feed
+        length = feed.length
+        ahead: Read | None = None
+        while True:
+            count = self._horizon.steps(length) if self._ready() else 1
+            if count > 1 or ahead is not None:
+                ahead, whole = yield from self._together(batches, count, length, ahead)
+                if not whole:
+                    return
+                continue
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    def _together(
+        self, batches: Iterator[Any], count: int, length: float, ahead: Read | None
+    ) -> Generator[Any, None, tuple[Read | None, bool]]:
+        """Yields the batches of a launch, or those that were read ``ahead`` for a launch that is not made.
+
+        Returns the batches read ahead for the next launch, while this one runs, and whether there may be more batches.  Raises an
+        error of the loader in place of its batch.
+        """
+        feed, state = self._parts.feed, self._state
+        read = self._read(batches, count) if ahead is None else ahead
+        steps, ahead = len(read.batches), None
+        if count == steps and read.failure is None:
+            self._group = read
+            state.committed = state.batches_done + steps
+        for number, batch in enumerate(read.batches, 1):
+            feed.last = read.last and number == steps
+            yield batch
+            goes_on = number == 1 < count and feed.counts_alone and not state.should_stop
+            if goes_on and self._horizon.steps(length, ahead=count - 1) == count:
+                ahead = self._read(batches, count)
+        if read.failure is not None:
+            raise read.failure
+        return ahead, steps >= count
+
+    def _read(self, batches: Iterator[Any], count: int) -> Read:
+        feed, failure = self._parts.feed, None
+        found: list[Any] = []
+        before = self._draws()
+        try:
+            found.extend(itertools.islice(batches, count))
+        except Exception as error:  # noqa: BLE001 - raised by _together in place of the batch
+            failure = error
+        last, feed.last = feed.last, False
+        if not torch.equal(before, self._draws()):
+            raise ConfigError(
+                "cuda_graph: reading a batch draws on the GPU (in a transform, say), and for a launch of several steps all are "
+                "read before it; draw in training_step, or give CudaGraph(steps=1)"
+            )
+        return Read(found, self._look(found) if len(found) == count else None, last, failure)
+
 
 _LOG = logging.getLogger("fabricamp")
 _HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
 class GroupUpdate(GraphUpdate):
-    """Launches several steps at once if :class:`~fabricamp.engine.graph.horizon.Horizon` allows it, and others one by one.
+    """Launches several steps at once if :class:`~fabricamp.engine.graph.group_update.Horizon` allows it, and others one by one.
 
     All steps of a launch start at its first batch.  The loop then goes through the batches and does the host's work of each step at
     the step's batch.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from fabricamp.callbacks.base import Callback, waits_between_steps
 from fabricamp.cuda_graph import reason_against
-from fabricamp.engine.resolved_hooks import bound_to
+from fabricamp.engine.update import bound_to
 from fabricamp.errors import ConfigError
+from fabricamp.hooks import overrides
+from fabricamp.module import TrainingModule
 from fabricamp.optimizers import LARC, FusedOptimizer
-from fabricamp.precision.plain_step import demands_closure
+from fabricamp.precision.stepper import demands_closure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fabricamp.engine.parts import FitParts
 
@@ -70,4 +74,62 @@ def _refusal_of(optimizer: Any, *, schedules: bool) -> str:
     if schedules and not all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
         lr = optimizer.defaults["lr"]
         return f"{name} has a number as its lr, which a schedule changes; give lr=torch.tensor({lr!r})"
+    return ""
+
+
+# ~~~ from engine.graph.group_refusals: Reasons, known before the first batch, why steps of a fit cannot be launched together.
+
+
+_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+
+
+def group_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
+    """Returns why steps of this fit cannot be launched together, and what to change; an empty string if they can be."""
+    settings, feed = parts.limits.settings, parts.feed
+    refusals = {
+        "several processes launch step by step": parts.strategy.world_size > 1,
+        "accumulate_grad_batches above 1 is replayed batch by batch": settings.most_accumulated > 1,
+        "the loader does not say how many batches an epoch has; give one with a length, such as a ResidentLoader": (
+            feed.length == math.inf
+        ),
+        "the hooks that transfer a batch run between two steps; do that in the dataset, or in training_step": (
+            feed.hooks_between
+        ),
+    }
+    found = next((words for words, holds in refusals.items() if holds), "")
+    return found or _hook_refusal(parts, callbacks) or _schedule_refusal(parts)
+
+
+def _hook_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
+    for one in callbacks:
+        hook = next((name for name in _HOOKS if overrides(one, name, Callback)), "")
+        if hook and waits_between_steps(one):
+            return (
+                f"{type(one).__name__}.{hook} may look at each step's weights; override holds_at(self, global_step) in its class "
+                "to say after which step it has to run, or leave the callback out"
+            )
+    hook = next((name for name in _HOOKS if parts.hooks.module(name)), "")
+    name = type(parts.module).__name__
+    return f"{name}.{hook} may look at each step's weights; put it into a callback with a holds_at" if hook else ""
+
+
+def _schedule_refusal(parts: FitParts) -> str:
+    by_step = [config for config in parts.schedulers if config.interval == "step"]
+    if not by_step:
+        return ""
+    optimizer = parts.optimizers[0]
+    name = type(optimizer).__name__
+    if any(config.reduce_on_plateau for config in by_step):
+        return "a schedule that watches a value after each step waits for it; let it follow epochs"
+    if overrides(parts.module, "lr_scheduler_step", TrainingModule):
+        return "lr_scheduler_step runs after each step; leave it out"
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if isinstance(optimizer, FusedOptimizer):
+        tensors = any(isinstance(one, Tensor) for one in rates)
+        return f"{name} has a tensor as its lr, which a schedule changes; give it a number" if tensors else ""
+    if not all(isinstance(one, Tensor) and one.device == parts.strategy.device for one in rates):
+        return (
+            f"{name} has an lr that is not a tensor on the GPU, where a schedule changes it; give torch.tensor(..., "
+            "device='cuda'), or take a fused optimizer such as FusedAdam"
+        )
     return ""

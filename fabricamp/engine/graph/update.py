@@ -4,31 +4,90 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from collections.abc import Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
-from fabricamp.engine.graph.captured import reason_of
-from fabricamp.engine.graph.captured_step import CapturedStep, unchanged
+from fabricamp.engine.graph.captured import CapturedStep, reason_of, unchanged
 from fabricamp.engine.graph.comparison import ComparedState, compare
-from fabricamp.engine.graph.logs import LogReplay
+from fabricamp.engine.graph.host_effects import FEWEST_SIGHTS, MOST_IN_A_ROW, LogReplay, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.refusals import refused, upload_of
-from fabricamp.engine.graph.watch import FEWEST_SIGHTS, MOST_IN_A_ROW, StepWatch
-from fabricamp.engine.graph.window import Role, WindowGradients
 from fabricamp.engine.update import Update
 from fabricamp.ops.peer_memory import check_peers
+from fabricamp.ops.uploads import lasting_like
 from fabricamp.optimizers import LARC, FusedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
 
     from fabricamp.engine.parts import FitParts
     from fabricamp.engine.session import Session
+
+
+# ~~~ from engine.graph.window: An accumulation that several graphs work on: the role of each micro-batch, and the addresses of the shared gradients.
+
+
+_grad: Final = operator.attrgetter("grad")
+
+
+class Role(NamedTuple):
+    """The role of a micro-batch in its accumulation of ``accumulate`` micro-batches; each role has a separate graph."""
+
+    accumulate: int
+    opens: bool
+    closes: bool
+
+    @property
+    def place(self) -> str:
+        """The role in words, to follow "batches" in a message; empty without accumulation."""
+        if self.accumulate == 1:
+            return ""
+        does = "end" if self.closes else "begin" if self.opens else "continue"
+        return f" that {does} an accumulation of {self.accumulate}"
+
+
+class WindowGradients:
+    """The ``.grad`` of an accumulation in progress, at the same addresses in every graph, outside of the graphs' shared memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._places: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def settle(self, *, closes: bool = False) -> list[Tensor | None]:
+        """Copies every gradient to its fixed address, makes that ``.grad``, now or in a capture, and returns all gradients.
+
+        At the end of an accumulation (``closes``), views into the buckets of torch's DDP stay where they are: kernels may sum a
+        copy with another alignment in another order.
+        """
+        moved: list[tuple[Tensor, Tensor]] = []
+        parameters = list(self._module.parameters())
+        for parameter in parameters:
+            gradient, place = parameter.grad, self._places.get(parameter)
+            if gradient is None or gradient is place or (closes and gradient._is_view()):
+                continue
+            if place is None or place.dtype != gradient.dtype:
+                place = self._places[parameter] = lasting_like(gradient)
+            moved.append((place, gradient))
+            parameter.grad = place
+        if moved:
+            torch._foreach_copy_([place for place, _ in moved], [gradient for _, gradient in moved])
+        return list(map(_grad, parameters))
+
+    def bring(self, captured: Sequence[Tensor | None]) -> bool:
+        """Prepares the gradients for a graph that adds to the ``captured`` ones; returns False if other gradients are missing."""
+        present = map(_grad, self._module.parameters())
+        return all(map(operator.is_, present, captured)) or all(map(operator.is_, self.settle(), captured))
+
 
 _LOG = logging.getLogger("fabricamp")
 _GIB = 2**30
@@ -39,7 +98,7 @@ class GraphUpdate(Update):
     """Runs the first batches of each shape eagerly, then captures the step and replays it.
 
     The first, a middle and the last micro-batch of an accumulation have separate graphs.  All work of the fit runs on a
-    :class:`~fabricamp.engine.graph.stream.SideStream`.
+    :class:`~fabricamp.engine.graph.graphs.SideStream`.
     """
 
     def __init__(self, parts: FitParts, session: Session) -> None:

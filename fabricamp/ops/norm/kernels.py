@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.ops.bridge import Kernel, address_of, index_of_current, kernel
-from fabricamp.ops.norm import clusters
+from fabricamp.ops.norm import plans
 from fabricamp.ops.norm import plans as norm_plans
 from fabricamp.ops.norm.plans import Layout, Norm, Residents, Ring
 from fabricamp.torch_private import allocator
@@ -68,7 +68,7 @@ def _parts(run: Kernel, device: torch.device, found: Residents | Ring) -> int:
     if layout.cluster == 1:
         return blocks
     most = max(1, blocks // layout.cluster)
-    resident = clusters.resident(run, device, layout.cluster, layout.threads, found.shared) or most
+    resident = plans.resident(run, device, layout.cluster, layout.threads, found.shared) or most
     # With more rows in flight the ring kernel was measured to be slower.
     return min(resident, most) if isinstance(found, Ring) else resident
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from fabricamp.errors import ConfigError
 from fabricamp.ops import dispatch
 from fabricamp.ops.dispatch import chosen, torch_alone, worth_the_host
-from fabricamp.ops.norm.autograd import by_kernels, registered
+from fabricamp.ops.norm.autograd import by_kernels, layer_norm_reference, registered, rms_norm_reference, shape_of
 from fabricamp.ops.norm.kernels import Way, kernels_of, ways
 from fabricamp.ops.norm.plans import Norm
-from fabricamp.ops.norm.references import layer_norm_reference, rms_norm_reference, shape_of
 from fabricamp.torch_private import any_autocast, dispatch_modes, exporting, left_by_functorch, observed
 
 _KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)

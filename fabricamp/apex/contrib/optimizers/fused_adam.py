@@ -12,7 +12,7 @@ from fabricamp.apex.optimizers._layout import StepInGroup
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedAdam as Adam
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.optimizers.parameters import owned_parameters
+from fabricamp.optimizers.refusals import owned_parameters
 
 
 class FusedAdam(StepInGroup, Adam):

@@ -1,0 +1,1 @@
+"""Helpers of the package itself, below everything else; Lightning's helpers for users are in ``utilities``."""

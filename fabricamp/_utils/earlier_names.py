@@ -1,0 +1,54 @@
+"""Modules that have moved, under the names by which pickles and plug-ins of earlier versions import them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_MOVED: Final[dict[str, dict[str, str]]] = {
+    "fabricamp.callbacks._cadence": {"Cadence": "fabricamp.arguments.cadence", "Every": "fabricamp.arguments.cadence"},
+    "fabricamp.callbacks._lineage": {"Lineage": "fabricamp.callbacks._checkpoint_files"},
+    "fabricamp.callbacks._rotation": {"Kept": "fabricamp.callbacks._checkpoint_files"},
+    "fabricamp.engine.attachment": {"Attachment": "fabricamp.engine.run_context"},
+    "fabricamp.hyperparameters": {"Hyperparameters": "fabricamp.checkpoint.hyperparameters"},
+    "fabricamp.loggers.backlog": {"Record": "fabricamp.loggers.write_queue"},
+    "fabricamp.loggers.growing_file": {"GrowingFile": "fabricamp.loggers.append_file"},
+    "fabricamp.loggers.trouble": {"Trouble": "fabricamp.loggers.logger_errors"},
+    "fabricamp.precision.plain_step": {"Stepper": "fabricamp.precision.stepper"},
+    "fabricamp.precision.scaling": {
+        "ConstantScale": "fabricamp.precision.level",
+        "DynamicScale": "fabricamp.precision.level",
+        "JudgedScale": "fabricamp.precision.level",
+    },
+    "fabricamp.precision.true": {
+        "TruePrecision": "fabricamp.precision.named",
+        "_DefaultDtype": "fabricamp.precision.named",
+    },
+}
+"""For each earlier module its names, and the modules that have them now; "module:name" where the name has changed as well."""
+
+
+class _EarlierNames(MetaPathFinder, Loader):
+    """Makes a module of :data:`_MOVED` when it is imported; Python asks this finder last, so that other imports cost nothing."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Returns a spec for an earlier module."""
+        return ModuleSpec(fullname, self) if fullname in _MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills the module with the objects that its names have now."""
+        for name, place in _MOVED[module.__name__].items():
+            moved_to, _, now = place.partition(":")
+            setattr(module, name, getattr(importlib.import_module(moved_to), now or name))
+
+
+def install() -> None:
+    """Makes the earlier names importable."""
+    if not any(isinstance(one, _EarlierNames) for one in sys.meta_path):
+        sys.meta_path.append(_EarlierNames())

@@ -1,0 +1,152 @@
+"""Puts together the state of a run for a checkpoint: a list of sections, each from the part that owns it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fabricamp.callbacks.base import matched_states
+from fabricamp.checkpoint.foreign import lightning_keys
+from fabricamp.checkpoint.record import Part, Record, Section
+from fabricamp.checkpoint.sections import Optimizers, Schedules, Weights
+from fabricamp.engine.kernel_choice import KernelChoice
+from fabricamp.engine.world_change import StepSizes
+from fabricamp.errors import CheckpointError
+from fabricamp.state import NON_FINITE, Scope, TrainerFn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fabricamp.callbacks.base import Callback
+    from fabricamp.engine.accumulation_state import AccumulationState
+    from fabricamp.engine.session import Session
+    from fabricamp.engine.source import DataSource
+    from fabricamp.module import TrainingModule
+    from fabricamp.state import RunState
+    from fabricamp.trainer.arguments import Settings
+
+
+WEIGHTS_ONLY = ("weights", "counters")
+CALLBACKS = ("counters", "callbacks")
+TRAINING = ("optimizers", "learning-rate schedules", "precision", "choice of kernels", "loggers")
+POSITION = ("position in training", "open window")
+_COMPLETE = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers", "amp", "callbacks", "data")
+
+
+def record_of(session: Session) -> Record:
+    """Returns the record of a run in its present state."""
+    resume_point, source = session.resume_point, session.source
+    return Record(
+        session.strategy,
+        [
+            Weights(session.module, session.strategy, session.conversion, source.datamodule),
+            Counters(session.trainer.state, resume_point.window, session.settings, session.module, session.data),
+            StepSizes(session),
+            Optimizers(session.optimizers),
+            Schedules(session.schedulers, session.module.lr_scheduler_step),
+            Part("precision", "amp", session.precision),
+            KernelChoice(),
+            CallbackSection(session.trainer.callbacks, session.fn),
+            Part("datamodule", "data.datamodule", source.datamodule),
+            resume_point.loggers,
+            resume_point,
+            resume_point.window,
+        ],
+    )
+
+
+@dataclass
+class Counters(Section):
+    """The run's counters; a finished epoch counts as the beginning of the next one."""
+
+    name = "counters"
+
+    state: RunState
+    window: AccumulationState
+    settings: Settings
+    module: TrainingModule
+    data: DataSource
+
+    def save(self) -> dict[str, Any]:
+        """Returns the counters of a run resumed from here; ``epoch`` is the running epoch, as in Lightning's files."""
+        state, repeated = self.state, self.window.repeated_batches()
+        in_its_end = state.validating_in_fit and state.scope is Scope.NOWHERE
+        epochs, batches = state.epoch + state.epoch_ended, 0 if state.epoch_ended else state.batch_idx - repeated
+        done = state.batches_done - repeated
+        return {
+            "epoch": state.epoch,
+            "global_step": state.global_step,
+            **lightning_keys(
+                epochs=epochs,
+                batches=batches,
+                batches_in_all=done,
+                steps=state.global_step,
+                automatic=self.module.automatic_optimization,
+                ended=state.epoch_ended,
+                ending=self.data.is_trained_on(batches),
+            ),
+            "loops.fit.epoch": epochs,
+            "loops.fit.batch_idx": batches,
+            "loops.fit.batches_done": done,
+            "loops.fit.validations": state.validations + in_its_end,
+            "loops.fit.skipped_before": state.skipped_before,
+            "loops.fit.stop": state.stop_reason if state.should_stop and state.stop_reason != NON_FINITE else "",
+            "loops.fit.interrupted": state.interrupted,
+            "loops.fit.closed": state.epoch_ended or state.closed_at == state.batches_done,
+            "loops.fit.validated": state.epoch_ended or in_its_end or state.validated_at == state.batches_done,
+        }
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Restores the counters, and a request to stop that was not fulfilled.
+
+        The request is repeated if it was still waiting for ``min_steps`` or ``min_epochs``, or if a signal came first.  A run that
+        the request has ended can continue.
+        """
+        missing = [name for name in _COMPLETE if name not in checkpoint]
+        if missing and "source" not in checkpoint and "optimizer_states" in checkpoint:
+            raise CheckpointError(f"{path} is incomplete: it has no {', '.join(map(repr, missing))}; use another one")
+        state, settings = self.state, self.settings
+        position = checkpoint.get("loops", {}).get("fit", {})
+        _counter(checkpoint, "epoch", path)
+        state.epoch = _counter(position, "epoch", path, within="loops.fit.")
+        state.global_step = _counter(checkpoint, "global_step", path)
+        state.batch_idx = _counter(position, "batch_idx", path, within="loops.fit.")
+        state.batches_done = _counter(position, "batches_done", path, within="loops.fit.")
+        state.validations = _counter(position, "validations", path, within="loops.fit.")
+        state.skipped_before = _counter(position, "skipped_before", path, within="loops.fit.")
+        state.validated_at = state.batches_done if position.get("validated", True) else -1
+        state.closed_at = state.batches_done if position.get("closed", True) else -1
+        waits = state.global_step < settings.min_steps or state.epoch < settings.min_epochs
+        if position.get("stop") and (waits or position.get("interrupted")):
+            state.ask(str(position["stop"]))
+
+
+@dataclass
+class CallbackSection(Section):
+    """The states of callbacks that have one."""
+
+    name = "callbacks"
+
+    callbacks: Sequence[Callback]
+    fn: TrainerFn
+
+    def save(self) -> dict[str, Any]:
+        """Returns their state dicts by ``state_key``."""
+        return {"callbacks": {one.state_key: state for one in self.callbacks if (state := one.state_dict())}}
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Loads each callback's state; not into fabricamp's own callbacks in an evaluation, as these count what training did."""
+        for callback, state in matched_states(self.callbacks, checkpoint.get("callbacks", {})):
+            ours = type(callback).load_state_dict.__module__.startswith("fabricamp.")
+            if self.fn is TrainerFn.FITTING or not ours:
+                callback.load_state_dict(state)
+
+
+def _counter(values: dict[str, Any], name: str, path: str, within: str = "") -> int:
+    """Returns the counter, 0 if another library's file has none; raises :class:`CheckpointError` unless it is an int from 0."""
+    value = values.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(
+            f"{path}: its {within}{name} is {value!r}, not a whole number from 0; use an older checkpoint"
+        )
+    return value

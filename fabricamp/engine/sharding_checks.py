@@ -1,0 +1,125 @@
+"""Checks a run whose strategy shards the module, before anything is sharded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabricamp.callbacks.amp_state import AmpState
+from fabricamp.callbacks.base import Callback
+from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
+from fabricamp.callbacks.divergence_check import DivergenceCheck
+from fabricamp.callbacks.gradient_monitor import GradientMonitor
+from fabricamp.callbacks.lr_finder import LearningRateFinder
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.checkpoint import storage
+from fabricamp.engine.world_change import KEEP_GLOBAL_BATCH
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.loggers.tensorboard import TensorBoardLogger
+from fabricamp.precision.base import Precision
+from fabricamp.precision.casting import modules_to_convert
+from fabricamp.precision.level import OptLevel
+from fabricamp.strategies.base import ShardPlan
+from fabricamp.torch_private import AnyBatchNorm
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fabricamp.engine.session import Session
+
+
+_REFUSED = {
+    AmpState: "a script's file holds whole weights; use ModelCheckpoint",
+    BatchSizeFinder: "find it with strategy='single' on a smaller model",
+    LearningRateFinder: "find it with strategy='single' on a smaller model",
+    DivergenceCheck: "leave it out: every rank has its own shards, and none that could diverge",
+}
+
+
+def shard_module(session: Session, *, filled_later: bool) -> None:
+    """Shards the module if the strategy does so, and logs the result; raises :class:`ConfigError` for what cannot be sharded."""
+    if session.strategy.checkpoint_form != "folder":
+        return
+    _check(session)
+    session.run_summary.say(session.strategy.shard_module(session.module, _plan(session, filled_later=filled_later)))
+
+
+def check_saving(session: Session) -> None:
+    """Raises :class:`CheckpointError` if weights and counters are not of the same step, or the shards for a folder are gone."""
+    state = session.trainer.state
+    if state.batches_done < state.committed:
+        raise CheckpointError(
+            f"save_checkpoint after step {state.global_step}, within a launch of several steps: the weights are those of the "
+            "last; let the callback's holds_at name the step, or give CudaGraph(steps=1)"
+        )
+    if session.closed and session.strategy.checkpoint_form == "folder":
+        raise CheckpointError(
+            f"save_checkpoint after a run with strategy={session.strategy.name!r}: its parts are gone with it; call it in a hook "
+            "such as on_fit_end, or use a ModelCheckpoint. On rank 0 the module has the whole weights: module.state_dict()"
+        )
+
+
+def _check(session: Session) -> None:
+    name = session.strategy.name
+    for callback in session.trainer.callbacks:
+        for kind, cure in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise ConfigError(f"{type(callback).__name__} with strategy={name!r} is not offered: {cure}")
+        _check_folder(callback, name)
+        if isinstance(callback, GradientMonitor) and callback.histograms:
+            raise ConfigError(
+                f"GradientMonitor(histograms=True) with strategy={name!r} is not offered, as each rank has a part of a gradient: "
+                "leave histograms out"
+            )
+    for logger in session.trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logger.draws_graph:
+            raise ConfigError(
+                f"TensorBoardLogger(log_graph=True) with strategy={name!r} is not offered, as rank 0 alone cannot run forward: "
+                "leave log_graph out"
+            )
+
+
+def _check_folder(callback: Callback, name: str) -> None:
+    if isinstance(callback, ModelCheckpoint) and callback.dirpath and storage.is_remote(callback.dirpath):
+        raise ConfigError(
+            f"ModelCheckpoint(dirpath={callback.dirpath!r}) with strategy={name!r}: all ranks write a folder, which has to be on a "
+            "file system that they have mounted; give a path"
+        )
+
+
+def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
+    precision, module = session.precision, session.module
+    level = precision.level if isinstance(precision, OptLevel) else None
+    if level is None and type(precision) is not Precision:
+        raise ConfigError(
+            f"precision {precision.name!r} ({type(precision).__name__}) under a strategy that shards: give an opt level"
+        )
+    if session.strategy.offload and (session.settings.nan_policy is not None or (level is not None and level.dynamic)):
+        raise ConfigError(
+            f"FSDP(offload=True) with precision {precision.name!r} and nan_policy={session.settings.nan_policy!r} is not offered: "
+            "gradients in host memory are not checked for overflow; give 'O0', 'O4' or 'O5' with nan_policy=None"
+        )
+    # A run resumed with fewer ranks may begin to accumulate only then.
+    accumulates = session.settings.accumulates or (
+        filled_later and session.settings.on_world_change == KEEP_GLOBAL_BATCH
+    )
+    if level is None:
+        return ShardPlan(accumulates=accumulates, filled_later=filled_later)
+    kept: list[nn.Module] = []
+    if level.cast_model_type is not None:
+        choice = {"keep_batchnorm_fp32": level.keep_batchnorm_fp32, "whole_step": level.whole_step}
+        chosen = set(modules_to_convert(module, **choice))
+        kept = [one for one in module.modules() if one not in chosen]
+    elif level.cast_model_outputs is not None:
+        raise ConfigError(
+            f"OptLevel({level.name!r}, cast_model_outputs=...) with a strategy that shards is not offered; leave the option out"
+        )
+    elif level.autocast is not None:
+        # Within autocast a BatchNorm takes half inputs, and weights in the dtype of its running values.
+        kept = [one for one in module.modules() if isinstance(one, AnyBatchNorm)]
+    return ShardPlan(
+        compute_dtype=level.cast_model_type or level.autocast,
+        stored_dtype=None if level.master_weights else level.cast_model_type,
+        kept=frozenset(kept),
+        accumulates=accumulates,
+        filled_later=filled_later,
+    )
