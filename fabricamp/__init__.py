@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _PARTS:
         return importlib.import_module(f"fabricamp.{name}")
-    from fabricamp.not_offered import missing
+    from fabricamp.arguments.not_offered import missing
 
     raise missing("fabricamp", name, (*_HOMES, *_PARTS))
 
@@ -113,7 +113,7 @@ class _NotOffered:
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
         if name.startswith("fabricamp."):
-            from fabricamp.not_offered import refuse_import
+            from fabricamp.arguments.not_offered import refuse_import
 
             refuse_import(name)
         return None

@@ -464,7 +464,7 @@ def _explain(error: FabricampError) -> int:
 
 
 def __getattr__(name: str) -> NoReturn:
-    from fabricamp.not_offered import words_for
+    from fabricamp.arguments.not_offered import words_for
 
     if words := words_for(f"cli.{name}"):
         raise ImportError(words)  # `from fabricamp.cli import LightningCLI` would not show an AttributeError's words

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable
 
-from fabricamp.arguments.meanings import MEANINGS
+from fabricamp.arguments.migration import meanings
 
 
 class FabricampError(Exception):
@@ -44,16 +44,16 @@ def nearest(given: object, known: Iterable[str]) -> str:
 
 
 def meant(where: str, given: object, value: object = None) -> str:
-    """Returns ``"; write ..."`` for an argument that has another name or form here, or ""; ``where`` is a table of MEANINGS."""
+    """Returns ``"; write ..."`` for a name of another trainer given at ``where`` (a table of migration.toml), or ""."""
     name = str(given).lower().removeprefix("torch.")
-    for pattern, words in MEANINGS.get(where, {}).items():
+    for pattern, words in meanings(where).items():
         if fnmatch.fnmatchcase(name, pattern):
             return f"; {words.format(name=name, value=repr(given if value is None else value))}"
     return ""
 
 
 def advice(where: str, given: object, known: Iterable[str], value: object = None) -> str:
-    """Returns a hint what to write instead of ``given``: from MEANINGS, else the nearest name of ``known``, else all of them."""
+    """Returns a hint what to write instead of ``given``: by migration.toml, else the nearest of ``known``, else all of them."""
     known = list(known)
     return meant(where, given, value) or nearest(given, known) or f" (known: {', '.join(known) or 'none'})"
 

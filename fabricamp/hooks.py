@@ -67,6 +67,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.arguments.migration import refused_hooks
 from fabricamp.callbacks.base import Callback, decides_by_metrics
 from fabricamp.data import move_to_device
 from fabricamp.engine.profiling import profiled, profiler_of
@@ -83,13 +84,6 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 Calls = tuple["Callable[..., Any]", ...]
-
-# Hooks of Lightning 1: nothing would call them, so a module that has one is refused.
-REMOVED = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-}
 
 
 class ModuleHooks:
@@ -283,7 +277,7 @@ class Hooks:
         self._module = module
         self._callbacks = callbacks
         self._profiler = profiler_of(trainer)
-        for name, successor in REMOVED.items():
+        for name, successor in refused_hooks().items():
             if hasattr(module, name):
                 raise ConfigError(
                     f"{type(module).__name__} has {name}, which nothing calls (as in Lightning 2); keep what the steps return in "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from fabricamp.arguments.not_offered import part_of
 from fabricamp.launch.devices import Accelerator, CPUAccelerator, CUDAAccelerator, find_usable_cuda_devices
-from fabricamp.not_offered import part_of
 
 __all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "find_usable_cuda_devices"]
 

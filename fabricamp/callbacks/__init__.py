@@ -81,7 +81,7 @@ __all__ = list(_FILES)
 
 def __getattr__(name: str) -> Any:
     if name not in _FILES:
-        from fabricamp.not_offered import part_of
+        from fabricamp.arguments.not_offered import part_of
 
         return part_of(__name__, name, _FILES)
     return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)

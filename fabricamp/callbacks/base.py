@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.registry import Registry
+from fabricamp.arguments.not_offered import is_lightnings, mixed_with_lightnings_trainer
 from fabricamp.errors import ConfigError
-from fabricamp.not_offered import is_lightnings, mixed_with_lightnings_trainer
 from fabricamp.state import NON_FINITE
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fabricamp.arguments.cadence import Cadence, check_cadence, chosen_cadence
 from fabricamp.arguments.checks import check_kind
+from fabricamp.arguments.not_offered import is_lightnings
 from fabricamp.callbacks._checkpoint_files import (
     WRITTEN_BY,
     FileName,
@@ -29,7 +30,6 @@ from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import storage
 from fabricamp.errors import ConfigError
 from fabricamp.metrics.values import score_tensor
-from fabricamp.not_offered import is_lightnings
 
 if TYPE_CHECKING:
     import os

@@ -6,10 +6,10 @@ import os
 from typing import TYPE_CHECKING
 
 from fabricamp.arguments.checks import check_kind
+from fabricamp.arguments.not_offered import is_lightnings
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import storage
 from fabricamp.errors import ConfigError
-from fabricamp.not_offered import is_lightnings
 
 if TYPE_CHECKING:
     from fabricamp.module import TrainingModule

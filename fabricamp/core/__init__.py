@@ -5,6 +5,6 @@ from fabricamp.core.module import LightningModule as LightningModule
 
 
 def __getattr__(name: str) -> object:
-    from fabricamp.not_offered import part_of
+    from fabricamp.arguments.not_offered import part_of
 
     return part_of(__name__, name)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from fabricamp.arguments.migration import hinted_hooks
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
 from fabricamp.errors import ConfigError
@@ -30,23 +31,6 @@ _STEPS = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
-
-_OF_LIGHTNING_1 = {
-    "on_batch_start": "on_train_batch_start",
-    "on_batch_end": "on_train_batch_end",
-    "on_epoch_start": "on_train_epoch_start",
-    "on_epoch_end": "on_train_epoch_end",
-    "on_init_start": "setup",
-    "on_init_end": "setup",
-    "on_pretrain_routine_start": "on_fit_start",
-    "on_pretrain_routine_end": "on_fit_start",
-    "on_keyboard_interrupt": "on_exception",
-    "on_before_accelerator_backend_setup": "setup",
-    "on_configure_sharded_model": "setup",
-    "configure_sharded_model": "configure_model",
-}
-"""Hooks that Lightning 2 no longer calls, and what is called instead."""
-
 
 _OTHER_WORDS = (
     ("validation", "val", "valid", "validate", "eval"),
@@ -142,7 +126,7 @@ def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
     for name, value in {name: value for one in classes for name, value in vars(one).items()}.items():
         if name.startswith("_") or hasattr(base, name) or not isinstance(value, FunctionType):
             continue
-        successor = _OF_LIGHTNING_1.get(name, "")
+        successor = hinted_hooks().get(name, "")
         if hasattr(base, successor):
             meanings = [successor]
         else:

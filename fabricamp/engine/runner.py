@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp import launch
+from fabricamp.arguments.not_offered import lightnings
 from fabricamp.callbacks._ckpt_path import resolve_checkpoint
 from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.callbacks.checkpoint import Checkpoint
@@ -33,7 +34,6 @@ from fabricamp.lightning.given import adopted, lines_of, own_loader
 from fabricamp.lightning.lending import callbacks_of
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.module import TrainingModule
-from fabricamp.not_offered import lightnings
 from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.rng import deterministic_mode
 from fabricamp.state import TrainerFn

@@ -6,66 +6,10 @@ import inspect
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from fabricamp.arguments.migration import lightning_constructors
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-KNOWN: Final = {
-    "callbacks.BackboneFinetuning": (
-        "unfreeze_backbone_at_epoch", "lambda_func", "backbone_initial_ratio_lr", "backbone_initial_lr", "should_align",
-        "initial_denom_lr", "train_bn", "verbose", "rounding",
-    ),
-    "callbacks.BaseFinetuning": (),
-    "callbacks.BatchSizeFinder": (
-        "mode", "steps_per_trial", "init_val", "max_trials", "batch_arg_name", "margin", "max_val",
-    ),
-    "callbacks.DeviceStatsMonitor": ("cpu_stats",),
-    "callbacks.EarlyStopping": (
-        "monitor", "min_delta", "patience", "verbose", "mode", "strict", "check_finite", "stopping_threshold",
-        "divergence_threshold", "check_on_train_epoch_end", "log_rank_zero_only",
-    ),
-    "callbacks.EMAWeightAveraging": (
-        "device", "use_buffers", "decay", "update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch",
-    ),
-    "callbacks.GradientAccumulationScheduler": ("scheduling",),
-    "callbacks.LearningRateFinder": (
-        "min_lr", "max_lr", "num_training_steps", "mode", "early_stop_threshold", "update_attr", "attr_name",
-    ),
-    "callbacks.LearningRateMonitor": ("logging_interval", "log_momentum", "log_weight_decay"),
-    "callbacks.ModelCheckpoint": (
-        "dirpath", "filename", "monitor", "verbose", "save_last", "save_top_k", "save_on_exception", "save_weights_only", "mode",
-        "auto_insert_metric_name", "every_n_train_steps", "train_time_interval", "every_n_epochs", "save_on_train_epoch_end",
-        "enable_version_counter",
-    ),
-    "callbacks.ModelSummary": ("max_depth",),
-    "callbacks.RichModelSummary": ("max_depth",),
-    "callbacks.RichProgressBar": ("refresh_rate", "leave"),
-    "callbacks.StochasticWeightAveraging": (
-        "swa_lrs", "swa_epoch_start", "annealing_epochs", "annealing_strategy", "avg_fn", "device",
-    ),
-    "callbacks.TQDMProgressBar": ("refresh_rate", "leave"),
-    "callbacks.OnExceptionCheckpoint": ("dirpath", "filename"),
-    "callbacks.Timer": ("duration", "interval", "verbose"),
-    "callbacks.ThroughputMonitor": ("batch_size_fn", "length_fn", "kwargs"),
-    "callbacks.WeightAveraging": ("device", "use_buffers", "kwargs"),
-    "loggers.CometLogger": (
-        "api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix", "kwargs",
-    ),
-    "loggers.CSVLogger": ("save_dir", "name", "version", "prefix", "flush_logs_every_n_steps"),
-    "loggers.MLFlowLogger": (
-        "experiment_name", "run_name", "tracking_uri", "tags", "log_model", "prefix", "artifact_location", "run_id", "synchronous",
-    ),
-    "loggers.TensorBoardLogger": (
-        "save_dir", "name", "version", "log_graph", "default_hp_metric", "prefix", "sub_dir", "kwargs",
-    ),
-    "loggers.WandbLogger": (
-        "name", "save_dir", "offline", "id", "anonymous", "project", "log_model", "experiment", "prefix", "checkpoint_name",
-        "add_file_policy", "kwargs",
-    ),
-}  # fmt: skip
-"""The constructor arguments of Lightning's classes that fabricamp has a class for.
-
-Objects keep an argument as an attribute of this name, with or without a leading underscore.
-"""
 
 _CADENCES: Final = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 
@@ -76,7 +20,7 @@ def arguments_of(value: Any, name: str, ours: type) -> dict[str, Any] | None:
     if name in _ELSEWHERE:
         kept |= _ELSEWHERE[name](kept)
     found = {}
-    for argument in KNOWN[name]:
+    for argument in lightning_constructors()[name]:
         place = f"_{argument}" if f"_{argument}" in kept else argument
         if place not in kept:
             return None  # an object of another Lightning release

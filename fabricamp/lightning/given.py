@@ -8,9 +8,10 @@ import importlib
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
+from fabricamp.arguments.migration import lightning_constructors
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import CombinedLoader
-from fabricamp.lightning.arguments import KNOWN, arguments_of
+from fabricamp.lightning.arguments import arguments_of
 from fabricamp.lightning.bases import lightnings_base, own_class, place_of
 
 if TYPE_CHECKING:
@@ -99,10 +100,10 @@ def hand_back(parts: Iterable[object]) -> None:
 
 
 def _name_of(base: type | None) -> str | None:
-    """Returns the key in :data:`KNOWN` of a class of Lightning, or None."""
+    """Returns the key in migration.toml of a class of Lightning, or None."""
     place = None if base is None else place_of(base)
     name = "" if place is None else f"{place[0].partition('.')[0]}.{place[1]}"
-    return name if name in KNOWN else None
+    return name if name in lightning_constructors() else None
 
 
 def _answers(value: Any, base: type, kind: type, name: str) -> list[str] | None:

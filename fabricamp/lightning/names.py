@@ -9,9 +9,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fabricamp.arguments.not_offered import words_for
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import PACKAGES
-from fabricamp.not_offered import words_for
 
 if TYPE_CHECKING:
     from types import ModuleType

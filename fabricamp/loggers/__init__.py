@@ -16,6 +16,6 @@ __all__ = ["CSVLogger", "CometLogger", "JSONLinesLogger", "Logger", "MLFlowLogge
 
 
 def __getattr__(name: str) -> ModuleType:
-    from fabricamp.not_offered import part_of
+    from fabricamp.arguments.not_offered import part_of
 
     return part_of(__name__, name, __all__)

@@ -13,6 +13,6 @@ __all__ = ["MemoryProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler
 
 
 def __getattr__(name: str) -> object:
-    from fabricamp.not_offered import part_of
+    from fabricamp.arguments.not_offered import part_of
 
     return part_of(__name__, name, __all__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fabricamp.arguments.not_offered import lightnings
 from fabricamp.errors import ConfigError, meant, nearest, without_address
-from fabricamp.not_offered import lightnings
 from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.profilers.memory import MemoryProfiler
 from fabricamp.profilers.profiler import Profiler

@@ -6,9 +6,9 @@ import importlib
 import re
 from typing import TYPE_CHECKING, Any
 
+from fabricamp.arguments.not_offered import lightnings, part_of
 from fabricamp.errors import ConfigError, without_address
 from fabricamp.gradients.flat import IN_PLACE, Gradients
-from fabricamp.not_offered import lightnings, part_of
 from fabricamp.strategies.base import STRATEGIES, Environment, Strategy
 from fabricamp.strategies.ddp import DDP
 from fabricamp.strategies.delayed_ddp import DelayedDDP

@@ -4,6 +4,6 @@ from fabricamp.trainer.trainer import Trainer as Trainer
 
 
 def __getattr__(name: str) -> object:
-    from fabricamp.not_offered import part_of
+    from fabricamp.arguments.not_offered import part_of
 
     return part_of(__name__, name)

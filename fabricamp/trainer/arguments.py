@@ -1,17 +1,26 @@
-"""Checks the Trainer's plain arguments, before anything is built."""
+"""The Trainer's plain arguments: what each may be, what is checked of them together, and what those are that are left out.
+
+In this order: checks of one argument alone; :class:`Settings`, which declares the arguments; checks of several together; arguments
+that nobody knows; arguments that are left out, or given by environment variables.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
+from fabricamp._utils.containers import own_containers
 from fabricamp.arguments.cadence import as_seconds, validation_times
 from fabricamp.arguments.checks import NO_LIMIT, check_choice, check_count, check_flag, check_number
+from fabricamp.arguments.migration import ignored_at_none
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
@@ -21,54 +30,119 @@ from fabricamp.errors import ConfigError, UnknownArgumentError, advice
 from fabricamp.precision.base import Clip
 from fabricamp.precision.step_results import NAN_POLICIES
 
-LIGHTNINGS_DEFAULTS: dict[str, Any] = {
-    "model_registry": None,
-}
-"""Arguments that are ignored at these values, because configurations written by Lightning contain them."""
+Arguments = ParamSpec("Arguments")
+
+# -- checks of one argument alone ----------------------------------------------------------------------------------------------
+
+
+def _trial_batches(name: str, value: Any) -> int:
+    return int(value) if isinstance(value, bool) else check_number(name, value, least=0)
+
+
+def check_accumulation(name: str, value: Any) -> int:
+    """Returns a whole number from 1; for a dict of epochs raises ConfigError that names GradientAccumulationScheduler."""
+    if isinstance(value, dict):
+        raise ConfigError(
+            f"{name}={value!r} is a schedule; give callbacks=[GradientAccumulationScheduler({value!r})], and here a number from 1"
+        )
+    return check_number(name, value, least=1)
+
+
+def check_prefetch(name: str, value: Any) -> int:
+    """Returns the number of batches to move ahead of their steps, 0 to ``MOST_AHEAD``."""
+    number = check_number(name, value, least=0)
+    if number > MOST_AHEAD:
+        raise ConfigError(f"{name}={value!r} is not allowed; give 0 (none) to {MOST_AHEAD}")
+    return number
+
+
+def check_limit_of(name: str, value: Any) -> int | float:
+    """Returns a number of batches (int) or a fraction of them (float); None means all."""
+    limit = check_limit(value, name, optional=True)
+    return 1.0 if limit is None else limit
+
+
+def _overfit(name: str, value: Any) -> int | float:
+    return check_limit(value, name) or 0
+
+
+def _folder(name: str, value: Any) -> str:
+    if value is None:
+        return str(Path.cwd())
+    if not isinstance(value, (str, Path)):
+        raise ConfigError(f"{name}={value!r} is not a path; give a string or a pathlib.Path")
+    folder = Path(value).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{name}={str(folder)!r} is a file; give a folder")
+    return str(folder)
+
+
+def _minimum(name: str, value: Any) -> int:
+    return 0 if value is None else check_number(name, value, least=0)
+
+
+_ENDLESS = functools.partial(check_number, least=0, endless=True)
+_FROM_0, _FROM_1 = (functools.partial(check_number, least=least) for least in (0, 1))
+
+
+def _one_of(*choices: Any) -> Callable[[str, Any], Any]:
+    return functools.partial(check_choice, choices=choices)
+
+
+def _checked(check: Callable[[str, Any], Any]) -> Any:
+    """Declares a field of :class:`Settings`, an argument of the Trainer: ``check(name, value)`` returns the value to keep."""
+    return field(metadata={"check": check})
+
+
+# -- the arguments -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class Settings:
-    """The checked arguments with plain values; the Trainer's setters change them."""
+    """The checked arguments with plain values; the Trainer's setters change them.
 
-    num_nodes: int
-    max_epochs: int
+    A further argument is a row here, with its check, and a row in the signature and the docstring of ``Trainer.__init__``; its
+    default stands in the signature alone.
+    """
+
+    num_nodes: int = _checked(_FROM_1)
+    max_epochs: int = _checked(_ENDLESS)
     max_epochs_by_default: bool
-    max_steps: int
-    min_epochs: int
-    min_steps: int
-    max_time: float | None
-    limit_train_batches: int | float
-    limit_val_batches: int | float
-    limit_test_batches: int | float
-    limit_predict_batches: int | float
-    fast_dev_run: int
-    overfit_batches: int | float
+    max_steps: int = _checked(_ENDLESS)
+    min_epochs: int = _checked(_minimum)
+    min_steps: int = _checked(_minimum)
+    max_time: float | None = _checked(as_seconds)
+    limit_train_batches: int | float = _checked(check_limit_of)
+    limit_val_batches: int | float = _checked(check_limit_of)
+    limit_test_batches: int | float = _checked(check_limit_of)
+    limit_predict_batches: int | float = _checked(check_limit_of)
+    fast_dev_run: int = _checked(_trial_batches)
+    overfit_batches: int | float = _checked(_overfit)
     val_check_interval: int | float | str | dict[str, Any] | timedelta
     check_val_every_n_epoch: int | None
-    num_sanity_val_steps: float
-    log_every_n_steps: int
-    accumulate_grad_batches: int
-    partial_window: str
-    on_world_change: str
+    num_sanity_val_steps: float = _checked(_ENDLESS)
+    log_every_n_steps: int = _checked(_FROM_0)
+    accumulate_grad_batches: int = _checked(check_accumulation)
+    partial_window: str = _checked(_one_of("step", "carry", "drop"))
+    on_world_change: str = _checked(_one_of("keep_per_rank", "keep_global_batch"))
     clip: Clip | None
-    nan_policy: str | None
-    deterministic: bool | str
-    benchmark: bool | None
-    detect_anomaly: bool
-    use_distributed_sampler: bool
-    per_sample_seed: bool
-    prefetch_batches: int
-    sync_batchnorm: bool
-    inference_mode: bool
-    barebones: bool
-    enable_autolog_hparams: bool
-    reload_dataloaders_every_n_epochs: int
-    default_root_dir: str
-    start_method: str
+    nan_policy: str | None = _checked(_one_of(*NAN_POLICIES, None))
+    deterministic: bool | str = _checked(functools.partial(check_flag, others=("warn",)))
+    benchmark: bool | None = _checked(functools.partial(check_flag, others=(None,)))
+    detect_anomaly: bool = _checked(check_flag)
+    use_distributed_sampler: bool = _checked(check_flag)
+    per_sample_seed: bool = _checked(check_flag)
+    prefetch_batches: int = _checked(check_prefetch)
+    sync_batchnorm: bool = _checked(check_flag)
+    inference_mode: bool = _checked(check_flag)
+    barebones: bool = _checked(check_flag)
+    enable_autolog_hparams: bool = _checked(check_flag)
+    reload_dataloaders_every_n_epochs: int = _checked(_FROM_0)
+    default_root_dir: str = _checked(_folder)
+    start_method: str = _checked(_one_of("auto", "script", "spawn", "fork"))
     cuda_graph: CudaGraph | None
-    performance: Performance | None
-    compile: dict[str, Any] | None
+    performance: Performance | None = _checked(as_performance)  # noqa: RUF009 - a field of the dataclass
+    compile: dict[str, Any] | None = _checked(as_compile)  # noqa: RUF009
     accumulation_schedule: Mapping[int, int] | None = None
     """Maps an epoch to ``accumulate_grad_batches`` from that epoch on; None: the same in all epochs."""
     left_by_schedule: int = 1
@@ -96,6 +170,11 @@ class Settings:
         self.accumulate_grad_batches = self.accumulated_in(epoch)
 
 
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    one.name: one.metadata["check"] for one in fields(Settings) if "check" in one.metadata
+}
+"""The check of each argument that can be checked alone; the setters of limits use the same checks."""
+
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
@@ -104,6 +183,8 @@ def check_settings(given: dict[str, Any]) -> Settings:
     by_default = given["max_epochs"] is None and given["max_steps"] == NO_LIMIT and given["max_time"] is None
     if given["max_epochs"] is None:
         given = {**given, "max_epochs": 1000 if by_default else NO_LIMIT}
+    if given["val_check_interval"] is None:
+        given = {**given, "val_check_interval": 1.0}
     check_cadence(given["val_check_interval"], given["check_val_every_n_epoch"])
     settings = Settings(
         **{name: check(name, given[name]) for name, check in CHECKS.items()},
@@ -143,27 +224,6 @@ def _make_trial(settings: Settings) -> None:
     settings.val_check_interval, settings.check_val_every_n_epoch = 1.0, 1
 
 
-def _trial_batches(name: str, value: Any) -> int:
-    return int(value) if isinstance(value, bool) else check_number(name, value, least=0)
-
-
-def check_accumulation(name: str, value: Any) -> int:
-    """Returns a whole number from 1; for a dict of epochs raises ConfigError that names GradientAccumulationScheduler."""
-    if isinstance(value, dict):
-        raise ConfigError(
-            f"{name}={value!r} is a schedule; give callbacks=[GradientAccumulationScheduler({value!r})], and here a number from 1"
-        )
-    return check_number(name, value, least=1)
-
-
-def check_prefetch(name: str, value: Any) -> int:
-    """Returns the number of batches to move ahead of their steps, 0 to ``MOST_AHEAD``."""
-    number = check_number(name, value, least=0)
-    if number > MOST_AHEAD:
-        raise ConfigError(f"{name}={value!r} is not allowed; give 0 (none) to {MOST_AHEAD}")
-    return number
-
-
 def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[int, int]:
     """Returns the schedule; raises :class:`ConfigError` if another argument of the Trainer cannot work with a schedule."""
     accumulated = settings.accumulate_grad_batches
@@ -181,16 +241,6 @@ def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[i
                 f"with {name}={given!r}; leave one of them out"
             )
     return schedule
-
-
-def check_limit_of(name: str, value: Any) -> int | float:
-    """Returns a number of batches (int) or a fraction of them (float); None means all."""
-    limit = check_limit(value, name, optional=True)
-    return 1.0 if limit is None else limit
-
-
-def _overfit(name: str, value: Any) -> int | float:
-    return check_limit(value, name) or 0
 
 
 def check_cadence(interval: Any, epochs: Any) -> None:
@@ -214,60 +264,11 @@ def check_cadence(interval: Any, epochs: Any) -> None:
         )
 
 
-def _folder(name: str, value: Any) -> str:
-    if value is None:
-        return str(Path.cwd())
-    if not isinstance(value, (str, Path)):
-        raise ConfigError(f"{name}={value!r} is not a path; give a string or a pathlib.Path")
-    folder = Path(value).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{name}={str(folder)!r} is a file; give a folder")
-    return str(folder)
-
-
-_ENDLESS = functools.partial(check_number, least=0, endless=True)
-_FROM_0, _FROM_1 = (functools.partial(check_number, least=least) for least in (0, 1))
-
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "num_nodes": _FROM_1,
-    "max_epochs": _ENDLESS,
-    "max_steps": _ENDLESS,
-    "min_epochs": _FROM_0,
-    "min_steps": _FROM_0,
-    "max_time": as_seconds,
-    **dict.fromkeys(LIMITS, check_limit_of),
-    "fast_dev_run": _trial_batches,
-    "overfit_batches": _overfit,
-    "num_sanity_val_steps": _ENDLESS,
-    "log_every_n_steps": _FROM_0,
-    "accumulate_grad_batches": check_accumulation,
-    "partial_window": functools.partial(check_choice, choices=("step", "carry", "drop")),
-    "on_world_change": functools.partial(check_choice, choices=("keep_per_rank", "keep_global_batch")),
-    "nan_policy": functools.partial(check_choice, choices=(*NAN_POLICIES, None)),
-    "deterministic": functools.partial(check_flag, others=("warn",)),
-    "benchmark": functools.partial(check_flag, others=(None,)),
-    "detect_anomaly": check_flag,
-    "use_distributed_sampler": check_flag,
-    "per_sample_seed": check_flag,
-    "sync_batchnorm": check_flag,
-    "inference_mode": check_flag,
-    "barebones": check_flag,
-    "enable_autolog_hparams": check_flag,
-    "reload_dataloaders_every_n_epochs": _FROM_0,
-    "prefetch_batches": check_prefetch,
-    "performance": as_performance,
-    "compile": as_compile,
-    "default_root_dir": _folder,
-    "start_method": functools.partial(check_choice, choices=("auto", "script", "spawn", "fork")),
-}
-"""The check of each argument that can be checked alone; the setters of limits use the same checks."""
-
-
 def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raises :class:`ConfigError` for the first argument that the Trainer does not have."""
     known = list(known)
     for name, value in given.items():
-        if name in LIGHTNINGS_DEFAULTS and value == LIGHTNINGS_DEFAULTS[name]:
+        if value is None and name in ignored_at_none("Trainer"):
             continue
         raise UnknownArgumentError(f"Trainer has no argument {name!r}{advice('Trainer', name, known, value)}")
 
@@ -301,3 +302,64 @@ def as_clip(value: Any, algorithm: Any) -> Clip | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ConfigError(f"gradient_clip_val={value!r} is not allowed; give a number from 0 (0 and None: no clipping)")
     return Clip(float(value), algorithm or "norm") if value else None
+
+
+# -- arguments that are left out -----------------------------------------------------------------------------------------------
+
+_NONE_IS_A_VALUE = ("check_val_every_n_epoch", "gradient_clip_algorithm", "logger")
+"""Arguments whose None says something else than their default."""
+
+_BARE: dict[str, Any] = {
+    "detect_anomaly": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+    "fast_dev_run": False,
+    "logger": False,
+    "num_sanity_val_steps": 0,
+    "profiler": None,
+}
+"""The values that ``barebones=True`` sets."""
+
+
+def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[str, Any]:
+    """Returns ``given``; None becomes the default in the signature of ``init``, where it has no meaning of its own."""
+    parameters = inspect.signature(init).parameters
+    return {
+        name: parameters[name].default if value is None and name not in _NONE_IS_A_VALUE else value
+        for name, value in given.items()
+    }
+
+
+def from_environment(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Decorates ``init``: environment variables such as ``PL_TRAINER_MAX_EPOCHS=3`` set arguments that are not given."""
+    names = list(inspect.signature(init).parameters)
+
+    @functools.wraps(init)
+    def initialize(*args: Arguments.args, **given: Arguments.kwargs) -> None:
+        found = {name: os.environ.get(f"PL_TRAINER_{name.upper()}") for name in names}
+        values = {name: _parsed(text) for name, text in found.items() if text}
+        values |= {name: own_containers(value) for name, value in given.items()}
+        init(*args, **_bared(values))
+
+    return initialize
+
+
+def _bared(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``given``, with ``barebones=True`` updated by ``_BARE``; raises ConfigError if another argument contradicts that."""
+    if given.get("barebones") is not True:
+        return given
+    for name, off in _BARE.items():
+        if (value := given.get(name)) is not None and value != off:
+            raise ConfigError(
+                f"barebones=True stands for {name}={off!r}, and {name}={value!r} is given; leave one of them out"
+            )
+    return {**given, **_BARE}
+
+
+def _parsed(text: str) -> Any:
+    """Returns the Python literal in ``text``, or ``text`` itself if it is not a literal."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from fabricamp import callbacks
 from fabricamp.arguments.checks import check_flag
+from fabricamp.arguments.not_offered import lightnings
 from fabricamp.callbacks.base import CALLBACKS, Callback
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
@@ -18,7 +19,6 @@ from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
-from fabricamp.not_offered import lightnings
 from fabricamp.precision.base import Precision
 from fabricamp.strategies.base import Environment
 from fabricamp.trainer.arguments import Settings

@@ -18,8 +18,13 @@ from fabricamp.precision import precision_from
 from fabricamp.profilers.choice import profiler_from
 from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies import strategy_from
-from fabricamp.trainer.arguments import check_settings, refuse_unknown, refuse_unknown_data
-from fabricamp.trainer.defaults import from_environment, with_defaults
+from fabricamp.trainer.arguments import (
+    check_settings,
+    from_environment,
+    refuse_unknown,
+    refuse_unknown_data,
+    with_defaults,
+)
 from fabricamp.trainer.given_parts import as_callbacks, as_loggers, default_callbacks, of_plugins
 from fabricamp.trainer.properties import TrainerProperties
 from fabricamp.tuner.finders import search_first
@@ -168,7 +173,8 @@ class Trainer(TrainerProperties):
     ) -> None:
         given = {key: value for key, value in locals().items() if key not in {"self", "unknown", "__class__"}}
         refuse_unknown(unknown, given)
-        settings = check_settings(given := with_defaults(given))
+        given = with_defaults(given, Trainer.__init__)
+        settings = check_settings(given)
         given["precision"], environment = of_plugins(plugins, given["precision"])
         environment, indices = self._choose_processes(given, settings.num_nodes, environment)
         check_cuda_graph(settings, self.device_type, self.strategy)

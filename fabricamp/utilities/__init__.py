@@ -31,6 +31,6 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
 
 
 def __getattr__(name: str) -> object:
-    from fabricamp.not_offered import part_of
+    from fabricamp.arguments.not_offered import part_of
 
     return part_of(__name__, name)

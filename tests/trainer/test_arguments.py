@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fabricamp import Callback, ConfigError, Trainer
-from fabricamp.arguments.meanings import MEANINGS
+from fabricamp.arguments.migration import meanings
 from fabricamp.callbacks import ModelCheckpoint
 from tests.small import QUIET
 
@@ -94,7 +94,7 @@ def test_a_misspelt_argument_gets_the_nearest_name(typo, meant):
         Trainer(**QUIET, **{typo: 1})
 
 
-@pytest.mark.parametrize("name", MEANINGS["Trainer"])
+@pytest.mark.parametrize("name", [*meanings("Trainer")])
 def test_what_others_have_gets_the_way_it_is_done_here_and_no_guess_by_letters(name):
     arguments = inspect.signature(Trainer.__init__).parameters
     with pytest.raises(ConfigError, match=f"no argument '{name}'; ") as error:
@@ -151,7 +151,7 @@ def test_what_was_meant_is_told_and_the_list_of_names_is_not(given, words):
 
 @pytest.mark.parametrize("argument", ["precision", "strategy", "accelerator", "profiler"])
 def test_names_of_others_name_what_there_is(argument):
-    for pattern, words in MEANINGS[argument].items():
+    for pattern, words in meanings(argument).items():
         with pytest.raises(ConfigError, match=re.escape(words.partition("{")[0])):
             Trainer(**{**QUIET, argument: pattern.rstrip("*")})
         for name in re.findall(r"write '([\w-]+)'", words):
