@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
-.PHONY: help setup demo test quick lint layers types format docs
+.PHONY: help setup demo test quick lint layers types format docs aliases
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -84,6 +84,9 @@ types: $(STAMP) ## mypy, strict
 format: $(STAMP) ## formats, and corrects what ruff can correct
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+aliases: $(STAMP) ## writes the modules that only give names of Lightning and apex another path
+	$(BIN)/python tools/write_aliases.py
 
 docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and losses.svg from benchmarks/results
 	$(BIN)/python docs/render_reference.py

@@ -1,3 +1,4 @@
+# Written by tools/write_aliases.py
 """Lightning's path to the module."""
 
 from fabricamp.module import TrainingModule as LightningModule

@@ -1,3 +1,4 @@
+# Written by tools/write_aliases.py
 """Lightning's path to the CSVLogger."""
 
 from fabricamp.loggers.csv import CSVLogger as CSVLogger

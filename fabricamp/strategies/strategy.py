@@ -1,5 +1,4 @@
+# Written by tools/write_aliases.py
 """Lightning's import path of the base class of strategies."""
 
-from fabricamp.strategies.base import Strategy
-
-__all__ = ["Strategy"]
+from fabricamp.strategies.base import Strategy as Strategy

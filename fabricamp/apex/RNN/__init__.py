@@ -1,5 +1,8 @@
+# Written by tools/write_aliases.py
 """apex's recurrent networks, built on torch's."""
 
-from fabricamp.apex.RNN.models import GRU, LSTM, ReLU, Tanh, mLSTM
-
-__all__ = ["GRU", "LSTM", "ReLU", "Tanh", "mLSTM"]
+from fabricamp.apex.RNN.models import GRU as GRU
+from fabricamp.apex.RNN.models import LSTM as LSTM
+from fabricamp.apex.RNN.models import ReLU as ReLU
+from fabricamp.apex.RNN.models import Tanh as Tanh
+from fabricamp.apex.RNN.models import mLSTM as mLSTM

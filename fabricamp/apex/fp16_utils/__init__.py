@@ -1,3 +1,4 @@
+# Written by tools/write_aliases.py
 """apex's tools for scripts that convert a model to half, scale the loss and keep masters themselves."""
 
 from fabricamp.apex.fp16_utils.fp16_optimizer import FP16_Optimizer as FP16_Optimizer

@@ -1,0 +1,42 @@
+"""Writes the modules that only give names of Lightning and apex another path, from ``aliases.toml``: ``make aliases``.
+
+They are real files, so that editors, type checkers and packagers see them.
+"""
+
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TABLE = Path(__file__).with_name("aliases.toml")
+HEAD = "# Written by tools/write_aliases.py"
+
+
+def modules() -> dict[str, str]:
+    """Returns the text of each alias module by its path from the project's root."""
+    rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    return {f"fabricamp/{path}": _text(row["doc"], row["names"]) for path, row in rows.items()}
+
+
+def _text(doc: str, names: list[str]) -> str:
+    imports: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    renamed = False
+    for one in names:
+        module, _, name = one.partition(":")
+        original, _, alias = name.partition(" as ")
+        renamed = renamed or bool(alias)
+        imports[module].append((original, alias or original))
+    lines = [HEAD, f'"""{doc}"""', ""]
+    for module, pairs in sorted(imports.items()):
+        lines += [f"from {module} import {original} as {alias}" for original, alias in sorted(pairs)]
+    if renamed:  # without it a type checker takes `A as B` for private
+        exported = sorted(alias for pairs in imports.values() for _, alias in pairs)
+        lines += ["", f"__all__ = {exported}".replace("'", '"')]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    for path, text in modules().items():
+        file = ROOT / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
