@@ -48,7 +48,7 @@ def cast_floating(value: Value, dtype: torch.dtype) -> Value:
     if kind is Tensor:  # the usual types, with a few calls less
         cast = cast.to(dtype) if cast.is_floating_point() else cast
     elif kind is tuple and _TENSORS.issuperset(map(type, cast)):
-        items = tuple([one.to(dtype) if one.is_floating_point() else one for one in cast])
+        items = tuple([item.to(dtype) if item.is_floating_point() else item for item in cast])
         cast = cast if all(map(operator.is_, items, cast)) else items
     else:
         cast = cast_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, dtype)
