@@ -1,4 +1,8 @@
-"""The accumulation in progress when a checkpoint is written: its gradients are saved, so nothing is replayed."""
+"""The accumulation in progress when a checkpoint is written: its gradients are saved, so nothing is replayed.
+
+In a checkpoint: ``gradients`` by parameter, each stacked over the ranks or sharded; ``held``, for each rank the names of the
+parameters with a gradient; ``tensors``, what the update keeps beside ``.grad``, stacked over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ class AccumulationState(Section):
         return 0 if self._is_saved() else min(self._state.open_batches, self._state.batch_idx)
 
     def _is_saved(self) -> bool:
-        return self.update is not None and self.update.window_state() is not None
+        return self.update is not None and self.update.accumulation_state() is not None
 
     def take_stepped(self) -> bool:
         """Returns, once, whether the run was cut between a step and the work that follows it."""
@@ -54,14 +58,17 @@ class AccumulationState(Section):
     def save(self) -> dict[str, Any]:
         """Returns the gradients, stacked over the ranks, with the accumulation's counters; every rank has to call it."""
         update = self.update
-        weights = update.weights if update is not None else None
-        return {
-            **({} if weights is None else {"loops.fit.loss_reference": weights.reference.cpu()}),
-            **({"loops.fit.failed": True} if self._state.failed else {}),
-            "loops.fit.stepped": update is not None and update.stepped,
-            "loops.fit.open_batches": self._state.open_batches if self._is_saved() else 0,
-            "loops.fit.window": _gathered(self._module, update, self._strategy) if update is not None else None,
-        }
+        content: dict[str, Any] = {}
+        if update is not None and update.weights is not None:
+            content["loops.fit.loss_reference"] = update.weights.reference.cpu()
+        if self._state.failed:
+            content["loops.fit.failed"] = True
+        content["loops.fit.stepped"] = update is not None and update.stepped
+        content["loops.fit.open_batches"] = self._state.open_batches if self._is_saved() else 0
+        content["loops.fit.window"] = None
+        if update is not None:
+            content["loops.fit.window"] = _gathered(self._module, update, self._strategy)
+        return content
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Restores the accumulation; warns if that is impossible.  Other libraries' files have none."""
@@ -78,10 +85,10 @@ class AccumulationState(Section):
         if loop.get("window") is None:
             return
         assert self.update is not None
-        window = loop["window"]
+        accumulation = loop["window"]
         if self._strategy.checkpoint_form == "folder":
-            window = _for_shards(checkpoint, path, self._module, self._strategy)
-        problem = _given_back(window, self._module, self.update, self._strategy)
+            accumulation = _for_shards(checkpoint, path, self._module, self._strategy)
+        problem = _restored(accumulation, self._module, self.update, self._strategy)
         self._state.open_batches = 0 if problem else int(loop["open_batches"])
         if problem and self._strategy.rank == 0:
             _LOG.warning(
@@ -91,82 +98,58 @@ class AccumulationState(Section):
             )  # fmt: skip
 
 
+# -- saving ------------------------------------------------------------------------------------------------------------------------
+
+
 def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dict[str, Any] | None:
     """Returns the gradients of the accumulation in progress, stacked over the ranks; None if there is none."""
-    window = update.window_state()
-    if window is None:
+    accumulation = update.accumulation_state()
+    if accumulation is None:
         return None
-    whole, parameters = strategy.whole_gradients(), dict(module.named_parameters())
-    if whole:
+    whole = strategy.whole_gradients()
+    if whole:  # full gradients that are not scattered to shards yet: each rank has its own, outside of .grad
         return {
-            **window,
+            **accumulation,
             "gradients": whole,
             "held": strategy.all_gather_object(sorted(whole)),
-            "tensors": [_stacked(tensor, strategy) for tensor in window["tensors"]],
+            "tensors": [_stacked(tensor, strategy) for tensor in accumulation["tensors"]],
         }
-    held = [name for name, parameter in parameters.items() if parameter.grad is not None]
-    everywhere = strategy.all_gather_object(held)
-    wanted = {name for names in everywhere for name in names}
+    parameters = dict(module.named_parameters())
+    held = strategy.all_gather_object([name for name, parameter in parameters.items() if parameter.grad is not None])
+    held_anywhere = {name for names in held for name in names}
     gradients = {}
     for name, parameter in parameters.items():
-        if name in wanted:
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if name in held_anywhere:  # on all ranks alike: stacking is a collective
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
             # Sharded gradients are averaged over the ranks already.
-            gradients[name] = own.detach() if is_shard(own) else _stacked(own.detach(), strategy)
+            gradients[name] = own if is_shard(own) else _stacked(own, strategy)
     return {
-        **window,
-        **_of_shards(gradients),
+        **accumulation,
+        **_offsets_of_shards(gradients),
         "gradients": gradients,
-        "held": everywhere,
-        "tensors": [_stacked(tensor, strategy) for tensor in window["tensors"]],
+        "held": held,
+        "tensors": [_stacked(tensor, strategy) for tensor in accumulation["tensors"]],
     }
 
 
-def _given_back(window: dict[str, Any], module: TrainingModule, update: Update, strategy: Strategy) -> str:
-    """Restores the accumulation on this rank; returns why that is impossible, or an empty string.
-
-    With another number of ranks, each gets the mean of all saved ranks: the average over the ranks is the same then.
-    """
-    same_ranks = len(window["held"]) == strategy.world_size
-    own = strategy.rank if same_ranks else None
-    parameters: dict[str, Tensor] = dict(module.named_parameters())
-    gradients = window["gradients"]
-    if window.get("whole"):
-        parameters = strategy.places_of_whole_gradients()
-    elif not window.get("sharded"):
-        gradients = {name: _unstacked(stacked, own) for name, stacked in gradients.items()}
-    for name, gradient in gradients.items():
-        if name not in parameters or parameters[name].shape != gradient.shape:
-            return f"it has a gradient of {name}, and this module no such parameter"
-    if problem := update.load_window_state({**window, "tensors": [_unstacked(one, own) for one in window["tensors"]]}):
-        return problem
-    held = window["held"][strategy.rank] if same_ranks else gradients
-    strategy.note_window(begun=True)
-    if window.get("whole"):
-        strategy.take_whole_gradients(gradients)
-        return ""
-    for name in held:
-        parameter = parameters[name]
-        parameter.grad = copied = gradients[name].to(parameter.device, copy=True)
-        if is_shard(copied):
-            copied._local_tensor = at_offset(local(copied), window.get("offsets", {}).get(name, 0))
-    return ""
-
-
-def _of_shards(gradients: dict[str, Any]) -> dict[str, Any]:
+def _offsets_of_shards(gradients: dict[str, Any]) -> dict[str, Any]:
     """Returns the memory offsets of sharded gradients: torch lays shards one after the other, without aligning each.
 
     Kernels sum unaligned memory in another order, so a resumed run puts the shards at the same offsets.
     """
-    offsets = {name: local(one).data_ptr() % _ALIGNMENT for name, one in gradients.items() if is_shard(one)}
+    offsets = {}
+    for name, gradient in gradients.items():
+        if is_shard(gradient):
+            offsets[name] = local(gradient).data_ptr() % _ALIGNMENT
     return {"sharded": True, "offsets": offsets} if offsets else {}
 
 
-def at_offset(tensor: Tensor, offset: int) -> Tensor:
-    """Returns a copy of ``tensor`` that begins ``offset`` bytes after a multiple of 16."""
-    start = offset // tensor.element_size()
-    memory = torch.empty(start + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-    return memory[start:].view(tensor.shape).copy_(tensor)
+def _stacked(tensor: Tensor, strategy: Strategy) -> Tensor:
+    """Returns every rank's ``tensor``, stacked in a new first dimension; in host memory if there are several ranks."""
+    return tensor.unsqueeze(0) if strategy.world_size == 1 else strategy.all_gather(tensor).cpu()
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------------------
 
 
 def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, strategy: Strategy) -> dict[str, Any]:
@@ -175,27 +158,68 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
     Full gradients, which parameters do not hold as shards yet, stay each rank's own if the number of ranks is the same.
     """
     fit = checkpoint["loops"]["fit"]
-    window = fit["window"]
-    if not window.get("sharded"):
-        stored = any(one.is_meta for one in window["gradients"].values())
-        places = strategy.places_of_whole_gradients() if len(window["held"]) == strategy.world_size else {}
-        if stored and places:
-            return {**window, "gradients": placed_gradients(checkpoint, path, places), "whole": True}
+    accumulation = fit["window"]
+    if not accumulation.get("sharded"):
+        ranks = len(accumulation["held"])
+        # On the meta device: the values are in the folder's shards, and not in the file that was read.
+        in_shards = any(gradient.is_meta for gradient in accumulation["gradients"].values())
+        whole = strategy.places_of_whole_gradients() if ranks == strategy.world_size else {}
+        if in_shards and whole:
+            return {**accumulation, "gradients": placed_gradients(checkpoint, path, whole), "whole": True}
         averaged = {}
-        for name, stacked in window["gradients"].items():
+        for name, stacked in accumulation["gradients"].items():
             averaged[name] = _unstacked(read_gradient(checkpoint, path, name, stacked), None)
-        window = {**window, "gradients": averaged, "sharded": True, "held": [sorted(averaged)] * len(window["held"])}
-        checkpoint = {**checkpoint, "loops": {"fit": {**fit, "window": window}}}
-    return {**window, "gradients": placed_gradients(checkpoint, path, dict(module.named_parameters()))}
+        accumulation = {**accumulation, "gradients": averaged, "sharded": True, "held": [sorted(averaged)] * ranks}
+        checkpoint = {**checkpoint, "loops": {"fit": {**fit, "window": accumulation}}}
+    return {**accumulation, "gradients": placed_gradients(checkpoint, path, dict(module.named_parameters()))}
 
 
-def _stacked(tensor: Tensor, strategy: Strategy) -> Tensor:
-    """Returns every rank's ``tensor``, stacked in a new first dimension; in host memory if there are several ranks."""
-    return tensor.unsqueeze(0) if strategy.world_size == 1 else strategy.all_gather(tensor).cpu()
+def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Update, strategy: Strategy) -> str:
+    """Restores the accumulation on this rank; returns why that is impossible, or an empty string.
+
+    With another number of ranks, each gets the mean of all saved ranks: the average over the ranks is the same then.
+    """
+    same_ranks = len(accumulation["held"]) == strategy.world_size
+    rank = strategy.rank if same_ranks else None
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
+    gradients = accumulation["gradients"]
+    if accumulation.get("whole"):
+        parameters = strategy.places_of_whole_gradients()
+    elif not accumulation.get("sharded"):
+        gradients = {name: _unstacked(stacked, rank) for name, stacked in gradients.items()}
+    for name, gradient in gradients.items():
+        if name not in parameters or parameters[name].shape != gradient.shape:
+            return f"it has a gradient of {name}, and this module no such parameter"
+    tensors = [_unstacked(stacked, rank) for stacked in accumulation["tensors"]]
+    problem = update.load_accumulation_state({**accumulation, "tensors": tensors})
+    if problem:
+        return problem
+    strategy.note_window(begun=True)
+    if accumulation.get("whole"):
+        strategy.take_whole_gradients(gradients)
+        return ""
+    held = accumulation["held"][strategy.rank] if same_ranks else gradients
+    offsets = accumulation.get("offsets", {})
+    for name in held:
+        parameter = parameters[name]
+        copied = gradients[name].to(parameter.device, copy=True)
+        parameter.grad = copied
+        if is_shard(copied):
+            copied._local_tensor = at_offset(local(copied), offsets.get(name, 0))
+    return ""
 
 
 def _unstacked(stacked: Tensor, rank: int | None) -> Tensor:
     """Returns one rank's tensor, or the mean of all if ``rank`` is None; for integers, which have no mean, rank 0's."""
     if rank is not None or not stacked.is_floating_point():
         return stacked[rank or 0]
-    return stacked.float().mean(0).to(stacked.dtype) if stacked.dtype != torch.float64 else stacked.mean(0)
+    if stacked.dtype == torch.float64:
+        return stacked.mean(0)
+    return stacked.float().mean(0).to(stacked.dtype)
+
+
+def at_offset(tensor: Tensor, offset: int) -> Tensor:
+    """Returns a copy of ``tensor`` that begins ``offset`` bytes after a multiple of 16."""
+    start = offset // tensor.element_size()
+    memory = torch.empty(start + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return memory[start:].view(tensor.shape).copy_(tensor)

@@ -218,7 +218,7 @@ class TrainingLoop:
             self.parts.feed.finish()
         self.parts.meet_at_end_of_data(batches)
         if skipped:
-            self.update.drop_window()
+            self.update.drop_accumulation()
         self.update.end_epoch()
 
     def _skips(self, batch: Any, batch_idx: int) -> bool:
@@ -299,7 +299,8 @@ class TrainingLoop:
     def _validate(self) -> bool:
         """Runs validation; returns whether a stop cut it short."""
         validate = cast("Callable[[], bool]", self.parts.validate)
-        if self.update.window_state() is None:  # else the gradients of an accumulation in progress are still needed
+        # The gradients of an accumulation in progress are still needed.
+        if self.update.accumulation_state() is None:
             self.parts.module.on_validation_model_zero_grad()
         # Validation callbacks see what the last step logged; this waits for that step, once per validation.
         self.metrics.drain()

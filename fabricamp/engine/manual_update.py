@@ -35,30 +35,33 @@ class ManualUpdate(Update):
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs the user's ``training_step``; counts as one step if any optimizer stepped in it."""
         output = self._forward(batch, batch_idx)
-        if self._not_stepped and not self._whole:
+        if self._not_stepped and not self._batch_complete:  # a backward, and an optimizer without a step
             self._accumulates = True
-        self._not_stepped, self._whole = set(self._parts.optimizers), True
+        self._not_stepped = set(self._parts.optimizers)
+        self._batch_complete = True
         if self.stepped:
+            # The user's optimizers have stepped: only the end of the step is launched, as self._optimizer is None.
             loss, self.loss = self.loss, None
             self._launch_update(loss)
             self._note_update()
-        return self._detached(output) if self._bound.wants_outputs else None
+        return self._detached(output) if self._hooks.wants_outputs else None
 
     def backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **options: Any) -> None:
         """Implements ``TrainingModule.manual_backward``."""
         self.loss = loss.detach()
-        self._whole = False
-        bound = self._bound
-        for hook in bound.before_backward:
+        self._batch_complete = False
+        hooks = self._hooks
+        for hook in hooks.before_backward:
             hook(loss)
-        run = partial(bound.run_backward, *args) if args else bound.run_backward
+        run = partial(hooks.run_backward, *args) if args else hooks.run_backward
         self._parts.precision.backward(loss, loss_id, run, **options)
-        for hook in bound.after_backward:
+        for hook in hooks.after_backward:
             hook()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Implements ``step`` of an optimizer from ``TrainingModule.optimizers()``."""
         if closure is not None and demands_closure(optimizer):
+            # It calls the closure itself, any number of times: its gradients are used as the closure leaves them.
             self.stepped = True
             self._not_stepped.discard(optimizer)
             try:
@@ -68,11 +71,12 @@ class ManualUpdate(Update):
         result = closure() if closure is not None else None
         if self._scales and self.loss is None and not self._accumulates:
             self._check_unscaled(optimizer)
-        gradients = self._parts.strategy.reduce_gradients(self._parts.precision.gradients(optimizer))
-        if self._bound.before_step:
-            self._parts.precision.step(optimizer, gradients, look=partial(self._run_hooks, optimizer))
+        precision = self._parts.precision
+        gradients = self._parts.strategy.reduce_gradients(precision.gradients(optimizer))
+        if self._hooks.before_step:
+            precision.step(optimizer, gradients, look=partial(self._run_hooks, optimizer))
         else:
-            self._parts.precision.step(optimizer, gradients, self._clips.pop(optimizer, None))
+            precision.step(optimizer, gradients, self._clips.pop(optimizer, None))
         self.stepped = True
         self._not_stepped.discard(optimizer)
         return result
@@ -80,7 +84,7 @@ class ManualUpdate(Update):
     def _check_unscaled(self, optimizer: Optimizer) -> None:
         """Raises :class:`ConfigError` for gradients that were never multiplied by the loss scale, but would be divided by it."""
         precision = self._parts.precision
-        if any(one.grad is not None for one in precision.gradients(optimizer).parameters):
+        if any(parameter.grad is not None for parameter in precision.gradients(optimizer).parameters):
             raise ConfigError(
                 f"training_step left gradients without manual_backward: the step at precision {precision.name!r} would divide them "
                 "by a loss scale that they do not have; write self.manual_backward(loss) in place of loss.backward()"
@@ -88,28 +92,30 @@ class ManualUpdate(Update):
 
     def _run_hooks(self, optimizer: Optimizer) -> Clip | None:
         """Runs the hooks before a step, one of which may ask for clipping."""
-        for hook in self._bound.before_step:
+        for hook in self._hooks.before_step:
             hook(optimizer)
         return self._clips.pop(optimizer, None)
 
-    def window_state(self) -> dict[str, Any] | None:
+    def accumulation_state(self) -> dict[str, Any] | None:
         """Returns the accumulation's state if the user keeps gradients from one training_step to the next; else None."""
-        if not self._accumulates or not self._whole:
+        if not self._accumulates or not self._batch_complete:
             return None
         loss = torch.zeros((), dtype=torch.float32, device="cpu") if self.loss is None else self.loss
-        return self._window_tensors().taken(loss)
+        return self._accumulation_tensors().state(loss)
 
-    def load_window_state(self, window: dict[str, Any]) -> str:
-        """Restores the result of :meth:`window_state`; returns why that is impossible, or an empty string."""
+    def load_accumulation_state(self, state: dict[str, Any]) -> str:
+        """Restores the result of :meth:`accumulation_state`; returns why that is impossible, or an empty string."""
         self._accumulates = True
-        problem = super().load_window_state(window)
+        problem = super().load_accumulation_state(state)
         self.loss = None  # a step status shows the loss of its last backward, which is still to come
         return problem
 
     def clip(self, optimizer: Optimizer, clip: Clip) -> None:
         """Implements ``TrainingModule.clip_gradients``: the next step clips, once gradients are averaged and unscaled."""
         if demands_closure(optimizer):
-            clip_gradients(optimizer, clip)
+            clip_gradients(
+                optimizer, clip
+            )  # called in the closure, after backward: the step comes from within the optimizer
         else:
             self._clips[optimizer] = clip
 
@@ -117,7 +123,7 @@ class ManualUpdate(Update):
 class ClosureUpdate(Update):
     """LBFGS and similar: the optimizer calls forward and backward itself, any number of times per step."""
 
-    def _weigh(self) -> LossWeights:
+    def _use_weights(self) -> LossWeights:
         name = type(self._optimizer).__name__
         raise ConfigError(f"training_step returned (sum, weight), but {name} runs backward itself; return the mean")
 
@@ -140,15 +146,15 @@ class ClosureUpdate(Update):
         def closure() -> Tensor:
             loss: Tensor = self.counted_once(optimizer, forward_backward)
             clip = self._parts.clip
-            if self._bound.clipping is not None:
-                self._bound.clipping(optimizer, clip)
+            if self._hooks.clipping is not None:
+                self._hooks.clipping(optimizer, clip)
             elif clip is not None:
                 clip_gradients(optimizer, clip)
             return loss
 
         try:
-            if self._bound.step is not None:
-                self._bound.step(self._state.epoch, batch_idx, optimizer, closure)
+            if self._hooks.step is not None:
+                self._hooks.step(self._state.epoch, batch_idx, optimizer, closure)
             else:
                 optimizer.step(closure)  # type: ignore[arg-type]  # the closure returns the loss tensor
         finally:

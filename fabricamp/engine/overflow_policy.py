@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from fabricamp.errors import NonFiniteError
-from fabricamp.precision import StepStatus
 from fabricamp.precision.loss_scaler import PATIENCE
 from fabricamp.precision.step_results import StepResults
 from fabricamp.state import NON_FINITE, RunState
@@ -21,11 +20,11 @@ logger = logging.getLogger("fabricamp")
 class OverflowPolicy:
     """Acts on the step statuses of a Precision that may skip steps; every rank reads the same status at the same step."""
 
-    def __init__(self, verdicts: StepResults, schedules: Schedules, state: RunState, strategy: Strategy) -> None:
-        self.launch_close = verdicts.launch_close
+    def __init__(self, step_results: StepResults, schedules: Schedules, state: RunState, strategy: Strategy) -> None:
+        self.launch_close = step_results.launch_close
         """Ends a step on the device; takes the step's loss."""
-        self._verdicts = verdicts
-        self._schedules_follow = verdicts.schedules_follow and schedules.follow_steps
+        self._step_results = step_results
+        self._schedules_follow = step_results.schedules_follow and schedules.follow_steps
         self._schedules = schedules
         self._state = state
         self._strategy = strategy
@@ -33,37 +32,36 @@ class OverflowPolicy:
 
     def note_closed(self) -> None:
         """Counts a step, whose end is launched already, and acts on the status of the step two before it."""
-        verdict = self._verdicts.note_closed()
-        if verdict is None:
+        status = self._step_results.note_closed()
+        if status is None:
             return
-        if not verdict.applied:
-            self._note_skip(verdict)
-        elif self._schedules_follow:
-            self._schedules.advance(verdict.applied_steps)
-
-    def _note_skip(self, verdict: StepStatus) -> None:
-        if verdict.ends_run:
+        if status.applied:
+            if self._schedules_follow:
+                self._schedules.advance(status.applied_steps)
+        elif status.ends_run:
             self._end_run()
-            return
-        self._unreported_skips += 1
-        if verdict.skipped_steps == 1:
-            self.report_skips()
+        else:
+            self._unreported_skips += 1
+            if status.skipped_steps == 1:  # the first one is reported at once, the others at the loop's reports
+                self.report_skips()
 
     def finish(self) -> None:
         """After the last batch: reports overflows that no step has reported, and ends the run for them if it has to."""
-        skipped = [verdict for verdict in self._verdicts.drain() if not verdict.applied]
-        ending = any(verdict.ends_run for verdict in skipped)
-        self._unreported_skips += 0 if ending else len(skipped)
+        skipped = [status for status in self._step_results.drain() if not status.applied]
+        ends_run = any(status.ends_run for status in skipped)
+        if not ends_run:
+            self._unreported_skips += len(skipped)
         self.report_skips()
-        if ending:
+        if ends_run:
             self._end_run()
 
     def _end_run(self) -> None:
         """Stops the run or raises, at the same step on every rank: all have read the same step status."""
-        state, policy = self._state, self._verdicts.policy
-        if state.stop_reason == NON_FINITE:
+        state = self._state
+        policy = self._step_results.policy
+        if state.stop_reason == NON_FINITE:  # the statuses of steps launched before the run stopped follow
             return
-        explanation = self._verdicts.explain(state.global_step)
+        explanation = self._step_results.explain(state.global_step)
         if policy == "stop":
             explanation = (
                 f"training stopped at step {state.global_step}: {explanation}; weights are those from before it"
@@ -76,21 +74,22 @@ class OverflowPolicy:
             )
         else:
             raise NonFiniteError(
-                f"{PATIENCE} steps in a row were skipped at the lowest loss scale ({self._verdicts.scale:g}): {explanation}. "
+                f"{PATIENCE} steps in a row were skipped at the lowest loss scale ({self._step_results.scale:g}): {explanation}. "
                 "Look for what is too large in data or loss, lower the learning rate, or train in bf16 ('O4', 'O5') or 'O0'"
             )
 
     def report_skips(self) -> None:
         """Logs how many steps were skipped for overflow since the last report."""
         if self._unreported_skips and self._strategy.rank == 0:
-            verdicts, count = self._verdicts, self._unreported_skips
+            results = self._step_results
+            count = self._unreported_skips
             moving = (
-                f"; the loss scale is {verdicts.scale:g} now, which finds its size by such steps: a few are no fault"
+                f"; the loss scale is {results.scale:g} now, which finds its size by such steps: a few are no fault"
             )
             logger.warning(
                 "%s skipped, as gradients were not finite (%d in all%s)",
                 "1 step was" if count == 1 else f"{count} steps were",
-                verdicts.skipped_steps,
-                moving if verdicts.dynamic else "",
+                results.skipped_steps,
+                moving if results.dynamic else "",
             )
         self._unreported_skips = 0

@@ -80,9 +80,9 @@ def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
     changed.use = use_profiled
     changed.run_batch = profiled(profiler, "run_training_batch", update.run_batch)
     changed._launch_update = profiled(profiler, f"{module}.optimizer_step", update._launch_update)
-    bound = update._bound
+    bound = update._hooks
     plain = bound.plain_step
-    changed._bound = dataclasses.replace(
+    changed._hooks = dataclasses.replace(
         bound,
         backward=profiled(profiler, f"{place}.backward", bound.backward),
         plain_step=plain and profiled(profiler, f"{module}.optimizer_step", plain),

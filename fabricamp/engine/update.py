@@ -1,4 +1,9 @@
-"""Automatic optimization: runs a micro-batch's forward and backward, and at the end of an accumulation the update."""
+"""Automatic optimization: runs a micro-batch's forward and backward, and at the end of an accumulation the update.
+
+The parts, in their order: :class:`Update`; :class:`ResolvedHooks`, what an update calls of hooks, module and precision, looked up
+before the first batch; :class:`LossWeights`, for losses given as (sum, weight); :class:`AccumulationTensors`, the state of an
+accumulation in progress; a pass over the training data without updates.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from functools import partial
 from itertools import islice
 from numbers import Real
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -39,15 +44,341 @@ if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
 
 
-# ~~~ from engine.resolved_hooks: Looks up, before the first batch, the hooks and methods that an update calls; those that nobody overrides then cost nothing.
+class Update:
+    """Runs micro-batches and makes one update per accumulation: the only mediator between strategy and precision.
+
+    Everything that can be looked up is looked up before the first batch.
+
+    ``stepped`` is True from an update until the loop has noted it.  ``loss`` is the loss of the last micro-batch in the
+    accumulation in progress.  ``weights`` is set once a loss came with a weight; ``reference`` is their saved reference weight, in
+    a resumed run.
+    """
+
+    def __init__(self, parts: FitParts) -> None:
+        automatic = parts.module.automatic_optimization
+        precision = parts.precision
+        settings = parts.limits.settings
+        self.stepped = False
+        self.loss: Tensor | None = None
+        self.schedules = Schedules(parts.schedulers if automatic else [], parts.module, parts.metrics, parts.state)
+        self._parts = parts
+        self._state = parts.state
+        self._accumulate = settings.accumulate_grad_batches
+        self._steps_at_epoch_end = settings.partial_window == "step"
+        self._drops_at_epoch_end = settings.partial_window == "drop"
+        self._offset = 1  # an accumulation ends where (batch_idx + _offset) % _accumulate == 0
+        self._batch_complete = True  # False from a micro-batch's backward to its end
+        self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
+        # Whether gradients are summed in the precision's own memory; .grad then holds those of one micro-batch.
+        self._sums = self._optimizer is not None and precision.gradients(self._optimizer).flat is not None
+        self._memory: Callable[[], GradientMemory] | None = None
+        if self._optimizer is not None and (self._sums or parts.strategy.asks_for_parameters):
+            self._memory = partial(precision.gradients, self._optimizer)
+        self._exchanges = self._sums or overrides(parts.strategy, "reduce_gradients", Strategy)
+        self._reduce = parts.strategy.reduce_gradients
+        self.weights: LossWeights | None = None
+        self.reference: Tensor | None = None
+        self.overflow_policy: OverflowPolicy | None = None
+        step_results = precision.verdicts
+        if step_results is None:
+            parts.metrics.sinks.append(LossWatch())  # nothing checks losses on the device
+        else:
+            self.overflow_policy = OverflowPolicy(step_results, self.schedules, parts.state, parts.strategy)
+        # If steps may be skipped, the overflow policy advances the schedules instead, by the applied steps.
+        schedules_wait = step_results is not None and step_results.schedules_follow
+        self._advances_at_once = self.schedules.follow_steps and not schedules_wait
+        steps_alone = not (self._exchanges or self.overflow_policy or parts.clip or self._advances_at_once)
+        # Replaced as a whole when what an update calls changes: _compare_kinds drops itself, and _use_weights the plain step.
+        self._hooks = resolve_hooks(parts, self._optimizer, steps_alone=steps_alone)
+        # With several ranks, a weight on some ranks only would leave the others waiting in its exchange: before the first backward
+        # the ranks compare whether their losses have weights.  False once they have found that no loss has one.
+        self._compares_kinds = automatic and parts.strategy.world_size > 1
+        if self._compares_kinds:
+            # As a hook, the comparison costs nothing after it has run.
+            before_backward = [self._compare_kinds, *self._hooks.before_backward]
+            self._hooks = replace(self._hooks, before_backward=before_backward)
+        self.use(parts.step)
+
+    def use(self, step: Callable[..., Any]) -> None:
+        """Sets the step to run: ``training_step``, as wrapped by the strategy."""
+        precision = self._parts.precision
+        step = with_index(step, self._parts.module.training_step)
+        # A precision that does not override forward is left out: one Python frame less in each step.
+        self._forward = partial(precision.forward, step) if overrides(precision, "forward", Precision) else step
+        if self.weights is not None:
+            self._forward = self.weights.requiring_weights(self._forward)
+
+    # -- an epoch ----------------------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, batch_idx: int) -> None:
+        """Prepares for an epoch whose next batch is ``batch_idx``: 0, or more in a resumed epoch."""
+        settings = self._parts.limits.settings
+        if settings.accumulation_schedule is not None:
+            self._accumulate = settings.accumulate_grad_batches
+            if self.weights is not None:
+                self.weights.accumulate = self._accumulate
+        # An accumulation need not begin at a multiple of _accumulate: it may be carried over from the last epoch, or a resumed run
+        # may start between two multiples, as the number of ranks or the batch size changed.
+        self._offset = 1 + (self._state.open_batches - batch_idx) % self._accumulate
+
+    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Returns an epoch's batches for the loop; an elastic strategy (``heals``) begins each step before its batch is read."""
+        return self._beginning_steps(batches) if self._parts.strategy.heals else batches
+
+    def _beginning_steps(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Lets the strategy begin each step before its first batch is read, when the run's state is as in a checkpoint."""
+        end = object()
+        while True:
+            if self._state.open_batches == 0 and not self._parts.feed.last:
+                self._parts.strategy.begin_step()
+            batch = next(batches, end)
+            if batch is end:
+                return
+            yield batch
+            del batch
+
+    def end_epoch(self) -> None:
+        """Drops an accumulation in progress under ``partial_window="drop"``, and steps schedulers; after the epoch's last batch."""
+        if self._drops_at_epoch_end:
+            self.drop_accumulation()
+        self.schedules.end_epoch(self._state.epoch)
+
+    # -- a micro-batch -----------------------------------------------------------------------------------------------------------
+
+    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+        """Runs a micro-batch (``last``: the last one of its epoch); returns the outputs for the hooks after it."""
+        ends = self._ends_accumulation(batch_idx, last)
+        if ends and not self._sums:
+            outputs = self._forward_backward(batch, batch_idx)
+        else:
+            # The wrapper exchanges no gradients: more micro-batches follow, or _reduce exchanges the sums.
+            with self._parts.strategy.no_sync():
+                outputs = self._forward_backward(batch, batch_idx)
+        if ends and self.loss is not None:
+            plain_step = self._hooks.plain_step
+            if plain_step is None:
+                loss, self.loss = self.loss, None
+                self._launch_update(loss, batch_idx)
+                self._note_update()
+            else:
+                # Nobody does anything around the optimizer's step, so nothing of ours runs between backward and it.
+                self.loss = None
+                plain_step()
+                self._state.global_step += 1
+                self.stepped = True
+        if ends:
+            self._state.open_batches = 0
+        else:
+            self._state.open_batches += 1
+            self._batch_complete = True
+        return outputs
+
+    def _ends_accumulation(self, batch_idx: int, last: bool) -> bool:
+        return (batch_idx + self._offset) % self._accumulate == 0 or (last and self._steps_at_epoch_end)
+
+    def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
+        hooks = self._hooks
+        output = self._forward(batch, batch_idx)
+        loss = output if isinstance(output, Tensor) else self._loss_of(output)
+        if loss is None:
+            return None
+        if not loss.requires_grad or loss.numel() != 1:
+            self._refuse_loss(loss)
+        if self.loss is None:
+            # The first loss of an accumulation.  A micro-batch without a loss has not cleared the gradients of the last one.
+            if hooks.plain_zero_grad is None:
+                self._clear_gradients(batch_idx)
+            else:
+                hooks.plain_zero_grad()
+        self.loss = loss
+        if self._accumulate > 1:
+            loss = loss / self._accumulate
+            self._batch_complete = False
+        for hook in hooks.before_backward:
+            hook(loss)
+        hooks.backward(loss)
+        for hook in hooks.after_backward:
+            hook()
+        if self._sums and self._memory is not None:
+            self._memory().add()
+        if not hooks.wants_outputs:
+            return None
+        return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
+
+    def _loss_of(self, output: Any) -> Tensor | None:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor):
+            return loss
+        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor):
+            if self._compares_kinds and self.weights is None:
+                compare_kinds(self._parts.strategy, weighted=True)
+            return self._use_weights().take(*loss)
+        if output is None and not self._parts.strategy.lockstep:
+            return None
+        if output is None:
+            raise ConfigError(
+                f"training_step returned None on rank {self._parts.strategy.rank}: with several processes every rank has to "
+                "return a loss, or the others wait for its gradients; return `0.0 * loss` instead"
+            )
+        returned = f"a dict with keys {sorted(output)}" if isinstance(output, dict) else type(output).__name__
+        raise ConfigError(
+            f"training_step returned {returned}; return the loss as a tensor or as (sum, weight), or a dict with it under 'loss'"
+        )
+
+    def _use_weights(self) -> LossWeights:
+        """Returns the loss weights; from the first call on, the gradients of each accumulation are divided by its weight."""
+        if self.weights is None:
+            if self.loss is not None or (self._parts.strategy.world_size > 1 and not self._compares_kinds):
+                raise mixed()
+            self.weights = LossWeights(self._parts.strategy, self._accumulate, self.reference)
+            self._forward = self.weights.requiring_weights(self._forward)
+            # The update now divides by the weight, which comes with the exchanged gradients: never the optimizer's step alone.
+            self._hooks = replace(self._hooks, plain_step=None)
+            self._exchanges = True
+            self._reduce = self.weights.dividing(self._reduce)
+        return self.weights
+
+    def _compare_kinds(self, _: Tensor) -> None:
+        """Checks that losses have weights on all ranks or on none; runs once, as a hook before the first backward."""
+        self._hooks = replace(self._hooks, before_backward=self._hooks.before_backward[1:])
+        if self.weights is None:  # else _loss_of has compared
+            self._compares_kinds = False
+            compare_kinds(self._parts.strategy, weighted=False)
+
+    @staticmethod
+    def _refuse_loss(loss: Tensor) -> None:
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"the loss has shape {tuple(loss.shape)}; training_step has to return a scalar, such as loss.mean()"
+            )
+        raise ConfigError(
+            "the loss has no graph: nothing that it was computed from requires gradients; check for detach(), torch.no_grad() or "
+            "item() in training_step and for frozen parameters, or set automatic_optimization=False"
+        )
+
+    def _clear_gradients(self, batch_idx: int) -> None:
+        """Clears the last accumulation's gradients; called after the forward of the first micro-batch that has a loss."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        for hook in self._hooks.before_zero_grad:
+            hook(optimizer)
+        if self._hooks.zero_grad is not None:
+            self._hooks.zero_grad(self._state.epoch, batch_idx, optimizer)
+        else:
+            optimizer.zero_grad()
+
+    def _detached(self, output: Any) -> Any:
+        """Returns what hooks get, detached from the graph: a loss becomes a dict."""
+        if self.weights is not None:
+            return self.weights.outputs(output)
+        if isinstance(output, Tensor):
+            return {"loss": output.detach()}
+        if isinstance(output, dict):
+            return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+        return output
+
+    # -- the update --------------------------------------------------------------------------------------------------------------
+
+    def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
+        """Launches an update's work on the device: exchange, step, end of the accumulation."""
+        optimizer = self._optimizer
+        parts = self._parts
+        if optimizer is not None:
+            memory = None if self._memory is None else self._memory()
+            gradients = self._reduce(memory) if self._exchanges else IN_PLACE
+            if self._hooks.shows_gradients:
+                self._show_gradients(optimizer, gradients, batch_idx, loss)
+            else:
+                parts.precision.step(optimizer, gradients, parts.clip, loss=loss)
+        if self.overflow_policy is not None:
+            self.overflow_policy.launch_close(loss)
+
+    def _show_gradients(self, optimizer: Optimizer, gradients: Gradients, batch_idx: int, loss: Tensor | None) -> None:
+        """Runs an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""
+        hooks = self._hooks
+        clip = self._parts.clip
+        run = None
+
+        def look() -> Clip | None:
+            for hook in hooks.before_step:
+                hook(optimizer)
+            if hooks.clipping is None:
+                return clip
+            hooks.clipping(optimizer, clip)
+            return None
+
+        if hooks.step is not None:
+            run = partial(hooks.step, self._state.epoch, batch_idx, optimizer, lambda: loss)
+        self._parts.precision.step(optimizer, gradients, run=run, look=look)
+
+    def _note_update(self) -> None:
+        """Does the host's work after an update: counters, schedules, step statuses of earlier updates."""
+        self._state.global_step += 1
+        self.stepped = True
+        if self._advances_at_once:
+            self.schedules.advance(self._state.global_step)
+        if self.overflow_policy is not None:
+            self.overflow_policy.note_closed()
+
+    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
+        """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step."""
+        result = forward_backward()
+        self._parts.metrics.muted = True
+        for hook in self._hooks.before_step:
+            hook(optimizer)
+        return result
+
+    # -- the accumulation in progress --------------------------------------------------------------------------------------------
+
+    def drop_accumulation(self) -> None:
+        """Drops the accumulation in progress."""
+        self.loss = None
+        self._state.open_batches = 0
+        self._parts.strategy.note_window(begun=False)
+        if self.weights is not None:
+            self.weights.forget()
+
+    def accumulation_state(self) -> dict[str, Any] | None:
+        """Returns the state of the accumulation in progress beside ``.grad``; None if there is none, or within a micro-batch."""
+        if self.loss is None or not self._batch_complete:
+            return None
+        return self._accumulation_tensors().state(self.loss.detach())
+
+    def load_accumulation_state(self, state: dict[str, Any]) -> str:
+        """Restores the result of :meth:`accumulation_state`; returns why that is impossible, or an empty string."""
+        if state.get("weighted"):
+            self._use_weights()
+        problem = self._accumulation_tensors().load(state)
+        if not problem:
+            self.loss = state["tensors"][-1].to(self._parts.strategy.device)
+        return problem
+
+    def _accumulation_tensors(self) -> AccumulationTensors:
+        return AccumulationTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
 
 
-_STEP = methodcaller("step")
+def with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``step`` as a callable of (batch, batch_idx), also if ``training_step`` takes only the batch."""
+    signature = inspect.signature(training_step)
+    for arguments in ((None, 0), (None,)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return step if len(arguments) == 2 else lambda batch, _: step(batch)
+    raise ConfigError(f"training_step takes {signature}; it gets (batch) or (batch, batch_idx)")
+
+
+_STEP: Final = methodcaller("step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedHooks:
-    """Hooks that are overridden anywhere, and methods that the module overrides (None: it does not)."""
+    """Hooks that are overridden anywhere, and methods that the module overrides (None: it does not).
+
+    What nobody overrides costs nothing in a step.
+    """
 
     before_zero_grad: Sequence[Callable[..., Any]]
     before_backward: Sequence[Callable[..., Any]]
@@ -64,23 +395,34 @@ class ResolvedHooks:
     shows_gradients: bool
     """Whether hooks or overridden methods see gradients before the update: only then a separate pass unscales them."""
     plain_zero_grad: Callable[[], Any] | None
+    """The optimizer's own ``zero_grad``, if the user does nothing around it; else None."""
     plain_step: Callable[[], Any] | None
-    """The optimizer's own methods, if neither the Trainer nor the user does anything around them."""
+    """The optimizer's own ``step``, if neither the Trainer, the precision nor the user does anything around it; else None."""
 
 
-def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool) -> ResolvedHooks:
+def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool) -> ResolvedHooks:
     """Looks up what an update of ``optimizer`` calls; ``steps_alone``: the Trainer does nothing around the optimizer's step."""
-    hooks, module, precision = parts.hooks, parts.module, parts.precision
+    hooks = parts.hooks
+    module = parts.module
+    precision = parts.precision
     own = partial(overrides, module, base=TrainingModule)
     run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
     # Methods that only pass a call on are left out: a Python call costs as much as three hooks.
     scales = overrides(precision, "backward", Precision)
-    before_zero_grad, before_step = hooks("on_before_zero_grad"), hooks("on_before_optimizer_step")
+    before_zero_grad = hooks("on_before_zero_grad")
+    before_step = hooks("on_before_optimizer_step")
     zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
     clipping = partial(_clip_by, module.configure_gradient_clipping) if own("configure_gradient_clipping") else None
     step = module.optimizer_step if own("optimizer_step") else None
     shown = bool(before_step or clipping or step)
-    plain = steps_alone and not (shown or overrides(precision, "step", Precision))
+    plain_zero_grad: Callable[[], Any] | None = None
+    plain_step: Callable[[], Any] | None = None
+    if optimizer is not None:
+        if not (before_zero_grad or zero_grad):
+            plain_zero_grad = optimizer.zero_grad
+        if steps_alone and not (shown or overrides(precision, "step", Precision)):
+            # ``step`` is looked up at each call: a scheduler that is created within a run replaces it by torch's wrapper.
+            plain_step = partial(_STEP, optimizer)
     return ResolvedHooks(
         before_zero_grad=before_zero_grad,
         before_backward=hooks("on_before_backward"),
@@ -93,18 +435,14 @@ def bound_to(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool)
         backward=partial(precision.backward, run=run_backward) if scales else run_backward,
         wants_outputs=bool(hooks("on_train_batch_end")),
         shows_gradients=shown,
-        plain_zero_grad=None if optimizer is None or before_zero_grad or zero_grad else optimizer.zero_grad,
-        # ``step`` is looked up at each call: a scheduler that is created within a run replaces it by torch's wrapper.
-        plain_step=partial(_STEP, optimizer) if optimizer is not None and plain else None,
+        plain_zero_grad=plain_zero_grad,
+        plain_step=plain_step,
     )
 
 
 def _clip_by(configure: Callable[..., Any], optimizer: Any, clip: Clip | None) -> None:
     """Calls the module's own method by Lightning's keywords."""
     configure(optimizer, gradient_clip_val=clip and clip.value, gradient_clip_algorithm=clip and clip.algorithm)
-
-
-# ~~~ from engine.loss_weights: Losses given as (sum, weight): gradients of an accumulation are divided once, by its weight over micro-batches and ranks.
 
 
 class LossWeights:
@@ -144,18 +482,19 @@ class LossWeights:
             self._knows_reference = True
             self.reference.copy_(_power_of_two(self._strategy.reduce(own, "mean"), torch.ones_like(own)))
         self.total += own
-        loss = loss.float() if loss.dtype in HALF_DTYPES else loss
+        if loss.dtype in HALF_DTYPES:
+            loss = loss.float()
         return loss / self.reference.to(loss.dtype)
 
     def dividing(self, reduce: Callable[[GradientMemory | None], Gradients]) -> Callable[..., Gradients]:
         """Returns ``reduce`` (a strategy's ``reduce_gradients``), wrapped to return the remaining divisor as ``weight`` too."""
 
         def reduce_weighted(memory: GradientMemory | None = None) -> Gradients:
-            return reduce(memory)._replace(weight=self._close())
+            return reduce(memory)._replace(weight=self._end_accumulation())
 
         return reduce_weighted
 
-    def _close(self) -> Tensor:
+    def _end_accumulation(self) -> Tensor:
         """Ends an accumulation; returns its divisor: inf if its weight is 0 (gradients are 0 then), nan if it is below 0."""
         mean = self._strategy.reduce(self.total, "sum") / (self.accumulate * self._strategy.world_size)
         divisor = mean / self.reference
@@ -167,7 +506,7 @@ class LossWeights:
         """Begins a new accumulation."""
         self.total.zero_()
 
-    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def requiring_weights(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns ``forward``, wrapped to raise for a loss without a weight: it would be counted with a wrong weight."""
 
         def run(*args: Any) -> Any:
@@ -179,11 +518,12 @@ class LossWeights:
 
         return run
 
-    def shown(self, output: Any) -> dict[str, Any]:
+    def outputs(self, output: Any) -> dict[str, Any]:
         """Returns the outputs for hooks, detached: the mean as "loss", the weight, and the other values of a dict."""
         others = output if isinstance(output, dict) else {}
         total, weight = output["loss"] if others else output
-        weight = weight.reshape(()) if isinstance(weight, Tensor) else weight
+        if isinstance(weight, Tensor):
+            weight = weight.reshape(())
         others = {key: value.detach() if isinstance(value, Tensor) else value for key, value in others.items()}
         return {"weight": weight, **others, "loss": total.detach() / weight}
 
@@ -192,7 +532,8 @@ class LossWeights:
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
             if weight.device == self.total.device:
                 return weight.detach().reshape(()).to(torch.float64)
-            weight = weight.item() if weight.device.type == "cpu" else weight
+            if weight.device.type == "cpu":  # read without a wait
+                weight = weight.item()
         if isinstance(weight, Real) and 0 <= float(weight) < math.inf:
             self.number = float(weight)
             return torch.full_like(self.total, float(weight))
@@ -233,11 +574,11 @@ def _described(weight: Any) -> str:
     return f"a tensor of shape {tuple(weight.shape)} on {weight.device}{graph}"
 
 
-# ~~~ from engine.accumulation_tensors: Saves and restores an accumulation's tensors beside ``.grad``: sums of gradients, scalers of several losses, loss weights.
-
-
 class AccumulationTensors:
-    """The tensors of the accumulation in progress; ``accumulate`` is the number of micro-batches per step."""
+    """Saves and restores the tensors of an accumulation in progress beside ``.grad``: sums of gradients, scalers, loss weights.
+
+    ``accumulate`` is the number of micro-batches per step.
+    """
 
     def __init__(
         self, precision: Precision, optimizers: Sequence[Optimizer], accumulate: int, weights: LossWeights | None = None
@@ -247,355 +588,64 @@ class AccumulationTensors:
         self._optimizers = optimizers
         self._accumulate = accumulate
 
-    def taken(self, loss: Tensor) -> dict[str, Any]:
+    def state(self, loss: Tensor) -> dict[str, Any]:
         """Returns the tensors, not copied, followed by the last micro-batch's ``loss``, with precision and ``accumulate``."""
         sums = [tensor for memory in self._memories() for tensor in memory.tensors]
-        tensors = [*sums, *self._beside(), loss]
-        window = {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
-        return window if self._weights is None else {**window, "weighted": True}
+        tensors = [*sums, *self._others(), loss]
+        state = {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
+        return state if self._weights is None else {**state, "weighted": True}
 
-    def give_back(self, window: dict[str, Any]) -> str:
-        """Restores the result of :meth:`taken`; returns why that is impossible, or an empty string."""
-        for name, here in (("level", self._precision.name), ("accumulate", self._accumulate)):
-            if window[name] != here:
-                return f"{name} was {window[name]!r} there and is {here!r} here"
-        memories, beside, values = self._memories(), self._beside(), iter(window["tensors"][:-1])
-        sums = [list(islice(values, len(memory.tensors))) for memory in memories]
-        rest = list(values)
-        fit = all(memory.fits(one) for memory, one in zip(memories, sums, strict=True))
-        if not fit or [tensor.shape for tensor in beside] != [tensor.shape for tensor in rest]:
+    def load(self, state: dict[str, Any]) -> str:
+        """Restores the result of :meth:`state`; returns why that is impossible, or an empty string."""
+        for name, current in (("level", self._precision.name), ("accumulate", self._accumulate)):
+            if state[name] != current:
+                return f"{name} was {state[name]!r} there and is {current!r} here"
+        memories = self._memories()
+        others = self._others()
+        saved = iter(state["tensors"][:-1])
+        saved_sums = [list(islice(saved, len(memory.tensors))) for memory in memories]
+        saved_others = list(saved)
+        fit = all(memory.fits(sums) for memory, sums in zip(memories, saved_sums, strict=True))
+        if not fit or [tensor.shape for tensor in others] != [tensor.shape for tensor in saved_others]:
             return "gradients are summed in other tensors"
-        for memory, one in zip(memories, sums, strict=True):
-            memory.take(one)
-        for tensor, value in zip(beside, rest, strict=True):
+        for memory, sums in zip(memories, saved_sums, strict=True):
+            memory.take(sums)
+        for tensor, value in zip(others, saved_others, strict=True):
             tensor.copy_(value)
         return ""
 
     def _memories(self) -> list[GradientMemory]:
-        return [self._precision.gradients(one) for one in self._optimizers]
+        return [self._precision.gradients(optimizer) for optimizer in self._optimizers]
 
-    def _beside(self) -> list[Tensor]:
-        verdicts = self._precision.verdicts
-        words = [] if verdicts is None else verdicts.window_tensors
-        return words if self._weights is None else [*words, self._weights.total]
-
-
-class Update:
-    """Runs micro-batches and makes one update per accumulation: the only mediator between strategy and precision.
-
-    Everything that can be looked up is looked up before the first batch.
-
-    ``stepped`` is True from an update until the loop has noted it.  ``loss`` is the loss of the last micro-batch in the
-    accumulation in progress.  ``weights`` is set once a loss came with a weight; ``reference`` is their saved reference weight, in
-    a resumed run.
-    """
-
-    def __init__(self, parts: FitParts) -> None:
-        automatic, precision, clip = parts.module.automatic_optimization, parts.precision, parts.clip
-        self.stepped = False
-        self.loss: Tensor | None = None
-        self.schedules = Schedules(parts.schedulers if automatic else [], parts.module, parts.metrics, parts.state)
-        self._parts = parts
-        self._state = parts.state
-        self._accumulate = parts.limits.settings.accumulate_grad_batches
-        self._partial = parts.limits.settings.partial_window
-        self._steps_at_end = self._partial == "step"
-        self._ahead = 1  # an accumulation ends where (batch_idx + _ahead) % _accumulate == 0
-        self._whole = True  # False from a micro-batch's backward to its end
-        self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
-        self._sums = self._optimizer is not None and precision.gradients(self._optimizer).flat is not None
-        self._memory: Callable[[], GradientMemory] | None = None
-        if self._optimizer is not None and (self._sums or parts.strategy.asks_for_parameters):
-            self._memory = partial(precision.gradients, self._optimizer)
-        self._exchanges = self._sums or overrides(parts.strategy, "reduce_gradients", Strategy)
-        self._reduce = parts.strategy.reduce_gradients
-        self.weights: LossWeights | None = None
-        self.reference: Tensor | None = None
-        self.overflow_policy: OverflowPolicy | None = None
-        verdicts = precision.verdicts
-        if verdicts is None:
-            parts.metrics.sinks.append(LossWatch())  # nothing checks losses on the device
-        else:
-            self.overflow_policy = OverflowPolicy(verdicts, self.schedules, parts.state, parts.strategy)
-        self._advances_at_once = self.schedules.follow_steps and not (verdicts and verdicts.schedules_follow)
-        alone = not (self._exchanges or self.overflow_policy or clip or self._advances_at_once)
-        self._bound = bound_to(parts, self._optimizer, steps_alone=alone)
-        # True until the ranks have compared whether their losses have weights.
-        self._compares = automatic and parts.strategy.world_size > 1
-        if self._compares:
-            self._bound = replace(self._bound, before_backward=[self._settle_kind, *self._bound.before_backward])
-        self.use(parts.step)
-
-    def use(self, step: Callable[..., Any]) -> None:
-        """Sets the step to run: ``training_step``, as wrapped by the strategy."""
-        precision = self._parts.precision
-        step = with_index(step, self._parts.module.training_step)
-        through = overrides(precision, "forward", Precision)
-        self._forward = partial(precision.forward, step) if through else step
-        if self.weights is not None:
-            self._forward = self.weights.watched(self._forward)
-
-    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Returns an epoch's batches for the loop; an elastic strategy (``heals``) begins each step before its batch is read."""
-        return self._begun(batches) if self._parts.strategy.heals else batches
-
-    def _begun(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Lets the strategy begin each step before its first batch is read, when the run's state is as in a checkpoint."""
-        end = object()
-        while True:
-            if self._state.open_batches == 0 and not self._parts.feed.last:
-                self._parts.strategy.begin_step()
-            batch = next(batches, end)
-            if batch is end:
-                return
-            yield batch
-            del batch
-
-    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
-        """Runs a micro-batch (``last``: the last one of its epoch); returns the outputs for the hooks after it."""
-        ends_window = self._ends_window(batch_idx, last)
-        if ends_window and not self._sums:
-            outputs = self._forward_backward(batch, batch_idx)
-        else:
-            with self._parts.strategy.no_sync():
-                outputs = self._forward_backward(batch, batch_idx)
-        if ends_window and self.loss is not None:
-            if (plain_step := self._bound.plain_step) is None:
-                loss, self.loss = self.loss, None
-                self._launch_update(loss, batch_idx)
-                self._note_update()
-            else:
-                self.loss = None
-                plain_step()
-                self._state.global_step += 1
-                self.stepped = True
-        if ends_window:
-            self._state.open_batches = 0
-        else:
-            self._state.open_batches += 1
-            self._whole = True
-        return outputs
-
-    def _ends_window(self, batch_idx: int, last: bool) -> bool:
-        return (batch_idx + self._ahead) % self._accumulate == 0 or (last and self._steps_at_end)
-
-    def begin_epoch(self, batch_idx: int) -> None:
-        """Prepares for an epoch whose next batch is ``batch_idx``: 0, or more in a resumed epoch."""
-        settings = self._parts.limits.settings
-        if settings.accumulation_schedule is not None:
-            self._accumulate = settings.accumulate_grad_batches
-            if self.weights is not None:
-                self.weights.accumulate = self._accumulate
-        # An accumulation need not begin at a multiple of _accumulate: it may be carried over from the last epoch, or a resumed run
-        # may start between two multiples, as the number of ranks or the batch size changed.
-        self._ahead = 1 + (self._state.open_batches - batch_idx) % self._accumulate
-
-    def end_epoch(self) -> None:
-        """Drops an accumulation in progress under ``partial_window="drop"``, and steps schedulers; after the epoch's last batch."""
-        if self._partial == "drop":
-            self.drop_window()
-        self.schedules.end_epoch(self._state.epoch)
-
-    def drop_window(self) -> None:
-        """Drops the accumulation in progress."""
-        self.loss = None
-        self._state.open_batches = 0
-        self._parts.strategy.note_window(begun=False)
-        if self.weights is not None:
-            self.weights.forget()
-
-    def window_state(self) -> dict[str, Any] | None:
-        """Returns the state of the accumulation in progress beside ``.grad``; None if there is none, or within a micro-batch."""
-        if self.loss is None or not self._whole:
-            return None
-        return self._window_tensors().taken(self.loss.detach())
-
-    def load_window_state(self, window: dict[str, Any]) -> str:
-        """Restores the result of :meth:`window_state`; returns why that is impossible, or an empty string."""
-        if window.get("weighted"):
-            self._weigh()
-        problem = self._window_tensors().give_back(window)
-        if not problem:
-            self.loss = window["tensors"][-1].to(self._parts.strategy.device)
-        return problem
-
-    def _window_tensors(self) -> AccumulationTensors:
-        return AccumulationTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
-
-    def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
-        bound, output = self._bound, self._forward(batch, batch_idx)
-        loss = output if isinstance(output, Tensor) else self._loss_of(output)
-        if loss is None:
-            return None
-        if not loss.requires_grad or loss.numel() != 1:
-            self._refuse_loss(loss)
-        if self.loss is None:
-            if bound.plain_zero_grad is None:
-                self._clear_gradients(batch_idx)
-            else:
-                bound.plain_zero_grad()
-        self.loss = loss
-        if self._accumulate > 1:
-            loss = loss / self._accumulate
-            self._whole = False
-        for hook in bound.before_backward:
-            hook(loss)
-        bound.backward(loss)
-        for hook in bound.after_backward:
-            hook()
-        if self._sums and self._memory is not None:
-            self._memory().add()
-        if not bound.wants_outputs:
-            return None
-        return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
-
-    def _settle_kind(self, _: Tensor) -> None:
-        """Checks that losses have weights on all ranks or on none; runs once, before the first backward."""
-        self._bound = replace(self._bound, before_backward=self._bound.before_backward[1:])
-        if self.weights is None:
-            self._compares = False
-            compare_kinds(self._parts.strategy, weighted=False)
-
-    def _clear_gradients(self, batch_idx: int) -> None:
-        """Clears the last accumulation's gradients; called after the forward of the first micro-batch that has a loss."""
-        optimizer = self._optimizer
-        if optimizer is None:
-            return
-        for hook in self._bound.before_zero_grad:
-            hook(optimizer)
-        if self._bound.zero_grad is not None:
-            self._bound.zero_grad(self._state.epoch, batch_idx, optimizer)
-        else:
-            optimizer.zero_grad()
-
-    def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
-        """Launches an update's work on the device: exchange, step, end of the accumulation."""
-        optimizer, parts = self._optimizer, self._parts
-        if optimizer is not None:
-            memory = None if self._memory is None else self._memory()
-            gradients = self._reduce(memory) if self._exchanges else IN_PLACE
-            if self._bound.shows_gradients:
-                self._show_gradients(optimizer, gradients, batch_idx, loss)
-            else:
-                parts.precision.step(optimizer, gradients, parts.clip, loss=loss)
-        if self.overflow_policy is not None:
-            self.overflow_policy.launch_close(loss)
-
-    def _note_update(self) -> None:
-        """Does the host's work after an update: counters, schedules, step statuses of earlier updates."""
-        self._state.global_step += 1
-        self.stepped = True
-        if self._advances_at_once:
-            self.schedules.advance(self._state.global_step)
-        if self.overflow_policy is not None:
-            self.overflow_policy.note_closed()
-
-    def _show_gradients(self, optimizer: Optimizer, gradients: Gradients, batch_idx: int, loss: Tensor | None) -> None:
-        """Runs an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""
-        bound, clip, run = self._bound, self._parts.clip, None
-
-        def look() -> Clip | None:
-            for hook in bound.before_step:
-                hook(optimizer)
-            if bound.clipping is None:
-                return clip
-            bound.clipping(optimizer, clip)
-            return None
-
-        if bound.step is not None:
-            run = partial(bound.step, self._state.epoch, batch_idx, optimizer, lambda: loss)
-        self._parts.precision.step(optimizer, gradients, run=run, look=look)
-
-    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
-        """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step."""
-        result = forward_backward()
-        self._parts.metrics.muted = True
-        for hook in self._bound.before_step:
-            hook(optimizer)
-        return result
-
-    def _loss_of(self, output: Any) -> Tensor | None:
-        loss = output.get("loss") if isinstance(output, dict) else output
-        if isinstance(loss, Tensor):
-            return loss
-        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor):
-            if self._compares and self.weights is None:
-                compare_kinds(self._parts.strategy, weighted=True)
-            return self._weigh().take(*loss)
-        if output is None and not self._parts.strategy.lockstep:
-            return None
-        if output is None:
-            raise ConfigError(
-                f"training_step returned None on rank {self._parts.strategy.rank}: with several processes every rank has to "
-                "return a loss, or the others wait for its gradients; return `0.0 * loss` instead"
-            )
-        given = f"a dict with keys {sorted(output)}" if isinstance(output, dict) else type(output).__name__
-        raise ConfigError(
-            f"training_step returned {given}; return the loss as a tensor or as (sum, weight), or a dict with it under 'loss'"
-        )
-
-    def _weigh(self) -> LossWeights:
-        """Returns the loss weights; from the first call on, the gradients of each accumulation are divided by its weight."""
-        if self.weights is None:
-            if self.loss is not None or (self._parts.strategy.world_size > 1 and not self._compares):
-                raise mixed()
-            self.weights = LossWeights(self._parts.strategy, self._accumulate, self.reference)
-            self._forward = self.weights.watched(self._forward)
-            self._bound = replace(self._bound, plain_step=None)
-            self._exchanges, self._reduce = True, self.weights.dividing(self._reduce)
-        return self.weights
-
-    @staticmethod
-    def _refuse_loss(loss: Tensor) -> None:
-        if loss.numel() != 1:
-            raise ConfigError(
-                f"the loss has shape {tuple(loss.shape)}; training_step has to return a scalar, such as loss.mean()"
-            )
-        raise ConfigError(
-            "the loss has no graph: nothing that it was computed from requires gradients; check for detach(), torch.no_grad() or "
-            "item() in training_step and for frozen parameters, or set automatic_optimization=False"
-        )
-
-    def _detached(self, output: Any) -> Any:
-        """Returns what hooks get, detached from the graph: a loss becomes a dict."""
-        if self.weights is not None:
-            return self.weights.shown(output)
-        if isinstance(output, Tensor):
-            return {"loss": output.detach()}
-        if isinstance(output, dict):
-            return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
-        return output
-
-
-def with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``step`` as a callable of (batch, batch_idx), also if ``training_step`` takes only the batch."""
-    signature = inspect.signature(training_step)
-    for arguments in ((None, 0), (None,)):
-        try:
-            signature.bind(*arguments)
-        except TypeError:
-            continue
-        return step if len(arguments) == 2 else lambda batch, _: step(batch)
-    raise ConfigError(f"training_step takes {signature}; it gets (batch) or (batch, batch_idx)")
-
-
-# ~~~ from engine.forward_pass: A pass over the training data that changes only what ``forward`` itself changes.
+    def _others(self) -> list[Tensor]:
+        """Returns the tensors beside the sums: the states of several losses' scalers, and the sum of the loss weights."""
+        step_results = self._precision.verdicts
+        scalers = [] if step_results is None else step_results.window_tensors
+        return scalers if self._weights is None else [*scalers, self._weights.total]
 
 
 def forward_train_batches(session: Session) -> None:
-    """Runs ``training_step`` on every batch of an epoch: no backward, no update, no hook of a batch, nothing logged."""
-    state, metrics, data = session.trainer.state, session.metrics, session.data
+    """Runs ``training_step`` on every batch of an epoch: no backward, no update, no hook of a batch, nothing logged.
+
+    Only what ``forward`` itself changes is changed, such as BatchNorm's running statistics.
+    """
+    state = session.trainer.state
+    metrics = session.metrics
+    data = session.data
     step = with_index(session.module.training_step, session.module.training_step)
-    before, muted = (state.scope, state.batch, state.batch_idx), metrics.muted
+    position = (state.scope, state.batch, state.batch_idx)
+    muted = metrics.muted
     set_epoch(data.train_loader, state.epoch)
     feed = data.feed(data.train_loader, data.num_training_batches)
-    state.scope, metrics.muted = Scope.TRAIN_STEP, True
+    state.scope = Scope.TRAIN_STEP
+    metrics.muted = True
     try:
         for number, batch in enumerate(feed):
-            state.batch, state.batch_idx = batch, number  # the watchdog sees progress by this number
+            state.batch = batch
+            state.batch_idx = number  # the watchdog sees progress by this number
             session.precision.forward(step, batch, number)
         feed.finish()
     finally:
-        state.scope, state.batch, state.batch_idx = before
+        state.scope, state.batch, state.batch_idx = position
         metrics.muted = muted
         feed.close()

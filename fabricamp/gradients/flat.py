@@ -3,6 +3,11 @@
 The averaged gradients stay in the buffer, and the update reads them through views.  One flag per parameter is sent after the
 gradients.  So ranks can exchange equal buffers although their backwards reached different parameters, and the update knows which
 parameters no rank reached.
+
+A buffer is a :class:`Message`; the last one of an exchange also has the flags, of all parameters of the exchange::
+
+    flat:   | slot 0 | gap | slot 1 | gap | ... | flags |        a slot starts at a multiple of 64 elements
+              views: the same memory in the shapes of the parameters
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ class Gradients(NamedTuple):
         assert self.tensors is not None
         if self.present is None or self.complete:
             return self.tensors
-        return [value if here else None for value, here in zip(self.tensors, self.present.tolist(), strict=True)]
+        return [value if flag else None for value, flag in zip(self.tensors, self.present.tolist(), strict=True)]
 
 
 IN_PLACE = Gradients()
@@ -103,12 +108,12 @@ class Message:
     """
 
     def __init__(
-        self, indices: Sequence[int], members: Sequence[Tensor], dtype: torch.dtype, flags: int, marks: Tensor
+        self, indices: Sequence[int], members: Sequence[Tensor], dtype: torch.dtype, flags: int, own_flags: Tensor
     ) -> None:
         self.indices = indices
         self.members = list(members)
         self._dtype = members[0].dtype
-        self._marks = [marks] if flags else []
+        self._own_flags = [own_flags] if flags else []
         self._complex = any(member.is_complex() for member in members)
         sizes = [member.numel() * (2 if member.is_complex() else 1) for member in members]
         starts = [0]
@@ -121,24 +126,23 @@ class Message:
         self.slots = [torch.view_as_real(view) if view.is_complex() else view for view in self.views]
         self._gather = ops.Gather([*self.slots, self.flags] if flags else self.slots)
         self._starts = starts
-        self._narrow: Tensor | None = None
+        self._second_buffer: Tensor | None = None
 
     def fill(self, factor: float) -> list[int]:
         """Writes the members' ``.grad`` times ``factor`` into the slots, zeros for None; returns the indices of the Nones."""
         gradients: list[Tensor | None] = list(map(_grad, self.members))
         missing: list[int] = []
         if not all(map(operator.is_not, gradients, repeat(None))):
-            absent = [place for place, gradient in enumerate(gradients) if gradient is None]
-            torch._foreach_zero_([self.slots[place] for place in absent])
-            missing = [self.indices[place] for place in absent]
+            without = [slot for slot, gradient in enumerate(gradients) if gradient is None]
+            torch._foreach_zero_([self.slots[slot] for slot in without])
+            missing = [self.indices[slot] for slot in without]
         if self._complex:
-            gradients = [torch.view_as_real(one) if one is not None and one.is_complex() else one for one in gradients]
-        self._write(gradients, factor)
-        return missing
-
-    def _write(self, gradients: list[Tensor | None], factor: float) -> None:
+            gradients = [
+                torch.view_as_real(gradient) if gradient is not None and gradient.is_complex() else gradient
+                for gradient in gradients
+            ]
         try:
-            self._gather([*gradients, *self._marks], factor)
+            self._gather([*gradients, *self._own_flags], factor)
         except RuntimeError as error:
             for member in self.members:
                 if member.grad is not None and member.grad.layout is not torch.strided:
@@ -147,14 +151,15 @@ class Message:
                         "exchanged; build the embedding with sparse=False"
                     ) from error
             raise
+        return missing
 
-    def travelling(self, dtype: torch.dtype) -> Tensor:
+    def buffer_in(self, dtype: torch.dtype) -> Tensor:
         """Returns the buffer to exchange in ``dtype``: ``flat`` if it has this dtype, else a second buffer."""
         if dtype == self.flat.dtype:
             return self.flat
-        if self._narrow is None or self._narrow.dtype != dtype:
-            self._narrow = torch.empty_like(self.flat, dtype=dtype)
-        return self._narrow
+        if self._second_buffer is None or self._second_buffer.dtype != dtype:
+            self._second_buffer = torch.empty_like(self.flat, dtype=dtype)
+        return self._second_buffer
 
     def convert(self, divisor: float) -> list[Tensor]:
         """Divides the received sums; returns them in the members' own dtype and shapes, as views of :attr:`result`."""
@@ -217,39 +222,45 @@ class FlatGradients:
         self.frozen = [parameter for parameter in self.parameters if id(parameter) in frozen]
         order = [index for index, parameter in enumerate(self.parameters) if id(parameter) not in frozen]
         order.sort(key=key, reverse=True)
+        device = self.parameters[order[0]].device if order else torch.device("cpu")
+        self._own_flags = torch.ones(len(self.parameters), dtype=torch.float32, device=device)
+        """One flag per parameter, as this rank sends it: 0 if the parameter has no gradient on this rank."""
+        self._unset_flags: list[int] = []
+        """Positions of the zeros in :attr:`_own_flags`."""
         self._rank_sums = RankSums()
         self._missing: list[int] = []
         self.missing: Sequence[int] = ()
         """Positions of the parameters without a gradient on this rank in the last exchange."""
-        self._marked: list[int] = []
         self._captured: list[Tensor] = []  # flags that captured graphs write at each replay: kept alive here
-        self.messages = self._plan(order, transport, message_size, {id(self.parameters[one]) for one in triggers})
-        half = any(one.flat.dtype in HALF_DTYPES for one in self.messages)
+        self.messages = self._plan(order, transport, message_size, {id(self.parameters[index]) for index in triggers})
+        half = any(message.flat.dtype in HALF_DTYPES for message in self.messages)
         self._factor, self.divisor = transport.factors(world_size, half=half)
-        views = {index: view for one in self.messages for index, view in zip(one.indices, one.views, strict=True)}
+        views: dict[int, Tensor] = {}
+        for message in self.messages:
+            views.update(zip(message.indices, message.views, strict=True))
         self.tensors = tuple([views.get(index) for index in range(len(self.parameters))])  # always the same memory
-        self.present = self._marks.clone()
+        # The update reads flags in fp32: received ones in place if they are exchanged so, else a copy (take_flags).
+        self.present = self._own_flags.clone()
         if self.messages and self.messages[-1].flat.dtype is torch.float32:
             self.present = self.messages[-1].flags
 
     def _plan(self, order: list[int], transport: Transport, message_size: float, triggers: set[int]) -> list[Message]:
         members = [self.parameters[index] for index in order]
-        device = members[0].device if members else torch.device("cpu")
-        self._marks = torch.ones(len(self.parameters), dtype=torch.float32, device=device)
         dtypes = [transport.dtype_for(member.dtype) for member in members]
         pieces = [
             Piece(member.numel(), (None if self._sums else member.dtype, dtype, member.device))
             for member, dtype in zip(members, dtypes, strict=True)
         ]
-        places = [place for place, member in enumerate(members) if id(member) in triggers]
-        plan = plan_messages(pieces, message_size, places)
+        plan = plan_messages(
+            pieces, message_size, [position for position, member in enumerate(members) if id(member) in triggers]
+        )
         return [
             Message(
-                [order[place] for place in bucket.indices],
-                [members[place] for place in bucket.indices],
+                [order[position] for position in bucket.indices],
+                [members[position] for position in bucket.indices],
                 dtypes[bucket.indices[0]],
                 len(self.parameters) if number == len(plan) - 1 else 0,
-                self._marks,
+                self._own_flags,
             )
             for number, bucket in enumerate(plan)
         ]
@@ -262,21 +273,21 @@ class FlatGradients:
     @property
     def flags(self) -> Tensor:
         """One number per parameter, after the gradients of the last message: 0 for a parameter without a gradient."""
-        return self.messages[-1].flags if self.messages else self._marks
+        return self.messages[-1].flags if self.messages else self._own_flags
 
     def write_flags(self, present: Sequence[bool]) -> None:
         """Writes the flags of the parameters with a gradient; does not wait."""
         if all(present):
             self.flags.fill_(1)
             return
-        marks = torch.tensor(present, dtype=torch.float32, device="cpu")
+        flags = torch.tensor(present, dtype=torch.float32, device="cpu")
         if is_capturing(self.flags.device):
-            on_device = lasting_memory(marks.shape, marks.dtype, self.flags.device)
-            upload(marks.numpy(), on_device)
+            on_device = lasting_memory(flags.shape, flags.dtype, self.flags.device)
+            upload(flags.numpy(), on_device)
             self._captured.append(on_device)
             self.flags.copy_(on_device)
         else:
-            self.flags.copy_(marks.pin_memory() if self.flags.is_cuda else marks, non_blocking=True)
+            self.flags.copy_(flags.pin_memory() if self.flags.is_cuda else flags, non_blocking=True)
 
     def take_flags(self) -> Tensor:
         """Returns the flags as fp32 numbers, always in the same memory."""
@@ -292,15 +303,16 @@ class FlatGradients:
         half = any(dtype in HALF_DTYPES for dtype in dtypes)
         factor, divisor = transport.factors(world_size, half=half)
         if update_divides and transport.average and not half:
-            factor, divisor = 1.0, float(world_size)  # saves a separate pass for the division
-        travelling = [message.travelling(dtype) for message, dtype in zip(self.messages, dtypes, strict=True)]
+            factor = 1.0
+            divisor = float(world_size)  # saves a separate pass for the division
+        buffers = [message.buffer_in(dtype) for message, dtype in zip(self.messages, dtypes, strict=True)]
         (through or self._rank_sums).run(
-            one if one is message.flat and factor == 1 else torch.mul(message.flat, factor, out=one)
-            for message, one in zip(self.messages, travelling, strict=True)
+            buffer if buffer is message.flat and factor == 1 else torch.mul(message.flat, factor, out=buffer)
+            for message, buffer in zip(self.messages, buffers, strict=True)
         )
-        for message, one in zip(self.messages, travelling, strict=True):
-            if one is not message.flat:
-                message.flat.copy_(one)
+        for message, buffer in zip(self.messages, buffers, strict=True):
+            if buffer is not message.flat:
+                message.flat.copy_(buffer)
         return divisor
 
     def exchange(self, through: RankSums | None = None) -> Gradients:
@@ -314,20 +326,20 @@ class FlatGradients:
 
     def _filled(self, message: Message) -> Tensor:
         if message is self.messages[-1]:
-            self._mark(message)
+            self._set_own_flags(message)
         self._missing += message.fill(self._factor)
         return message.flat
 
-    def _mark(self, message: Message) -> None:
+    def _set_own_flags(self, last: Message) -> None:
         """Writes the flags of the parameters with a gradient on this rank, if they changed since the last exchange."""
-        pairs = zip(message.indices, message.members, strict=True)
+        pairs = zip(last.indices, last.members, strict=True)
         missing = [*self._missing, *(index for index, member in pairs if member.grad is None)]
-        if missing == self._marked:
+        if missing == self._unset_flags:
             return
-        marks = torch.ones_like(self._marks, device="cpu")
-        marks[missing] = 0
-        self._marks.copy_(marks.pin_memory() if self._marks.is_cuda else marks, non_blocking=True)
-        self._marked = missing
+        flags = torch.ones_like(self._own_flags, device="cpu")
+        flags[missing] = 0
+        self._own_flags.copy_(flags.pin_memory() if self._own_flags.is_cuda else flags, non_blocking=True)
+        self._unset_flags = missing
 
     def receive(self) -> Gradients:
         """Makes torch's current stream wait for all messages; returns the received gradients."""
@@ -337,22 +349,22 @@ class FlatGradients:
 
     def write_back(self, gradients: Gradients) -> None:
         """Sets each ``.grad`` to the received average, a view of the flat memory; None if no rank had a gradient."""
-        here = [True] * len(self.parameters) if gradients.complete else self.present.tolist()
+        present = [True] * len(self.parameters) if gradients.complete else self.present.tolist()
         for message in self.messages:
             results = message.convert(self.divisor)
             for index, member, result in zip(message.indices, message.members, results, strict=True):
-                member.grad = result if here[index] else None
+                member.grad = result if present[index] else None
 
     def copy_back(self, gradients: Gradients) -> None:
         """Copies the received average into each ``.grad``; creates it if only other ranks had one, leaves None if no rank had."""
-        here = [True] * len(self.parameters) if gradients.complete else self.present.tolist()
+        present = [True] * len(self.parameters) if gradients.complete else self.present.tolist()
         arrived: list[tuple[Tensor, Tensor]] = []
         for message in self.messages:
             results = message.convert(self.divisor)
             for index, member, result in zip(message.indices, message.members, results, strict=True):
                 if member.grad is not None:
                     arrived.append((member.grad, result))
-                elif here[index]:
+                elif present[index]:
                     member.grad = torch.empty_like(member).copy_(result)
         if arrived:
             torch._foreach_copy_([gradient for gradient, _ in arrived], [result for _, result in arrived])

@@ -49,38 +49,43 @@ class GradientMemory:
 
     @presence.setter
     def presence(self, presence: Presence) -> None:
-        self._filled, self._present = presence.filled, list(presence.parameters)
+        self._filled = presence.filled
+        self._present = list(presence.parameters)
 
     def hold(self, parameters: Sequence[Tensor]) -> None:
         """Replaces the parameters; keeps the sums of those that were held before."""
-        before, places = self.flat, {id(one): place for place, one in enumerate(self.parameters)}
+        old_flat = self.flat
+        old_present = self._present
+        old_indices = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.parameters = list(parameters)
-        if before is None:
+        if old_flat is None:
             return
         self.flat = _flat_sums(self.parameters)
-        present, self._present = self._present, [False] * len(self.parameters)
-        for place, one in enumerate(self.parameters):
-            if id(one) in places:
-                self.flat.views[place].copy_(before.views[places[id(one)]])
-                self._present[place] = present[places[id(one)]]
+        self._present = [False] * len(self.parameters)
+        for index, parameter in enumerate(self.parameters):
+            old_index = old_indices.get(id(parameter))
+            if old_index is not None:
+                self.flat.views[index].copy_(old_flat.views[old_index])
+                self._present[index] = old_present[old_index]
         self.flat.write_flags(self._present)
 
     @torch.no_grad()
     def add(self, multiplier: Tensor | None = None) -> list[Tensor]:
         """Adds every ``.grad``, times ``multiplier``, to its sum, and clears ``.grad``; returns the gradients added."""
         assert self.flat is not None
-        found = list(map(_grad, self.parameters))
-        filled = [place for place, gradient in enumerate(found) if gradient is not None]
-        gradients = [found[place].to_dense() if found[place].is_sparse else found[place] for place in filled]
-        views, present = self.flat.views, self._present
-        ops.accumulate(gradients, [views[place] for place in filled], multiplier)
-        self._filled |= bool(filled)
-        fresh = False
-        for place in filled:
-            self.parameters[place].grad = None
-            fresh |= not present[place]
-            present[place] = True
-        if fresh:
+        views = self.flat.views
+        present = self._present
+        grads = list(map(_grad, self.parameters))
+        indices = [index for index, grad in enumerate(grads) if grad is not None]
+        gradients = [grads[index].to_dense() if grads[index].is_sparse else grads[index] for index in indices]
+        ops.accumulate(gradients, [views[index] for index in indices], multiplier)
+        self._filled |= bool(indices)
+        first_gradients = False
+        for index in indices:
+            self.parameters[index].grad = None
+            first_gradients |= not present[index]
+            present[index] = True
+        if first_gradients:
             self.flat.write_flags(present)
         return gradients
 
@@ -98,27 +103,29 @@ class GradientMemory:
             return not tensors
         sizes = [tensor.numel() for tensor in tensors]
         messages = self.flat.messages
-        return sizes in ([one.flat.numel() for one in messages], [_packed(one)[-1].stop for one in messages])
+        packed_sizes = [_packed(message)[-1].stop for message in messages]  # of an older version
+        return sizes in ([message.flat.numel() for message in messages], packed_sizes)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Resumes an accumulation from its saved :attr:`tensors`; their flags mark the parameters with a gradient."""
         if self.flat is None:
             return
         messages = self.flat.messages
-        if [one.numel() for one in tensors] == [one.flat.numel() for one in messages]:
+        if [tensor.numel() for tensor in tensors] == [message.flat.numel() for message in messages]:
             for message, value in zip(messages, tensors, strict=True):
                 message.flat.copy_(value)
         else:
             self._take_packed(tensors)
-        self._filled, self._present = True, [flag != 0 for flag in self.flat.flags.tolist()]
+        self._filled = True
+        self._present = [flag != 0 for flag in self.flat.flags.tolist()]
 
     def _take_packed(self, tensors: Sequence[Tensor]) -> None:
         """Reads the layout of an older version: no gaps, and after each tensor the flags of its own parameters."""
         assert self.flat is not None
         for message, value in zip(self.flat.messages, tensors, strict=True):
-            *places, flags = _packed(message)
-            for view, place in zip(message.views, places, strict=True):
-                view.copy_(value[place].view(view.shape))
+            *slices, flags = _packed(message)
+            for view, part in zip(message.views, slices, strict=True):
+                view.copy_(value[part].view(view.shape))
             self.flat.flags[message.indices] = value[flags].to(self.flat.flags)
 
     def local(self) -> Gradients:
@@ -127,7 +134,9 @@ class GradientMemory:
             return IN_PLACE
         if all(self._present):
             return Gradients(self.flat.tensors)
-        return Gradients([view if here else None for view, here in zip(self.flat.views, self._present, strict=True)])
+        return Gradients(
+            [view if present else None for view, present in zip(self.flat.views, self._present, strict=True)]
+        )
 
     def sum_over_ranks(
         self, transport: Transport, world_size: int, *, update_divides: bool = False, through: RankSums | None = None

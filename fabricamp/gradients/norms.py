@@ -25,7 +25,7 @@ class Histogram(NamedTuple):
 
 def norms_of(gradients: Mapping[str, Tensor], order: float) -> tuple[dict[str, Tensor], Tensor | None]:
     """Returns the norm of each gradient, and the total norm (None without gradients)."""
-    norms = {name: _of_all(torch.linalg.vector_norm(_values(one), order)) for name, one in gradients.items()}
+    norms = {name: _norm(gradient, order) for name, gradient in gradients.items()}
     if not norms:
         return {}, None
     device = next(iter(norms.values())).device
@@ -41,14 +41,15 @@ def histogram_of(gradient: Tensor) -> Histogram:
     high = torch.where(finite, values, -torch.inf).amax()
     width = torch.where(high > low, (high - low) / BINS, 1.0)
     values = torch.where(finite, values, low)
-    places = ((values - low) / width).nan_to_num().long().clamp(0, BINS - 1)
-    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device).scatter_add_(0, places, finite.long())
+    bins = ((values - low) / width).nan_to_num().long().clamp(0, BINS - 1)
+    counts = torch.zeros(BINS, dtype=torch.int64, device=values.device).scatter_add_(0, bins, finite.long())
     values = values * finite
     return Histogram(counts.double(), low, low + BINS * width, values.sum(), values.square().sum())
 
 
-def _of_all(norm: Tensor) -> Tensor:
-    """Returns the norm over all shards of a sharded gradient."""
+def _norm(gradient: Tensor, order: float) -> Tensor:
+    """Returns the norm of a gradient, over all shards if it is sharded."""
+    norm = torch.linalg.vector_norm(_values(gradient), order)
     return whole(norm) if is_shard(norm) else norm
 
 

@@ -89,7 +89,7 @@ def _register(module: ModuleType | type, name: str, rule: Rule) -> None:
 def _with_rule(function: Function, rule: Rule) -> Function:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = [one for one in tensors_within((args, kwargs)) if one.is_floating_point()]
+        tensors = [tensor for tensor in tensors_within((args, kwargs)) if tensor.is_floating_point()]
         device_type = tensors[0].device.type if tensors else "cpu"
         if not tensors or not torch.is_autocast_enabled(device_type):
             return function(*args, **kwargs)

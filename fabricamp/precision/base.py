@@ -110,7 +110,8 @@ class Precision(NamesKeywords):
         """
         if look is not None:
             self._stepper.show(optimizer, gradients)
-            clip, gradients = look(), IN_PLACE
+            clip = look()
+            gradients = IN_PLACE
         self._stepper.step(optimizer, gradients, clip, run, loss)
 
     def refresh_masters(self) -> None:

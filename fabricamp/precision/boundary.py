@@ -28,7 +28,8 @@ class _Calls(threading.local):
     """Per thread: in the user's step (``armed``), global hook wanted (``watching``), entered modules with hooks (``stack``)."""
 
     def __init__(self) -> None:
-        self.armed = self.watching = False
+        self.armed = False
+        self.watching = False
         self.stack: list[int] = []  # ids: torch.compile cannot trace a module that goes into a list twice
 
 
@@ -147,7 +148,8 @@ class Boundary:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward hook, called after an exception too: casts the outputs of a call from the step."""
-        stack, own = CALLS.stack, id(module)
+        stack = CALLS.stack
+        own = id(module)
         if own not in stack:
             return None  # not entered: boundaries were not armed, or another hook raised first
         while stack.pop() != own:
@@ -175,7 +177,8 @@ class InsideStep:
 
     def __enter__(self) -> None:
         self._saved.append((CALLS.armed, CALLS.stack, torch.is_autocast_cache_enabled()))
-        CALLS.armed, CALLS.stack = self._armed, []
+        CALLS.armed = self._armed
+        CALLS.stack = []
         torch.set_autocast_cache_enabled(not self._armed)
         if CALLS.watching != self._armed:
             _watch(self._armed)

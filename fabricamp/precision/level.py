@@ -1,4 +1,8 @@
-"""The opt levels as one Precision, composed of autocast, casting, master weights and loss scaling."""
+"""The opt levels as one Precision, composed of autocast, casting, master weights and loss scaling.
+
+First the loss scale of a level: constant, constant with a ``nan_policy``, or dynamic with one scale per loss.  Then
+:class:`OptLevel`: its options, its set-up (module, optimizers), a step (forward, backward, step), and its state.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +38,8 @@ if TYPE_CHECKING:
     from fabricamp.precision.opt_levels import Level
     from fabricamp.strategies.base import Strategy
 
-
-# ~~~ from precision.scaling: The loss scale of an opt level: constant, constant with a ``nan_policy``, or dynamic with one scale per loss.
+_CPU = torch.device("cpu")
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class ConstantScale:
@@ -58,7 +62,7 @@ class ConstantScale:
         return loss * self._factor
 
     def follow(self, module: nn.Module, strategy: Strategy, stepper: OptimizerStepper) -> None:
-        """Stores the module and bindings, to name the parameters with non-finite gradients."""
+        """Stores what names the parameters with non-finite gradients."""
 
     def leave(self) -> None:
         """Drops module and optimizers after a run."""
@@ -84,8 +88,8 @@ class JudgedScale(ConstantScale):
         self.verdicts = StepResults(self.scaler, policy, dynamic=level.dynamic)
 
     def follow(self, module: nn.Module, strategy: Strategy, stepper: OptimizerStepper) -> None:
-        """Stores the module and bindings, to name the parameters with non-finite gradients."""
-        self.verdicts.follow(module, strategy, stepper.bindings, stepper.numbers_each)
+        """Stores what names the parameters with non-finite gradients."""
+        self.verdicts.follow(module, strategy, stepper.param_maps, stepper.stats_per_optimizer)
 
     def leave(self) -> None:
         """Drops module and optimizers after a run; the step statuses stay."""
@@ -125,10 +129,6 @@ def scale_for(level: Level, device: torch.device, policy: str | None) -> Constan
     if level.dynamic:
         return DynamicScale(level, device, policy)
     return ConstantScale(level, device) if policy is None else JudgedScale(level, device, policy)
-
-
-_CPU = torch.device("cpu")
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class OptLevel(Precision):
@@ -186,7 +186,7 @@ class OptLevel(Precision):
         self._several_losses = self.level.dynamic and self.level.num_losses > 1
         # Weights and gradients equal those of a plain loop, so torch's own clipping and step are used.
         self._plain = self.level.cast_model_type not in HALF_DTYPES and self.level.loss_scale == 1.0
-        self._device = torch.device("cpu")
+        self._device = _CPU
         self._nan_policy: str | None = None
         self._full = MasterWeights()
         self._bounded: list[tuple[nn.Module, Boundary]] = []
@@ -208,7 +208,8 @@ class OptLevel(Precision):
 
     def _scale_by(self, scaling: ConstantScale) -> None:
         scaling.early = self._scaling.early
-        self._scaling, self.verdicts = scaling, scaling.verdicts
+        self._scaling = scaling
+        self.verdicts = scaling.verdicts
 
     # -- set-up ------------------------------------------------------------------------------------------------------------------
 
@@ -219,16 +220,16 @@ class OptLevel(Precision):
         fp32 values of half weights and buffers: all of them with masters, else only those not written since the conversion.
         """
         self._restore()
-        with contextlib.ExitStack() as failed:
-            failed.callback(self._restore)
+        with contextlib.ExitStack() as after_failure:
+            after_failure.callback(self._restore)
             self._convert(module)
-            failed.pop_all()
+            after_failure.pop_all()
         in_state = functools.partial(self._full.in_state, module, written=bool(self.level.master_weights))
         return Conversion(self._restore, in_state)
 
     def _convert(self, module: nn.Module) -> None:
         level = self.level
-        self._device = next(map(device_of, module.parameters()), torch.device("cpu"))
+        self._device = next(map(device_of, module.parameters()), _CPU)
         level.check_device(self._device.type)
         if level.autocast is not None:
             check_full_weights(module, self.name)
@@ -236,26 +237,33 @@ class OptLevel(Precision):
             self._autocast = Autocast(self._device.type, level.autocast)
         converted: set[int] = set()
         if level.cast_model_type is not None:
-            choice = {"keep_batchnorm_fp32": level.keep_batchnorm_fp32, "whole_step": level.whole_step}
-            converted = convert(module, level.cast_model_type, self._full, **choice)
+            converted = convert(
+                module,
+                level.cast_model_type,
+                self._full,
+                keep_batchnorm_fp32=level.keep_batchnorm_fp32,
+                whole_step=level.whole_step,
+            )
         elif level.cast_model_outputs is not None:
+            # No weight is converted, but the outputs of all modules with floating parameters are cast.
             converted = {id(parameter) for parameter in module.parameters() if parameter.is_floating_point()}
         if converted:
-            self._bound(module, converted)
+            self._add_boundaries(module, converted)
         if level.autocast is not None or converted:
             self._outside = (without_autocast(self._device.type), OutsideStep())
         if self._scaling.device != self._device:
             self._scale_by(scale_for(level, self._device, self._nan_policy))
             self._scaling.load_state_dict(self._scaling.early)
 
-    def _bound(self, module: nn.Module, converted: set[int]) -> None:
-        dtype, outputs = self.level.cast_model_type, self.level.cast_model_outputs
-        if outputs is None:
-            outputs = torch.float64 if dtype is torch.float64 else torch.float32
-        for one in bounded(module, converted, keep_batchnorm_fp32=self.level.keep_batchnorm_fp32):
-            boundary = Boundary(dtype, outputs)
-            boundary.put_on(one)
-            self._bounded.append((one, boundary))
+    def _add_boundaries(self, module: nn.Module, converted: set[int]) -> None:
+        dtype = self.level.cast_model_type
+        output_dtype = self.level.cast_model_outputs
+        if output_dtype is None:
+            output_dtype = torch.float64 if dtype is torch.float64 else torch.float32
+        for submodule in bounded(module, converted, keep_batchnorm_fp32=self.level.keep_batchnorm_fp32):
+            boundary = Boundary(dtype, output_dtype)
+            boundary.put_on(submodule)
+            self._bounded.append((submodule, boundary))
         self._inside = InsideStep()
 
     def _restore(self) -> None:
@@ -264,10 +272,11 @@ class OptLevel(Precision):
         self._stepper = PLAIN
         self._scaling.leave()
         self._full.restore()
-        for one, boundary in self._bounded:
-            boundary.take_off(one)
+        for submodule, boundary in self._bounded:
+            boundary.take_off(submodule)
         self._bounded.clear()
-        self._autocast = self._inside = _NOTHING
+        self._autocast = _NOTHING
+        self._inside = _NOTHING
         self._outside = (_NOTHING, _NOTHING)
 
     def convert_input(self, batch: Any) -> Any:
@@ -290,7 +299,7 @@ class OptLevel(Precision):
             self._scale_by(scale_for(self.level, self._device, self._nan_policy))
             self._has_trained = False
         masters = self._full if self.level.master_weights and not strategy.owns_master_weights else None
-        self._stepper = stepper = OptimizerStepper(
+        stepper = OptimizerStepper(
             optimizers,
             strategy,
             name=self.name,
@@ -298,9 +307,11 @@ class OptLevel(Precision):
             scaler=self._scaling.scaler,
             static_scale=1.0 if self.level.dynamic else float(self.level.loss_scale),
             masters=masters,
+            # Each loss has its own scale, so its gradients are unscaled before they are summed; half gradients are summed in fp32.
             sums=self._several_losses or (accumulates and masters is not None),
             plain=self._plain,
         )
+        self._stepper = stepper
         self._scaling.follow(module, strategy, stepper)
 
     # -- a step ------------------------------------------------------------------------------------------------------------------
@@ -333,7 +344,8 @@ class OptLevel(Precision):
         """Unscales and clips the gradients, then updates or skips; then rounds the masters into the module."""
         if look is not None:
             self._stepper.show(optimizer, gradients)
-            clip, gradients = look(), IN_PLACE
+            clip = look()
+            gradients = IN_PLACE
         elif run is None and isinstance(optimizer, FusedOptimizer):
             # A fused step runs nothing that autocast or a boundary affects, so the two contexts below are not entered.
             self._stepper.step(optimizer, gradients, clip, None, loss)

@@ -23,7 +23,8 @@ LAG: Final = 2
 PATIENCE: Final = 20
 """After this number of skipped steps in a row with the scale at its floor, the run ends."""
 SLOTS: Final = 4
-_LOOKS: Final = 2000
+"""Size of the ring buffer with one step per launch."""
+_POLLS: Final = 2000
 """Reads of pinned memory in a busy loop, before the host sleeps ``_NAP`` between two reads."""
 _NAP: Final = 5e-5
 """Seconds."""
@@ -32,7 +33,7 @@ FACTOR: Final = 2.0
 
 _WORDS: Final = ops.StepState.WORDS
 _FINITE, _SCALE, _LOSS, _APPLIED, _SKIPPED = map(ops.StepState.word, ("finite", "scale", "loss", "applied", "skipped"))
-_FIRST_WINDOW, _FIRST_LOSS, _FIRST_SCALE, _FIRST_CHUNK = map(
+_FIRST_STEP, _FIRST_LOSS, _FIRST_SCALE, _FIRST_CHUNK = map(
     ops.StepState.word, ("first_window", "first_loss", "first_scale", "first_chunk")
 )
 
@@ -55,7 +56,7 @@ Verdict = StepStatus  # its name in plug-ins and pickles of version 0.1.0
 class Overflow(NamedTuple):
     """Values of the first of several steps skipped in a row; ``chunk`` is the lowest non-finite statistic, -1 if not known."""
 
-    window: int
+    step: int
     loss: float
     scale: float
     chunk: int
@@ -101,17 +102,20 @@ class LossScaler:
         }
         self._loss_rule = ops.ScaleRule(growth_factor=factor, backoff_factor=1 / factor, **moves)
         # With several losses, state.scale is only for display (the minimum of the losses' scales), so it must not move itself.
-        growth, backoff = (factor, 1 / factor) if num_losses == 1 else (1.0, 1.0)
-        moves |= {"sticky": sticky, "ring": self._ring, "mirror": None if self._host is self._ring else self._host}
-        self._rule = ops.ScaleRule(growth_factor=growth, backoff_factor=backoff, **moves)
+        own_factor = factor if num_losses == 1 else 1.0
+        moves |= {"sticky": sticky, "ring": self._ring, "mirror": self._mirror}
+        self._rule = ops.ScaleRule(growth_factor=own_factor, backoff_factor=1 / own_factor, **moves)
         self._limits = minimum, maximum
         self._floor, self._initial = torch.tensor([minimum, scale], dtype=torch.float32, device="cpu").tolist()
-        self.windows = 0
+        self.steps = 0
         """Number of finished steps."""
-        self._closed = False
+        self._finished_by_optimizer = False
+        """Whether the optimizer step's own launch finishes the step in progress."""
         self._settled = False
-        self._heeded_from = 0
+        self._ends_run_from = 0
+        """Skipped steps before this one do not end the run: a run that was resumed has dealt with them."""
         self._at_floor = 0
+        """Number of steps in a row that were skipped with the scale at its floor, up to the last status read."""
         self.overflow = Overflow(0, float("nan"), scale, -1)
         self.known = StepStatus(applied=True, scale=scale, loss=float("nan"), applied_steps=0, skipped_steps=0)
 
@@ -125,15 +129,18 @@ class LossScaler:
         self._integers, self._floats = memoryview(words), memoryview(words.view("float32"))
         self._events = [torch.cuda.Event() for _ in range(slots)] if cuda else []
         # With several steps per launch an event completes only after the complete launch, so the host polls the ring instead.
-        self._looks = slots > SLOTS and runs_kernels(self.device)
+        self._polls = slots > SLOTS and runs_kernels(self.device)
 
-    def widen(self, slots: int) -> None:
+    @property
+    def _mirror(self) -> Tensor | None:
+        """The ring's copy in host memory; None if the ring itself is there."""
+        return None if self._host is self._ring else self._host
+
+    def resize_ring(self, slots: int) -> None:
         """Resizes the ring to ``slots`` slots, for several steps per launch; keeps its contents."""
         saved = self._saved_ring()
         self._make_ring(slots)
-        self._rule = dataclasses.replace(
-            self._rule, ring=self._ring, mirror=None if self._host is self._ring else self._host
-        )
+        self._rule = dataclasses.replace(self._rule, ring=self._ring, mirror=self._mirror)
         self._load_ring(saved)
 
     @classmethod
@@ -155,7 +162,7 @@ class LossScaler:
 
         Only with one loss.
         """
-        self._closed = True
+        self._finished_by_optimizer = True
         return self._rule
 
     def close(self, loss: Tensor | None) -> StepStatus | None:
@@ -165,19 +172,19 @@ class LossScaler:
 
     def note_closed(self) -> StepStatus | None:
         """Counts a step that was finished on the device; returns the status of the step two steps ago.  Launches nothing."""
-        self._closed = False
-        if self._events and not self._looks:
-            self._events[self.windows % self._slots].record(stream_in_use(self._ring.device))
-        self.windows += 1
-        window = self.windows - 1 - LAG
-        if window < 0:
+        self._finished_by_optimizer = False
+        if self._events and not self._polls:
+            self._events[self.steps % self._slots].record(stream_in_use(self._ring.device))
+        self.steps += 1
+        due = self.steps - 1 - LAG
+        if due < 0:
             return None
-        self.known, self._at_floor = self._read(window, self._at_floor)
+        self.known, self._at_floor = self._read(due, self._at_floor)
         return self.known
 
     def launch_close(self, loss: Tensor | None) -> None:
         """Updates the scales and records the step status in the ring, unless an optimizer step did so in its own launch."""
-        if self._closed:
+        if self._finished_by_optimizer:
             return
         state = self.state
         if loss is None:
@@ -185,9 +192,9 @@ class LossScaler:
         else:
             loss = self.as_loss(loss)
         if len(self.losses) > 1:
-            for one in self.losses:
-                ops.update_scale(one, self._loss_rule)
-            state.scale.copy_(torch.stack([one.scale for one in self.losses]).amin())
+            for own in self.losses:
+                ops.update_scale(own, self._loss_rule)
+            state.scale.copy_(torch.stack([own.scale for own in self.losses]).amin())
         ops.update_scale(state, self._rule, loss=loss)
 
     def as_loss(self, loss: Tensor) -> Tensor:
@@ -201,38 +208,41 @@ class LossScaler:
 
         :meth:`close` still returns them later.
         """
-        verdicts, at_floor = [], self._at_floor
-        for window in range(max(self.windows - LAG, 0), self.windows):
-            verdict, at_floor = self._read(window, at_floor)
-            verdicts.append(verdict)
-        self.known = verdicts[-1] if verdicts else self.known
-        return verdicts
+        statuses = []
+        at_floor = self._at_floor
+        for step in range(max(self.steps - LAG, 0), self.steps):
+            status, at_floor = self._read(step, at_floor)
+            statuses.append(status)
+        if statuses:
+            self.known = statuses[-1]
+        return statuses
 
-    def _read(self, window: int, at_floor: int) -> tuple[StepStatus, int]:
-        """Returns the status of step ``window``, and the new ``at_floor``: the number of steps in a row skipped at the floor."""
-        slot = window % self._slots
-        if self._looks:
-            self._look_for(window, slot * _WORDS)
+    def _read(self, step: int, at_floor: int) -> tuple[StepStatus, int]:
+        """Returns the status of ``step``, and the new ``at_floor``: the number of steps in a row skipped at the floor."""
+        slot = step % self._slots
+        word = slot * _WORDS
+        if self._polls:
+            self._poll(step, word)
         elif self._events and not self._events[slot].query():
             self._events[slot].synchronize()
-        word = slot * _WORDS
-        integers, floats = self._integers, self._floats
+        integers = self._integers
+        floats = self._floats
         applied = integers[word + _FINITE] != 0
         ends_run = False
         if applied:
             at_floor = 0
         else:
             # A step ran with the scale recorded by the step before it.
-            left = floats[(window - 1) % self._slots * _WORDS + _SCALE] if window else self._initial
-            at_floor = at_floor + 1 if left <= self._floor else 0
-            ends_run = at_floor >= PATIENCE or (self.sticky and window >= self._heeded_from)
+            scale = floats[(step - 1) % self._slots * _WORDS + _SCALE] if step else self._initial
+            at_floor = at_floor + 1 if scale <= self._floor else 0
+            ends_run = at_floor >= PATIENCE or (self.sticky and step >= self._ends_run_from)
             self.overflow = Overflow(
-                integers[word + _FIRST_WINDOW],
+                integers[word + _FIRST_STEP],
                 floats[word + _FIRST_LOSS],
                 floats[word + _FIRST_SCALE],
                 integers[word + _FIRST_CHUNK],
             )
-        verdict = StepStatus(
+        status = StepStatus(
             applied,
             floats[word + _SCALE],
             floats[word + _LOSS],
@@ -240,27 +250,28 @@ class LossScaler:
             integers[word + _SKIPPED],
             ends_run,
         )
-        return verdict, at_floor
+        return status, at_floor
 
-    def _look_for(self, window: int, word: int) -> None:
+    def _poll(self, step: int, word: int) -> None:
         """Waits for the status of a step, without waiting for later steps of the same launch."""
-        seen, looks = self._integers, 0
+        integers = self._integers
+        polls = 0
         # Applied plus skipped steps is the step's number plus one, as soon as its slot is written.
-        while seen[word + _APPLIED] + seen[word + _SKIPPED] != window + 1:
-            looks += 1
-            if looks > _LOOKS:
+        while integers[word + _APPLIED] + integers[word + _SKIPPED] != step + 1:
+            polls += 1
+            if polls > _POLLS:
                 time.sleep(_NAP)
                 if stream_in_use(self._ring.device).query():  # raises if the device has failed
                     return
 
     def slot_of(self, overflow: Overflow) -> int:
         """Returns the ring slot of the overflow's step; the last step's slot if that slot was overwritten since."""
-        recent = self.windows_since(overflow) < self._slots
-        return (overflow.window if recent else self.windows - 1) % self._slots
+        recent = self.steps_since(overflow) < self._slots
+        return (overflow.step if recent else self.steps - 1) % self._slots
 
-    def windows_since(self, overflow: Overflow) -> int:
+    def steps_since(self, overflow: Overflow) -> int:
         """Returns the number of steps finished after the overflow's step."""
-        return self.windows - 1 - overflow.window
+        return self.steps - 1 - overflow.step
 
     def settle(self) -> None:
         """Marks the overflow as handled: a run resumed from state saved from now on does not keep skipping."""
@@ -268,13 +279,13 @@ class LossScaler:
 
     @property
     def ring(self) -> Tensor:
-        """The structs of the last steps, on the device; step ``window`` is in slot ``window % len(ring)``."""
+        """The structs of the last steps, on the device; step ``number`` is in slot ``number % len(ring)``."""
         return self._ring
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The device tensors that a step writes, by name."""
-        losses = {f"state of loss {number}": one.words for number, one in enumerate(self.losses)}
+        losses = {f"state of loss {number}": state.words for number, state in enumerate(self.losses)}
         return {"state": self.state.words, **losses, "ring": self._ring}
 
     def _saved_ring(self) -> Tensor:
@@ -282,15 +293,15 @@ class LossScaler:
         if self._slots == SLOTS:
             return self._ring.clone()
         saved = torch.zeros(SLOTS, _WORDS, dtype=torch.int32, device=self.device)
-        for window in range(max(self.windows - SLOTS, 0), self.windows):
-            saved[window % SLOTS].copy_(self._ring[window % self._slots])
+        for step in range(max(self.steps - SLOTS, 0), self.steps):
+            saved[step % SLOTS].copy_(self._ring[step % self._slots])
         return saved
 
     def _load_ring(self, saved: Tensor) -> None:
         if self._slots == SLOTS:
             self._ring.copy_(saved)
-        for window in range(max(self.windows - SLOTS, 0), self.windows):
-            self._ring[window % self._slots].copy_(saved[window % SLOTS])
+        for step in range(max(self.steps - SLOTS, 0), self.steps):
+            self._ring[step % self._slots].copy_(saved[step % SLOTS])
         if self._host is not self._ring:
             self._host.copy_(self._ring, non_blocking=True)
             for event in self._events:
@@ -302,7 +313,7 @@ class LossScaler:
             "window": self.state.state_dict(),
             "scalers": [state.state_dict() for state in self.losses],
             "ring": self._saved_ring(),
-            "windows": self.windows,
+            "windows": self.steps,
             "known": self.known._asdict(),
             "at_floor": self._at_floor,
             "sticky": self.sticky and not self._settled,
@@ -314,11 +325,11 @@ class LossScaler:
         for own, saved in zip(self.losses, state["scalers"], strict=False):
             own.load_state_dict(saved)
             own.scale.clamp_(*self._limits)
-        self.windows = int(state["windows"])
+        self.steps = int(state["windows"])
         self._load_ring(state["ring"])
         self.known = StepStatus(**state["known"])
         self._at_floor = int(state.get("at_floor", 0))
         if self.sticky and not state.get("sticky", False):
             # The saved run skipped its overflows or was ended by them; they must not end this run.
             self.state.streak.zero_()
-            self._heeded_from = self.windows
+            self._ends_run_from = self.steps

@@ -1,4 +1,7 @@
-"""Looks up a Precision by name, and sets the Trainer's ``nan_policy`` on it."""
+"""The precisions by name: Lightning's "true" precisions, the lookup of a name, and the table of names.
+
+The lookup also sets the Trainer's ``nan_policy``.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from fabricamp.errors import ConfigError, meant, nearest
 from fabricamp.precision.base import PRECISIONS, Precision
 from fabricamp.precision.casting import cast_floating
 from fabricamp.precision.level import OptLevel
-
-# ~~~ from precision.true: Lightning's "true" precisions: one dtype for the complete step, with its inputs, its outputs and torch's default dtype.
 
 
 class TruePrecision(OptLevel):
@@ -39,7 +40,7 @@ class TruePrecision(OptLevel):
         with self._default:
             return step(*args)
 
-    def _bound(self, module: nn.Module, converted: set[int]) -> None:
+    def _add_boundaries(self, module: nn.Module, converted: set[int]) -> None:
         """Adds no boundaries, so no call is cast."""
 
 

@@ -25,24 +25,27 @@ class GradStatsRecord(NamedTuple):
 class NonFiniteTracker:
     """Remembers which parameters one optimizer's statistics belong to, for the last steps.
 
-    ``origin`` is the number of its first statistic, counted over all optimizers.
+    ``stat_offset`` is the number of its first statistic, counted over all optimizers.
     """
 
-    def __init__(self, optimizer: Optimizer, origin: int) -> None:
-        self.origin = origin
+    def __init__(self, optimizer: Optimizer, stat_offset: int) -> None:
+        self.stat_offset = stat_offset
         self._optimizer = optimizer
-        self._looked: list[tuple[Sequence[Tensor], Sequence[int]] | None] = [None] * SLOTS
+        self._ring: list[tuple[Sequence[Tensor], Sequence[int]] | None] = [None] * SLOTS
+        """``GradStatsRecord.of`` of the last steps, in the slots that the loss scaler's ring has for them."""
         self._last: Tensor | None = None
+        """The statistics of the last step."""
         self._slot = 0
 
-    def widen(self, slots: int) -> None:
-        """Remembers the last ``slots`` steps, as the ring buffer does."""
-        self._looked = [None] * slots
+    def resize_ring(self, slots: int) -> None:
+        """Remembers the last ``slots`` steps, as the loss scaler's ring does."""
+        self._ring = [None] * slots
 
-    def note(self, window: int, stats_record: GradStatsRecord) -> None:
-        """Records the statistics of step ``window`` and their parameters."""
-        self._slot = window % len(self._looked)
-        self._last, self._looked[self._slot] = stats_record
+    def note(self, step: int, stats_record: GradStatsRecord) -> None:
+        """Records the statistics of a step and their parameters."""
+        self._slot = step % len(self._ring)
+        self._last = stats_record.statistics
+        self._ring[self._slot] = stats_record.of
 
     def keep(self) -> None:
         """Copies the last statistics to memory that no other CUDA graph writes."""
@@ -52,16 +55,17 @@ class NonFiniteTracker:
     @property
     def stats_record(self) -> GradStatsRecord | None:
         """The last record, or None."""
-        return None if self._last is None else GradStatsRecord(self._last, self._looked[self._slot])
+        return None if self._last is None else GradStatsRecord(self._last, self._ring[self._slot])
 
-    def target(self, index: int, slot: int) -> Tensor | None:
-        """Returns the parameter of entry ``index`` of the statistics in ``slot``; None if it is not known."""
-        stats_record = self._looked[slot]
-        if stats_record is not None:
-            place = (
-                ops.place_of_statistic(stats_record[1], index, stats_record[0][0].device) if stats_record[0] else None
-            )
-            return None if place is None else stats_record[0][place]
+    def parameter(self, index: int, slot: int) -> Tensor | None:
+        """Returns the updated parameter of entry ``index`` of the statistics in ``slot``; None if it is not known."""
+        noted = self._ring[slot]
+        if noted is not None:
+            tensors, sizes = noted
+            if not tensors:
+                return None
+            position = ops.place_of_statistic(sizes, index, tensors[0].device)
+            return None if position is None else tensors[position]
         if not isinstance(self._optimizer, FusedOptimizer):  # no record: the run was resumed since
             return None
         try:
@@ -69,11 +73,12 @@ class NonFiniteTracker:
         except IndexError:
             return None
 
-    def last_targets(self) -> Iterator[Tensor]:
-        """Yields the parameters with non-finite gradients in the last step; waits for the device."""
+    def last_nonfinite(self) -> Iterator[Tensor]:
+        """Yields the updated parameters with non-finite gradients in the last step; waits for the device."""
         if self._last is None:
             return
-        for index in cast("list[int]", torch.isfinite(self._last).logical_not_().nonzero().view(-1).tolist()):
-            target = self.target(index, self._slot)
-            if target is not None:
-                yield target
+        nonfinite = torch.isfinite(self._last).logical_not_().nonzero().view(-1)
+        for index in cast("list[int]", nonfinite.tolist()):
+            parameter = self.parameter(index, self._slot)
+            if parameter is not None:
+                yield parameter

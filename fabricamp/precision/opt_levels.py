@@ -96,12 +96,12 @@ def resolve(name: str, overrides: Mapping[str, Any]) -> Level:
             f"OptLevel({name!r}) is not known{nearest(name, LEVELS)} "
             f"(known: {', '.join(LEVELS)}; the prefix is the letter O, not zero)"
         )
-    given = {key: value for key, value in overrides.items() if value is not None}
+    overrides = {key: value for key, value in overrides.items() if value is not None}
     if level.autocast is not None:
-        _check_autocast_overrides(name, given)
-    checked: dict[str, Any] = {key: _CHECKS[key](key, value) for key, value in given.items()}
+        _check_autocast_overrides(name, overrides)
+    checked: dict[str, Any] = {key: _CHECKS[key](key, value) for key, value in overrides.items()}
     if level.autocast is not None:
-        checked.pop("cast_model_type", None)
+        checked.pop("cast_model_type", None)  # the check has let only values pass that leave the weights fp32
     level = replace(level, **checked)
     if level.min_loss_scale > level.max_loss_scale:
         raise ConfigError(
@@ -112,18 +112,18 @@ def resolve(name: str, overrides: Mapping[str, Any]) -> Level:
     return level
 
 
-def _check_autocast_overrides(name: str, given: Mapping[str, Any]) -> None:
+def _check_autocast_overrides(name: str, overrides: Mapping[str, Any]) -> None:
     """Raises :class:`ConfigError` for overrides that convert weights: O1 and O4 keep fp32 weights."""
     allowed = (False, "False", torch.float32, "float32", "torch.float32")
-    if "cast_model_type" in given and given["cast_model_type"] not in allowed:
+    if "cast_model_type" in overrides and overrides["cast_model_type"] not in allowed:
         raise ConfigError(
-            f"cast_model_type={given['cast_model_type']!r} at {name!r}, which keeps fp32 weights and casts operations; "
+            f"cast_model_type={overrides['cast_model_type']!r} at {name!r}, which keeps fp32 weights and casts operations; "
             "leave it out, or use 'O2' or 'O3'"
         )
     for key in ("keep_batchnorm_fp32", "master_weights"):
-        if key in given:
+        if key in overrides:
             raise ConfigError(
-                f"{key}={given[key]!r} at {name!r}, where all weights (BatchNorm's too) are fp32 and need no masters; "
+                f"{key}={overrides[key]!r} at {name!r}, where all weights (BatchNorm's too) are fp32 and need no masters; "
                 f"leave {key} out, or use 'O2'"
             )
 

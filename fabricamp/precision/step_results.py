@@ -1,4 +1,8 @@
-"""The status of each step (applied or skipped): decided on the device, read by the host two steps later."""
+"""The status of each step (applied or skipped): decided on the device, read by the host two steps later.
+
+:class:`StepResults` joins the loss scaler's ring of statuses with the parameters that the statistics of each step belong to, so
+the host can name the gradients of an overflow.  :class:`LossWatch` stands in if nothing checks the gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,47 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
     from fabricamp.precision.stepper import ParamGradMap
-
-
-# ~~~ from precision.loss_watch: The policies for non-finite gradients and losses, and the messages about them.
-
 
 logger = logging.getLogger("fabricamp")
 
 NAN_POLICIES: Final = ("skip", "stop", "raise")
 _MOST_NAMES: Final = 5
-
-
-def described(overflow: Overflow, names: Sequence[str], step: int) -> str:
-    """Returns a sentence that names the parameters, the ``step`` (a ``global_step``), the loss and the scale of an overflow."""
-    shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
-    return (
-        f"the gradients{' of ' if names else ''}{shown} were not finite at step {step} (loss {overflow.loss:g}, "
-        f"loss scale {overflow.scale:g})"
-    )
-
-
-class LossWatch:
-    """Receives logged values and warns once per loss if it is not finite; used if nothing checks the gradients.
-
-    A logged value counts as a loss if its name contains "loss".
-    """
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def __call__(self, values: Mapping[str, float], step: int) -> None:
-        """Checks the values of a flush."""
-        for name, value in values.items():
-            if math.isfinite(value) or "loss" not in name.lower() or name in self._told:
-                continue
-            self._told.add(name)
-            logger.warning(
-                "%s is %g at step %d, and training goes on; Trainer(nan_policy='stop') or 'raise' ends it at the first "
-                "gradient that is not finite, with the weights from before and the parameter's name",
-                name, value, step,
-            )  # fmt: skip
 
 
 class StepResults:
@@ -75,9 +45,10 @@ class StepResults:
         self.schedules_follow = dynamic or policy == "skip"
         self._module: nn.Module | None = None
         self._strategy = Strategy()
-        self._bindings: Sequence[ParamGradMap] = ()
-        self._numbers_each = 1
+        self._param_maps: Sequence[ParamGradMap] = ()
+        self._stats_per_optimizer = 1
         self._first: tuple[int, Tensor | None] | None = None
+        """The step of the last overflow, and the parameter of its lowest non-finite statistic (None: not known)."""
 
     @property
     def scale(self) -> float:
@@ -103,24 +74,28 @@ class StepResults:
     def window_tensors(self) -> list[Tensor]:
         """The device state of an accumulation in progress beside its gradients: one struct per loss if there are several."""
         losses = self.scaler.losses
-        return [one.words for one in losses] if len(losses) > 1 else []
+        return [state.words for state in losses] if len(losses) > 1 else []
 
     def follow(
-        self, module: nn.Module, strategy: Strategy, bindings: Sequence[ParamGradMap], numbers_each: int
+        self, module: nn.Module, strategy: Strategy, param_maps: Sequence[ParamGradMap], stats_per_optimizer: int
     ) -> None:
-        """Stores module, strategy and bindings; each binding has a range of ``numbers_each`` statistic numbers."""
-        self._module, self._strategy, self._bindings, self._numbers_each = module, strategy, bindings, numbers_each
+        """Stores what names the parameters of an overflow; each optimizer has a range of ``stats_per_optimizer`` statistics."""
+        self._module = module
+        self._strategy = strategy
+        self._param_maps = param_maps
+        self._stats_per_optimizer = stats_per_optimizer
         self._first = None
 
-    def widen(self, steps: int) -> None:
+    def resize_ring(self, steps: int) -> None:
         """Makes room for the statuses of ``steps`` steps per launch; call it before the first batch."""
-        self.scaler.widen(steps + SLOTS)
-        for binding in self._bindings:
-            binding.nonfinite_tracker.widen(steps + SLOTS)
+        self.scaler.resize_ring(steps + SLOTS)
+        for param_map in self._param_maps:
+            param_map.nonfinite_tracker.resize_ring(steps + SLOTS)
 
     def leave(self) -> None:
         """Drops module and optimizers after a run; the step statuses stay."""
-        self._module, self._bindings = None, ()
+        self._module = None
+        self._param_maps = ()
 
     def close_window(self, loss: Tensor | None) -> StepStatus | None:
         """Finishes a step; returns the status of the step two steps ago, None before there is one."""
@@ -131,7 +106,11 @@ class StepResults:
         """Updates the scales and records the status on the device, unless an optimizer step did so in its own launch."""
         losses = self.scaler.losses
         if len(losses) > 1 and self._strategy.distributed:
-            _agree([one.finite for one in losses], self._strategy)
+            # Of several losses each rank has checked its own gradients, before the exchange: the ranks agree which overflowed.
+            # With one loss the exchanged gradients are checked, and inf and nan have reached every rank.
+            flags = torch.stack([state.finite for state in losses])
+            for state, agreed in zip(losses, self._strategy.reduce(flags, "min"), strict=True):
+                state.finite.copy_(agreed)
         self.scaler.launch_close(loss)
 
     def repeated(self, optimizer: Optimizer) -> Callable[[], None] | None:
@@ -140,22 +119,23 @@ class StepResults:
         The callback records which parameters the statistics belong to.
         """
         scaler = self.scaler
-        nonfinite_tracker = next(
-            binding.nonfinite_tracker for binding in self._bindings if binding.optimizer is optimizer
-        )
-        stats_record = nonfinite_tracker.stats_record
-        return None if stats_record is None else lambda: nonfinite_tracker.note(scaler.windows, stats_record)
+        tracker = self._tracker(optimizer)
+        stats_record = tracker.stats_record
+        return None if stats_record is None else lambda: tracker.note(scaler.steps, stats_record)
 
     def keep_statistics(self, optimizer: Optimizer) -> None:
         """Copies the statistics of the last step of ``optimizer``, during capture, to memory that no other graph writes."""
-        next(binding.nonfinite_tracker for binding in self._bindings if binding.optimizer is optimizer).keep()
+        self._tracker(optimizer).keep()
+
+    def _tracker(self, optimizer: Optimizer) -> NonFiniteTracker:
+        return next(param_map.nonfinite_tracker for param_map in self._param_maps if param_map.optimizer is optimizer)
 
     def note_closed(self) -> StepStatus | None:
         """Counts the step and returns the status that is due; launches nothing."""
-        verdict = self.scaler.note_closed()
-        if verdict is not None and not verdict.applied:
-            self._look_at(self.scaler.overflow)
-        return verdict
+        status = self.scaler.note_closed()
+        if status is not None and not status.applied:
+            self._find_first(self.scaler.overflow)
+        return status
 
     def drain(self) -> list[StepStatus]:
         """Returns the statuses that :meth:`close_window` has not returned yet; waits for the device.
@@ -172,34 +152,60 @@ class StepResults:
         if self.policy == "stop":
             scaler.settle()
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        blamed = [names[id(one)] for one in self._blamed(scaler.overflow) if id(one) in names]
-        return described(scaler.overflow, blamed, global_step - 1 - scaler.windows_since(scaler.overflow))
+        nonfinite = [names[id(parameter)] for parameter in self._nonfinite(scaler.overflow) if id(parameter) in names]
+        return _described(scaler.overflow, nonfinite, global_step - 1 - scaler.steps_since(scaler.overflow))
 
-    def _look_at(self, overflow: Overflow) -> None:
+    def _find_first(self, overflow: Overflow) -> None:
         """Finds the parameter of an overflow's lowest non-finite statistic, before its ring slot is overwritten."""
-        if self._first is not None and self._first[0] == overflow.window:
+        if self._first is not None and self._first[0] == overflow.step:
             return
-        first = None
-        if self._bindings and overflow.chunk >= 0:
-            number, index = divmod(overflow.chunk, self._numbers_each)
-            first = self._bindings[number].nonfinite_tracker.target(index, self.scaler.slot_of(overflow))
-        self._first = overflow.window, first
+        parameter = None
+        if self._param_maps and overflow.chunk >= 0:
+            number, index = divmod(overflow.chunk, self._stats_per_optimizer)
+            tracker = self._param_maps[number].nonfinite_tracker
+            parameter = tracker.parameter(index, self.scaler.slot_of(overflow))
+        self._first = (overflow.step, parameter)
 
-    def _blamed(self, overflow: Overflow) -> list[Tensor]:
+    def _nonfinite(self, overflow: Overflow) -> list[Tensor]:
         """Returns the model parameters with non-finite gradients: the overflow's first, then those of the last step."""
-        self._look_at(overflow)
-        found = [self._first[1]] if self._first is not None and self._first[1] is not None else []
-        found += [target for binding in self._bindings for target in binding.nonfinite_tracker.last_targets()]
-        holders = {
-            id(target): holder
-            for binding in self._bindings
-            for holder, target in zip(binding.holders, binding.targets, strict=True)
-        }
-        return list({id(target): holders.get(id(target), target) for target in found}.values())
+        self._find_first(overflow)
+        found = []
+        if self._first is not None and self._first[1] is not None:
+            found.append(self._first[1])
+        model_params: dict[int, Tensor] = {}
+        for param_map in self._param_maps:
+            found += param_map.nonfinite_tracker.last_nonfinite()
+            for model_param, master in zip(param_map.model_params, param_map.master_params, strict=True):
+                model_params[id(master)] = model_param
+        return list({id(updated): model_params.get(id(updated), updated) for updated in found}.values())
 
 
-def _agree(flags: Sequence[Tensor], strategy: Strategy) -> None:
-    """Makes the ranks agree which of several losses overflowed, before their scales are updated (one small exchange)."""
-    finite = strategy.reduce(torch.stack(list(flags)), "min")
-    for flag, agreed in zip(flags, finite, strict=True):
-        flag.copy_(agreed)
+def _described(overflow: Overflow, names: Sequence[str], step: int) -> str:
+    """Returns a sentence that names the parameters, the ``step`` (a ``global_step``), the loss and the scale of an overflow."""
+    shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    return (
+        f"the gradients{' of ' if names else ''}{shown} were not finite at step {step} (loss {overflow.loss:g}, "
+        f"loss scale {overflow.scale:g})"
+    )
+
+
+class LossWatch:
+    """Receives logged values and warns once per loss if it is not finite; used if nothing checks the gradients.
+
+    A logged value counts as a loss if its name contains "loss".
+    """
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def __call__(self, values: Mapping[str, float], step: int) -> None:
+        """Checks the values of a flush."""
+        for name, value in values.items():
+            if math.isfinite(value) or "loss" not in name.lower() or name in self._warned:
+                continue
+            self._warned.add(name)
+            logger.warning(
+                "%s is %g at step %d, and training goes on; Trainer(nan_policy='stop') or 'raise' ends it at the first "
+                "gradient that is not finite, with the weights from before and the parameter's name",
+                name, value, step,
+            )  # fmt: skip

@@ -476,18 +476,18 @@ def test_a_wider_ring_tells_the_same_verdicts_and_is_saved_as_ever(windows):
     plain, wide = LossScaler(window=3), LossScaler(window=3)
     for flag in flags[:windows]:
         assert close(plain, flag) == close(wide, flag)
-    wide.widen(9)
+    wide.resize_ring(9)
     assert wide.ring.shape[0] == 9
     for flag in flags[windows:]:
         torch.testing.assert_close(wide.state_dict(), plain.state_dict(), rtol=0, atol=0, equal_nan=True)
         assert close(plain, flag) == close(wide, flag)
     later = LossScaler(window=3)
-    later.widen(12)
+    later.resize_ring(12)
     later.load_state_dict(wide.state_dict())
     for flag in flags:
         assert close(plain, flag) == close(later, flag) == close(wide, flag)
     assert plain.overflow == later.overflow == wide.overflow
-    assert later.slot_of(later.overflow) == later.overflow.window % 12
+    assert later.slot_of(later.overflow) == later.overflow.step % 12
 
 
 SCHEDULES = {
@@ -548,7 +548,7 @@ def test_the_rates_of_a_launch_are_those_of_single_steps(name, follows, frequenc
         behind.append(plain.rate)
     one = Schedule(name, frequency, follows=follows)
     if one.verdicts is not None:
-        one.verdicts.widen(5)
+        one.verdicts.resize_ring(5)
     rates = LrTable(one.optimizer, one.schedules, one.state, one.verdicts, 5)
     found, seen, step = [], [], 0
     for count in (1, 5, 5, 1, 1, 5, 5, 1, 5, 5, 5, 1):

@@ -263,7 +263,7 @@ def test_twenty_skips_at_the_floor_end_a_run_resumed_or_not(floor):
         assert not closes(one, 2 + PATIENCE - 1 + LAG - 13).ends_run
         assert [verdict.ends_run for verdict in one.pending()] == [True, True]
         assert closes(one, 1).ends_run
-        assert (one.overflow.window, one.overflow.scale) == (0, pytest.approx(4 * floor))
+        assert (one.overflow.step, one.overflow.scale) == (0, pytest.approx(4 * floor))
 
 
 @pytest.mark.parametrize("policy", STICKY)
@@ -282,7 +282,7 @@ def test_a_state_saved_before_the_host_knew_ends_the_resumed_run_too(policy):
     for _ in range(LAG):
         verdict = second.close(torch.tensor(0.5))
     assert verdict.ends_run
-    assert second.overflow.window == 2
+    assert second.overflow.step == 2
 
 
 def test_a_settled_state_starts_afresh():
@@ -324,7 +324,7 @@ def test_a_constant_scale_of_a_policy_is_not_carried_to_a_level_that_moves_it():
     assert static.verdicts.scale == 1.0
     static.load_state_dict(run.precision.state_dict())
     assert static.verdicts.applied_steps == 0
-    assert static.verdicts.scaler.windows == 1
+    assert static.verdicts.scaler.steps == 1
 
 
 def test_sparse_gradients_are_looked_at_and_named(kernel_device):

@@ -187,7 +187,7 @@ def _release_known(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> No
     given = set(map(id, optimizers))
     released = []
     for stash in list(_amp_state.optimizers):
-        holders = set(map(id, stash.binding.holders))
+        holders = set(map(id, stash.binding.model_params))
         if id(stash.optimizer) in given:
             _check_alone(stash, chosen)
         elif not any(_amp_state.conversions[model].holds(holders) for model in known):
@@ -202,7 +202,7 @@ def _release_known(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> No
 
 def _check_alone(stash: Any, models: set[int]) -> None:
     """Raises AmpError for an optimizer passed again without the model that has the masters it updates."""
-    holders = {id(holder) for holder, _ in stash.binding.apart}
+    holders = {id(holder) for holder, _ in stash.binding.master_pairs}
     for model, conversion in list(_amp_state.conversions.items()):
         if id(model) not in models and holders and conversion.holds(holders):
             raise AmpError(

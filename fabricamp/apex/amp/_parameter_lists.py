@@ -25,7 +25,7 @@ class GroupLists:
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Returns (parameter that backward fills, parameter that is updated), in the order of ``param_groups``."""
         self.binding.refresh()
-        return list(zip(self.binding.holders, self.binding.targets, strict=True))
+        return list(zip(self.binding.model_params, self.binding.master_params, strict=True))
 
     def _groups(self, chosen: Callable[[Tensor, Tensor], Tensor | None]) -> list[list[Tensor]]:
         holders = {id(target): holder for holder, target in self.pairs()}
@@ -62,7 +62,7 @@ class ParameterLists(GroupLists):
     def has_masters(self) -> bool:
         """Whether the optimizer updates masters, not only the parameters that backward fills."""
         self.binding.refresh()
-        return bool(self.binding.apart)
+        return bool(self.binding.master_pairs)
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -82,7 +82,7 @@ class ParameterLists(GroupLists):
     all_fp32_params = all_fp32_from_fp32_params
 
     def _stashed(self, chosen: list[Tensor]) -> list[Tensor | None]:
-        kept = dict(zip(map(id, self.binding.targets), self.kept, strict=False))
+        kept = dict(zip(map(id, self.binding.master_params), self.kept, strict=False))
         return [kept.get(id(one)) for one in chosen]
 
     @property

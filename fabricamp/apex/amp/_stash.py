@@ -21,7 +21,7 @@ from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import MasterWeights, round_to
 from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
-from fabricamp.precision.stepper import Gradient, ParamGradMap, leave_fused, may_skip, pair, run_unless_overflow
+from fabricamp.precision.stepper import Gradient, ParamGradMap, create_grad, leave_fused, may_skip, run_unless_overflow
 
 logger = logging.getLogger("fabricamp")
 
@@ -115,7 +115,7 @@ class AmpOptimizerState(ParameterLists):
                     f"the model moved from {target.device} to {holder.device} after amp.initialize, its fp32 masters did not; "
                     "call model.to(device) before amp.initialize"
                 )
-        holders = set(map(id, self.binding.holders))
+        holders = set(map(id, self.binding.model_params))
         for conversion in list(_amp_state.conversions.values()):
             if conversion.has_masters and conversion.holds(holders):
                 conversion.take_edits()
@@ -125,8 +125,8 @@ class AmpOptimizerState(ParameterLists):
         self.lazy_init()
         binding = self.binding
         binding.refresh()
-        self.kept, self._resent = [_own(target.grad) for target in binding.targets], False
-        for holder, target in zip(binding.holders, binding.targets, strict=True):
+        self.kept, self._resent = [_own(target.grad) for target in binding.master_params], False
+        for holder, target in zip(binding.model_params, binding.master_params, strict=True):
             holder.grad = None
             if holder is not target:
                 target.grad = None
@@ -140,7 +140,7 @@ class AmpOptimizerState(ParameterLists):
     def resend(self, scale: Tensor | float) -> None:
         """Writes gradients of passes without an exchange back, times ``scale``: the wrapper averages them with the next pass's."""
         self._resent = True
-        rows = [(kept, one) for one, kept in zip(self.binding.holders, self.kept, strict=True) if kept is not None]
+        rows = [(kept, one) for one, kept in zip(self.binding.model_params, self.kept, strict=True) if kept is not None]
         for kept, holder in rows:
             holder.grad = (kept * scale).to(holder.dtype) if kept.is_sparse else torch.empty_like(holder)
         dense = [
@@ -156,7 +156,7 @@ class AmpOptimizerState(ParameterLists):
         """Restores the gradients of earlier passes after a backward that failed."""
         if self.params_have_scaled_gradients:
             return
-        for target, kept in zip(self.binding.targets, self.kept, strict=False):
+        for target, kept in zip(self.binding.master_params, self.kept, strict=False):
             if kept is not None:
                 target.grad = kept
         self.kept = []
@@ -169,7 +169,7 @@ class AmpOptimizerState(ParameterLists):
         if self._resent:  # the new gradients contain the earlier ones
             earlier = [None] * len(earlier)
         self.kept, self.settle, self._resent = [], None, False
-        for holder, target, kept in zip(binding.holders, binding.targets, earlier, strict=True):
+        for holder, target, kept in zip(binding.model_params, binding.master_params, earlier, strict=True):
             new = holder.grad
             if id(holder) in seen:
                 continue
@@ -182,7 +182,7 @@ class AmpOptimizerState(ParameterLists):
                 holder.grad = new = new.resolve_conj()
             work.incoming.append(new)
             if kept is None:
-                work.fresh.append(pair(Gradient(holder, target, new)))
+                work.fresh.append(create_grad(Gradient(holder, target, new)))
             elif new.is_sparse or kept.is_sparse:
                 work.sparse.append((target, new, kept))
             else:
@@ -212,7 +212,7 @@ class AmpOptimizerState(ParameterLists):
         self.params_have_scaled_gradients = scaled
 
     def _look_for_wrappers(self) -> None:
-        holders = set(map(id, self.binding.holders))
+        holders = set(map(id, self.binding.model_params))
         self._wrappers = [weakref.ref(one) for one in wrappers_of(holders)]
         for conversion in list(_amp_state.conversions.values()):
             if conversion.holds(holders):
@@ -225,7 +225,7 @@ class AmpOptimizerState(ParameterLists):
         return isinstance(self.optimizer, FusedOptimizer) or may_skip(self.optimizer)
 
     def _leave_what_cpus_lack(self) -> None:
-        if isinstance(self.optimizer, torch.optim.SGD) and _half_on_cpu(self.binding.targets):
+        if isinstance(self.optimizer, torch.optim.SGD) and _half_on_cpu(self.binding.master_params):
             leave_fused(self.optimizer, tell=is_rank_zero())
 
     def flag(self, found_inf: Tensor) -> None:
@@ -291,7 +291,7 @@ class AmpOptimizerState(ParameterLists):
 
     def round(self) -> None:
         """Rounds the masters into the half weights."""
-        holders, targets = [one for one, _ in self.binding.apart], [one for _, one in self.binding.apart]
+        holders, targets = [one for one, _ in self.binding.master_pairs], [one for _, one in self.binding.master_pairs]
         for _, (masters, half) in by_device(targets, holders):
             round_to(masters, half)
 
@@ -324,7 +324,7 @@ class AmpOptimizerState(ParameterLists):
     def _end_window(self) -> None:
         self.skips = self.had_backward = self._flagged = False
         self.settle = None
-        for _, target in self.binding.apart:
+        for _, target in self.binding.master_pairs:
             target.grad = None
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
@@ -332,7 +332,7 @@ class AmpOptimizerState(ParameterLists):
         self._zero_grad(*args, **options)
         to_none = options.get("set_to_none", args[0] if args else None)
         self.binding.refresh()
-        for holder, target in self.binding.apart:
+        for holder, target in self.binding.master_pairs:
             target.grad = None
             if to_none is False and holder.grad is not None:
                 holder.grad = holder.grad.detach().zero_()  # a wrapper's views cannot be detached in place
@@ -344,7 +344,7 @@ class AmpOptimizerState(ParameterLists):
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Adds parameters, with masters for half ones."""
         self._add_param_group(group)
-        if self.binding.apart:
+        if self.binding.master_pairs:
             give_masters(self.optimizer.param_groups[-1:])
         self.binding.refresh()
 

@@ -194,7 +194,7 @@ def _why_hopeless(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> s
     bad = [
         names.get(id(holder), f"a parameter of shape {tuple(holder.shape)}")
         for stash in stashes
-        for holder, target in zip(stash.binding.holders, stash.binding.targets, strict=True)
+        for holder, target in zip(stash.binding.model_params, stash.binding.master_params, strict=True)
         if target.grad is not None and not bool(torch.isfinite(target.grad.sum()))
     ]
     shown = ", ".join(bad[:_MOST_NAMES]) + (", ..." if len(bad) > _MOST_NAMES else "")

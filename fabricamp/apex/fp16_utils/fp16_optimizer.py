@@ -20,7 +20,7 @@ from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import round_to
 from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
-from fabricamp.precision.stepper import ParamGradMap, pair
+from fabricamp.precision.stepper import ParamGradMap, create_grad
 
 
 class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
@@ -75,7 +75,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803  # apex's name
         """Zeroes the gradients, or sets them to None; sets those of masters to None."""
-        for holder, target in zip(self.binding.holders, self.binding.targets, strict=True):
+        for holder, target in zip(self.binding.model_params, self.binding.master_params, strict=True):
             if holder is not target:
                 target.grad = None
             if holder.grad is None or set_grads_to_None:
@@ -94,10 +94,10 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
         """Writes unscaled gradients into ``.grad`` of the masters, and checks for overflow."""
         gathered = self.binding.gather(IN_PLACE)
         if self.dynamic_loss_scale:
-            self.overflow = self.loss_scaler.has_overflow([one.holder for one in gathered])
+            self.overflow = self.loss_scaler.has_overflow([one.model_param for one in gathered])
             if self.overflow:
                 return
-        pairs = [pair(one) for one in gathered]
+        pairs = [create_grad(one) for one in gathered]
         for place in {source.device for source, _ in pairs}:
             here = [one for one in pairs if one[0].device == place]
             ops.scale([source for source, _ in here], [to for _, to in here], 1.0 / self.loss_scale)
@@ -148,7 +148,9 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     def _master_params_to_model_params(self) -> None:
         self.binding.refresh()
-        round_to([target for _, target in self.binding.apart], [holder for holder, _ in self.binding.apart])
+        round_to(
+            [target for _, target in self.binding.master_pairs], [holder for holder, _ in self.binding.master_pairs]
+        )
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Returns the masters' gradients, group by group; None after an overflow."""

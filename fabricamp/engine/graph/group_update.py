@@ -224,7 +224,7 @@ class GroupUpdate(GraphUpdate):
         self._shows_logs = any(not type(one).__module__.startswith("fabricamp.") for one in hooked)
         self._role = Role(1, opens=True, closes=True)
         if parts.precision.verdicts is not None:
-            parts.precision.verdicts.widen(self._options.steps)
+            parts.precision.verdicts.resize_ring(self._options.steps)
 
     def begin_epoch(self, batch_idx: int) -> None:
         """Prepares an epoch; a :class:`ResidentLoader` gathers the batches of a launch at once."""

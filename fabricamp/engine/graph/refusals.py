@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fabricamp.callbacks.base import Callback, waits_between_steps
 from fabricamp.cuda_graph import reason_against
-from fabricamp.engine.update import bound_to
+from fabricamp.engine.update import resolve_hooks
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
@@ -41,7 +41,7 @@ def graph_refusal(parts: FitParts) -> str:
 
 
 def _hook_in_a_step(parts: FitParts) -> str:
-    bound = bound_to(parts, parts.optimizers[0], steps_alone=False)
+    bound = resolve_hooks(parts, parts.optimizers[0], steps_alone=False)
     middle = {
         "on_before_zero_grad": bound.before_zero_grad,
         "optimizer_zero_grad": bound.zero_grad,

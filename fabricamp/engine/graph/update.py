@@ -148,7 +148,7 @@ class GraphUpdate(Update):
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
-        role = Role(self._accumulate, self.loss is None, self._ends_window(batch_idx, last))
+        role = Role(self._accumulate, self.loss is None, self._ends_accumulation(batch_idx, last))
         key = None if self.why_eager else self._key_of(batch, role)
         step = None if key is None else self._replayable(key)
         # Both may be collectives: every rank calls them, also a rank that runs this micro-batch eagerly.
@@ -255,7 +255,7 @@ class GraphUpdate(Update):
             check_peers()  # a layer's kernel may have given up waiting for another rank
             self._parts.strategy.note_window(begun=not role.closes)
         if not role.closes:
-            self.loss, self._whole = step.loss, True
+            self.loss, self._batch_complete = step.loss, True
             self._state.open_batches += 1
             return outputs
         self._note_replay()
@@ -264,7 +264,7 @@ class GraphUpdate(Update):
     def _note_replay(self) -> None:
         """Does the host's bookkeeping of a step whose update the device has launched."""
         self.loss, self._state.open_batches = None, 0
-        if self._bound.plain_step is None:
+        if self._hooks.plain_step is None:
             self._note_update()
         else:
             self._state.global_step += 1
@@ -381,10 +381,10 @@ class GraphUpdate(Update):
         if not role.closes:
             return outputs
         loss, self.loss = self.loss, None
-        if self._bound.plain_step is None:
+        if self._hooks.plain_step is None:
             self._launch_update(loss, batch_idx)
         else:
-            self._bound.plain_step()
+            self._hooks.plain_step()
         return outputs
 
     def _launch_checked(
