@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from fabricamp import ops
-from fabricamp.apex._multi_tensor.lists import checked, in_fp32, numbers, verdict
+from fabricamp.apex._multi_tensor.lists import Lists, checked, in_fp32, numbers, verdict
 
 
 @torch.no_grad()
@@ -31,21 +29,9 @@ def multi_tensor_lamb(
 ) -> None:
     """Makes step number ``step`` of LAMB; lists: gradients (not changed), parameters, averages, squares."""
     lists = checked("multi_tensor_lamb", noop_flag, tensor_lists, 4)
-    rule = ops.LambRule(
-        lr,
-        beta1,
-        beta2,
-        epsilon,
-        weight_decay,
-        bias_correction=bool(bias_correction),
-        decoupled=mode == 1,
-        grad_averaging=bool(grad_averaging),
-        max_norm=max_grad_norm,
-        nvlamb=bool(use_nvlamb),
-    )
-    with in_fp32(lists) as columns:
-        steps = numbers(step - 1, len(columns[0]), noop_flag.device)
-        _lamb(columns, steps, rule, global_grad_norm.reshape(()), None)
+    moments = beta1, beta2, epsilon
+    rule = _rule(lr, moments, weight_decay, bias_correction, grad_averaging, mode, max_grad_norm, use_nvlamb)
+    _lamb(noop_flag, lists, step, rule, global_grad_norm.reshape(()), None)
 
 
 @torch.no_grad()
@@ -73,34 +59,49 @@ def multi_tensor_lamb_mp(
     Copies the parameters to list 4 if there is one.  Has no effect if the flag or ``found_inf`` is set.
     """
     lists = checked("multi_tensor_lamb_mp", noop_flag, tensor_lists, 4, 5)
-    rule = ops.LambRule(
-        lr.reshape(()),
-        beta1,
-        beta2,
-        epsilon,
+    moments = beta1, beta2, epsilon
+    # Only the device knows the limit: the norm is divided by it, and compared with 1.
+    rule = _rule(lr.reshape(()), moments, weight_decay, bias_correction, grad_averaging, mode, 1.0, use_nvlamb)
+    norm = global_grad_norm.reshape(()) / max_grad_norm.reshape(())
+    state = verdict(noop_flag.reshape(()).logical_or(found_inf.reshape(())), inv_scale)
+    _lamb(noop_flag, lists, step, rule, norm, state)
+
+
+def _rule(
+    lr: float | Tensor,
+    moments: tuple[float, float, float],
+    weight_decay: float,
+    bias_correction: int,
+    grad_averaging: int,
+    mode: int,
+    max_norm: float,
+    use_nvlamb: bool,
+) -> ops.LambRule:
+    """Returns the rule for apex's arguments; ``moments`` are beta1, beta2 and epsilon."""
+    return ops.LambRule(
+        lr,
+        *moments,
         weight_decay,
         bias_correction=bool(bias_correction),
         decoupled=mode == 1,
         grad_averaging=bool(grad_averaging),
-        max_norm=1.0,  # the norm is divided by the limit below, because only the device knows the limit
+        max_norm=max_norm,
         nvlamb=bool(use_nvlamb),
     )
-    state = verdict(noop_flag.reshape(()).logical_or(found_inf.reshape(())), inv_scale)
-    with in_fp32(lists) as columns:
-        steps = numbers(step - 1, len(columns[0]), noop_flag.device)
-        _lamb(columns, steps, rule, global_grad_norm.reshape(()) / max_grad_norm.reshape(()), state)
 
 
 def _lamb(
-    columns: Sequence[list[Tensor]],
-    steps: list[Tensor],
+    noop_flag: Tensor,
+    lists: Lists,
+    step: Tensor | int,
     rule: ops.LambRule,
     norm: Tensor,
     state: ops.StepState | None,
 ) -> None:
-    gradients, parameters, averages, squares, *copies = columns
-    rows = ops.Rows(gradients, parameters, (averages, squares), (steps,), copies[0] if copies else None)
-    ops.update(rule, rows, state, norm=norm.to(gradients[0].device, torch.float64, non_blocking=True))
+    with in_fp32(lists) as (gradients, parameters, averages, squares, *copies):
+        steps = numbers(step - 1, len(gradients), noop_flag.device)
+        rows = ops.Rows(gradients, parameters, (averages, squares), (steps,), copies[0] if copies else None)
+        ops.update(rule, rows, state, norm=norm.to(gradients[0].device, torch.float64, non_blocking=True))
 
 
 @torch.no_grad()

@@ -23,21 +23,21 @@ class TensorListError(ConfigError, RuntimeError):
 
 def checked(name: str, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *depths: int) -> Lists:
     """Returns the lists; raises :class:`TensorListError` unless their number is in ``depths`` and their tensors match."""
-    lists = [list(one) for one in tensor_lists]
+    lists = [list(tensors) for tensors in tensor_lists]
     if len(lists) not in depths:
         wanted = " or ".join(map(str, depths))
         raise TensorListError(f"{name} takes {wanted} lists of tensors, and got {len(lists)}")
-    lengths = [len(one) for one in lists]
+    lengths = [len(tensors) for tensors in lists]
     if not lengths[0]:
         raise TensorListError(f"{name} got an empty list of tensors; give at least one, or do not call it")
     if len(set(lengths)) > 1:
         raise TensorListError(f"{name} got lists of different lengths ({', '.join(map(str, lengths))})")
     device = lists[0][0].device
-    for index, one in enumerate(lists):
-        for place, tensor in enumerate(one):
-            obstacle = _obstacle(tensor, lists[0][place], device)
+    for number, tensors in enumerate(lists):
+        for index, tensor in enumerate(tensors):
+            obstacle = _obstacle(tensor, lists[0][index], device)
             if obstacle is not None:
-                raise TensorListError(f"{name}: tensor {place} of list {index} {obstacle}")
+                raise TensorListError(f"{name}: tensor {index} of list {number} {obstacle}")
     if noop_flag.device != device or noop_flag.numel() != 1:
         raise TensorListError(
             f"{name}: the flag is a tensor of {noop_flag.numel()} elements on {noop_flag.device}; give one int32 on {device}"
