@@ -75,10 +75,12 @@ class KernelPlan:
             ("RELU", str(int(relu))),
             ("RESIDUAL", str(int(residual))),
         )
-        self.statistics, self.merge, self.normalise, self.reduce, self.gradient = (
-            bridge.kernel("sync_batch_norm", name, (), x.device, defines)
-            for name in ("statistics", "merge", "normalise", "reduce", "gradient")
-        )
+        # Forward launches the first three (merge after a collective only), backward the last two.
+        self.statistics = bridge.kernel("sync_batch_norm", "statistics", (), x.device, defines)
+        self.merge = bridge.kernel("sync_batch_norm", "merge", (), x.device, defines)
+        self.normalise = bridge.kernel("sync_batch_norm", "normalise", (), x.device, defines)
+        self.reduce = bridge.kernel("sync_batch_norm", "reduce", (), x.device, defines)
+        self.gradient = bridge.kernel("sync_batch_norm", "gradient", (), x.device, defines)
         self.threads = geometry.threads
         self._sum_blocks = geometry.sums.blocks
         self._write_blocks = geometry.spread.blocks
