@@ -10,16 +10,16 @@ from torch import Tensor
 
 def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
     """Returns ``args`` with floating tensors, also in lists and dicts, cast to autocast's dtype; unchanged if autocast is off."""
-    return tuple([_cast(one) for one in args])
+    return tuple(map(_cast, args))
 
 
 def _cast(value: Any) -> Any:
     if isinstance(value, Tensor):
         kind = value.device.type
-        wanted = value.is_floating_point() and value.dtype is not torch.float64 and torch.is_autocast_enabled(kind)
-        return value.to(torch.get_autocast_dtype(kind)) if wanted else value
+        casts = value.is_floating_point() and value.dtype is not torch.float64 and torch.is_autocast_enabled(kind)
+        return value.to(torch.get_autocast_dtype(kind)) if casts else value
     if isinstance(value, dict):
-        return {key: _cast(one) for key, one in value.items()}
+        return {key: _cast(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)([_cast(one) for one in value])
+        return type(value)([_cast(entry) for entry in value])
     return value

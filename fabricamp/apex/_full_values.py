@@ -35,7 +35,7 @@ class ScriptMasters(MasterWeights):
         """Returns the half weights that differ from their rounded masters.  The host waits once."""
         masters = [(tensor, full.value) for tensor, full in self.full_values.items() if full.is_master]
         differs = [(tensor != master.to(tensor)).any() for tensor, master in masters]
-        flags = torch.stack([one.to(differs[0].device) for one in differs]).tolist() if differs else []
+        flags = torch.stack([differ.to(differs[0].device) for differ in differs]).tolist() if differs else []
         return [tensor for (tensor, _), flag in zip(masters, flags, strict=True) if flag]
 
     def checked(self, tensor: Tensor, full: FullValue) -> Tensor:
@@ -54,13 +54,16 @@ def share_full_values(module: nn.Module, broadcast: Callable[[list[Tensor]], Non
     """
     tensors = [*module.parameters(), *module.buffers()]
     # In the order of the tensors, which is the same on every rank; the order of a set is not.
-    behind = [
-        (tensor, full) for tensor in tensors for one in _known if (full := one.full_values.get(tensor)) is not None
-    ]
-    values = [full.value.detach().to(tensor.device) for tensor, full in behind]
+    pairs = []
+    for tensor in tensors:
+        for masters in _known:
+            full = masters.full_values.get(tensor)
+            if full is not None:
+                pairs.append((tensor, full))
+    values = [full.value.detach().to(tensor.device) for tensor, full in pairs]
     if values:
         broadcast(values)
-    for (tensor, full), value in zip(behind, values, strict=True):
+    for (tensor, full), value in zip(pairs, values, strict=True):
         full.value.copy_(value)
         full.version = tensor._version
 
@@ -81,16 +84,17 @@ class _FullOnSave:
     @torch.no_grad()
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            given = state.get(prefix + name)
-            if given is None or given is tensor or tensor.dtype not in HALF_DTYPES:
+            saved = state.get(prefix + name)
+            if saved is None or saved is tensor or tensor.dtype not in HALF_DTYPES:
                 continue  # the caller asked for the tensor itself (keep_vars), or the tensor is not half
             full = self._full.value_of(tensor)
             if full is None:
-                self._tell_if_written()
-                full = self._widened = given.float()
+                self._warn_if_written()
+                full = saved.float()
+                self._widened = full
             state[prefix + name] = full.to(tensor.device)
 
-    def _tell_if_written(self) -> None:
+    def _warn_if_written(self) -> None:
         """Warns once if a script wrote into a state dict's fp32 copies, most likely to average weights: the model keeps its own."""
         if self._widened is not None and self._widened._version:
             say_once(

@@ -31,15 +31,15 @@ def _pass_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Returns ``function`` as the ``forward`` of an autograd function, with ``ctx`` before its own parameters."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
-    tensors = next(place for place, name in enumerate(names) if name in ("normalized_shape", "epsilon"))
+    tensors = next(index for index, name in enumerate(names) if name in ("normalized_shape", "epsilon"))
 
     @functools.wraps(function)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
         with torch.enable_grad():
-            leaves = [one.detach().requires_grad_() for one in given.args[:tensors]]
-            output = function(*leaves, *given.args[tensors:])
+            leaves = [tensor.detach().requires_grad_() for tensor in bound.args[:tensors]]
+            output = function(*leaves, *bound.args[tensors:])
         ctx.passes = leaves, output, len(names) - tensors
         return output.detach()
 

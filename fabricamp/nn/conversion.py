@@ -1,4 +1,4 @@
-"""Converts every BatchNorm in a module to SyncBatchNorm, and back."""
+"""Replaces layers in a module: every BatchNorm by a SyncBatchNorm, and back; every LayerNorm and RMSNorm by a fused one."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ _ORIGINAL = "_batch_norm_before"
 _FORWARDS = (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
 """The forwards that SyncBatchNorm replaces exactly; with any other, a subclass's own activations and casts would be lost."""
 
+_FUSED: Final[dict[type[nn.Module], type[nn.Module]]] = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm}
+
 
 def convert_syncbn_model(
     module: Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
@@ -69,8 +71,10 @@ def revert_syncbn_model(module: Module, layers: Collection[nn.Module] | None = N
     """
 
     def revert(layer: nn.Module) -> nn.Module:
-        chosen = isinstance(layer, SyncBatchNorm) and (layers is None or any(layer is one for one in layers))
-        return _reverted(cast("SyncBatchNorm", layer)) if chosen else layer
+        if not isinstance(layer, SyncBatchNorm):
+            return layer
+        chosen = layers is None or any(layer is one for one in layers)
+        return _reverted(layer) if chosen else layer
 
     return cast("Module", _replaced(module, revert, {}))
 
@@ -92,8 +96,27 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     # Not torch's own timeout, which may be shorter.
     timeout = timeout_of(world, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     members = [list(range(first, first + group_size)) for first in range(0, ranks, group_size)]
-    groups = [dist.new_group(one, timeout=timeout) for one in members]
+    groups = [dist.new_group(group_ranks, timeout=timeout) for group_ranks in members]
     return cast("dist.ProcessGroup", groups[dist.get_rank() // group_size])
+
+
+def fuse(module: Module) -> Module:
+    """Makes every LayerNorm and RMSNorm in ``module``, or ``module`` itself, a fused one, and returns ``module``.
+
+    The modules stay the same objects, with their parameters, state dict, hooks, dtype, device and mode.  Subclasses of torch's
+    norms are left alone, because they may have their own ``forward``.  Under autocast a fused norm returns autocast's dtype,
+    torch's returns fp32.
+
+    >>> [type(layer).__name__ for layer in fuse(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))]
+    ['Linear', 'FusedLayerNorm']
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"fuse() takes a module, not {module!r}; of several modules, call it for each")
+    for layer in module.modules():
+        fused = _FUSED.get(type(layer))
+        if fused is not None:
+            layer.__class__ = fused
+    return module
 
 
 class _UncheckedBatchNorm(AnyBatchNorm):
@@ -107,13 +130,17 @@ def _replaced(module: nn.Module, replace: Callable[[nn.Module], nn.Module], done
     """Replaces ``module`` and all its submodules; a layer that is used in several places stays one shared layer."""
     if id(module) in done:
         return done[id(module)]
-    new = done[id(module)] = replace(module)
-    if new is module:
-        for name, child in list(module._modules.items()):
-            if child is not None and (replaced := _replaced(child, replace, done)) is not child:
-                module._modules[name] = replaced
-    else:
-        done[id(new)] = new
+    new = replace(module)
+    done[id(module)] = new
+    done[id(new)] = new
+    if new is not module:
+        return new
+    for name, child in list(module._modules.items()):
+        if child is None:
+            continue
+        replaced = _replaced(child, replace, done)
+        if replaced is not child:
+            module._modules[name] = replaced
     return new
 
 
@@ -142,7 +169,7 @@ def _as_synchronised(layer: AnyBatchNorm, group: dist.ProcessGroup | None, *, ch
 def _check_convertible(layer: AnyBatchNorm) -> None:
     """Raises :class:`ConfigError` if a SyncBatchNorm in the layer's place would silently compute something else."""
     kind = type(layer).__name__
-    if any(is_lazy(one) for one in (*layer.parameters(), *layer.buffers())):
+    if any(is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
         raise ConfigError(
             f"{kind} has no number of channels yet; run one batch through the module before the conversion"
         )
@@ -180,30 +207,3 @@ def _move(source: AnyBatchNorm, target: AnyBatchNorm) -> None:
         setattr(target, name, getattr(source, name))
     for name in _HOOKS:
         setattr(target, name, getattr(source, name))
-
-
-# ~~~ from nn.fusion: Replaces torch's modules by fused ones.
-
-
-M = TypeVar("M", bound=nn.Module)
-
-_FUSED: Final[dict[type[nn.Module], type[nn.Module]]] = {nn.LayerNorm: FusedLayerNorm, nn.RMSNorm: FusedRMSNorm}
-
-
-def fuse(module: M) -> M:
-    """Makes every LayerNorm and RMSNorm in ``module``, or ``module`` itself, a fused one, and returns ``module``.
-
-    The modules stay the same objects, with their parameters, state dict, hooks, dtype, device and mode.  Subclasses of torch's
-    norms are left alone, because they may have their own ``forward``.  Under autocast a fused norm returns autocast's dtype,
-    torch's returns fp32.
-
-    >>> [type(one).__name__ for one in fuse(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))]
-    ['Linear', 'FusedLayerNorm']
-    """
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"fuse() takes a module, not {module!r}; of several modules, call it for each")
-    for one in module.modules():
-        fused = _FUSED.get(type(one))
-        if fused is not None:
-            one.__class__ = fused
-    return module

@@ -66,10 +66,10 @@ class SyncBatchNorm(AnyBatchNorm):
             return self._evaluated(input, z)
         running = None
         if self.track_running_stats:  # may be switched off temporarily, as in BatchNorm: the values then stay
-            running_mean, running_var = self.running_mean, self.running_var
+            running_mean = self.running_mean
+            running_var = self.running_var
             if running_mean is not None and running_var is not None:
                 running = (running_mean, running_var, self.num_batches_tracked)
-        momentum = self.momentum
         return sync_batch_norm(
             input,
             self.weight,
@@ -77,7 +77,7 @@ class SyncBatchNorm(AnyBatchNorm):
             running,
             z=z,
             # Without running values momentum has no effect.
-            momentum=0.0 if running is None else momentum,
+            momentum=0.0 if running is None else self.momentum,
             eps=self.eps,
             relu=self.fuse_relu,
             channel_last=self.channel_last or input.dim() == 2,

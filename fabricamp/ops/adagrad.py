@@ -38,7 +38,8 @@ class AdagradRule(Rule):
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Updates in torch's order of operations, so that the bits equal those of torch's Adagrad with ``foreach=True``."""
-        (sums,), (steps,) = states, cells
+        (sums,) = states
+        (steps,) = cells
         values = list(torch._foreach_neg(gradients)) if self.maximize else gradients
         rates = _rates(steps, float(self.lr), self.lr_decay)
         torch._foreach_add_(list(steps), 1.0)
@@ -50,7 +51,8 @@ class AdagradRule(Rule):
         roots = list(torch._foreach_sqrt(sums))
         torch._foreach_add_(roots, self.eps)
         if isinstance(rates[0], torch.Tensor):
-            values, rates = list(torch._foreach_mul(values, _each(rates, values))), [1.0] * len(values)
+            values = list(torch._foreach_mul(values, _each(rates, values)))
+            rates = [1.0] * len(values)
         torch._foreach_addcdiv_(parameters, values, roots, [-rate for rate in rates])
 
 

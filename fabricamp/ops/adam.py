@@ -41,7 +41,9 @@ class AdamRule(Rule):
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Updates in torch's order of operations, so that the bits equal those of torch's Adam with ``foreach=True``."""
-        (averages, squares), (steps,), lr = states, cells, float(self.lr)
+        averages, squares = states
+        (steps,) = cells
+        lr = float(self.lr)
         if self.maximize:
             gradients = list(torch._foreach_neg(gradients))
         torch._foreach_add_(list(steps), 1.0)
@@ -52,7 +54,8 @@ class AdamRule(Rule):
         torch._foreach_lerp_(averages, gradients, 1 - self.beta1)
         torch._foreach_mul_(squares, self.beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - self.beta2)
-        roots, sizes = list(torch._foreach_sqrt(squares)), [-lr] * len(steps)
+        roots = list(torch._foreach_sqrt(squares))
+        sizes = [-lr] * len(steps)
         if steps[0].device.type == "cpu" and self.bias_correction:
             counts = [step.item() for step in steps]
             torch._foreach_div_(roots, [math.sqrt(1 - self.beta2**count) for count in counts])

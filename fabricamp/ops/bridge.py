@@ -1,4 +1,8 @@
-"""Compiles ``.cu`` files and launches their kernels on torch's memory and stream, both through CuPy; torch does the rest."""
+"""Compiles ``.cu`` files and launches their kernels on torch's memory and stream, both through CuPy; torch does the rest.
+
+In order: :func:`kernel` and the :class:`Kernel` that it returns, compilers, the reading of kernel files (sources, structures,
+argument types), and what runs an op on a device (:func:`runs_kernels`, :func:`backend`).
+"""
 
 from __future__ import annotations
 
@@ -54,101 +58,18 @@ _FIELDS: Final[dict[str, type[Any]]] = {
 """The ctypes of the number types in structures."""
 
 
-class Backend(NamedTuple):
-    """What runs an op, and why."""
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
-
-
-class Function(Protocol):
-    """A compiled kernel: ``launch(blocks, threads, arguments, stream)``; ``arguments`` is the address of an array of addresses."""
-
-    def __call__(self, blocks: int, threads: int, arguments: int, stream: int, /) -> None:
-        """Launches it on ``stream``."""
-
-
-def c_type(dtype: torch.dtype | None) -> str:
-    """Returns the CUDA C++ type of ``dtype``; None stands for the type of a column that a row does not have."""
-    return _TYPES[dtype]
-
-
-def source(file: str, kinds: Sequence[Kind] = (), defines: Defines = ()) -> str:
-    """Returns the source of ``<file>.cu`` with the package's headers inserted.
-
-    The macro ``KINDS``, the kinds of rows to compile for, is defined before the source; without ``kinds`` a file uses its own
-    default, the rows that most runs have.  ``defines`` are defined there too: the types and widths of a kernel on single tensors.
-
-    The headers are inserted because CuPy's disk cache is keyed by the source text alone.
-    """
-    rows = " ".join(f"KIND({index}, {', '.join(_TYPES[one] for one in kind)})" for index, kind in enumerate(kinds))
-    texts = kernel_texts()
-    text = re.sub(r'#include "(\w+\.cuh)"', lambda found: texts[found[1]].read_text(), texts[f"{file}.cu"].read_text())
-    lines = [f"#define {name} {value}\n" for name, value in (*((("KINDS", rows),) if kinds else ()), *defines)]
-    return "".join(lines) + text.replace("#pragma once", "")
-
-
-def _with_cupy(text: str, function: str, device: torch.device, shared: int = 0) -> Function:
-    import cupy
-    from cupy.cuda import driver
-
-    with cupy.cuda.Device(device.index):
-        try:
-            module = cupy.RawModule(code=text, options=("--std=c++17",), backend="nvrtc")
-            raw = module.get_function(function)
-            if shared:
-                raw.max_dynamic_shared_size_bytes = shared
-            compiled = raw.kernel
-        except cupy.cuda.compiler.CompileException as error:
-            raise RuntimeError(f"kernel {function} does not compile for {device}: {error}") from error
-    pointer, launch = compiled.ptr, driver.launchKernel
-
-    def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
-        try:
-            launch(pointer, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, 0)
-        except driver.CUDADriverError as error:
-            if error.status != _INVALID_CONTEXT:
-                raise
-            # This thread (maybe one of autograd's) uses the device for the first time: runtime calls bind the context to it.
-            cupy.cuda.runtime.setDevice(device.index)
-            cupy.cuda.runtime.memGetInfo()
-            launch(pointer, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, 0)
-
-    run.compiled = compiled  # type: ignore[attr-defined]  # the module is unloaded with it
-    return run
-
-
-COMPILERS: dict[str, Callable[..., Function]] = {"cuda": _with_cupy}
-"""The compiler of each device type: ``compile(text, function, device)``, plus the bytes of dynamic shared memory for a kernel
-that uses it; the tests add one for "cpu"."""
-
-
 @functools.cache
-def structure(file: str, name: str) -> type[ctypes.Structure]:
-    """Returns ``struct name`` of the kernel file or header ``file`` as a ctypes structure, with the fields that the file declares.
+def kernel(
+    file: str, function: str, kinds: tuple[Kind, ...], device: torch.device, defines: Defines = (), shared: int = 0
+) -> Kernel:
+    """Returns ``function`` of ``<file>.cu``, compiled once per device.
 
-    A field is a number, a pointer (here an address), or another structure of the same file.
+    A kernel over a table is compiled for rows of ``kinds``; a kernel over single tensors takes its types and sizes as ``defines``.
+    Each block gets ``shared`` bytes of dynamic shared memory, at most the device's limit per block.
     """
-    text = re.sub(r"//.*", "", kernel_texts()[file].read_text())
-    found = re.search(rf"^struct {name} {{(.*?)^}};", text, re.DOTALL | re.MULTILINE)
-    if found is None:
-        raise ValueError(f"{file} has no struct {name}")
-    fields = []
-    for declaration in filter(None, map(str.strip, found[1].split(";"))):
-        kind, field = declaration.rsplit(maxsplit=1)
-        fields.append((field, ctypes.c_void_p if "*" in kind else _FIELDS.get(kind) or structure(file, kind)))
-    # Without __dict__, setting a name that is not a field raises.  Hashable, because launches are cached by their arguments.
-    return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": (), "__hash__": object.__hash__})
-
-
-def parameter_types(text: str, function: str) -> tuple[str, ...]:
-    """Returns the argument types of ``function`` in a kernel's ``text``: "pointer", or the name of the type."""
-    declared = {found[1]: found[2] for found in _FUNCTION.finditer(text)}[function]
-    words = [one.split() for one in declared.split(",") if one.strip()]
-    return tuple(["pointer" if any("*" in word for word in one) else one[0] for one in words])
+    dynamic = (shared,) if shared else ()
+    text = source(file, kinds, defines)
+    return Kernel(COMPILERS[device.type](text, function, device, *dynamic), device, parameter_types(text, function))
 
 
 class Kernel:
@@ -168,7 +89,7 @@ class Kernel:
         self._current = index_of_current(device.type)
         self._stream: Callable[[int], int] = current_stream if device.type == "cuda" else _no_stream
         self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
-        self._places: list[_ArgumentMemory] = []
+        self._argument_memory: list[_ArgumentMemory] = []  # of no running launch
 
     @property
     def address(self) -> int:
@@ -179,7 +100,7 @@ class Kernel:
         """Launches on torch's current stream of the kernel's device."""
         if blocks == 0:
             return
-        key = tuple([one.data_ptr() if isinstance(one, Tensor) else one for one in arguments])
+        key = tuple([value.data_ptr() if isinstance(value, Tensor) else value for value in arguments])
         call = self._calls.get(key)
         if call is None:
             call = self._lay_out(key, arguments)
@@ -193,16 +114,16 @@ class Kernel:
         """
         # Removed during the launch: another thread that launches this kernel must not overwrite the arguments being read.
         try:
-            place = self._places.pop()
+            memory = self._argument_memory.pop()
         except IndexError:
-            place = _place_of(self._types)
-        write, values, address, _ = place
+            memory = _memory_for(self._types)
+        write, values, address, _ = memory
         write(values, 0, *numbers)
         if self._current() == self._index:
             self._function(blocks, threads, address, self._stream(self._index))  # as _start does, without another call
         else:
             self._start(blocks, threads, address)
-        self._places.append(place)
+        self._argument_memory.append(memory)
 
     def _start(self, blocks: int, threads: int, arguments: int) -> None:
         if self._current() == self._index:
@@ -216,9 +137,9 @@ class Kernel:
             self._calls.clear()
         if len(arguments) != len(self._types):
             raise TypeError(f"a kernel that takes {len(self._types)} arguments {self._types} got {len(arguments)}")
-        values = [_as_c(kind, one) for kind, one in zip(self._types, arguments, strict=True)]
+        values = [_as_c(kind, value) for kind, value in zip(self._types, arguments, strict=True)]
         addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-        call = ctypes.addressof(addresses), (addresses, values)
+        call = ctypes.addressof(addresses), (addresses, values)  # the address alone would keep neither alive
         self._calls[key] = call
         return call
 
@@ -232,24 +153,12 @@ class _ArgumentMemory(NamedTuple):
     addresses: Any
 
 
-def _place_of(types: tuple[str, ...]) -> _ArgumentMemory:
+def _memory_for(types: tuple[str, ...]) -> _ArgumentMemory:
     values = (ctypes.c_uint64 * len(types))()
     first = ctypes.addressof(values)
-    addresses = (ctypes.c_void_p * len(types))(*[first + 8 * place for place in range(len(types))])
+    addresses = (ctypes.c_void_p * len(types))(*[first + 8 * index for index in range(len(types))])
     write = struct.Struct("".join([_CODES[kind] for kind in types])).pack_into
     return _ArgumentMemory(write, values, ctypes.addressof(addresses), addresses)
-
-
-def index_of_current(kind: str) -> Callable[[], int | None]:
-    """Returns a function that returns the index of the current device of a type; for a CPU it returns None."""
-    return current_device if kind == "cuda" else _none
-
-
-def _none() -> None: ...
-
-
-def _no_stream(_: int) -> int:
-    return 0
 
 
 def _as_c(kind: str, value: Any) -> Any:
@@ -274,18 +183,83 @@ def address_of(tensor: Tensor) -> int:
     return address
 
 
-@functools.cache
-def kernel(
-    file: str, function: str, kinds: tuple[Kind, ...], device: torch.device, defines: Defines = (), shared: int = 0
-) -> Kernel:
-    """Returns ``function`` of ``<file>.cu``, compiled once per device.
+def index_of_current(kind: str) -> Callable[[], int | None]:
+    """Returns a function that returns the index of the current device of a type; for a CPU it returns None."""
+    return current_device if kind == "cuda" else _none
 
-    A kernel over a table is compiled for rows of ``kinds``; a kernel over single tensors takes its types and sizes as ``defines``.
-    Each block gets ``shared`` bytes of dynamic shared memory, at most the device's limit per block.
+
+def _none() -> None: ...
+
+
+def _no_stream(_: int) -> int:
+    return 0
+
+
+class Function(Protocol):
+    """A compiled kernel: ``launch(blocks, threads, arguments, stream)``; ``arguments`` is the address of an array of addresses."""
+
+    def __call__(self, blocks: int, threads: int, arguments: int, stream: int, /) -> None:
+        """Launches it on ``stream``."""
+
+
+def _with_cupy(text: str, function: str, device: torch.device, shared: int = 0) -> Function:
+    import cupy
+    from cupy.cuda import driver
+
+    with cupy.cuda.Device(device.index):
+        try:
+            module = cupy.RawModule(code=text, options=("--std=c++17",), backend="nvrtc")
+            raw = module.get_function(function)
+            if shared:
+                raw.max_dynamic_shared_size_bytes = shared
+            compiled = raw.kernel
+        except cupy.cuda.compiler.CompileException as error:
+            raise RuntimeError(f"kernel {function} does not compile for {device}: {error}") from error
+    pointer = compiled.ptr
+    launch = driver.launchKernel
+
+    def run(blocks: int, threads: int, arguments: int, stream: int) -> None:
+        try:
+            launch(pointer, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, 0)
+        except driver.CUDADriverError as error:
+            if error.status != _INVALID_CONTEXT:
+                raise
+            # This thread (maybe one of autograd's) uses the device for the first time: runtime calls bind the context to it.
+            cupy.cuda.runtime.setDevice(device.index)
+            cupy.cuda.runtime.memGetInfo()
+            launch(pointer, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, 0)
+
+    run.compiled = compiled  # type: ignore[attr-defined]  # the module is unloaded with it
+    return run
+
+
+COMPILERS: dict[str, Callable[..., Function]] = {"cuda": _with_cupy}
+"""The compiler of each device type: ``compile(text, function, device)``, plus the bytes of dynamic shared memory for a kernel
+that uses it; the tests add one for "cpu"."""
+
+
+def source(file: str, kinds: Sequence[Kind] = (), defines: Defines = ()) -> str:
+    """Returns the source of ``<file>.cu`` with the package's headers inserted.
+
+    The macro ``KINDS``, the kinds of rows to compile for, is defined before the source; without ``kinds`` a file uses its own
+    default, the rows that most runs have.  ``defines`` are defined there too: the types and widths of a kernel on single tensors.
+
+    The headers are inserted because CuPy's disk cache is keyed by the source text alone.
     """
-    dynamic = (shared,) if shared else ()
-    text = source(file, kinds, defines)
-    return Kernel(COMPILERS[device.type](text, function, device, *dynamic), device, parameter_types(text, function))
+    paths = kernel_texts()
+    text = paths[f"{file}.cu"].read_text()
+    text = re.sub(r'#include "(\w+\.cuh)"', lambda match: paths[match[1]].read_text(), text)
+    lines = []
+    if kinds:
+        rows = [f"KIND({index}, {', '.join(_TYPES[dtype] for dtype in kind)})" for index, kind in enumerate(kinds)]
+        lines.append(f"#define KINDS {' '.join(rows)}\n")
+    lines += [f"#define {name} {value}\n" for name, value in defines]
+    return "".join(lines) + text.replace("#pragma once", "")
+
+
+def c_type(dtype: torch.dtype | None) -> str:
+    """Returns the CUDA C++ type of ``dtype``; None stands for the type of a column that a row does not have."""
+    return _TYPES[dtype]
 
 
 @functools.cache
@@ -297,6 +271,34 @@ def kernel_texts() -> dict[str, Path]:
 def kernel_files() -> list[str]:
     """Returns the names of the kernel files, without their suffix."""
     return sorted(path.stem for path in kernel_texts().values() if path.suffix == ".cu")
+
+
+@functools.cache
+def structure(file: str, name: str) -> type[ctypes.Structure]:
+    """Returns ``struct name`` of the kernel file or header ``file`` as a ctypes structure, with the fields that the file declares.
+
+    A field is a number, a pointer (here an address), or another structure of the same file.
+    """
+    text = re.sub(r"//.*", "", kernel_texts()[file].read_text())
+    body = re.search(rf"^struct {name} {{(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    if body is None:
+        raise ValueError(f"{file} has no struct {name}")
+    fields: list[tuple[str, type[Any]]] = []
+    for declaration in filter(None, map(str.strip, body[1].split(";"))):
+        kind, field = declaration.rsplit(maxsplit=1)
+        if "*" in kind:
+            fields.append((field, ctypes.c_void_p))
+        else:
+            fields.append((field, _FIELDS.get(kind) or structure(file, kind)))
+    # Without __dict__, setting a name that is not a field raises.  Hashable, because launches are cached by their arguments.
+    return type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": (), "__hash__": object.__hash__})
+
+
+def parameter_types(text: str, function: str) -> tuple[str, ...]:
+    """Returns the argument types of ``function`` in a kernel's ``text``: "pointer", or the name of the type."""
+    declared = {match[1]: match[2] for match in _FUNCTION.finditer(text)}[function]
+    parameters = [parameter for parameter in declared.split(",") if parameter.strip()]
+    return tuple(["pointer" if "*" in parameter else parameter.split()[0] for parameter in parameters])
 
 
 def check_compiles(file: str, device: torch.device) -> None:
@@ -338,6 +340,16 @@ def _version_obstacle(major: str, install: str) -> str | None:
     return None
 
 
+class Backend(NamedTuple):
+    """What runs an op, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
 def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
     """Returns what runs each op on ``device`` (default: the first GPU, else the CPU) and why.
 
@@ -357,5 +369,5 @@ def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
 @functools.cache
 def _ops() -> list[str]:
     """Returns the names of all ops with a kernel, read from the kernel files."""
-    lines = [found for name in kernel_files() for found in _OPS.findall(kernel_texts()[f"{name}.cu"].read_text())]
+    lines = [line for name in kernel_files() for line in _OPS.findall(kernel_texts()[f"{name}.cu"].read_text())]
     return sorted([op for line in lines for op in line.split(", ")])

@@ -50,6 +50,9 @@ def _ours(gradients: list[Tensor]) -> bool:
         return False
     device = gradients[0].device
     return all(
-        type(one) is Tensor and one.dtype in _NARROW and one.layout is torch.strided and one.device == device
-        for one in gradients
+        type(gradient) is Tensor
+        and gradient.dtype in _NARROW
+        and gradient.layout is torch.strided
+        and gradient.device == device
+        for gradient in gradients
     )

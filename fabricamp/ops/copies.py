@@ -30,40 +30,49 @@ class Copies:
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self._targets = _by_dtype(targets)
         self._kernel: Kernel | None = None
-        few = 0 < len(targets) <= _MOST and {torch.strided} == {one.layout for one in targets}
-        few = few and {Tensor} == set(map(type, targets)) and sum(one.nbytes for one in targets) <= _BYTES
-        if few and runs_kernels(targets[0].device) and all(map(is_dense, targets)):
+        if _are_small(targets) and runs_kernels(targets[0].device):
             self._kernel = kernel("copies", "copies", (), targets[0].device)
         self._kinds = list(map(_kind, targets))
-        self._places = [one.data_ptr() for one in targets] if self._kernel is not None else []
-        self._sizes = [one.nbytes for one in targets]
-        self._rest = (0,) * (3 * (_MOST - len(targets)))
+        self._addresses = [target.data_ptr() for target in targets] if self._kernel is not None else []
+        self._sizes = [target.nbytes for target in targets]
+        self._unused = (0,) * (3 * (_MOST - len(targets)))
 
     def __call__(self, sources: Sequence[Tensor]) -> None:
         """Copies each of ``sources`` into its target (of the same shape), without waiting."""
         run = self._kernel
-        if run is None or [_kind(one) for one in sources] != self._kinds:
+        if run is None or [_kind(source) for source in sources] != self._kinds:
             self._copy_by_torch(sources)
             return
-        numbers = self._rest
-        for source, place, size in zip(sources, self._places, self._sizes, strict=True):
-            numbers = (source.data_ptr(), place, size, *numbers)
-        run.launch(_BLOCKS * len(self._places), _THREADS, *numbers)
+        numbers = self._unused
+        for source, address, size in zip(sources, self._addresses, self._sizes, strict=True):
+            numbers = (source.data_ptr(), address, size, *numbers)
+        run.launch(_BLOCKS * len(self._addresses), _THREADS, *numbers)
 
     @torch.no_grad()
     def _copy_by_torch(self, sources: Sequence[Tensor]) -> None:
-        for places, own in self._targets:  # torch copies tensors of mixed dtypes one by one
-            torch._foreach_copy_(own, [sources[place] for place in places], non_blocking=True)
+        for indices, targets in self._targets:  # torch copies tensors of mixed dtypes one by one
+            torch._foreach_copy_(targets, [sources[index] for index in indices], non_blocking=True)
+
+
+def _are_small(targets: Sequence[Tensor]) -> bool:
+    """Whether ``targets`` are few, plain, dense, and small together."""
+    if not 0 < len(targets) <= _MOST:
+        return False
+    if any(type(target) is not Tensor or target.layout is not torch.strided for target in targets):
+        return False
+    return sum(target.nbytes for target in targets) <= _BYTES and all(map(is_dense, targets))
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[tuple[list[int], list[Tensor]]]:
     """Returns, for each dtype, the positions of its tensors in ``tensors`` and the tensors."""
-    places: dict[torch.dtype, list[int]] = {}
-    for place, one in enumerate(tensors):
-        places.setdefault(one.dtype, []).append(place)
-    return [(own, [tensors[place] for place in own]) for own in places.values()]
+    indices_of: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices_of.setdefault(tensor.dtype, []).append(index)
+    return [(indices, [tensors[index] for index in indices]) for indices in indices_of.values()]
 
 
-def _kind(one: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]] | None:
+def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]] | None:
     """Returns what source and target must have in common to be copied as bytes; None for a subclass without memory of its own."""
-    return (one.device, one.dtype, one.shape, one.stride()) if type(one) is Tensor else None
+    if type(tensor) is not Tensor:
+        return None
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()

@@ -120,7 +120,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, rule: CrossEntropyRule, in_place: bool) -> Tensor:
         loss, statistics = cross_entropy_forward(logits, target, rule)
         ctx.save_for_backward(logits, target, statistics)
-        ctx.rule, ctx.in_place = rule, in_place
+        ctx.rule = rule
+        ctx.in_place = in_place
         return loss
 
     @staticmethod
@@ -128,12 +129,12 @@ class _CrossEntropy(torch.autograd.Function):
         (gradient,) = gradients
         logits, target, statistics = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the operation refuses a second derivative in its backward
-            made = torch.ops.fabricamp.cross_entropy_backward(gradient, logits, target, statistics, *ctx.rule)
+            result = torch.ops.fabricamp.cross_entropy_backward(gradient, logits, target, statistics, *ctx.rule)
         elif is_batch(gradient):
-            made = _backward_by_torch(gradient, logits, target, statistics, ctx.rule)
+            result = _backward_by_torch(gradient, logits, target, statistics, ctx.rule)
         else:
-            made = cross_entropy_backward(gradient, logits, target, statistics, ctx.rule, in_place=ctx.in_place)
-        return made, None, None, None
+            result = cross_entropy_backward(gradient, logits, target, statistics, ctx.rule, in_place=ctx.in_place)
+        return result, None, None, None
 
 
 class _RowStrides(NamedTuple):
@@ -146,9 +147,9 @@ class _RowStrides(NamedTuple):
 
 def _row_strides(logits: Tensor) -> _RowStrides | None:
     """Returns the layout of the rows of ``logits``, or None if it needs more than two strides."""
-    rows, classes = logits.numel() // logits.shape[-1], logits.shape[-1]
+    classes = logits.shape[-1]
     if logits.is_contiguous():
-        return _RowStrides(max(rows, 1), 0, classes)
+        return _RowStrides(max(logits.numel() // classes, 1), 0, classes)
     if logits.stride(-1) != 1:
         return None
     groups: list[tuple[int, int]] = []  # sizes and strides; dimensions that are contiguous with each other are merged
@@ -161,8 +162,9 @@ def _row_strides(logits: Tensor) -> _RowStrides | None:
             groups.append((size, stride))
     if len(groups) > 2:
         return None
-    inner = groups[-1] if groups else (1, 0)
-    return _RowStrides(inner[0], groups[0][1] if len(groups) == 2 else 0, inner[1])
+    inner, inner_stride = groups[-1] if groups else (1, 0)
+    outer_stride = groups[0][1] if len(groups) == 2 else 0
+    return _RowStrides(inner, outer_stride, inner_stride)
 
 
 def _in_rows(logits: Tensor) -> tuple[Tensor, _RowStrides]:
@@ -178,18 +180,22 @@ def _in_rows(logits: Tensor) -> tuple[Tensor, _RowStrides]:
 def _is_writable(layout: _RowStrides, rows: int, classes: int) -> bool:
     """Whether no two rows share memory."""
     dimensions = [(layout.inner_stride, layout.inner), (layout.outer_stride, rows // layout.inner)]
-    taken = classes
-    for stride, size in sorted(one for one in dimensions if one[1] > 1):
-        if stride < taken:
+    extent = classes
+    for stride, size in sorted(dimensions):
+        if size == 1:
+            continue
+        if stride < extent:
             return False
-        taken = stride * size
+        extent = stride * size
     return True
 
 
 def _lanes(logits: Tensor) -> int:
     """Returns the number of threads per row: each thread does about eight loads of 16 bytes."""
     packs = logits.shape[-1] * logits.element_size() // 16
-    return _WARP if packs <= 256 else 128 if packs <= 1024 else 512
+    if packs <= 256:
+        return _WARP
+    return 128 if packs <= 1024 else 512
 
 
 def _kernel(function: str, logits: Tensor, target: Tensor, lanes: int) -> Kernel:
@@ -198,10 +204,13 @@ def _kernel(function: str, logits: Tensor, target: Tensor, lanes: int) -> Kernel
 
 
 def _grid(rows: int, lanes: int) -> tuple[int, int]:
-    return (-(-rows // _ROWS_IN_A_BLOCK), _ROWS_IN_A_BLOCK * _WARP) if lanes == _WARP else (rows, lanes)
+    """Returns blocks and threads per block."""
+    if lanes == _WARP:
+        return -(-rows // _ROWS_IN_A_BLOCK), _ROWS_IN_A_BLOCK * _WARP
+    return rows, lanes
 
 
-def _kept(rows: int, reduction: str) -> int:
+def _statistics_size(rows: int, reduction: str) -> int:
     return 2 * rows + (1 if reduction == "mean" else 0)  # rows may be symbolic, and a symbolic int cannot add a bool
 
 
@@ -215,9 +224,10 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, rule: CrossEntropyRule
         return _forward_by_torch(logits, target, rule)
     logits, layout = _in_rows(logits)
     target = target.contiguous()
-    rows, lanes = target.numel(), _lanes(logits)
+    rows = target.numel()
+    lanes = _lanes(logits)
     losses = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
-    statistics = torch.empty(_kept(rows, rule.reduction), dtype=torch.float32, device=logits.device)
+    statistics = torch.empty(_statistics_size(rows, rule.reduction), dtype=torch.float32, device=logits.device)
     run = _kernel("cross_entropy_forward", logits, target, lanes)
     numbers = (rows, logits.shape[-1], *layout, rule.ignore_index, float(rule.label_smoothing), float(rule.z_loss))
     run(*_grid(rows, lanes), logits, target, losses, statistics, *numbers)
@@ -226,8 +236,9 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, rule: CrossEntropyRule
     loss = torch.empty((), dtype=torch.float32, device=logits.device)
     blocks = min(_MOST_SUMS, -(-rows // _ROWS_OF_A_SUM))
     sums = torch.empty(2 * blocks, dtype=torch.float64, device=logits.device)
-    add, total = (_kernel(f"cross_entropy_{name}", logits, target, lanes) for name in ("sums", "total"))
+    add = _kernel("cross_entropy_sums", logits, target, lanes)
     add(blocks, 512, losses, target, sums, rows, rule.ignore_index)
+    total = _kernel("cross_entropy_total", logits, target, lanes)
     total(1, _MOST_SUMS, sums, loss, statistics, blocks, rows, int(rule.reduction == "mean"))
     return loss, statistics
 
@@ -249,10 +260,13 @@ def cross_entropy_backward(
         return _backward_by_torch(gradient, logits, target, statistics, rule)
     logits, layout = _in_rows(logits)
     target = target.contiguous()
-    rows, classes, lanes = target.numel(), logits.shape[-1], _lanes(logits)
+    rows = target.numel()
+    classes = logits.shape[-1]
+    lanes = _lanes(logits)
     gradient = gradient.reshape(-1).float()
     if in_place and _is_writable(layout, rows, classes):
-        output, strides = logits.detach(), layout[1:]
+        output = logits.detach()
+        strides = layout[1:]
         increment_version(logits)
     else:
         output = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -295,7 +309,8 @@ def cross_entropy_reference(
 def _rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the logits as fp32 or fp64 rows, the targets with -100 for ignored rows, and a mask of invalid targets."""
     wide = logits.reshape(-1, logits.shape[-1])
-    wide = wide if wide.dtype == torch.float64 else wide.float()
+    if wide.dtype != torch.float64:
+        wide = wide.float()
     labels = target.reshape(-1).long()
     counts = labels != ignore_index
     wrong = counts & ((labels < 0) | (labels >= logits.shape[-1]))
@@ -304,9 +319,9 @@ def _rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Te
 
 def _refuse(target: Tensor, wrong: Tensor, classes: int) -> None:
     if bool(wrong.any()):
-        place = tuple(wrong.reshape(target.shape).nonzero()[0].tolist())
+        position = tuple(wrong.reshape(target.shape).nonzero()[0].tolist())
         raise ConfigError(
-            f"target{list(place) if place else ''} is {int(target[place])}, but there are {classes} classes: targets are "
+            f"target{list(position) if position else ''} is {int(target[position])}, but there are {classes} classes: targets are "
             f"0 to {classes - 1}, or ignore_index for rows that do not count"
         )
 
@@ -316,10 +331,10 @@ def _forward_by_torch(logits: Tensor, target: Tensor, rule: CrossEntropyRule) ->
     wide, labels, _ = _rows(logits, target, rule.ignore_index)
     sums = wide.logsumexp(-1)
     counts = labels != _NOT_A_CLASS
-    kept = [torch.stack((sums, torch.zeros_like(sums)), 1).masked_fill_(~counts[:, None], 0).reshape(-1)]
+    statistics = [torch.stack((sums, torch.zeros_like(sums)), 1).masked_fill_(~counts[:, None], 0).reshape(-1)]
     if rule.reduction == "mean":
-        kept.append(counts.sum().float().reciprocal().reshape(1))
-    return loss, torch.cat(kept).float()
+        statistics.append(counts.sum().float().reciprocal().reshape(1))
+    return loss, torch.cat(statistics).float()
 
 
 def _backward_by_torch(
@@ -330,12 +345,12 @@ def _backward_by_torch(
     factor = gradient.reshape(-1).to(wide.dtype) * (statistics[-1] if rule.reduction == "mean" else 1.0)
     factor = torch.where(wrong, math.nan, factor)
     # The product is not in place, because the gradient may be a batch while the logits are not.
-    made = (wide - sums[:, None]).exp_() * (factor * (1 + 2 * rule.z_loss * sums))[:, None]
-    made.sub_((factor * rule.label_smoothing / wide.shape[-1])[:, None])
+    result = (wide - sums[:, None]).exp_() * (factor * (1 + 2 * rule.z_loss * sums))[:, None]
+    result.sub_((factor * rule.label_smoothing / wide.shape[-1])[:, None])
     at_label = (factor * (rule.label_smoothing - 1))[:, None]
-    made.scatter_add_(1, labels.clamp(0, wide.shape[-1] - 1)[:, None], at_label)
-    made.masked_fill_(((labels == _NOT_A_CLASS) & ~wrong)[:, None], 0)
-    return made.to(logits.dtype).reshape(logits.shape)
+    result.scatter_add_(1, labels.clamp(0, wide.shape[-1] - 1)[:, None], at_label)
+    result.masked_fill_(((labels == _NOT_A_CLASS) & ~wrong)[:, None], 0)
+    return result.to(logits.dtype).reshape(logits.shape)
 
 
 @torch.library.custom_op(
@@ -348,7 +363,7 @@ def _forward_operation(logits: Tensor, target: Tensor, *rule: Any) -> tuple[Tens
 @_forward_operation.register_fake
 def _(logits: Tensor, target: Tensor, *rule: Any) -> tuple[Tensor, Tensor]:
     loss = target.new_empty(target.shape if rule[2] == "none" else (), dtype=torch.float32)
-    return loss, logits.new_empty(_kept(target.numel(), rule[2]), dtype=torch.float32)
+    return loss, logits.new_empty(_statistics_size(target.numel(), rule[2]), dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -372,8 +387,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    made = torch.ops.fabricamp.cross_entropy_backward(gradient, *ctx.saved_tensors, *ctx.rule)
-    return made, None, None, None, None, None
+    result = torch.ops.fabricamp.cross_entropy_backward(gradient, *ctx.saved_tensors, *ctx.rule)
+    return result, None, None, None, None, None
 
 
 def _refuse_second_derivative(*_: Any) -> tuple[Tensor | None, ...]:

@@ -3,6 +3,9 @@
 There is one table per compute capability.  The package contains the tables of the cards that were measured, and
 ``fabricamp doctor --measure`` writes one for the installed card.  Without a table torch runs.  In eager steps torch also runs the
 norms of small inputs, because a kernel costs more host time.
+
+In order: the choice of an op, the settings of the process that override it, the transforms and observers that need torch's own
+operations, the files with the tables, and the report of the choices (:func:`backend`).
 """
 
 from __future__ import annotations
@@ -80,12 +83,53 @@ def chosen(op: str, dtype: torch.dtype | None, width: int, device: torch.device)
     return device.type != "cuda" or _choice(op, dtype, width, device)
 
 
+# torch.compile takes the answer as a constant, without tracing: it depends on constants only.
+chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def worth_the_host(elements: int) -> bool:
     """Returns whether a norm may be a kernel for an input of this many ``elements``, if torch has one operation for the norm.
 
     Used in addition to :func:`chosen`.  Depends on size and mode only, so that no result depends on how busy a host is.
     """
     return settings.forced is not None or settings.mode == "graph" or elements >= _WORTH_THE_HOST
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice(op: str, dtype: torch.dtype | None, width: int, device: torch.device) -> bool:
+    card = _card(capability(device))
+    return card is not None and runner(bands_of(card, op, dtype), width) == "cupy"
+
+
+def runner(bands: Bands, width: int) -> Runner:
+    """Returns the runner of the band that contains ``width``."""
+    runner: Runner = "torch"
+    for start, name in bands:
+        if width >= start:
+            runner = name
+    return runner
+
+
+def bands_of(card: Card, op: str, dtype: torch.dtype | None) -> Bands:
+    """Returns the bands of ``op`` for ``dtype`` (None: mixed); an empty list if they were not measured."""
+    bands: Bands = card["choices"].get(op, {}).get(name_of(dtype), [])
+    return bands
+
+
+def name_of(dtype: torch.dtype | None) -> str:
+    """Returns the name of ``dtype`` in the tables; None stands for several dtypes in one call."""
+    return "mixed" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def capability(device: torch.device) -> str:
+    """Returns the compute capability of a CUDA ``device`` in the form of the tables: ``"9.0"``."""
+    return ".".join(map(str, torch.cuda.get_device_capability(device)))
+
+
+def user_file() -> Path:
+    """Returns the file that ``fabricamp doctor --measure`` writes: under ``$FABRICAMP_CACHE``, or ``~/.cache/fabricamp``."""
+    folder = os.environ.get("FABRICAMP_CACHE")
+    return (Path(folder) if folder else Path.home() / ".cache" / "fabricamp") / "dispatch.json"
 
 
 def set_kernel_choice(mode: Mode) -> None:
@@ -103,8 +147,24 @@ def set_kernel_choice(mode: Mode) -> None:
     settings = settings._replace(mode=mode)
 
 
-# torch.compile takes the answer as a constant, without tracing: it depends on constants only.
-chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
+@contextlib.contextmanager
+def always(name: Runner) -> Generator[None, None, None]:
+    """Makes ``"cupy"`` or ``"torch"`` run within the context, regardless of the tables: for measurements and tests."""
+    global settings  # noqa: PLW0603
+    before = settings.forced
+    settings = settings._replace(forced=name)
+    try:
+        yield
+    finally:
+        settings = settings._replace(forced=before)
+
+
+def forget() -> None:
+    """Drops the cached tables and choices, so that the next choice reads the tables again."""
+    global settings  # noqa: PLW0603
+    settings = settings._replace(forgotten=settings.forgotten + 1)
+    _card.cache_clear()
+    _choice.cache_clear()
 
 
 def torch_alone() -> bool:
@@ -125,50 +185,13 @@ def recorded() -> bool:
     return torch.compiler.is_compiling() or dispatch_modes() > 0
 
 
-@functools.lru_cache(maxsize=4096)
-def _choice(op: str, dtype: torch.dtype | None, width: int, device: torch.device) -> bool:
-    card = _card(capability(device))
-    return card is not None and runner(bands_of(card, op, dtype), width) == "cupy"
-
-
-def runner(bands: Bands, width: int) -> Runner:
-    """Returns the runner of the band that contains ``width``."""
-    found: Runner = "torch"
-    for start, name in bands:
-        if width >= start:
-            found = name
-    return found
-
-
-def bands_of(card: Card, op: str, dtype: torch.dtype | None) -> Bands:
-    """Returns the bands of ``op`` for ``dtype`` (None: mixed); an empty list if they were not measured."""
-    found: Bands = card["choices"].get(op, {}).get(name_of(dtype), [])
-    return found
-
-
-def name_of(dtype: torch.dtype | None) -> str:
-    """Returns the name of ``dtype`` in the tables; None stands for several dtypes in one call."""
-    return "mixed" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def capability(device: torch.device) -> str:
-    """Returns the compute capability of a CUDA ``device`` in the form of the tables: ``"9.0"``."""
-    return ".".join(map(str, torch.cuda.get_device_capability(device)))
-
-
-def user_file() -> Path:
-    """Returns the file that ``fabricamp doctor --measure`` writes: under ``$FABRICAMP_CACHE``, or ``~/.cache/fabricamp``."""
-    folder = os.environ.get("FABRICAMP_CACHE")
-    return (Path(folder) if folder else Path.home() / ".cache" / "fabricamp") / "dispatch.json"
-
-
 @functools.cache
 def _card(name: str) -> Card | None:
     """Returns the table of a card: the user's own if there is one, else that of the package, else None."""
     for file in (user_file(), SHIPPED):
-        found: Card | None = _read(file).get(name)
-        if found is not None:
-            return found
+        card: Card | None = _read(file).get(name)
+        if card is not None:
+            return card
     return None
 
 
@@ -177,12 +200,12 @@ def _read(file: Path) -> dict[str, Card]:
     if not os.access(file, os.R_OK):
         return {}
     try:
-        found: dict[str, Card] = json.loads(file.read_text())
-        for card in found.values():
+        cards: dict[str, Card] = json.loads(file.read_text())
+        for card in cards.values():
             _check_card(card)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is no dispatch table ({error}); delete it, {_MEASURE} and writes it anew") from error
-    return found
+    return cards
 
 
 def _check_card(card: Card) -> None:
@@ -196,11 +219,11 @@ def _check_card(card: Card) -> None:
 
 def write(file: Path, name: str, card: Card) -> None:
     """Writes ``card`` into ``file`` under its compute capability ``name``; the file's other cards are kept."""
-    known = _read(file) | {name: card}
+    cards = _read(file) | {name: card}
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(f".{os.getpid()}")
-    beside.write_text(_as_text(known))
-    beside.replace(file)
+    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary.write_text(_as_text(cards))
+    temporary.replace(file)
     forget()
 
 
@@ -210,31 +233,11 @@ def _as_text(cards: dict[str, Card]) -> str:
     for name, card in sorted(cards.items()):
         ops = []
         for op, of_dtypes in card["choices"].items():
-            rows = ",\n".join(f"        {json.dumps(one)}: {json.dumps(bands)}" for one, bands in of_dtypes.items())
+            rows = ",\n".join(f"        {json.dumps(dtype)}: {json.dumps(bands)}" for dtype, bands in of_dtypes.items())
             ops.append(f"      {json.dumps(op)}: {{\n{rows}\n      }}")
         about = f'    "measured": {json.dumps(card["measured"])},\n    "choices": {{\n'
         lines.append(f"  {json.dumps(name)}: {{\n{about}" + ",\n".join(ops) + "\n    }\n  }")
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def forget() -> None:
-    """Drops the cached tables and choices, so that the next choice reads the tables again."""
-    global settings  # noqa: PLW0603
-    settings = settings._replace(forgotten=settings.forgotten + 1)
-    _card.cache_clear()
-    _choice.cache_clear()
-
-
-@contextlib.contextmanager
-def always(name: Runner) -> Generator[None, None, None]:
-    """Makes ``"cupy"`` or ``"torch"`` run within the context, regardless of the tables: for measurements and tests."""
-    global settings  # noqa: PLW0603
-    before = settings.forced
-    settings = settings._replace(forced=name)
-    try:
-        yield
-    finally:
-        settings = settings._replace(forced=before)
 
 
 def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
@@ -243,14 +246,14 @@ def backend(device: torch.device | str | None = None) -> dict[str, Backend]:
     >>> str(backend("cpu")["scale"])
     'torch: its tensors are on cpu'
     """
-    found = bridge.backend(device)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    name, reason = found["sync_batch_norm"]
-    found["sync_batch_norm"] = Backend(name, f"{reason}; {exchange_on(place)}")
-    if place.type != "cuda" or not runs_kernels(place):
-        return found
-    card = _card(capability(place))
-    return found | {public: _explained(card, op) for op, public in MEASURED.items()}
+    backends = bridge.backend(device)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    name, reason = backends["sync_batch_norm"]
+    backends["sync_batch_norm"] = Backend(name, f"{reason}; {exchange_on(device)}")
+    if device.type != "cuda" or not runs_kernels(device):
+        return backends
+    card = _card(capability(device))
+    return backends | {public: _explained(card, op) for op, public in MEASURED.items()}
 
 
 def _explained(card: Card | None, op: str) -> Backend:
@@ -258,13 +261,14 @@ def _explained(card: Card | None, op: str) -> Backend:
         return Backend("torch", f"this card was not measured; {_MEASURE}")
     parts = []
     for dtype, bands in card["choices"].get(op, {}).items():
-        parts += [f"{dtype} {_spans(bands)}"] if any(name == "cupy" for _, name in bands) else []
+        if any(name == "cupy" for _, name in bands):
+            parts.append(f"{dtype} {_spans(bands)}")
     if not parts:
         return Backend("torch", f"faster on this card ({card['measured']})")
     if op != "cross_entropy":
-        parts += [
+        parts.append(
             f"where all has one dtype in eager steps from {_WORTH_THE_HOST / 1e6:.1f} million elements of input on"
-        ]
+        )
     return Backend("cupy", f"for widths {', '.join(parts)}; else torch, which is faster there ({card['measured']})")
 
 

@@ -54,7 +54,8 @@ def focal_loss_reference(
 ) -> Tensor:
     """Computes :func:`focal_loss` in torch's own operations."""
     logits = cls_output[..., :num_real_classes]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if logits.dtype != torch.float64:
+        logits = logits.float()
     targets = cls_targets_at_level.unsqueeze(-1)
     positive = targets == torch.arange(num_real_classes, dtype=torch.int64, device=logits.device)
     aim = torch.where(positive, 1 - label_smoothing / 2, torch.full_like(logits, label_smoothing / 2))
@@ -84,15 +85,17 @@ def _check(logits: Tensor, targets: Tensor, positives: Tensor, classes: int) -> 
 class _FocalLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, positives: Tensor, *numbers: float) -> Tensor:
-        logits, targets = logits.contiguous(), targets.contiguous()
+        logits = logits.contiguous()
+        targets = targets.contiguous()
         ctx.save_for_backward(logits, targets, positives)
         ctx.numbers = numbers
         blocks = _blocks(targets.numel())
         partials = torch.empty(blocks, dtype=torch.float64, device=logits.device)
         loss = torch.empty((), dtype=torch.float32, device=logits.device)
-        run, add = (_kernel(f"focal_loss_{name}", logits) for name in ("forward", "total"))
+        run = _kernel("focal_loss_forward", logits)
         run(blocks, _THREADS, logits, targets, partials, *_sizes(logits, numbers))
-        add(1, _THREADS, partials, positives, loss, blocks)
+        total = _kernel("focal_loss_total", logits)
+        total(1, _THREADS, partials, positives, loss, blocks)
         return loss
 
     @staticmethod

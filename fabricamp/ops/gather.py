@@ -40,5 +40,5 @@ class Gather:
             self._table.launch("tensors", "scale", None, float(multiplier), -1.0)
             self._table.release()
             return
-        pairs = [(one, slot) for one, slot in zip(sources, self._slots, strict=True) if one is not None]
-        scale([one for one, _ in pairs], [slot for _, slot in pairs], multiplier)
+        pairs = [(source, slot) for source, slot in zip(sources, self._slots, strict=True) if source is not None]
+        scale([source for source, _ in pairs], [slot for _, slot in pairs], multiplier)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fabricamp.ops.reference import corrections, logarithms, one_each, prepared, widened
+from fabricamp.ops.reference import corrections, logarithms, norms_of, one_each, prepared, widened
 from fabricamp.ops.rules import Cells, Rows, Rule, Steering, Tensors, function_of
 from fabricamp.ops.shards import whole_sums
 from fabricamp.ops.table import Table
@@ -76,7 +76,8 @@ class LambRule(Rule):
 
     def gradients(self, rows: Rows, parameters: Sequence[Tensor], steering: Steering) -> list[Tensor]:
         """Returns the gradients clipped by ``steering.norm``."""
-        values, norm = super().gradients(rows, parameters, steering), steering.norm
+        values = super().gradients(rows, parameters, steering)
+        norm = steering.norm
         if norm is None or self.max_norm <= 0:
             return values
         coefficient = torch.where(norm > self.max_norm, self.max_norm / norm, 1.0)
@@ -84,7 +85,8 @@ class LambRule(Rule):
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Moves the parameters along their directions, scaled by the ratios of the norms."""
-        (averages, squares), (steps,) = states, cells
+        averages, squares = states
+        (steps,) = cells
         counts = torch._foreach_add(list(steps), 1.0)
         directions = self._directions(gradients, parameters, averages, squares, counts)
         torch._foreach_addcmul_(parameters, directions, self._ratios(parameters, directions), value=-1)
@@ -116,8 +118,10 @@ class LambRule(Rule):
         """Returns each step size: lr, times |parameter| / |direction| if the rule adapts and neither norm is 0."""
         ratios = torch.ones(len(parameters), dtype=torch.float64, device=parameters[0].device)
         if self.adapts:
-            norms = torch.stack([_norms(parameters), _norms(directions)], 1)
-            of_parameters, of_directions = (norms if self.shared is None else self.shared.norms(norms)).unbind(1)
+            norms = torch.stack([norms_of(parameters), norms_of(directions)], 1)
+            if self.shared is not None:
+                norms = self.shared.norms(norms)
+            of_parameters, of_directions = norms.unbind(1)
             adapted = (of_parameters != 0) & (of_directions != 0)
             ratios = torch.where(adapted, of_parameters / of_directions, ratios)
         return one_each(ratios * self.lr, parameters)
@@ -128,14 +132,16 @@ def launch_norm(table: Table, steering: Steering, measured: tuple[Tensor, float]
 
     ``measured`` (scale, divisor): ``state.norm`` holds the norm of the gradients divided by both; the gradients are not read then.
     """
-    numbers, norm = _memory(table)[0::2]
+    numbers, _, norm = _memory(table)
     count = table.chunks
     words, limit, _ = steering.arguments()
     scale, divisor = measured or (None, 1.0)
     if measured is None:
         table.launch("lamb", "gradient_squares", words, limit, numbers)
-        if (whole := whole_sums(table, numbers, 1)) is not None:
-            numbers, count = whole, table.rows
+        whole = whole_sums(table, numbers, 1)
+        if whole is not None:
+            numbers = whole
+            count = table.rows
     table.launch("lamb", "total", words, numbers, count, scale, float(divisor), norm, blocks=1)
     return norm
 
@@ -145,13 +151,11 @@ def gradient_norm(rows: Rows, steering: Steering) -> Tensor:
     if not rows.gradients:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     values = prepared(rows.gradients, widened(rows.parameters), steering.state, steering.limit)
-    norms = _norms(values)
-    norm: Tensor = torch.linalg.vector_norm(norms if rows.shared is None else rows.shared.norms(norms))
+    norms = norms_of(values)
+    if rows.shared is not None:
+        norms = rows.shared.norms(norms)
+    norm: Tensor = torch.linalg.vector_norm(norms)
     return norm
-
-
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([one.double() for one in torch._foreach_norm(list(tensors))])
 
 
 def _memory(table: Table) -> tuple[Tensor, Tensor, Tensor]:

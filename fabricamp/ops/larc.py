@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fabricamp.ops.reference import prepared, rounded, unless_skipped, widened
+from fabricamp.ops.reference import norms_of, prepared, rounded, unless_skipped, widened
 from fabricamp.ops.rules import Rows, Rule, Steering, update
-from fabricamp.ops.shards import SharedRows, whole_sums
+from fabricamp.ops.shards import whole_sums
 from fabricamp.ops.table import Table
 
 if TYPE_CHECKING:
@@ -44,9 +44,10 @@ class LarcRule(Rule):
     @classmethod
     def launch(cls, table: Table, steering: Steering) -> None:
         """Launches the sums of squares of gradients and parameters, then one rate per row, then the scaling of the gradients."""
-        words = steering.arguments()[0]
+        words, _, _ = steering.arguments()
         numbers = table.numbers(2 * (table.chunks + table.rows))
-        sums, rates = numbers[: 2 * table.chunks], numbers[2 * table.chunks :]
+        sums = numbers[: 2 * table.chunks]
+        rates = numbers[2 * table.chunks :]
         table.launch(cls.kernel, "sums", words, sums)
         table.launch(cls.kernel, "rates", words, sums, whole_sums(table, sums, 2), rates, blocks=table.rows)
         table.launch(cls.kernel, "larc", words, rates, first_written=0)
@@ -59,7 +60,10 @@ class LarcRule(Rule):
         def update() -> None:
             parameters = widened(rows.parameters)
             values = prepared(rows.gradients, parameters, steering.state, None)
-            rates, decays = self._rates(*_norms(values, parameters, rows.shared))
+            norms = torch.stack([norms_of(values), norms_of(parameters)], 1)
+            if rows.shared is not None:
+                norms = rows.shared.norms(norms)
+            rates, decays = self._rates(*norms.unbind(1))
             if self.weight_decay != 0:
                 values = list(torch._foreach_add(torch._foreach_mul(parameters, decays), values))
             rounded(torch._foreach_mul(values, rates), rows.gradients)
@@ -77,12 +81,6 @@ class LarcRule(Rule):
         if rates.device.type == "cpu":
             return rates.tolist(), decays.tolist()
         return list(rates.unbind()), list(decays.unbind())
-
-
-def _norms(gradients: list[Tensor], parameters: list[Tensor], shared: SharedRows | None) -> tuple[Tensor, ...]:
-    found = [torch.stack([norm.double() for norm in torch._foreach_norm(one, 2)]) for one in (gradients, parameters)]
-    norms = torch.stack(found, 1)
-    return (norms if shared is None else shared.norms(norms)).unbind(1)
 
 
 def larc(

@@ -30,40 +30,41 @@ class Layouts:
 
     def __init__(self, rows: Sequence[Tensor | None]) -> None:
         """``rows`` are the anchors; no reference to them is kept."""
-        woven = [row for row, one in enumerate(rows) if one is not None and not one.is_contiguous()]
-        self._even: Callable[[Any], Any] | None = None
-        if woven:
-            self._even = _picker(sorted(set(range(len(rows))).difference(woven)))
-        self._woven = _picker(woven)
-        self._strides = [one.stride() for row in woven if (one := rows[row]) is not None]
+        strided = {row: anchor for row, anchor in enumerate(rows) if anchor is not None and not anchor.is_contiguous()}
+        # None: every row is contiguous, as in most tables.
+        self._contiguous: Callable[[Any], Any] | None = None
+        if strided:
+            self._contiguous = _picker([row for row in range(len(rows)) if row not in strided])
+        self._strided = _picker(list(strided))
+        self._strides = [anchor.stride() for anchor in strided.values()]
 
     def learn(self, tensors: Sequence[Tensor | None]) -> None:
         """Stores the strides of ``tensors`` (none is None) as those of the rows: they may differ in dimensions of size 1."""
         if self._strides:
-            self._strides = list(map(Tensor.stride, self._woven(tensors)))
+            self._strides = list(map(Tensor.stride, self._strided(tensors)))
 
     def fit(self, tensors: Sequence[Tensor | None]) -> bool:
         """Returns whether each tensor is None or has its row's memory order.
 
         Checked in every step, because the same address may hold a tensor of another layout.
         """
-        even = tensors if self._even is None else self._even(tensors)
+        contiguous = tensors if self._contiguous is None else self._contiguous(tensors)
         try:
-            return all(map(Tensor.is_contiguous, even)) and (
-                not self._strides or list(map(Tensor.stride, self._woven(tensors))) == self._strides
-            )
-        except TypeError:  # there is a None
-            if not all(one is None or one.is_contiguous() for one in even):
+            if not all(map(Tensor.is_contiguous, contiguous)):
                 return False
-            pairs = zip(self._woven(tensors), self._strides, strict=True)
-            return all(one is None or one.stride() == stride for one, stride in pairs)
+            return not self._strides or list(map(Tensor.stride, self._strided(tensors))) == self._strides
+        except TypeError:  # there is a None
+            if not all(tensor is None or tensor.is_contiguous() for tensor in contiguous):
+                return False
+            pairs = zip(self._strided(tensors), self._strides, strict=True)
+            return all(tensor is None or tensor.stride() == stride for tensor, stride in pairs)
 
 
-def _picker(places: Sequence[int]) -> Callable[[Any], Any]:
-    """Returns a function that picks the values at ``places`` from a sequence."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: [values[place] for place in places]
+def _picker(indices: Sequence[int]) -> Callable[[Any], Any]:
+    """Returns a function that picks the values at ``indices`` from a sequence."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: [values[index] for index in indices]  # itemgetter returns a single value by itself
 
 
 def anchors(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
@@ -71,14 +72,14 @@ def anchors(columns: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
 
     It is the row's first tensor in the order columns 1, 2, ..., 0; if this is not dense, a contiguous one of its shape.
     """
-    found: list[Tensor | None] = []
+    chosen: list[Tensor | None] = []
     for row in zip(*columns[1:], columns[0], strict=True):
         first = next((tensor for tensor in row if tensor is not None), None)
         if first is None or is_dense(first):
-            found.append(first)
+            chosen.append(first)
         else:
-            found.append(torch.empty(first.shape, dtype=first.dtype, device=first.device))
-    return found
+            chosen.append(torch.empty(first.shape, dtype=first.dtype, device=first.device))
+    return chosen
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -33,10 +33,12 @@ class LionRule(Rule):
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Updates by the formula of the paper."""
-        (averages,), lr = states, float(self.lr)
+        (averages,) = states
+        lr = float(self.lr)
         directions = list(torch._foreach_mul(averages, self.beta1))
         torch._foreach_add_(directions, gradients, alpha=1 - self.beta1)
-        directions = [torch.where(one.isnan(), one, one.sign()) for one in directions]  # torch's sign of NaN is 0
+        # torch's sign of NaN is 0.
+        directions = [torch.where(value.isnan(), value, value.sign()) for value in directions]
         torch._foreach_mul_(parameters, 1 - lr * self.weight_decay)
         torch._foreach_add_(parameters, directions, alpha=-lr)
         torch._foreach_mul_(averages, self.beta2)

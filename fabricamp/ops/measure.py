@@ -94,24 +94,25 @@ def compare(op: str, dtype: torch.dtype | None, width: int, device: torch.device
     """Returns the milliseconds of a forward and backward pass by kernel and by torch: medians, measured alternately."""
     rows = max(1, _BYTES // (width * (dtype or torch.bfloat16).itemsize))
     step = CASES[op].step(dtype, rows, width, device)
-    names: tuple[Runner, Runner] = ("cupy", "torch")
-    taken: dict[Runner, list[float]] = {"cupy": [], "torch": []}
+    times: dict[Runner, list[float]] = {"cupy": [], "torch": []}
     for turn in range(_ROUNDS + 1):
-        for name in names:
-            found = _milliseconds(step, name)
+        for name, own_times in times.items():
+            milliseconds = _milliseconds(step, name)
             if turn > 0:  # the first compiles
-                taken[name].append(found)
-    return {name: statistics.median(found) for name, found in taken.items()}
+                own_times.append(milliseconds)
+    return {name: statistics.median(own_times) for name, own_times in times.items()}
 
 
 def bands(times: dict[int, dict[Runner, float]]) -> Bands:
     """Returns the bands of widths with their faster runner, from the results of :func:`compare` by width."""
-    made: Bands = []
+    bands: Bands = []
+    before: Runner = "torch"
     for width, of_width in sorted(times.items()):
         name: Runner = "cupy" if of_width["cupy"] < _MARGIN * of_width["torch"] else "torch"
-        if (made[-1][1] if made else "torch") != name:
-            made.append((width, name))
-    return made
+        if name != before:
+            bands.append((width, name))
+            before = name
+    return bands
 
 
 def measure_card(device: torch.device) -> Card:
@@ -123,9 +124,10 @@ def measure_card(device: torch.device) -> Card:
             for dtype in case.dtypes:
                 times = {width: compare(op, dtype, width, device) for width in case.widths}
                 torch.cuda.empty_cache()
-                found = choices[op][dispatch.name_of(dtype)] = bands(times)
-                gains = "  ".join(f"{width}: {one['torch'] / one['cupy']:.2f}x" for width, one in times.items())
-                print(f"{op} {dispatch.name_of(dtype)}: {gains}  -> {found or 'torch'}")
+                name = dispatch.name_of(dtype)
+                choices[op][name] = bands(times)
+                gains = "  ".join(f"{width}: {time['torch'] / time['cupy']:.2f}x" for width, time in times.items())
+                print(f"{op} {name}: {gains}  -> {choices[op][name] or 'torch'}")
     return {"measured": about(device), "choices": choices}
 
 

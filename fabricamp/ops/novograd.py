@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricamp.ops.reference import corrections, logarithms, one_each
+from fabricamp.ops.reference import corrections, logarithms, norms_of, one_each
 from fabricamp.ops.rules import Cells, Rule, Steering, Tensors, function_of
 from fabricamp.ops.table import Table
 
@@ -64,9 +64,10 @@ class NovoGradRule(Rule):
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Computes the norms of the gradients and their averages, then updates the parameters."""
-        (averages,), (steps, norms) = states, cells
+        (averages,) = states
+        steps, norms = cells
         self._average_norms(gradients, steps, norms)
-        denominators = torch.stack([one.double() for one in norms])
+        denominators = torch.stack([norm.double() for norm in norms])
         sizes = torch.ones_like(denominators) * self.lr
         if self.bias_correction:
             denominators = denominators / corrections(steps, self.beta2).sqrt()
@@ -85,10 +86,10 @@ class NovoGradRule(Rule):
 
     def _average_norms(self, gradients: list[Tensor], steps: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
         power = 1 if self.largest else 2  # of the averaged values
-        new = torch.stack([one.double() for one in _norms(gradients, largest=self.largest)])
+        new = _largest_values(gradients) if self.largest else norms_of(gradients)
         if self.shared is not None:
             new = self.shared.largest(new) if self.largest else self.shared.norms(new)
-        old = torch.stack([one.double() for one in norms])
+        old = torch.stack([norm.double() for norm in norms])
         blended = (self.beta2 * old**power + (1 - self.beta2) * new**power) ** (1 / power)
         if not self.from_zero:
             blended = torch.where(torch.stack(list(steps)) == 0, new, blended)
@@ -107,10 +108,10 @@ def _whole_sizes(table: Table, steering: Steering, numbers: Tensor) -> tuple[Ten
     return shared.reduce_(sums), shared.reduce_(largest, dist.ReduceOp.MAX)
 
 
-def _norms(gradients: list[Tensor], *, largest: bool) -> Sequence[Tensor]:
-    if not largest:
-        return torch._foreach_norm(gradients)
-    return [one.abs().amax() if one.numel() > 0 else one.new_zeros(()) for one in gradients]
+def _largest_values(gradients: list[Tensor]) -> Tensor:
+    """Returns the largest absolute value of each gradient (1-dim, fp64)."""
+    values = [gradient.abs().amax() if gradient.numel() > 0 else gradient.new_zeros(()) for gradient in gradients]
+    return torch.stack([value.double() for value in values])
 
 
 novograd = function_of(NovoGradRule)

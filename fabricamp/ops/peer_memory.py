@@ -2,6 +2,8 @@
 
 The only file that uses torch's symmetric memory, an alpha interface: its presence is checked when it is needed, and it only
 provides plain addresses of the peers' memory.
+
+In order: the workspaces of this process, the :class:`Workspace` of a group with the slots of its layers, and the mapping of memory.
 """
 
 from __future__ import annotations
@@ -33,24 +35,74 @@ _Word = TypeVar("_Word")
 _NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
-class Mapped(NamedTuple):
-    """A block of words that all ranks have mapped.
+_workspaces: dict[tuple[str, torch.device], tuple[weakref.ref[dist.ProcessGroup], Workspace | None, str]] = {}
 
-    ``addresses``: each rank's block, as addresses in this process.  ``keep``: the object that keeps the mapping alive.
+
+def workspace_of(group: dist.ProcessGroup, device: torch.device) -> tuple[Workspace | None, str]:
+    """Returns the group's workspace on ``device`` and "", or None and the reason.
+
+    The first call is a collective; its answer is the same on every rank.
     """
+    key = (group.group_name, device)
+    known = _workspaces.get(key)
+    if known is not None and known[0]() is group:  # else the name is that of an earlier group
+        return known[1], known[2]
+    workspace: Workspace | None = None
+    reason = _obstacle(group, device)
+    if not reason:
+        workspace = Workspace(group, device)
+        reason = workspace.grow(0)
+        if reason:
+            workspace = None
+    _workspaces[key] = weakref.ref(group), workspace, reason
+    return workspace, reason
 
-    addresses: list[int]
-    own: Tensor
-    """This rank's words."""
-    keep: Any
+
+def check_peers() -> None:
+    """Raises :class:`DistributedError` if a kernel timed out waiting for a rank, in any group of this process.
+
+    A layer checks at its next call.  This function is for times without such a call: after the last step, or between replays of
+    a CUDA graph.
+    """
+    for _, workspace, _ in _workspaces.values():
+        if workspace is not None:
+            workspace.check()
 
 
-class _WordRange(NamedTuple):
-    """A range of words in a block: ``start`` is the index of its first word."""
+def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Returns why the ranks of a group cannot write each other's memory, the same on every rank; empty if they can."""
+    own = (*_names_of(device), obstacle_on(device))
+    everyone: list[tuple[str, str, str]] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    if problem := next((problem for _, _, problem in everyone if problem), ""):
+        return problem
+    if len({host for host, _, _ in everyone}) > 1:
+        return "the ranks are on several machines"
+    if len({card for _, card, _ in everyone}) < len(everyone):
+        return "several ranks share one GPU"
+    return ""
 
-    block: int
-    start: int
-    words: int
+
+def _names_of(device: torch.device) -> tuple[str, str]:
+    """Returns names of the machine and of the device, the same in all processes of the machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    if device.type != "cuda":
+        return host, f"process {os.getpid()}"
+    return host, str(torch.cuda.get_device_properties(device).uuid)
+
+
+def obstacle_on(device: torch.device) -> str:
+    """Returns why kernels on ``device`` cannot exchange data with other ranks, as far as this process knows; empty if they can."""
+    if not runs_kernels(device):
+        return f"there are no kernels for {device.type}"
+    if device.type not in ALLOCATORS:
+        return f"ranks do not share memory on {device.type}"
+    own = device.index or 0
+    others = [other for other in range(torch.cuda.device_count()) if other != own]
+    if device.type == "cuda" and others and not any(torch.cuda.can_device_access_peer(own, other) for other in others):
+        return "the GPUs of this machine do not reach each other's memory"
+    return ""
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
@@ -63,6 +115,156 @@ class WorkspaceSlot:
     """Address of this rank's slot."""
     exchanges: Tensor
     """Number of exchanges that each channel has had, in device memory."""
+
+
+class Workspace:
+    """Memory of one group on one device, in slots that never move, and the word that names a rank that timed out.
+
+    Slots are given out in the same order on every rank, because every rank reaches its layers in the same order.  A slot is
+    reused after its object is deleted on every rank; an autograd graph that may still run backward also holds the slot.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = weakref.ref(group)
+        self.device = device
+        self.timeout = timeout_of(group, device)
+        self.failed = torch.zeros(1, dtype=torch.int64, device=device)
+        cuda = device.type == "cuda"
+        self.host_failed = pinned_for_kernels(1, dtype=torch.int64) if cuda else torch.zeros_like(self.failed)
+        # Read at every call: through ctypes this takes a tenth of a microsecond.
+        self.failure = ctypes.c_longlong.from_address(self.host_failed.data_ptr())
+        self._blocks: list[Mapped] = []
+        self._free: list[_WordRange] = []  # the same on every rank, like the keys of _used
+        self._used: dict[_WordRange, weakref.ref[WorkspaceSlot]] = {}
+        self._ranks = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+
+    def grow(self, words: int) -> str:
+        """Maps a block for ``words`` more words; returns the reason if that fails, else "".  A collective with one answer."""
+        group = self.group()
+        assert group is not None
+        size = max(words, _BLOCK_WORDS)
+        problem = ""
+        block = None
+        try:
+            block = ALLOCATORS[self.device.type](size, group, self.device)
+        except (RuntimeError, ImportError, AttributeError, OSError) as error:
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        problems = self._gather(problem)  # all blocks are zeroed before a peer writes
+        if any(problems):
+            return next(filter(None, problems))
+        assert block is not None
+        self._free.append(_WordRange(len(self._blocks), 0, size))
+        self._blocks.append(block)
+        return ""
+
+    def slot(self, words: int, channels: int) -> WorkspaceSlot:
+        """Returns a slot of ``words`` zeroed words for a layer of ``channels``; a collective if no words are left."""
+        words += -words % 16  # lines of 128 bytes
+        word_range = self._take(words)
+        if word_range is None and self._used:
+            self._reclaim()
+            word_range = self._take(words)
+        if word_range is None:
+            if problem := self.grow(words):
+                raise DistributedError(f"no more memory that all ranks can write: {problem}; set exchange='collective'")
+            word_range = self._take(words)
+        assert word_range is not None
+        addresses = [address + 8 * word_range.start for address in self._blocks[word_range.block].addresses]
+        slot = WorkspaceSlot(
+            torch.tensor(addresses, dtype=torch.int64, device=self.device),
+            addresses[self._rank],
+            torch.zeros(channels, dtype=torch.int32, device=self.device),
+        )
+        self._used[word_range] = weakref.ref(slot)
+        return slot
+
+    def _take(self, words: int) -> _WordRange | None:
+        for index, (block, start, size) in enumerate(self._free):
+            if size >= words:
+                remainder = [_WordRange(block, start + words, size - words)] if size > words else []
+                self._free[index : index + 1] = remainder
+                return _WordRange(block, start, words)
+        return None
+
+    def _reclaim(self) -> None:
+        """Frees the slots whose objects are deleted on every rank; a collective.
+
+        A word of an earlier layer may hold an exchange number that the slot's next layer has yet to reach, and a peer's kernel
+        may still be about to write such a word.  So all ranks first synchronise with idle devices: after that nothing writes to
+        the slots that are deleted on all of them.  They zero these slots, and synchronise again before any rank reuses one.
+        """
+        deleted = self._gather([slot() is None for slot in self._used.values()])
+        unused = [word_range for word_range, *ranks in zip(list(self._used), *deleted, strict=True) if all(ranks)]
+        if not unused:
+            return
+        for word_range in unused:
+            del self._used[word_range]
+            self._blocks[word_range.block].own[word_range.start : word_range.start + word_range.words].zero_()
+        self._gather(None)
+        self._free = _joined([*self._free, *unused])
+
+    def _gather(self, own: _Word) -> list[_Word]:
+        """Waits for the device, then for all ranks; returns the ``own`` of each rank."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        gathered = [own] * self._ranks
+        dist.all_gather_object(gathered, own, group=self.group())
+        return gathered
+
+    def check(self) -> None:
+        """Raises :class:`DistributedError` if a kernel timed out waiting for a rank; does not wait."""
+        missing = self.failure.value
+        if missing:
+            group = self.group()
+            own = "?" if group is None else dist.get_rank()
+            other = missing - 1 if group is None else dist.get_global_rank(group, missing - 1)
+            raise DistributedError(
+                f"rank {own} waited {self.timeout.total_seconds():g} s in a SyncBatchNorm for rank {other}, which did not "
+                "come: it is dead, hangs, or runs other layers; what was computed since is not to be used; see that "
+                f"rank's log, or give the process group a longer timeout if it was only slow"
+            )
+
+
+class _WordRange(NamedTuple):
+    """A range of words in a block: ``start`` is the index of its first word."""
+
+    block: int
+    start: int
+    words: int
+
+
+def _joined(ranges: list[_WordRange]) -> list[_WordRange]:
+    """Returns the same words, sorted, with adjacent ranges merged."""
+    joined: list[_WordRange] = []
+    for word_range in sorted(ranges):
+        last = joined[-1] if joined else None
+        if last is not None and (word_range.block, word_range.start) == (last.block, last.start + last.words):
+            joined[-1] = last._replace(words=last.words + word_range.words)
+        else:
+            joined.append(word_range)
+    return joined
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Returns the timeout of the group's collectives; 30 minutes if torch does not say."""
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return _USUAL_TIMEOUT
+    return timeout if isinstance(timeout, timedelta) else _USUAL_TIMEOUT
+
+
+class Mapped(NamedTuple):
+    """A block of words that all ranks have mapped.
+
+    ``addresses``: each rank's block, as addresses in this process.  ``keep``: the object that keeps the mapping alive.
+    """
+
+    addresses: list[int]
+    own: Tensor
+    """This rank's words."""
+    keep: Any
 
 
 def _symmetric_memory(words: int, group: dist.ProcessGroup, device: torch.device) -> Mapped:
@@ -92,197 +294,3 @@ def _without_multicast() -> Iterator[None]:
 
 ALLOCATORS: Final[dict[str, Callable[[int, dist.ProcessGroup, torch.device], Mapped]]] = {"cuda": _symmetric_memory}
 """Maps zeroed words on all ranks of a group, by device type; the tests add one for "cpu"."""
-
-
-class Workspace:
-    """Memory of one group on one device, in slots that never move, and the word that names a rank that timed out.
-
-    Slots are given out in the same order on every rank, because every rank reaches its layers in the same order.  A slot is
-    reused after its object is deleted on every rank; an autograd graph that may still run backward also holds the slot.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = weakref.ref(group)
-        self.device = device
-        self.timeout = timeout_of(group, device)
-        self.failed = torch.zeros(1, dtype=torch.int64, device=device)
-        cuda = device.type == "cuda"
-        self.host_failed = pinned_for_kernels(1, dtype=torch.int64) if cuda else torch.zeros_like(self.failed)
-        # Read at every call: through ctypes this takes a tenth of a microsecond.
-        self.failure = ctypes.c_longlong.from_address(self.host_failed.data_ptr())
-        self._blocks: list[Mapped] = []
-        self._free: list[_WordRange] = []  # the same on every rank, like the keys of _lent
-        self._lent: dict[_WordRange, weakref.ref[WorkspaceSlot]] = {}
-        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-
-    def grow(self, words: int) -> str:
-        """Maps a block for ``words`` more words; returns the reason if that fails, else "".  A collective with one answer."""
-        group = self.group()
-        assert group is not None
-        size = max(words, _BLOCK_WORDS)
-        problem, block = "", None
-        try:
-            block = ALLOCATORS[self.device.type](size, group, self.device)
-        except (RuntimeError, ImportError, AttributeError, OSError) as error:
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        problems = self._everyone(problem)  # all blocks are zeroed before a peer writes
-        if any(problems):
-            return next(one for one in problems if one)
-        assert block is not None
-        self._free.append(_WordRange(len(self._blocks), 0, size))
-        self._blocks.append(block)
-        return ""
-
-    def slot(self, words: int, channels: int) -> WorkspaceSlot:
-        """Returns a slot of ``words`` zeroed words for a layer of ``channels``; a collective if no words are left."""
-        words += -words % 16  # lines of 128 bytes
-        place = self._take(words)
-        if place is None and self._lent:
-            self._reclaim()
-            place = self._take(words)
-        if place is None:
-            if problem := self.grow(words):
-                raise DistributedError(f"no more memory that all ranks can write: {problem}; set exchange='collective'")
-            place = self._take(words)
-        assert place is not None
-        addresses = [address + 8 * place.start for address in self._blocks[place.block].addresses]
-        slot = WorkspaceSlot(
-            torch.tensor(addresses, dtype=torch.int64, device=self.device),
-            addresses[self._rank],
-            torch.zeros(channels, dtype=torch.int32, device=self.device),
-        )
-        self._lent[place] = weakref.ref(slot)
-        return slot
-
-    def _take(self, words: int) -> _WordRange | None:
-        for index, (block, start, size) in enumerate(self._free):
-            if size >= words:
-                rest = [_WordRange(block, start + words, size - words)] if size > words else []
-                self._free[index : index + 1] = rest
-                return _WordRange(block, start, words)
-        return None
-
-    def _reclaim(self) -> None:
-        """Frees the slots whose objects are deleted on every rank; a collective.
-
-        A word of an earlier layer may hold an exchange number that the slot's next layer has yet to reach, and a peer's kernel
-        may still be about to write such a word.  So all ranks first synchronise with idle devices: after that nothing writes to
-        the slots that are deleted on all of them.  They zero these slots, and synchronise again before any rank reuses one.
-        """
-        gone = [slot() is None for slot in self._lent.values()]
-        places = [place for place, *one in zip(list(self._lent), *self._everyone(gone), strict=True) if all(one)]
-        if not places:
-            return
-        for place in places:
-            del self._lent[place]
-            self._blocks[place.block].own[place.start : place.start + place.words].zero_()
-        self._everyone(None)
-        self._free = _joined([*self._free, *places])
-
-    def _everyone(self, own: _Word) -> list[_Word]:
-        """Waits for the device, then for all ranks; returns the ``own`` of each rank."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        found = [own] * self._ranks
-        dist.all_gather_object(found, own, group=self.group())
-        return found
-
-    def check(self) -> None:
-        """Raises :class:`DistributedError` if a kernel timed out waiting for a rank; does not wait."""
-        missing = self.failure.value
-        if missing:
-            group = self.group()
-            own = "?" if group is None else dist.get_rank()
-            who = missing - 1 if group is None else dist.get_global_rank(group, missing - 1)
-            raise DistributedError(
-                f"rank {own} waited {self.timeout.total_seconds():g} s in a SyncBatchNorm for rank {who}, which did not "
-                "come: it is dead, hangs, or runs other layers; what was computed since is not to be used; see that "
-                f"rank's log, or give the process group a longer timeout if it was only slow"
-            )
-
-
-def _joined(places: list[_WordRange]) -> list[_WordRange]:
-    """Returns the same words, sorted, with adjacent ranges merged."""
-    found: list[_WordRange] = []
-    for place in sorted(places):
-        if found and place[:2] == (found[-1].block, found[-1].start + found[-1].words):
-            found[-1] = found[-1]._replace(words=found[-1].words + place.words)
-        else:
-            found.append(place)
-    return found
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Returns the timeout of the group's collectives; 30 minutes if torch does not say."""
-    try:
-        found = group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):
-        return _USUAL_TIMEOUT
-    return found if isinstance(found, timedelta) else _USUAL_TIMEOUT
-
-
-_workspaces: dict[tuple[str, torch.device], tuple[weakref.ref[dist.ProcessGroup], Workspace | None, str]] = {}
-
-
-def workspace_of(group: dist.ProcessGroup, device: torch.device) -> tuple[Workspace | None, str]:
-    """Returns the group's workspace on ``device`` and "", or None and the reason.
-
-    The first call is a collective; its answer is the same on every rank.
-    """
-    key = (group.group_name, device)
-    found = _workspaces.get(key)
-    if found is None or found[0]() is not group:
-        workspace: Workspace | None = None
-        reason = _obstacle(group, device)
-        if not reason:
-            workspace = Workspace(group, device)
-            reason = workspace.grow(0)
-        found = _workspaces[key] = (weakref.ref(group), None if reason else workspace, reason)
-    return found[1], found[2]
-
-
-def check_peers() -> None:
-    """Raises :class:`DistributedError` if a kernel timed out waiting for a rank, in any group of this process.
-
-    A layer checks at its next call.  This function is for times without such a call: after the last step, or between replays of
-    a CUDA graph.
-    """
-    for _, workspace, _ in _workspaces.values():
-        if workspace is not None:
-            workspace.check()
-
-
-def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Returns why the ranks of a group cannot write each other's memory, the same on every rank; empty if they can."""
-    mine = (*_place(device), obstacle_on(device))
-    everyone: list[tuple[str, str, str]] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    if problem := next((problem for _, _, problem in everyone if problem), ""):
-        return problem
-    if len({host for host, _, _ in everyone}) > 1:
-        return "the ranks are on several machines"
-    if len({one for _, one, _ in everyone}) < len(everyone):
-        return "several ranks share one GPU"
-    return ""
-
-
-def _place(device: torch.device) -> tuple[str, str]:
-    """Returns names of the machine and of the device, the same in all processes of the machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    if device.type != "cuda":
-        return host, f"process {os.getpid()}"
-    return host, str(torch.cuda.get_device_properties(device).uuid)
-
-
-def obstacle_on(device: torch.device) -> str:
-    """Returns why kernels on ``device`` cannot exchange data with other ranks, as far as this process knows; empty if they can."""
-    if not runs_kernels(device):
-        return f"there are no kernels for {device.type}"
-    if device.type not in ALLOCATORS:
-        return f"ranks do not share memory on {device.type}"
-    own = device.index or 0
-    others = [other for other in range(torch.cuda.device_count()) if other != own]
-    if device.type == "cuda" and others and not any(torch.cuda.can_device_access_peer(own, other) for other in others):
-        return "the GPUs of this machine do not reach each other's memory"
-    return ""

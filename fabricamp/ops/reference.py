@@ -45,7 +45,9 @@ def prepared(
     """Returns gradients in the dtypes of ``parameters``, multiplied, then clamped; the given tensors are not changed."""
     pairs = zip(gradients, parameters, strict=True)
     # Compares the dtypes first, because a `to` that has nothing to do takes a microsecond.
-    values = [one if one.dtype == parameter.dtype else one.to(parameter.dtype) for one, parameter in pairs]
+    values = [
+        gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype) for gradient, parameter in pairs
+    ]
     if state is not None and values:
         values = list(torch._foreach_mul(values, state.multiplier.to(values[0].device, non_blocking=True)))
     if limit is not None:
@@ -63,6 +65,11 @@ def corrections(steps: Sequence[Tensor], beta: float) -> Tensor:
     """Returns ``1 - beta**step`` for all steps (1-dim, fp64) without a host read."""
     (log,) = logarithms(beta, corrects=True)
     return (torch.stack(list(steps)).double() * log).expm1().neg()
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of each tensor (1-dim, fp64)."""
+    return torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))])
 
 
 def one_each(values: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -52,8 +52,9 @@ class Steering(NamedTuple):
 
     def arguments(self) -> tuple[Tensor | None, float, int]:
         """Returns state, limit and skips as kernel arguments; limit is -1.0 for none."""
-        state, limit, skips, _ = self
-        return None if state is None else state.words, -1.0 if limit is None else float(limit), int(skips)
+        words = None if self.state is None else self.state.words
+        limit = -1.0 if self.limit is None else float(self.limit)
+        return words, limit, int(self.skips)
 
 
 class Rule:
@@ -101,14 +102,15 @@ class Rule:
         """Updates the rows of one group as a launch does, in torch's operations; call it with gradients disabled."""
         if not rows.parameters:
             return
-        states = [[one for one in column if one is not None] for column in rows.states]
+        states = [[tensor for tensor in column if tensor is not None] for column in rows.states]
         self.shared = rows.shared
 
         def update() -> None:
-            parameters, wide = widened(rows.parameters), [widened(column) for column in states]
-            self.step(self.gradients(rows, parameters, steering), parameters, wide, rows.cells)
-            for full, narrow in zip(wide, states, strict=True):
-                rounded(full, narrow)
+            parameters = widened(rows.parameters)
+            wide_states = [widened(column) for column in states]
+            self.step(self.gradients(rows, parameters, steering), parameters, wide_states, rows.cells)
+            for wide, narrow in zip(wide_states, states, strict=True):
+                rounded(wide, narrow)
             rounded(parameters, rows.parameters)
             if rows.copies is not None:
                 rounded(parameters, rows.copies)
@@ -117,7 +119,8 @@ class Rule:
             update()
             return
         columns = (rows.parameters, *states, *rows.cells, rows.copies or ())
-        unless_skipped(steering.state, [one for column in columns for one in column if one is not None], update)
+        written = [tensor for column in columns for tensor in column if tensor is not None]
+        unless_skipped(steering.state, written, update)
 
 
 @torch.no_grad()

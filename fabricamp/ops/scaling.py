@@ -84,9 +84,11 @@ def finish(
     if runs_kernels(device):
         limit = -1.0 if max_norm is None else float(max_norm)
         rule = _NO_RULE if closing is None else closing.struct
-        step = statistics, statistics.numel(), scale, float(divisor), limit, origin, int(sticky)
-        launch = kernel("finish", "finish", (), device)
-        launch(1, 1024, state.words, *step, rule, loss, int(closing is not None))
+        kernel("finish", "finish", (), device)(
+            1, 1024, state.words,
+            statistics, statistics.numel(), scale, float(divisor), limit, origin, int(sticky),
+            rule, loss, int(closing is not None),
+        )  # fmt: skip
         return
     _finish_reference(state, statistics, scale, divisor, max_norm, origin, sticky=sticky)
     if closing is not None:
@@ -137,40 +139,39 @@ def update_scale(state: StepState, rule: ScaleRule, *, loss: Tensor | None = Non
 def _close_reference(state: StepState, rule: ScaleRule, loss: Tensor | None) -> None:
     if loss is not None:
         state.loss.copy_(loss.reshape(()))
-    window = state.applied + state.skipped
-    held = (state.streak > 0) & (state.finite == 0) if rule.sticky else None
-    _count(state, window)
+    step = state.applied + state.skipped
+    # A sticky rule skips every step after a skipped one; the scale must not fall with each of them.
+    stays = (state.streak > 0) & (state.finite == 0) if rule.sticky else None
+    _count(state, step)
     before = state.scale.clone(), state.growth.clone(), state.hysteresis.clone()
-    _move_scale(state, rule)
-    if held is not None:
-        for own, old in zip((state.scale, state.growth, state.hysteresis), before, strict=True):
-            own.copy_(torch.where(held, old, own))
+    _update_scale(state, rule)
+    if stays is not None:
+        for value, old in zip((state.scale, state.growth, state.hysteresis), before, strict=True):
+            value.copy_(torch.where(stays, old, value))
     if rule.ring is not None:
-        rule.ring[window.long() % len(rule.ring)] = state.words
+        rule.ring[step.long() % len(rule.ring)] = state.words
         if rule.mirror is not None:
             rule.mirror.copy_(rule.ring, non_blocking=True)
     state.finite.fill_(1)
 
 
-def _count(state: StepState, window: Tensor) -> None:
+def _count(state: StepState, step: Tensor) -> None:
     """Counts the step as applied or skipped; stores ``first_*`` at the first of several skipped steps in a row."""
     first = (state.finite == 0) & (state.streak == 0)
-    seen = (
-        ("first_window", window),
-        ("first_loss", state.loss),
-        ("first_scale", state.scale),
-        ("first_chunk", state.bad_chunk),
-    )
-    for name, value in seen:
-        latched: Tensor = getattr(state, name)
-        latched.copy_(torch.where(first, value, latched))
+    for stored, value in (
+        (state.first_window, step),
+        (state.first_loss, state.loss),
+        (state.first_scale, state.scale),
+        (state.first_chunk, state.bad_chunk),
+    ):
+        stored.copy_(torch.where(first, value, stored))
     state.streak.add_(1).mul_(1 - state.finite)
     state.bad_chunk.fill_(-1)
     state.applied.add_(state.finite)
     state.skipped.add_(1 - state.finite)
 
 
-def _move_scale(state: StepState, rule: ScaleRule) -> None:
+def _update_scale(state: StepState, rule: ScaleRule) -> None:
     grown = (state.scale * rule.growth_factor).clamp_(max=rule.maximum)
     backed_off = (state.scale * rule.backoff_factor).clamp_(min=rule.minimum)
     applied = state.finite > 0

@@ -41,30 +41,32 @@ class SgdRule(Rule):
 
     def step(self, gradients: Tensors, parameters: Tensors, states: list[Tensors], cells: Cells) -> None:
         """Updates in torch's order of operations, so that the bits equal those of torch's SGD with ``foreach=True``."""
-        (buffers,), (filled,) = states, cells
+        (buffers,) = states
+        (filled,) = cells
         values = list(torch._foreach_neg(gradients)) if self.maximize else gradients
         if self.weight_decay != 0 and not self.decay_after_momentum:
             values = _plus(values, parameters, self.weight_decay, keep=values is gradients)
         if self.momentum != 0:
-            self._move(buffers, values, filled)
+            self._update_buffers(buffers, values, filled)
             values = _plus(values, buffers, self.momentum, keep=values is gradients) if self.nesterov else buffers
         if self.weight_decay != 0 and self.decay_after_momentum:
             values = _plus(values, parameters, self.weight_decay, keep=values is gradients or values is buffers)
         torch._foreach_add_(parameters, values, alpha=-float(self.lr))
 
-    def _move(self, buffers: list[Tensor], values: list[Tensor], filled: Sequence[Tensor]) -> None:
+    def _update_buffers(self, buffers: list[Tensor], values: list[Tensor], filled: Sequence[Tensor]) -> None:
         """Updates the momentum buffers with the gradients (``values``)."""
         on_host = filled[0].device.type == "cpu"
-        before = [one.item() for one in filled] if on_host else []
+        before = [flag.item() for flag in filled] if on_host else []
         torch._foreach_mul_(buffers, self.momentum)
-        if self.dampening == 0 or (on_host and all(before)):
+        known_filled = on_host and all(before)
+        if self.dampening == 0 or known_filled:
             torch._foreach_add_(buffers, values, alpha=1 - self.dampening)
         else:
-            shares: list[Any] = [1 - self.dampening * one for one in before]
+            factors: list[Any] = [1 - self.dampening * flag for flag in before]
             if not on_host:
-                shares = one_each(1 - self.dampening * torch.stack(list(filled)).double(), values)
-            torch._foreach_add_(buffers, torch._foreach_mul(values, shares))
-        if not (on_host and all(before)):
+                factors = one_each(1 - self.dampening * torch.stack(list(filled)).double(), values)
+            torch._foreach_add_(buffers, torch._foreach_mul(values, factors))
+        if not known_filled:
             torch._foreach_clamp_min_(list(filled), 1.0)
 
 

@@ -50,13 +50,14 @@ def whole(tensor: Any) -> Tensor:
     """
     from torch.distributed.tensor import Replicate
 
-    found, placements = tensor.to(device_of(tensor)), list(tensor.placements)
+    gathered = tensor.to(device_of(tensor))
+    placements = list(tensor.placements)
     for dimension, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             placements[dimension] = Replicate()
-            found = found.redistribute(placements=placements)
-    gathered: Tensor = found.to_local()
-    return gathered
+            gathered = gathered.redistribute(placements=placements)
+    full: Tensor = gathered.to_local()
+    return full
 
 
 def local_gradient(parameter: Any) -> Any:
@@ -82,7 +83,7 @@ class SharedRows:
     def __init__(self, members: Sequence[Members], rows: int) -> None:
         self._members = members
         self._rows = rows
-        self._places: dict[int, Tensor] = {}
+        self._indices: dict[int, Tensor] = {}
         self._sums: Tensor | None = None
 
     @classmethod
@@ -98,8 +99,10 @@ class SharedRows:
 
     def chosen(self, rows: Sequence[int]) -> SharedRows:
         """Returns the given rows, renumbered from 0."""
-        places = {row: place for place, row in enumerate(rows)}
-        members = [one._replace(rows=[places[row] for row in one.rows if row in places]) for one in self._members]
+        numbers = {row: number for number, row in enumerate(rows)}
+        members = [
+            member._replace(rows=[numbers[row] for row in member.rows if row in numbers]) for member in self._members
+        ]
         return SharedRows(members, len(rows))
 
     def reduce_(self, numbers: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -107,23 +110,24 @@ class SharedRows:
         for number, (group, device, rows) in enumerate(self._members):
             ranks = group()
             assert ranks is not None, "the process group is gone, and with it the run that these rows are of"
-            whole = len(rows) == self._rows
-            part = numbers if whole else numbers.index_select(0, self._places_of(number, numbers.device))
-            travelling = part.to(device)  # from host memory if the shards are offloaded to it
+            every_row = len(rows) == self._rows
+            part = numbers if every_row else numbers.index_select(0, self._indices_of(number, numbers.device))
+            reduced = part.to(device)  # from host memory if the shards are offloaded to it
             if rows:
-                dist.all_reduce(travelling, operation, ranks)
-            if not whole:
-                numbers.index_copy_(0, self._places_of(number, numbers.device), travelling.to(numbers.device))
-            elif travelling is not numbers:
-                numbers.copy_(travelling)
+                dist.all_reduce(reduced, operation, ranks)
+            if not every_row:
+                numbers.index_copy_(0, self._indices_of(number, numbers.device), reduced.to(numbers.device))
+            elif reduced is not numbers:
+                numbers.copy_(reduced)
         return numbers
 
-    def _places_of(self, number: int, device: torch.device) -> Tensor:
-        places = self._places.get(number)
-        if places is None:
-            rows = self._members[number].rows
-            places = self._places[number] = torch.tensor(rows, dtype=torch.int64, device=device)
-        return places
+    def _indices_of(self, number: int, device: torch.device) -> Tensor:
+        """Returns the rows of member ``number`` as a tensor, made once."""
+        indices = self._indices.get(number)
+        if indices is None:
+            indices = torch.tensor(self._members[number].rows, dtype=torch.int64, device=device)
+            self._indices[number] = indices
+        return indices
 
     def norms(self, parts: Tensor) -> Tensor:
         """Returns the norms of full rows, from the norms of this rank's shards (``parts``)."""
@@ -131,9 +135,9 @@ class SharedRows:
 
     def largest(self, parts: Tensor) -> Tensor:
         """Returns the largest values of full rows, from those of this rank's shards (``parts``, not negative); keeps nan."""
-        bad = parts.isnan()
-        lost = self.reduce_(torch.where(bad, parts, 0.0))  # a reduction by MAX may lose a nan
-        return self.reduce_(parts.masked_fill(bad, 0.0), dist.ReduceOp.MAX).add_(lost)
+        is_nan = parts.isnan()
+        nans = self.reduce_(torch.where(is_nan, parts, 0.0))  # a reduction by MAX may lose a nan
+        return self.reduce_(parts.masked_fill(is_nan, 0.0), dist.ReduceOp.MAX).add_(nans)
 
     def memory(self, each: int, device: torch.device) -> Tensor:
         """Returns memory for ``each`` fp64 numbers per row, valid until the next call."""

@@ -66,11 +66,13 @@ def place_of_statistic(sizes: Sequence[int], index: int, device: torch.device) -
     ``sizes``: the number of elements of each gradient.  Returns None if there is no such entry.  Not for ``shared`` gradients,
     which have one entry each.
     """
-    chunks = tables.CHUNK_SIZE if runs_kernels(device) else max([*sizes, 1])
-    for place, size in enumerate(sizes):
-        index -= max(-(-size // chunks), 1)
+    chunk_size = (
+        tables.CHUNK_SIZE if runs_kernels(device) else max([*sizes, 1])
+    )  # a reference has one number per gradient
+    for gradient, size in enumerate(sizes):
+        index -= max(-(-size // chunk_size), 1)
         if index < 0:
-            return place
+            return gradient
     return None
 
 

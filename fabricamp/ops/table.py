@@ -56,13 +56,6 @@ _NUMBERS: Final = frozenset({float, int, bool})
 _Struct: Final = bridge.structure("common.cuh", "Table")
 
 
-class _ContiguousCopy(NamedTuple):
-    """A tensor whose memory order differs from its row's, and the dense copy that the kernels use in its place."""
-
-    tensor: Tensor
-    dense: Tensor
-
-
 class Table:
     """Rows of tensors on one device, ready for any kernel that takes their columns.
 
@@ -89,7 +82,9 @@ class Table:
         self._columns = [list(column) for column in columns]
         self._flag_cell = flags
         self._chunk_size = chunk_size or CHUNK_SIZE
-        self._stands: list[dict[int, _ContiguousCopy]] = [{} for _ in columns]
+        self._dense_copies: list[dict[int, _DenseCopy]] = [{} for _ in columns]
+        """For each column: the dense copies, by row."""
+        self._has_dense_copies = False
         self._anchors = anchors(self._columns)
         self._layouts = Layouts(self._anchors)
         self._kinds: dict[Kind, int] = {}
@@ -98,20 +93,25 @@ class Table:
         self._numbers: Tensor | None = None
         self._scalars: tuple[tuple[float | Tensor, ...], ...] = ()
         self._device_scalars: Tensor | None = None
+
         count = len(self._columns[0])
         self._groups = np.zeros(count, np.int64) if groups is None else np.asarray(groups, np.int64)
         self._lines = np.zeros((_COLUMNS + len(self._columns) + len(cells), count), np.int64)
         self._lay_out_chunks()
         for index in range(1, len(self._columns)):
-            self._place(index)
+            self._set_addresses(index)
         for index, cell in enumerate(cells):
-            self._lines[_COLUMNS + len(self._columns) + index] = [0 if one is None else one.data_ptr() for one in cell]
+            line = _COLUMNS + len(self._columns) + index
+            self._lines[line] = [0 if value is None else value.data_ptr() for value in cell]
+
         self.present: list[int] | None = None
         """The rows whose column 0 is not None; None: all rows."""
+        # What is known of column 0; empty lists if nothing is known, or if a row has no tensor there.
         self._pointers: list[int] = []
         self._dtypes: list[torch.dtype] = []
         self._devices: list[int] = []
-        self._taken: tuple[Tensor | None, ...] | None = None
+        self._last_tuple: tuple[Tensor | None, ...] | None = None
+
         self._uploaded = lasting_memory(self._lines.shape, torch.int64, device)
         upload(self._lines, self._uploaded)
         self._struct = _Struct()
@@ -122,47 +122,23 @@ class Table:
         """The metadata matrices of captures: a graph reads its matrix in each replay, so these are never written again."""
         self.refresh(self._columns[0])
 
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return int(self._lines.shape[1])
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks, and of blocks in a launch."""
-        return self._chunks
-
-    @property
-    def partial(self) -> Tensor:
-        """Memory for one fp32 number per chunk."""
-        if self._partial is None:
-            self._partial = torch.empty(self._chunks, dtype=torch.float32, device=self.device)
-        return self._partial
-
-    def numbers(self, count: int) -> Tensor:
-        """Returns memory for ``count`` fp64 numbers, in which one launch of an op leaves its results for the next launch."""
-        if self._numbers is None or len(self._numbers) < count:
-            self._numbers = torch.empty(count, dtype=torch.float64, device=self.device)
-        return self._numbers
-
-    def row_of_chunk(self, chunk: int) -> int:
-        """Returns the row of a chunk."""
-        return int(np.searchsorted(self._lines[0], chunk, side="right")) - 1
+    # -- the matrix ------------------------------------------------------------------------------------------------------------
 
     def _lay_out_chunks(self) -> None:
         sizes = [0 if anchor is None else anchor.numel() for anchor in self._anchors]
-        numbers = np.maximum((np.asarray(sizes, np.int64) + self._chunk_size - 1) // self._chunk_size, 1)
-        self._lines[0] = np.concatenate(([0], np.cumsum(numbers)[:-1])) if sizes else 0
+        chunks = np.maximum((np.asarray(sizes, np.int64) + self._chunk_size - 1) // self._chunk_size, 1)
+        self._lines[0] = np.concatenate(([0], np.cumsum(chunks)[:-1])) if sizes else 0
         self._lines[_SIZE] = sizes
-        rows = np.repeat(np.arange(len(sizes), dtype=np.int32), numbers)
+        rows = np.repeat(np.arange(len(sizes), dtype=np.int32), chunks)
         self._chunks = len(rows)
         words = lasting_memory((len(rows) + len(sizes),), torch.int32, self.device)
         upload(np.concatenate((rows, np.zeros(len(sizes), np.int32))), words)
-        self._chunk_rows, self._tickets = words[: len(rows)], words[len(rows) :]
+        self._chunk_rows = words[: len(rows)]
+        self._tickets = words[len(rows) :]
 
-    def _place(self, index: int) -> None:
+    def _set_addresses(self, index: int) -> None:
         """Writes the addresses of a column; a tensor whose layout differs from the row's is replaced by a dense copy."""
-        stands: dict[int, _ContiguousCopy] = {}
+        dense_copies: dict[int, _DenseCopy] = {}
         addresses = self._lines[_COLUMNS + index]
         for row, tensor in enumerate(self._columns[index]):
             anchor = self._anchors[row]
@@ -176,10 +152,35 @@ class Table:
                 addresses[row] = bridge.address_of(tensor) or _ALIGNMENT
                 continue
             dense = torch.empty_like(anchor, dtype=tensor.dtype)
-            stands[row] = _ContiguousCopy(tensor.detach(), dense)
+            dense_copies[row] = _DenseCopy(tensor.detach(), dense)
             addresses[row] = dense.data_ptr()
-        self._stands[index] = stands
-        self._standing = any(self._stands)
+        self._dense_copies[index] = dense_copies
+        self._has_dense_copies = any(self._dense_copies)
+
+    def _describe(self) -> None:
+        """Writes line ``_INFO``: each row's kind, alignment and group."""
+        before = len(self._kinds)
+        kinds = []
+        for row in range(self.rows):
+            tensors = [column[row] for column in self._columns]
+            if tensors[0] is None:
+                kinds.append(0)  # kernels skip this row, so its kind does not matter
+                continue
+            kind = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+            kinds.append(self._kinds.setdefault(kind, len(self._kinds)))
+        aligned = self._lines[_COLUMNS : _COLUMNS + len(self._columns)] % _ALIGNMENT == 0
+        self._others_aligned = aligned[1:].all(axis=0)
+        self._kinds_and_groups = np.asarray(kinds, np.int64) | (self._groups << 16)
+        self._lines[_INFO] = self._kinds_and_groups | (aligned.all(axis=0).astype(np.int64) << 8)
+        if len(self._kinds) != before:
+            self._kernels.clear()  # they are compiled for the kinds
+
+    def _upload(self) -> None:
+        # A capture has a matrix of its own, of which nothing is uploaded yet.
+        changing = slice(_INFO, _COLUMNS + 1) if self._eager is None else slice(None)
+        upload(self._lines[changing], self._uploaded[changing])
+
+    # -- column 0, new in every step ---------------------------------------------------------------------------------------------
 
     def refresh(self, gradients: Sequence[Tensor | None], *, trust: bool = True) -> None:
         """Sets the tensors of column 0; uploads their addresses only if one of them has changed.
@@ -191,43 +192,44 @@ class Table:
         if self._captures is not None and self._captures.under_way():
             self._refresh_captured(gradients)
             return
-        if self._eager is not None:
+        if self._eager is not None:  # the first eager step after a capture
             self._uploaded, self._struct = self._eager
-            self._eager = self._taken = None
+            self._eager = None
+            self._last_tuple = None
             trust = False
-        if trust and self._taken is not None and gradients is self._taken:
+        if trust and self._last_tuple is not None and gradients is self._last_tuple:
             return
         pointers = addresses(gradients)
-        known = trust and not self._stands[0] and self._layouts.fit(gradients)
-        self._taken = None
-        if not known:
-            self._look(gradients, pointers)
+        self._last_tuple = None
+        if not trust or self._dense_copies[0] or not self._layouts.fit(gradients):
+            self._set_unknown(gradients, pointers)
         elif pointers != self._pointers:
             if -1 in pointers or dtypes(gradients) != self._dtypes or _devices(gradients) != self._devices:
-                self._look(gradients, pointers)
+                self._set_unknown(gradients, pointers)
             else:
-                self._move(pointers)
-        if isinstance(gradients, tuple) and not self._stands[0]:
-            self._taken = gradients
+                self._set_moved(pointers)
+        if isinstance(gradients, tuple) and not self._dense_copies[0]:
+            self._last_tuple = gradients
 
     def _refresh_captured(self, gradients: Sequence[Tensor | None]) -> None:
         """Sets the tensors of launches that are being captured, in a new metadata matrix."""
         if self._eager is None:
             self._eager = self._uploaded, self._struct
-        self._uploaded, self._struct = lasting_memory(self._lines.shape, torch.int64, self.device), _Struct()
+        self._uploaded = lasting_memory(self._lines.shape, torch.int64, self.device)
+        self._struct = _Struct()
         self.captured.append(self._uploaded)
-        self._look(gradients, addresses(gradients))
+        self._set_unknown(gradients, addresses(gradients))
 
     @property
     def holds_captured(self) -> bool:
         """Whether the last :meth:`refresh` was during a capture."""
         return self._eager is not None
 
-    def _look(self, gradients: Sequence[Tensor | None], pointers: list[int]) -> None:
+    def _set_unknown(self, gradients: Sequence[Tensor | None], pointers: list[int]) -> None:
         """Sets column 0 from tensors about which nothing is known: addresses, dtypes, devices and layouts are read."""
-        self._pointers = []
+        self._pointers = []  # nothing is known if this raises
         self._columns[0] = list(gradients)
-        self._place(0)
+        self._set_addresses(0)
         self._describe()
         self._columns[0] = []
         self._upload()
@@ -236,70 +238,64 @@ class Table:
         if -1 in pointers:
             self.present = [row for row, pointer in enumerate(pointers) if pointer != -1]
         else:
-            self._dtypes, self._devices = dtypes(gradients), _devices(gradients)
-            if not self._stands[0]:
+            self._dtypes = dtypes(gradients)
+            self._devices = _devices(gradients)
+            if not self._dense_copies[0]:
                 self._layouts.learn(gradients)
         self._pointers = pointers
 
-    def _move(self, pointers: list[int]) -> None:
+    def _set_moved(self, pointers: list[int]) -> None:
         """Sets column 0 from tensors that differ from the last ones in their addresses only (one per row, none is None)."""
         column = np.asarray(pointers, np.int64)
-        nowhere = column == 0
-        if (self._lines[_SIZE][nowhere] > 0).any():
+        without_address = column == 0
+        if (self._lines[_SIZE][without_address] > 0).any():
             raise ValueError("a tensor with elements has no memory of its own: it is a DTensor, or another wrapper")
-        column[nowhere] = _ALIGNMENT
+        column[without_address] = _ALIGNMENT
         self._lines[_COLUMNS] = column
         aligned = self._others_aligned & (column % _ALIGNMENT == 0)
         self._lines[_INFO] = self._kinds_and_groups | (aligned.astype(np.int64) << 8)
         self._upload()
         self._pointers = pointers
 
-    def _upload(self) -> None:
-        changing = slice(_INFO, _COLUMNS + 1) if self._eager is None else slice(None)
-        upload(self._lines[changing], self._uploaded[changing])
-
     def release(self) -> None:
         """Drops the gradients that have a dense copy; the next :meth:`refresh` reads everything again."""
-        if self._stands[0]:
-            self._stands[0] = {}
-            self._standing = any(self._stands)
+        if self._dense_copies[0]:
+            self._dense_copies[0] = {}
+            self._has_dense_copies = any(self._dense_copies)
             self._pointers = []
             self._dtypes = []
 
-    def _describe(self) -> None:
-        """Writes line ``_INFO``: each row's kind, alignment and group."""
-        before = len(self._kinds)
-        kinds = []
-        for row in range(self.rows):
-            kind = tuple([None if (one := column[row]) is None else one.dtype for column in self._columns])
-            # Kernels skip this row, so its kind does not matter.
-            kinds.append(0 if kind[0] is None else self._kinds.setdefault(kind, len(self._kinds)))
-        aligned = self._lines[_COLUMNS : _COLUMNS + len(self._columns)] % _ALIGNMENT == 0
-        self._others_aligned = aligned[1:].all(axis=0)
-        self._kinds_and_groups = np.asarray(kinds, np.int64) | (self._groups << 16)
-        self._lines[_INFO] = self._kinds_and_groups | (aligned.all(axis=0).astype(np.int64) << 8)
-        if len(self._kinds) != before:
-            self._kernels.clear()
+    # -- scalars ---------------------------------------------------------------------------------------------------------------
 
     def set_scalars(self, groups: Sequence[Sequence[float | Tensor]]) -> None:
         """Sets the scalars of every group.
 
         The host's numbers are uploaded, without waiting, only if one of them has changed.  Tensors are copied in every call.
         """
-        numbers = _NUMBERS.issuperset(map(type, chain.from_iterable(groups)))
-        scalars = tuple(map(tuple, groups)) if numbers else self._known_numbers(groups)
+        host_only = _NUMBERS.issuperset(map(type, chain.from_iterable(groups)))
+        scalars = tuple(map(tuple, groups)) if host_only else self._host_scalars(groups)
         if scalars != self._scalars:
             if self._device_scalars is None:
                 shape = len(scalars), len(scalars[0])
                 self._device_scalars = lasting_memory(shape, torch.float64, self.device)
             upload(np.asarray(scalars, np.float64), self._device_scalars)
             self._scalars = scalars
-        if numbers:
+        if host_only:
             return
         for row, group in enumerate(groups):
-            for place, one in enumerate(group):
-                if self._is_read(one) and self._device_scalars is not None:
-                    self._device_scalars[row, place].copy_(one.reshape(()), non_blocking=True)
+            for column, scalar in enumerate(group):
+                if self._is_on_device(scalar) and self._device_scalars is not None:
+                    self._device_scalars[row, column].copy_(scalar.reshape(()), non_blocking=True)
+
+    def _host_scalars(self, groups: Sequence[Sequence[float | Tensor]]) -> tuple[tuple[float | Tensor, ...], ...]:
+        """Returns the scalars that the host knows, and 0 in place of the others."""
+        return tuple(
+            [tuple([0.0 if self._is_on_device(scalar) else float(scalar) for scalar in group]) for group in groups]
+        )
+
+    def _is_on_device(self, scalar: float | Tensor) -> TypeGuard[Tensor]:
+        """Whether a scalar is in device memory, so the host does not know its value."""
+        return isinstance(scalar, Tensor) and (scalar.device == self.device or scalar.device.type != "cpu")
 
     @property
     def scalars(self) -> Tensor:
@@ -311,23 +307,7 @@ class Table:
         """Makes the next :meth:`set_scalars` upload the scalars even if they have not changed."""
         self._scalars = ()
 
-    def _is_read(self, scalar: float | Tensor) -> TypeGuard[Tensor]:
-        """Whether a scalar is in device memory, so the host does not know its value."""
-        return isinstance(scalar, Tensor) and (scalar.device == self.device or scalar.device.type != "cpu")
-
-    def _known_numbers(self, groups: Sequence[Sequence[float | Tensor]]) -> tuple[tuple[float | Tensor, ...], ...]:
-        """Returns the scalars that the host knows, and 0 in place of the others."""
-        return tuple([tuple([0.0 if self._is_read(one) else float(one) for one in group]) for group in groups])
-
-    @property
-    def lasts(self) -> bool:
-        """Whether the table needs only the addresses of its tensors: none of them has a dense copy."""
-        return not self._standing
-
-    def forget(self) -> None:
-        """Drops the references to the tensors; their addresses stay valid until their memory is freed."""
-        self._columns = [[] for _ in self._columns]
-        self._anchors = []
+    # -- a launch --------------------------------------------------------------------------------------------------------------
 
     def launch(
         self,
@@ -341,20 +321,25 @@ class Table:
 
         The kernel may write the columns from ``first_written`` on: their dense copies are copied back.
         """
-        stands = self._standing
-        if stands:
-            for stand in [one for column in self._stands for one in column.values()]:
-                stand.dense.copy_(stand.tensor)
+        has_dense_copies = self._has_dense_copies
+        if has_dense_copies:
+            for copies in self._dense_copies:
+                for copy in copies.values():
+                    copy.dense.copy_(copy.tensor)
         run = self._kernels.get((file, function))
         if run is None:
-            run = self._kernels[file, function] = bridge.kernel(file, function, tuple(self._kinds), self.device)
+            run = bridge.kernel(file, function, tuple(self._kinds), self.device)
+            self._kernels[file, function] = run
         struct = self._struct
+        # Made at the first launch, and again if the table got its scalars after it.
         if not struct.lines or (not struct.scalars and self._device_scalars is not None):
-            struct = self._struct = self._as_struct()
+            struct = self._as_struct()
+            self._struct = struct
         run(self._chunks if blocks is None else blocks, THREADS, struct, *arguments)
-        if stands:
-            for stand in [one for column in self._stands[first_written:] for one in column.values()]:
-                stand.tensor.copy_(stand.dense)
+        if has_dense_copies:
+            for copies in self._dense_copies[first_written:]:
+                for copy in copies.values():
+                    copy.tensor.copy_(copy.dense)
 
     def _as_struct(self) -> ctypes.Structure:
         scalars = self._device_scalars
@@ -369,6 +354,54 @@ class Table:
             scalars_per_group=len(self._scalars[0]) if self._scalars else 0,
             flag_cell=self._flag_cell,
         )
+
+    # -- for ops that reduce ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return int(self._lines.shape[1])
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks, and of blocks in a launch."""
+        return self._chunks
+
+    def row_of_chunk(self, chunk: int) -> int:
+        """Returns the row of a chunk."""
+        return int(np.searchsorted(self._lines[0], chunk, side="right")) - 1
+
+    @property
+    def partial(self) -> Tensor:
+        """Memory for one fp32 number per chunk."""
+        if self._partial is None:
+            self._partial = torch.empty(self._chunks, dtype=torch.float32, device=self.device)
+        return self._partial
+
+    def numbers(self, count: int) -> Tensor:
+        """Returns memory for ``count`` fp64 numbers, in which one launch of an op leaves its results for the next launch."""
+        if self._numbers is None or len(self._numbers) < count:
+            self._numbers = torch.empty(count, dtype=torch.float64, device=self.device)
+        return self._numbers
+
+    # -- for the cache of table_of ---------------------------------------------------------------------------------------------
+
+    @property
+    def has_dense_copies(self) -> bool:
+        """Whether a tensor has a dense copy: the table then needs the tensor, else the addresses of its tensors only."""
+        return self._has_dense_copies
+
+    def drop_tensors(self) -> None:
+        """Drops the references to the tensors; their addresses stay valid until their memory is freed."""
+        self._columns = [[] for _ in self._columns]
+        self._anchors = []
+
+
+class _DenseCopy(NamedTuple):
+    """A tensor whose memory order differs from its row's, and the dense copy that the kernels use in its place."""
+
+    tensor: Tensor
+    dense: Tensor
 
 
 def _devices(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -391,8 +424,8 @@ def table_of(*columns: Sequence[Tensor]) -> Table:
         table = Table(columns, device=columns[0][0].device)
         if len(_tables) >= _MOST_TABLES:
             del _tables[next(iter(_tables))]
-        if table.lasts:
-            table.forget()
+        if not table.has_dense_copies:
+            table.drop_tensors()
             _tables[key] = table
     if is_capturing(table.device):
         _captured[id(table)] = table

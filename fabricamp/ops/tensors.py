@@ -1,4 +1,4 @@
-"""Operations on lists of tensors, element by element."""
+"""Operations on lists of tensors, element by element, and the set of half dtypes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from torch import Tensor
 
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.table import table_of
-
-# ~~~ from ops.dtypes: The half dtypes, defined once.
-
 
 HALF_DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 
@@ -86,7 +83,9 @@ def accumulate(
 
 def _factor(value: Tensor | float, device: torch.device) -> tuple[Tensor | None, float]:
     """Returns a factor as kernel arguments: an fp32 tensor in device memory and 1.0, or None and the number."""
-    return (value.to(device, torch.float32), 1.0) if isinstance(value, torch.Tensor) else (None, float(value))
+    if isinstance(value, torch.Tensor):
+        return value.to(device, torch.float32), 1.0
+    return None, float(value)
 
 
 def _wide(source: Tensor, destination: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 A capture must not contain an upload.  Each replay would repeat it: it would restore the learning rate of the capture, or overwrite
 the addresses of eager steps with those of the graph.  During a capture an upload therefore runs at once, on a stream that is not
 captured, into memory outside of the graph's pool.  Memory of the pool will not do: a replay writes other tensors to the same place.
+
+:func:`pinned_for_kernels` is for the other direction: host memory that kernels write to.
 """
 
 from __future__ import annotations
@@ -21,24 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
-
-
-# ~~~ from ops.pinned: Host memory that kernels write to.
-
-
-_kept: Final[list[Tensor]] = []
-
-
-def pinned_for_kernels(*size: int, dtype: torch.dtype) -> Tensor:
-    """Returns zeroed pinned memory that is never freed; meant for a few bytes.
-
-    torch reuses a freed pinned block at once, unless one of torch's own copies still uses it.  torch does not know about kernels:
-    a kernel that still runs when its owner is dropped (a fit that raised) would write into memory reused for someone's batch.
-    """
-    found = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
-    _kept.append(found)
-    return found
-
 
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _STREAMS: Final = 64  # more than torch's pool has; new streams are taken from the pool in turn
@@ -72,6 +56,20 @@ def upload(values: np.ndarray, to: Tensor) -> None:
         to.copy_(source.pin_memory(), non_blocking=True)  # torch keeps the pinned memory until the copy is done
     else:
         to.copy_(source)
+
+
+_never_freed: Final[list[Tensor]] = []
+
+
+def pinned_for_kernels(*size: int, dtype: torch.dtype) -> Tensor:
+    """Returns zeroed pinned memory that is never freed; meant for a few bytes.
+
+    torch reuses a freed pinned block at once, unless one of torch's own copies still uses it.  torch does not know about kernels:
+    a kernel that still runs when its owner is dropped (a fit that raised) would write into memory reused for someone's batch.
+    """
+    pinned = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
+    _never_freed.append(pinned)
+    return pinned
 
 
 @contextlib.contextmanager

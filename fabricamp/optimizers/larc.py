@@ -57,7 +57,7 @@ class LARC(NamesKeywords, Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._parts: list[DeviceParams] | None = None
-        self._known: RowsCacheKey | None = None
+        self._rows_key: RowsCacheKey | None = None
         self._own_state: ops.StepState | None = None
         super().__setstate__(state)
 
@@ -98,8 +98,8 @@ class LARC(NamesKeywords, Optimizer):
                 continue
             for index, group in enumerate(self.param_groups):
                 self._rule(group).reference(part.of_group(index), own)
-        torch.autograd.graph.increment_version([one for one in gradients if one is not None])
-        with self._without_weight_decay(), self._flag_handed_on(state):
+        torch.autograd.graph.increment_version([gradient for gradient in gradients if gradient is not None])
+        with self._without_weight_decay(), self._overflow_passed_on(state):
             self.optim.step()
         for part in self._parts or ():
             part.release()
@@ -123,12 +123,12 @@ class LARC(NamesKeywords, Optimizer):
     def _gather_own(self) -> list[Tensor | None]:
         """Sets gradients and parameters in the rows, uploads the scalars, and returns the gradients."""
         parameters = owned_parameters(self)
-        gradients = [local_gradient(one) if is_shard(one) else one.grad for one in parameters]
-        if self._parts is None or self._known is None or not self._known.holds(parameters, gradients, None, None):
+        gradients = [local_gradient(parameter) if is_shard(parameter) else parameter.grad for parameter in parameters]
+        if self._parts is None or self._rows_key is None or not self._rows_key.holds(parameters, gradients, None, None):
             refuse_rebuild(self, self._parts, parameters)
             refuse_unreadable(self, parameters, "parameter")
             self._parts = self._build(parameters)
-            self._known = RowsCacheKey(parameters, self._parts, None, None)
+            self._rows_key = RowsCacheKey(parameters, self._parts, None, None)
         for part in self._parts:
             try:
                 part.refresh(part.take(gradients), trust=True)
@@ -140,23 +140,23 @@ class LARC(NamesKeywords, Optimizer):
 
     def _build(self, parameters: list[Tensor]) -> list[DeviceParams]:
         """Returns the rows of each device, of all parameters."""
-        groups = [index for index, group in enumerate(self.param_groups) for _ in group["params"]]
-        places: dict[torch.device, list[int]] = {}
-        for place, parameter in enumerate(parameters):
-            places.setdefault(parameter.device, []).append(place)
+        groups = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        indices_of: dict[torch.device, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            indices_of.setdefault(parameter.device, []).append(index)
         return [
             DeviceParams(
                 device,
-                own,
-                [groups[place] for place in own],
-                parameters=[local(parameters[place]) for place in own],
+                indices,
+                [groups[index] for index in indices],
+                parameters=[local(parameters[index]) for index in indices],
                 states=[],
                 cells=[],
-                copies=[None for _ in own],
+                copies=[None for _ in indices],
                 flags=None,
-                shared=SharedRows.of([parameters[place] for place in own]),
+                shared=SharedRows.of([parameters[index] for index in indices]),
             )
-            for device, own in places.items()
+            for device, indices in indices_of.items()
         ]
 
     def _rule(self, group: dict[str, Any]) -> LarcRule:
@@ -174,13 +174,14 @@ class LARC(NamesKeywords, Optimizer):
                 group["weight_decay"] = decay
 
     @contextlib.contextmanager
-    def _flag_handed_on(self, state: ops.StepState | None) -> Iterator[None]:
+    def _overflow_passed_on(self, state: ops.StepState | None) -> Iterator[None]:
         """Passes ``found_inf`` to ``optim``, which then skips too; without ``grad_scale``: the gradients are already unscaled."""
         if state is None:
             yield
             return
         inner: Any = self.optim
-        inner.grad_scale, inner.found_inf = None, state.found_inf
+        inner.grad_scale = None
+        inner.found_inf = state.found_inf
         try:
             yield
         finally:

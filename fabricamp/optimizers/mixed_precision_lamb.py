@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -92,21 +93,21 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("step", self.first_step)
-        _settle(group, copies=True)
+        _as_device_numbers(group, copies=True)  # groups must not share the tensor of a default lr
 
     def _before_rows(self) -> None:
         steps = [group["step"] for group in self.param_groups]
-        if len(steps) != len(self._steps) or any(one is not own for one, own in zip(steps, self._steps, strict=True)):
-            self._known = None  # the user has set them
+        if len(steps) != len(self._steps) or not all(map(operator.is_, steps, self._steps)):
+            self._rows_key = None  # the user has set them
         super()._before_rows()
 
     def _build(
         self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None
     ) -> list[DeviceParams]:
-        given = iter(gradients)
+        gradients_left = iter(gradients)
         for group in self.param_groups:
-            _settle(group)
-            for parameter, gradient in zip(group["params"], given, strict=False):
+            _as_device_numbers(group)
+            for parameter, gradient in zip(group["params"], gradients_left, strict=False):
                 if gradient is not None or self.state.get(parameter):
                     self.state[parameter]["step"] = group["step"]
         self._steps = tuple(group["step"] for group in self.param_groups)
@@ -132,13 +133,13 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             raise ConfigError(
                 "FusedMixedPrecisionLamb.step got a closure and a grad_scaler; a GradScaler allows no closure"
             )
-        self.found_inf, self.grad_scale = self._verdict_of(grad_scaler)
+        self.found_inf, self.grad_scale = self._overflow_and_scale(grad_scaler)
         try:
             return self._step_and_count(None)
         finally:
             del self.found_inf, self.grad_scale
 
-    def _verdict_of(self, grad_scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor | None]:
+    def _overflow_and_scale(self, grad_scaler: torch.amp.GradScaler) -> tuple[Tensor, Tensor | None]:
         """Returns found_inf, and the scale that the gradients still contain (None: they are already unscaled)."""
         own = grad_scaler._per_optimizer_states[id(self)]  # torch passes the scaler to step for exactly this
         unscaled = own["stage"] is OptState.UNSCALED
@@ -164,14 +165,15 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         own = [(group["lr"], group["step"]) for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, given, (lr, step) in zip(self.param_groups, state_dict["param_groups"], own, strict=True):
-            counts = [self.state[one]["step"] for one in group["params"] if self.state.get(one)]
+            counts = [self.state[parameter]["step"] for parameter in group["params"] if self.state.get(parameter)]
             saved = torch.stack(counts).amax() if counts else self.first_step
             _write(step, given.get("step", saved))
             _write(lr, group["lr"])
-            group["lr"], group["step"] = lr, step
+            group["lr"] = lr
+            group["step"] = step
 
 
-def _settle(group: dict[str, Any], *, copies: bool = False) -> None:
+def _as_device_numbers(group: dict[str, Any], *, copies: bool = False) -> None:
     """Makes ``lr`` and ``step`` of a group fp32 tensors on its parameters' device; ``copies``: always new tensors."""
     devices = {parameter.device for parameter in group["params"]}
     if len(devices) > 1:
@@ -180,10 +182,10 @@ def _settle(group: dict[str, Any], *, copies: bool = False) -> None:
             "its lr and step are on one device: make one group a device"
         )
     for name in ("lr", "step"):
-        given = group[name]
-        device = next(iter(devices), given.device if isinstance(given, Tensor) else torch.device("cpu"))
-        number = torch.as_tensor(given, dtype=torch.float32, device=device)
-        if copies or number is not given or number.shape:
+        value = group[name]
+        own = value.device if isinstance(value, Tensor) else torch.device("cpu")  # of a group without parameters
+        number = torch.as_tensor(value, dtype=torch.float32, device=next(iter(devices), own))
+        if copies or number is not value or number.shape:
             group[name] = number.detach().reshape(()).clone()
 
 

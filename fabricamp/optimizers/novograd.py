@@ -92,13 +92,16 @@ class FusedNovoGrad(FusedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this optimizer, or of apex's (with a group's norms in two lists); never casts state to half."""
-        groups, state = [], dict(state_dict["state"])
-        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            group = dict(given)
+        groups = []
+        state = dict(state_dict["state"])
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            group = dict(saved)
             lists = group.pop("exp_avg_sq", None)
             if lists is not None:
-                holders = [pair for pair in zip(given["params"], own["params"], strict=False) if state.get(pair[0])]
-                for (key, _), norm in zip(holders, _in_order(lists, [one for _, one in holders]), strict=True):
+                pairs = zip(saved["params"], own["params"], strict=False)
+                with_state = {key: parameter for key, parameter in pairs if state.get(key)}
+                norms = _in_order(lists, list(with_state.values()))
+                for key, norm in zip(with_state, norms, strict=True):
                     state[key] = {**state[key], "exp_avg_norm": norm}
             groups.append(group)
         groups += state_dict["param_groups"][len(groups) :]  # too many groups: torch raises its own error
@@ -113,11 +116,11 @@ def _in_order(lists: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
             f"a group's exp_avg_sq has {len(halves) + len(singles)} norms for {len(parameters)} parameters with state; "
             "the file is not complete, or belongs to another model"
         )
-    if halves and singles and len(halves) != sum(one.dtype == torch.float16 for one in parameters):
+    if halves and singles and len(halves) != sum(parameter.dtype == torch.float16 for parameter in parameters):
         raise CheckpointError(
             f"a group's exp_avg_sq has norms of {len(halves)} fp16 parameters; cast the model as it was when the state was saved"
         )
     if not halves or not singles:
         return halves + singles
     norms = {True: iter(halves), False: iter(singles)}
-    return [next(norms[one.dtype == torch.float16]) for one in parameters]
+    return [next(norms[parameter.dtype == torch.float16]) for parameter in parameters]

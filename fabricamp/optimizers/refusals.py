@@ -1,4 +1,7 @@
-"""Errors for tensors that a fused optimizer's kernel cannot read, raised before the launch, with the parameter's name."""
+"""Errors for tensors that a fused optimizer's kernel cannot read, raised before the launch, with the parameter's name.
+
+The helpers at the end are shared by the optimizers' own checks.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +23,8 @@ if TYPE_CHECKING:
     from fabricamp.optimizers.rows import DeviceParams
 
 
-# ~~~ from optimizers.parameters: The parameters of an optimizer.
-
-
-def owned_parameters(optimizer: Optimizer) -> list[Any]:
-    """Returns every tensor that ``optimizer`` updates, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 class UnsupportedError(ConfigError, RuntimeError):
     """Raised for tensors, options and calls that a fused optimizer refuses; also a ``RuntimeError``, as apex's users expect."""
-
-
-def at_least_0(value: Any) -> bool:
-    """Whether ``value`` is a number, or a tensor with one number, that is not negative and not nan."""
-    try:
-        return bool(value >= 0)
-    except (TypeError, ValueError, RuntimeError):  # text, or a tensor of several elements
-        return False
-
-
-def is_wrapper(tensor: Tensor | None) -> bool:
-    """Returns whether ``tensor`` is a wrapper around other tensors, like a DTensor."""
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], role: str) -> None:
@@ -51,22 +33,49 @@ def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], ro
     Kernels cannot read a wrapper around other tensors or a sparse tensor.  ``role`` is "parameter" or "gradient".  Of a sharded
     parameter, kernels read this rank's shard.
     """
-    for place, whole in enumerate(tensors):
+    for index, whole in enumerate(tensors):
         if whole is None:
             continue
-        one = local(whole) if role == "parameter" else whole
-        if is_wrapper(one):
-            whose = name_of(optimizer, place)
+        tensor = local(whole) if role == "parameter" else whole
+        if is_wrapper(tensor):
+            name = name_of(optimizer, index)
             raise UnsupportedError(
-                f"{type(optimizer).__name__} got {whose if role == 'parameter' else f'the gradient of {whose}'} as "
-                f"{type(one).__name__}, a tensor around others that has no memory of its own; it updates plain tensors: give it "
+                f"{type(optimizer).__name__} got {name if role == 'parameter' else f'the gradient of {name}'} as "
+                f"{type(tensor).__name__}, a tensor around others that has no memory of its own; it updates plain tensors: give it "
                 "the local ones, or take torch.optim.AdamW(..., fused=True) or another of torch's for sharded parameters"
             )
-        if one.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} got a sparse {role} ({name_of(optimizer, place)}); use sparse=False in the embedding, "
+                f"{type(optimizer).__name__} got a sparse {role} ({name_of(optimizer, index)}); use sparse=False in the embedding, "
                 "or torch.optim.SparseAdam"
             )
+
+
+def refuse_state(optimizer: Optimizer, parameter: Tensor, index: int, names: Iterable[str]) -> None:
+    """Raises UnsupportedError for a user's state tensor that does not match its parameter in shape, device or sharding."""
+    entry = optimizer.state[parameter]
+    for name in names:
+        value = entry.get(name)
+        if value is None or _is_alike(value, parameter):
+            continue
+        if isinstance(value, Tensor):
+            description = f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+        else:
+            description = repr(value)
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} found {description} as {name!r} in the state of {name_of(optimizer, index)}; it takes a "
+            f"floating tensor of shape {tuple(parameter.shape)} on {parameter.device}: bring it there before the step"
+        )
+
+
+def _is_alike(value: object, parameter: Tensor) -> bool:
+    if is_shard(value) != is_shard(parameter):
+        return False
+    own = local(value)
+    if not isinstance(own, Tensor) or is_wrapper(own) or not own.is_floating_point():
+        return False
+    shard = local(parameter)
+    return (own.shape, own.device) == (shard.shape, shard.device)
 
 
 def refuse_rebuild(optimizer: Optimizer, parts: Sequence[DeviceParams] | None, parameters: Sequence[Tensor]) -> None:
@@ -78,7 +87,7 @@ def refuse_rebuild(optimizer: Optimizer, parts: Sequence[DeviceParams] | None, p
             "parameters, state tensors, half copies or momentum were replaced: delete the graph, call optimizer.forget(), "
             "then capture again"
         )
-    if any(is_capturing(device) for device in {one.device for one in parameters}):
+    if any(is_capturing(device) for device in {parameter.device for parameter in parameters}):
         raise UnsupportedError(
             f"the first step of this {name}, or of one of its parameters, is inside a CUDA graph's capture, which would create its "
             "state again in every replay: run a step before the capture"
@@ -95,39 +104,30 @@ def refuse_rows_of_eager_steps(optimizer: Optimizer, parts: Sequence[DeviceParam
             )
 
 
-def name_of(optimizer: Optimizer, place: int) -> str:
-    """Returns the name, for messages, of the parameter at position ``place`` among the parameters of all groups."""
+def name_of(optimizer: Optimizer, index: int) -> str:
+    """Returns the name, for messages, of the parameter at position ``index`` among the parameters of all groups."""
     for number, group in enumerate(optimizer.param_groups):
-        if place < len(group["params"]):
+        if index < len(group["params"]):
             names = group.get("param_names")
-            named = f" ({names[place]!r})" if names else ""
-            return f"parameter {place} of group {number}{named}"
-        place -= len(group["params"])
-    return f"parameter {place}"
+            named = f" ({names[index]!r})" if names else ""
+            return f"parameter {index} of group {number}{named}"
+        index -= len(group["params"])
+    return f"parameter {index}"
 
 
-def refuse_state(optimizer: Optimizer, parameter: Tensor, place: int, names: Iterable[str]) -> None:
-    """Raises UnsupportedError for a user's state tensor that does not match its parameter in shape, device or sharding."""
-    entry = optimizer.state[parameter]
-    for name in names:
-        one = entry.get(name)
-        if one is None or _is_alike(one, parameter):
-            continue
-        found = (
-            f"a {one.dtype} tensor of shape {tuple(one.shape)} on {one.device}"
-            if isinstance(one, Tensor)
-            else repr(one)
-        )
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} found {found} as {name!r} in the state of {name_of(optimizer, place)}; it takes a "
-            f"floating tensor of shape {tuple(parameter.shape)} on {parameter.device}: bring it there before the step"
-        )
+def owned_parameters(optimizer: Optimizer) -> list[Any]:
+    """Returns every tensor that ``optimizer`` updates, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _is_alike(one: object, parameter: Tensor) -> bool:
-    if is_shard(one) != is_shard(parameter):
+def is_wrapper(tensor: Tensor | None) -> bool:
+    """Returns whether ``tensor`` is a wrapper around other tensors, like a DTensor."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def at_least_0(value: Any) -> bool:
+    """Whether ``value`` is a number, or a tensor with one number, that is not negative and not nan."""
+    try:
+        return bool(value >= 0)
+    except (TypeError, ValueError, RuntimeError):  # text, or a tensor of several elements
         return False
-    one, parameter = local(one), local(parameter)
-    if not isinstance(one, Tensor) or is_wrapper(one) or not one.is_floating_point():
-        return False
-    return (one.shape, one.device) == (parameter.shape, parameter.device)

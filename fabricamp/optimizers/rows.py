@@ -30,13 +30,13 @@ LAST: Final[Column] = []
 class DeviceParams:
     """The rows of one device.
 
-    ``places``: the positions of the rows' parameters among all parameters of the optimizer.  ``groups``: the group of each row.
+    ``indices``: the positions of the rows' parameters among all parameters of the optimizer.  ``groups``: the group of each row.
     """
 
     def __init__(
         self,
         device: torch.device,
-        places: list[int],
+        indices: list[int],
         groups: list[int],
         *,
         parameters: list[Tensor],
@@ -48,7 +48,7 @@ class DeviceParams:
     ) -> None:
         self.device = device
         self._shared = shared
-        self.places = places
+        self.indices = indices
         self._of_group: dict[int, list[int]] = {}
         for row, group in enumerate(groups):
             self._of_group.setdefault(group, []).append(row)
@@ -63,11 +63,13 @@ class DeviceParams:
         self._written = [
             parameter if copy is None else copy for parameter, copy in zip(parameters, copies, strict=True)
         ]
-        self._captured = self._holds_captured = False
+        # Of the references; a table knows its own captures.
+        self._captured = False
+        self._holds_captured = False
         self.table: Table | None = None
         if runs_kernels(device):
             self.table = Table(
-                [[None] * len(places), parameters, *states, copies],
+                [[None] * len(indices), parameters, *states, copies],
                 device=device,
                 cells=cells if flags is None else [*cells, flags],
                 flags=-1 if flags is None else len(cells),
@@ -82,12 +84,12 @@ class DeviceParams:
 
     def take(self, values: Sequence[Value]) -> Sequence[Value]:
         """Returns the values for these rows, from ``values`` with one entry per parameter of the optimizer."""
-        return values if len(values) == len(self.places) else [values[place] for place in self.places]
+        return values if len(values) == len(self.indices) else [values[index] for index in self.indices]
 
     def refresh(self, gradients: Column, *, trust: bool) -> None:
         """Sets the gradients of a step; ``trust=False`` if they have another source than the last ones (see ``Table.refresh``)."""
         if self.table is None:
-            if any(one is not None and _is_unreadable(one) for one in gradients):
+            if any(gradient is not None and _is_unreadable(gradient) for gradient in gradients):
                 raise ValueError("a gradient is sparse, or a tensor around others")
             self._gradients = gradients
             self._holds_captured = is_capturing(self.device)
@@ -113,12 +115,12 @@ class DeviceParams:
 
     def statistics(self, scale: Tensor, divisor: float) -> Tensor:
         """Returns sums of squares of the gradients divided by ``scale * divisor``; :attr:`entries` numbers."""
-        own = scale.to(self.device, non_blocking=True)
+        scale = scale.to(self.device, non_blocking=True)
         if self.table is not None:
-            return sum_squares(self.table, own, divisor)
+            return sum_squares(self.table, scale, divisor)
         nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-        gradients = [nothing if one is None else one for one in self._present()]
-        return ops.gradient_statistics(gradients, own, divisor, shared=self._shared)
+        gradients = [nothing if gradient is None else gradient for gradient in self._present()]
+        return ops.gradient_statistics(gradients, scale, divisor, shared=self._shared)
 
     def _present(self) -> Column:
         """Returns the gradients, None for rows whose flag is 0; the host reads the flags here, which only a reference may do."""
@@ -130,10 +132,14 @@ class DeviceParams:
     def of_group(self, group: int) -> Rows:
         """Returns the rows of one group that have a gradient."""
         present = self._present()
-        rows = self._of_group.get(group, [])
-        chosen = [row for row in rows if present[row] is not None]
-        gradients = [gradient for row in chosen if (gradient := present[row]) is not None]
-        if len(chosen) == len(self.places):  # all of them, as in most steps of most optimizers
+        chosen = []
+        gradients = []
+        for row in self._of_group.get(group, []):
+            gradient = present[row]
+            if gradient is not None:
+                chosen.append(row)
+                gradients.append(gradient)
+        if len(chosen) == len(self.indices):  # all of them, as in most steps of most optimizers
             copies = self._copies if self._copied else None
             return Rows(gradients, self._parameters, self._states, self._cells, copies, self._shared)
         return Rows(
@@ -150,9 +156,10 @@ class DeviceParams:
         rows = table.present
         torch.autograd.graph.increment_version(self._written if rows is None else [self._written[row] for row in rows])
 
-    def place_of_statistic(self, index: int) -> int:
+    def index_of_statistic(self, index: int) -> int:
         """Returns the position, among the optimizer's parameters, of the parameter of entry ``index`` of :meth:`statistics`."""
-        return self.places[index if self._one_a_row else cast("Table", self.table).row_of_chunk(index)]
+        row = index if self._one_a_row else cast("Table", self.table).row_of_chunk(index)
+        return self.indices[row]
 
     @property
     def _one_a_row(self) -> bool:
@@ -162,7 +169,7 @@ class DeviceParams:
     @property
     def entries(self) -> int:
         """The number of entries of :meth:`statistics`."""
-        return len(self.places) if self._one_a_row else cast("Table", self.table).chunks
+        return len(self.indices) if self._one_a_row else cast("Table", self.table).chunks
 
 
 class RowsCacheKey:
@@ -172,14 +179,14 @@ class RowsCacheKey:
         self, parameters: Sequence[Tensor], parts: Sequence[DeviceParams], copies: Column | None, flags: Column | None
     ) -> None:
         self._parameters = list(parameters)
-        members = {place for part in parts for place in part.places}
-        self._without = [place for place in range(len(parameters)) if place not in members]
+        with_row = {index for part in parts for index in part.indices}
+        self._without = [index for index in range(len(parameters)) if index not in with_row]
         # Only a table holds addresses; a reference finds the memory through the tensors.
         by_address = any(part.table is not None for part in parts)
         self._addressed = list(map(local, self._parameters)) if by_address else []
         self._pointers = addresses(self._addressed)
         self._copies = copies
-        self._copied = [local(one) for one in copies or () if one is not None and by_address]
+        self._copied = [local(copy) for copy in copies or () if copy is not None and by_address]
         self._copied_pointers = addresses(self._copied)
         self._flags = flags
 
@@ -226,8 +233,8 @@ def set_scalars(
     parts: Sequence[DeviceParams], rule: Callable[[dict[str, Any]], Rule], groups: Sequence[dict[str, Any]]
 ) -> None:
     """Uploads the scalars of the ``groups``' rules to every device that has a table."""
-    rules: list[Any] | None = None
+    scalars: list[Any] | None = None
     for part in parts:
         if part.table is not None:
-            rules = rules or [rule(group).scalars() for group in groups]
-            part.table.set_scalars(rules)
+            scalars = scalars or [rule(group).scalars() for group in groups]
+            part.table.set_scalars(scalars)

@@ -80,7 +80,7 @@ class FusedSGD(FusedOptimizer):
         """Rebuilds the rows if a group's momentum has changed to or from 0 since the last step."""
         moves = tuple([group["momentum"] != 0 for group in self.param_groups])
         if moves != self._moves:
-            self._known = None
+            self._rows_key = None
             self._moves = moves
 
     def _build(self, *arguments: Any) -> list[DeviceParams]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabricamp.apex._extensions import amp_C, apex_C
-from fabricamp.apex._multi_tensor.lists import TensorListError
+from fabricamp.apex._extensions.amp_C import TensorListError
 from fabricamp.apex.multi_tensor_apply import multi_tensor_applier
 from tests.apex.tensor_lists import BF16, DOUBLE, FULL, HALF, close, copies, device, flag, same, tensors
 

@@ -9,7 +9,6 @@ import torch
 
 from fabricamp.ops import bridge
 from fabricamp.ops.norm import kernels as norm_kernels
-from fabricamp.ops.norm import plans
 from fabricamp.ops.norm import plans as norm_plans
 from tests.kernels.nvrtc import architectures, compile_for
 
@@ -51,7 +50,7 @@ def texts(monkeypatch):
     ],
 )
 def test_no_variant_spills(texts, monkeypatch, width, center, dtype, sizes, wide):
-    monkeypatch.setattr(plans, "sizes", lambda device: sizes)
+    monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: sizes)
     norm = norm_plans.Norm(width, center, dtype, dtype, dtype, True, center, False, torch.device("cpu"))
     norm_kernels._forward(norm, True)
     assert (norm_kernels._backward(norm, True, True) is None) is wide
@@ -66,7 +65,7 @@ def test_no_variant_spills(texts, monkeypatch, width, center, dtype, sizes, wide
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_clusters_compile_for_the_architectures_that_have_them(texts, monkeypatch, every):
-    monkeypatch.setattr(plans, "sizes", lambda device: SIZES)
+    monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: SIZES)
     norm = norm_plans.Norm(32768, True, B, B, B, True, True, False, torch.device("cpu"))
     norm_kernels._forward(norm, True)
     norm_kernels._backward(norm, True, True)
@@ -83,7 +82,7 @@ def test_clusters_compile_for_the_architectures_that_have_them(texts, monkeypatc
     [(4096, B, S, False), (65536, S, S, False), (4096, B, B, True), (65536, S, S, True)],
 )
 def test_no_ring_spills(texts, monkeypatch, width, output, parameter, efficient):
-    monkeypatch.setattr(plans, "sizes", lambda device: SIZES)
+    monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: SIZES)
     norm = norm_plans.Norm(width, True, B, output, parameter, True, True, efficient, torch.device("cpu"))
     norm_kernels._backward(norm, True, True)
     (text,) = texts

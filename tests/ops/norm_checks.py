@@ -39,8 +39,8 @@ def norm_of(kind, width, dtypes, device):
 @contextlib.contextmanager
 def laid_out(monkeypatch, sizes, **plans):
     """Has kernels run, in clusters of ``sizes`` and by these ``plans``, each cluster with several rows in turn."""
-    monkeypatch.setattr(plans, "sizes", lambda device: sizes)
-    monkeypatch.setattr(plans, "resident", lambda *_: None)
+    monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: sizes)
+    monkeypatch.setattr(norm_plans, "resident_clusters", lambda *_: None)
     monkeypatch.setattr(norm_plans, "processors", lambda device: 1)
     for name, value in plans.items():
         monkeypatch.setattr(norm_plans, name, value)

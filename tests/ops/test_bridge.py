@@ -155,7 +155,7 @@ def test_a_launch_during_another_leaves_its_numbers():
     for _ in range(3):
         kernel.launch(3, 32, 7, 3)
     assert seen == [[7, 1], [7, 2], [7, 3]] * 3
-    assert len(kernel._places) == 3  # used again
+    assert len(kernel._argument_memory) == 3  # used again
 
 
 TYPED = """

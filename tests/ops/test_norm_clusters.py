@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from fabricamp.ops import layer_norm
 from fabricamp.ops.norm import kernels as norm_kernels
-from fabricamp.ops.norm import plans
 from fabricamp.ops.norm import plans as norm_plans
 from tests.cuda_on_cpu.compiler import ON_GPU
 from tests.ops.norm_checks import B, H, S, check, laid_out, near, norm_of, operands
@@ -25,7 +24,7 @@ def cluster(request):
 @pytest.fixture
 def device(kernel_device, cluster, monkeypatch):
     """Where kernels run, in clusters however narrow the rows are, each with several rows in turn."""
-    if kernel_device.type == "cuda" and cluster not in plans.sizes(kernel_device):
+    if kernel_device.type == "cuda" and cluster not in norm_plans.cluster_sizes(kernel_device):
         pytest.skip("this GPU has no thread-block clusters")
     with laid_out(monkeypatch, (cluster,), _SHARED_FROM={2: 0, 4: 0}):
         yield kernel_device
@@ -93,7 +92,7 @@ def test_slices_whose_means_differ(device, cluster):
     ],
 )
 def test_how_many_blocks_share_a_row(monkeypatch, dtype, width, expected):
-    monkeypatch.setattr(plans, "sizes", lambda device: (1, 2, 4, 8))
+    monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: (1, 2, 4, 8))
     norm = norm_of("layer", width, (dtype, dtype), torch.device("cpu"))
     vector = 16 // dtype.itemsize
     found = norm_plans.forward_layout(norm, vector)

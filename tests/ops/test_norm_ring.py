@@ -7,7 +7,6 @@ import torch
 
 from fabricamp.ops import dispatch
 from fabricamp.ops.norm import kernels as norm_kernels
-from fabricamp.ops.norm import plans
 from fabricamp.ops.norm import plans as norm_plans
 from tests.cuda_on_cpu.compiler import ON_GPU
 from tests.ops.norm_checks import B, H, S, check, laid_out, norm_of, operands
@@ -20,14 +19,14 @@ one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indire
 @pytest.fixture
 def large(monkeypatch):
     """Plans as for a large GPU."""
-    monkeypatch.setattr(plans, "sizes", lambda device: SIZES)
+    monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: SIZES)
     monkeypatch.setattr(norm_plans, "_shared_memory", lambda device: SHARED_MEMORY)
 
 
 @pytest.fixture
 def device(kernel_device, monkeypatch):
     """Where kernels run, through the ring however narrow the rows are, each cluster with several of them in turn."""
-    if kernel_device.type == "cuda" and len(plans.sizes(kernel_device)) == 1:
+    if kernel_device.type == "cuda" and len(norm_plans.cluster_sizes(kernel_device)) == 1:
         pytest.skip("this GPU has no thread-block clusters")
     with laid_out(monkeypatch, SIZES, _RING_FROM={2: 0, 4: 0}):
         yield kernel_device
@@ -147,7 +146,7 @@ def test_no_ring_without_clusters_or_memory_or_sums(large, monkeypatch):
     monkeypatch.setattr(norm_plans, "_shared_memory", lambda device: 100 * 1024)  # compute capability 12.0
     assert norm_plans.ring(norm) is None
     assert norm_plans.ring(norm._replace(width=32768)).blocks == 1
-    monkeypatch.setattr(plans, "sizes", lambda device: (1,))
+    monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: (1,))
     assert norm_plans.ring(norm._replace(width=8192)) is None
 
 
@@ -157,7 +156,7 @@ def test_no_more_clusters_than_blocks_were_planned(large, monkeypatch):
     monkeypatch.setattr(norm_plans, "processors", lambda device: 132)
     parts = {}
     for resident in (40, 100, None):
-        monkeypatch.setattr(plans, "resident", lambda *_, resident=resident: resident)
+        monkeypatch.setattr(norm_plans, "resident_clusters", lambda *_, resident=resident: resident)
         norm_kernels.forget()
         parts[resident] = norm_kernels._backward(norm, True, True).parts
     norm_kernels.forget()

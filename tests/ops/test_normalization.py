@@ -363,12 +363,12 @@ def test_a_choice_that_changes_is_followed(device):
 
 @one_order
 def test_a_call_like_one_before_follows_all_that_it_depends_on(device, monkeypatch):
-    monkeypatch.setattr(normalization, "_MOST_WAYS", 3)
+    monkeypatch.setattr(normalization, "_MOST_FUNCTIONS", 3)
     x, weight, bias = operands(device, 4, 24, (S, S))
     expected = layer_norm(x, 24, weight, bias)
     for shape in ([24], torch.Size([24]), (24,), [24]):
         assert torch.equal(layer_norm(x, shape, weight, bias), expected)
-        assert len(norm_kernels.ways) <= 3
+        assert len(norm_kernels.functions) <= 3
     least = torch.tensor(1e-5)
     assert torch.equal(layer_norm(x, 24, weight, bias, least), expected)
     assert torch.equal(layer_norm(x, 24, weight, bias, least.fill_(2)), layer_norm(x, 24, weight, bias, 2.0))

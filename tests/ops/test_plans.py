@@ -55,7 +55,7 @@ def card(monkeypatch):
         monkeypatch.setattr(norm_plans, "processors", lambda device: processors)
         monkeypatch.setattr(norm_plans, "_shared_memory", lambda device: shared_kib * 1024)
         monkeypatch.setattr(norm_plans, "_threads", lambda device: threads)
-        monkeypatch.setattr(norm_plans, "sizes", lambda device: sizes)
+        monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: sizes)
 
     return use
 

@@ -123,7 +123,7 @@ def test_the_same_tuple_is_not_looked_at_again(kernel_device, monkeypatch):
     table, out = copies(kernel_device, sources)
     table.refresh(sources)
     sources[0].fill_(4.0)
-    monkeypatch.setattr(Table, "_place", None)
+    monkeypatch.setattr(Table, "_set_addresses", None)
     table.refresh(sources)
     launch(table)
     assert out[0][0].item() == 4.0

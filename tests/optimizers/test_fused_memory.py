@@ -71,7 +71,7 @@ def test_the_same_order_written_with_other_strides_needs_no_stand_in(kernel_devi
     gradients = [torch.as_strided(memory, (4, 3, 1, 7), strides) for strides in ((21, 1, 21, 3), (21, 1, 5, 3))]
     for gradient in gradients:
         pair.step(gradient)
-    monkeypatch.setattr(Table, "_look", None)
+    monkeypatch.setattr(Table, "_set_unknown", None)
     pair.step(gradients[1])
 
 
@@ -92,7 +92,7 @@ def test_gradients_that_only_moved_are_not_looked_at_one_by_one(kernel_device, m
         return first.view(3, 4), images, third, torch.ones(0, device=kernel_device)
 
     pair.step(*at(0))
-    monkeypatch.setattr(Table, "_look", None)
+    monkeypatch.setattr(Table, "_set_unknown", None)
     for step in (1, 2, 3, 4, 0, 0):
         pair.step(*at(step))
     assert {pair.optimizer.state[one]["step"].item() for one in pair.mine} == {7.0}

@@ -85,7 +85,7 @@ def backward(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the gradient of the input."""
-    normal = _normalised(input_or_output, mean, invvar, None, None, normalized_shape, eps, kept=memory_efficient)
+    normal = _normalised(input_or_output, mean, invvar, None, None, normalized_shape, eps, from_output=memory_efficient)
     return _of_input(grad_output, normal, invvar, None, centre=True).to(input_or_output.dtype).view_as(input_or_output)
 
 
@@ -102,10 +102,13 @@ def backward_affine(
     memory_efficient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of input, weight and bias."""
-    normal = _normalised(input_or_output, mean, invvar, weight, bias, normalized_shape, eps, kept=memory_efficient)
+    normal = _normalised(
+        input_or_output, mean, invvar, weight, bias, normalized_shape, eps, from_output=memory_efficient
+    )
     dy = grad_output.float().reshape(normal.shape)
     of_input = _of_input(grad_output, normal, invvar, weight, centre=True)
-    of_weight, of_bias = (dy * normal).sum(0), dy.sum(0)
+    of_weight = (dy * normal).sum(0)
+    of_bias = dy.sum(0)
     return (
         of_input.to(input_or_output.dtype).view_as(input_or_output),
         of_weight.to(weight.dtype).view_as(weight),
@@ -123,7 +126,7 @@ def rms_backward(
     memory_efficient: bool = False,
 ) -> Tensor:
     """Returns the gradient of the input."""
-    normal = _normalised(input_or_output, None, invvar, None, None, normalized_shape, eps, kept=memory_efficient)
+    normal = _normalised(input_or_output, None, invvar, None, None, normalized_shape, eps, from_output=memory_efficient)
     return _of_input(grad_output, normal, invvar, None, centre=False).to(input_or_output.dtype).view_as(input_or_output)
 
 
@@ -138,7 +141,9 @@ def rms_backward_affine(
     memory_efficient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of input and weight."""
-    normal = _normalised(input_or_output, None, invvar, weight, None, normalized_shape, eps, kept=memory_efficient)
+    normal = _normalised(
+        input_or_output, None, invvar, weight, None, normalized_shape, eps, from_output=memory_efficient
+    )
     of_input = _of_input(grad_output, normal, invvar, weight, centre=False)
     of_weight = (grad_output.float().reshape(normal.shape) * normal).sum(0)
     return of_input.to(input_or_output.dtype).view_as(input_or_output), of_weight.to(weight.dtype).view_as(weight)
@@ -158,7 +163,7 @@ def _inverse_root(value: Tensor, normalized_shape: Sequence[int], eps: float) ->
 
 
 def _normalised(
-    given: Tensor,
+    saved: Tensor,
     mean: Tensor | None,
     invvar: Tensor,
     weight: Tensor | None,
@@ -166,11 +171,11 @@ def _normalised(
     normalized_shape: Sequence[int],
     eps: float,
     *,
-    kept: bool,
+    from_output: bool,
 ) -> Tensor:
-    """Returns the normalised input (before weight and bias) as rows, from the input, or from the output if ``kept``."""
-    rows = _rows(given, normalized_shape)
-    if not kept:
+    """Returns the normalised input (before weight and bias) as rows, from the input, or from the output if ``from_output``."""
+    rows = _rows(saved, normalized_shape)
+    if not from_output:
         return (rows if mean is None else rows - mean.reshape(-1, 1)) * invvar.reshape(-1, 1)
     if bias is not None:
         rows = rows - bias.float().reshape(-1)

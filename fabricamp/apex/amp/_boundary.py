@@ -49,8 +49,8 @@ def _runs(module_id: int, *, besides: nn.Module) -> bool:
 class OpenBoundary(Boundary):
     """A boundary that is always armed, for scripts: they call a module at any time and from any thread.
 
-    So all modules have their hooks from the start.  The autocast cache flag marks the place of a call here too, but it is read in
-    every call, and is on outside of modules and off inside, because a script does not set it.  ``root`` is one object for all
+    So all modules have their hooks from the start.  The autocast cache flag tells a call from the script here too, but it is read
+    in every call, and is on outside of modules and off inside, because a script does not set it.  ``root`` is one object for all
     modules of a model.
     """
 
@@ -73,7 +73,8 @@ class OpenBoundary(Boundary):
             return None
         if not torch.is_autocast_cache_enabled() or not self.is_of(module):
             return None
-        _OUTSIDE.root, _OUTSIDE.caching = self.root, True
+        _OUTSIDE.root = self.root
+        _OUTSIDE.caching = True
         stack.append(id(module))
         torch.set_autocast_cache_enabled(False)
         return self.cast_inputs(args, kwargs)

@@ -28,34 +28,33 @@ class GroupLists:
         return list(zip(self.binding.model_params, self.binding.master_params, strict=True))
 
     def _groups(self, chosen: Callable[[Tensor, Tensor], Tensor | None]) -> list[list[Tensor]]:
-        holders = {id(target): holder for holder, target in self.pairs()}
-        return [
-            [found for one in group["params"] if (found := chosen(holders[id(one)], one)) is not None]
-            for group in self.optimizer.param_groups
-        ]
+        parameter_of = {id(updated): parameter for parameter, updated in self.pairs()}
+        groups = []
+        for group in self.optimizer.param_groups:
+            tensors = [chosen(parameter_of[id(updated)], updated) for updated in group["params"]]
+            groups.append([tensor for tensor in tensors if tensor is not None])
+        return groups
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """The half weights of each group."""
-        return self._groups(lambda holder, _: holder if holder.dtype in HALF_DTYPES else None)
+        return self._groups(lambda parameter, _: parameter if parameter.dtype in HALF_DTYPES else None)
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """The masters of each group."""
-        return self._groups(lambda holder, target: target if holder is not target else None)
+        return self._groups(lambda parameter, updated: updated if parameter is not updated else None)
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The weights of each group that were not converted."""
-        return self._groups(
-            lambda holder, target: holder if holder is target and holder.dtype not in HALF_DTYPES else None
-        )
+        return self._groups(lambda parameter, updated: parameter if _is_fp32(parameter, updated) else None)
 
 
 class ParameterLists(GroupLists):
     """The attributes of ``optimizer._amp_stash`` that scripts read."""
 
-    kept: list[Tensor | None]
+    earlier: list[Tensor | None]
     """The gradients of the passes before the running one, in the order of the parameters."""
 
     @property
@@ -67,23 +66,23 @@ class ParameterLists(GroupLists):
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """The half weights."""
-        return [holder for holder, _ in self.pairs() if holder.dtype in HALF_DTYPES]
+        return [parameter for parameter, _ in self.pairs() if parameter.dtype in HALF_DTYPES]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
         """The masters of half weights."""
-        return [target for holder, target in self.pairs() if holder is not target]
+        return [updated for parameter, updated in self.pairs() if parameter is not updated]
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """The weights that were not converted."""
-        return [holder for holder, target in self.pairs() if holder is target and holder.dtype not in HALF_DTYPES]
+        return [parameter for parameter, updated in self.pairs() if _is_fp32(parameter, updated)]
 
     all_fp32_params = all_fp32_from_fp32_params
 
-    def _stashed(self, chosen: list[Tensor]) -> list[Tensor | None]:
-        kept = dict(zip(map(id, self.binding.master_params), self.kept, strict=False))
-        return [kept.get(id(one)) for one in chosen]
+    def _stashed(self, tensors: list[Tensor]) -> list[Tensor | None]:
+        earlier = dict(zip(map(id, self.binding.master_params), self.earlier, strict=False))
+        return [earlier.get(id(tensor)) for tensor in tensors]
 
     @property
     def all_fp16_grad_stash(self) -> list[Tensor | None]:
@@ -96,3 +95,8 @@ class ParameterLists(GroupLists):
         return self._stashed(self.all_fp32_from_fp32_params)
 
     all_fp32_grad_stash = all_fp32_from_fp32_grad_stash
+
+
+def _is_fp32(parameter: Tensor, updated: Tensor) -> bool:
+    """Whether a weight was not converted: it is updated itself, and is not half."""
+    return parameter is updated and parameter.dtype not in HALF_DTYPES

@@ -82,7 +82,7 @@ def backward_pass(
         raise AmpError(
             "the model was on the CPU in amp.initialize, and its loss is on a GPU; call model.cuda() before amp.initialize"
         )
-    plain = scaler.is_one and not any(one.has_masters for one in stashes)
+    plain = scaler.is_one and not any(stash.has_masters for stash in stashes)
     if not plain:
         _prepare(stashes, scaler)
     try:
@@ -104,7 +104,7 @@ def backward_pass(
     _unscale(stashes, scaler, loss, loss_id, checks=checks and not local)
     if local:
         for stash in stashes:
-            stash.settle = functools.partial(_settle, stash, scaler, loss.detach(), loss_id)
+            stash.check_later = functools.partial(_check_without_exchange, stash, scaler, loss.detach(), loss_id)
 
 
 def _prepare(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> None:
@@ -112,11 +112,11 @@ def _prepare(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> None:
     for stash in stashes:
         if not stash.params_have_scaled_gradients:
             stash.prepare()
-            if stash.settle is not None and not stash.is_local():
+            if stash.check_later is not None and not stash.is_local():
                 stash.resend(scaler.factor)
 
 
-def _settle(stash: AmpOptimizerState, scaler: LossScaler, loss: Tensor, loss_id: int) -> None:
+def _check_without_exchange(stash: AmpOptimizerState, scaler: LossScaler, loss: Tensor, loss_id: int) -> None:
     """Checks the gradients of a step without an exchange; each rank checks its own."""
     if not scaler.dynamic:
         return
@@ -127,9 +127,8 @@ def _settle(stash: AmpOptimizerState, scaler: LossScaler, loss: Tensor, loss_id:
 
 def _stashes_of(optimizers: Any) -> list[AmpOptimizerState]:
     """Returns amp's state of each optimizer, without duplicates; adds optimizers that ``initialize`` has not seen."""
-    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     stashes = []
-    for optimizer in given:
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError("optimizers must be either a single optimizer or a list of optimizers.")
         if "_amp_stash" not in optimizer.__dict__:
@@ -170,10 +169,10 @@ def _unscale(
 ) -> None:
     scaler.clear_overflow_state()
     seen: set[int] = set()
-    work = [stash.collect(seen) for stash in stashes]
-    scaler.look([gradient for one in work for gradient in one.incoming])
-    for stash, one in zip(stashes, work, strict=True):
-        stash.distribute(one, scaler.multiplier)
+    works = [stash.collect(seen) for stash in stashes]
+    scaler.look([gradient for work in works for gradient in work.incoming])
+    for stash, work in zip(stashes, works, strict=True):
+        stash.distribute(work, scaler.multiplier)
     if not checks:
         return
     waits = scaler.dynamic and not all(stash.may_skip_on_device() for stash in stashes)
@@ -190,13 +189,12 @@ def _unscale(
 
 
 def _why_hopeless(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> str:
-    names = {id(one): name for model in _amp_state.models for name, one in model.named_parameters()}
-    bad = [
-        names.get(id(holder), f"a parameter of shape {tuple(holder.shape)}")
-        for stash in stashes
-        for holder, target in zip(stash.binding.model_params, stash.binding.master_params, strict=True)
-        if target.grad is not None and not bool(torch.isfinite(target.grad.sum()))
-    ]
+    names = {id(parameter): name for model in _amp_state.models for name, parameter in model.named_parameters()}
+    bad = []
+    for stash in stashes:
+        for parameter, updated in stash.pairs():
+            if updated.grad is not None and not bool(torch.isfinite(updated.grad.sum())):
+                bad.append(names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}"))
     shown = ", ".join(bad[:_MOST_NAMES]) + (", ..." if len(bad) > _MOST_NAMES else "")
     return (
         f"gradients keep overflowing, and the loss scale is down to {scaler.loss_scale():g}: the gradients of "
@@ -311,7 +309,8 @@ class AmpHandle:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(self._caching)
         self._casts.__exit__(None, None, None)
-        self._casts = self._off = None
+        self._casts = None
+        self._off = None
 
 
 class NoOpHandle(AmpHandle):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fabricamp import ops
 from fabricamp.apex._full_values import ScriptMasters
 from fabricamp.apex.amp._parameter_lists import GroupLists
+from fabricamp.apex.amp.scaler import by_device
 from fabricamp.apex.fp16_utils.fp16util import clip_grad_norm
 from fabricamp.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from fabricamp.errors import CheckpointError, ConfigError
@@ -48,9 +49,11 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
         super().__setstate__({"optimizer": init_optimizer})
         self.verbose = verbose
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
-        self.loss_scaler: LossScaler = (
-            DynamicLossScaler(**(dynamic_loss_args or {})) if dynamic_loss_scale else LossScaler(static_loss_scale)
-        )
+        self.loss_scaler: LossScaler
+        if dynamic_loss_scale:
+            self.loss_scaler = DynamicLossScaler(**(dynamic_loss_args or {}))
+        else:
+            self.loss_scaler = LossScaler(static_loss_scale)
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
@@ -62,9 +65,9 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     def _convert(self, parameters: list[Tensor]) -> None:
         """Makes fp32 masters of half ``parameters``."""
-        for one in parameters:
-            if one.dtype in HALF_DTYPES:
-                self._masters.convert([one], one.dtype)
+        for parameter in parameters:
+            if parameter.dtype in HALF_DTYPES:
+                self._masters.convert([parameter], parameter.dtype)
 
     def maybe_print(self, msg: str) -> None:
         """Prints ``msg`` if ``verbose`` is set."""
@@ -75,13 +78,13 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803  # apex's name
         """Zeroes the gradients, or sets them to None; sets those of masters to None."""
-        for holder, target in zip(self.binding.model_params, self.binding.master_params, strict=True):
-            if holder is not target:
-                target.grad = None
-            if holder.grad is None or set_grads_to_None:
-                holder.grad = None
+        for parameter, updated in zip(self.binding.model_params, self.binding.master_params, strict=True):
+            if parameter is not updated:
+                updated.grad = None
+            if parameter.grad is None or set_grads_to_None:
+                parameter.grad = None
             else:
-                holder.grad = holder.grad.detach().zero_()  # a wrapper's are views, which nothing detaches in place
+                parameter.grad = parameter.grad.detach().zero_()  # a wrapper's views cannot be detached in place
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Runs backward on the scaled loss; then :meth:`update_master_grads` unless told not to."""
@@ -98,9 +101,8 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
             if self.overflow:
                 return
         pairs = [create_grad(one) for one in gathered]
-        for place in {source.device for source, _ in pairs}:
-            here = [one for one in pairs if one[0].device == place]
-            ops.scale([source for source, _ in here], [to for _, to in here], 1.0 / self.loss_scale)
+        for _, (sources, destinations) in by_device([source for source, _ in pairs], [to for _, to in pairs]):
+            ops.scale(sources, destinations, 1.0 / self.loss_scale)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clips the norm of the masters' gradients; returns the norm before clipping, or -1 after an overflow."""
@@ -113,13 +115,13 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
         scale = self.loss_scaler.loss_scale
         self.loss_scaler.update_scale(self.overflow)
         if self.overflow:
-            self._tell(scale)
+            self._print_overflow(scale)
             return None
         result = self.optimizer.step() if closure is None else self._step_with(closure)
         self._master_params_to_model_params()
         return result
 
-    def _tell(self, scale: float) -> None:
+    def _print_overflow(self, scale: float) -> None:
         self.maybe_print(
             f"OVERFLOW! Skipping step. Attempted loss scale: {scale}, reducing to {self.loss_scaler.loss_scale}"
         )
@@ -138,7 +140,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
                             "gradients are not finite at a loss scale of 1; look at the loss and the learning rate"
                         )
                     self.loss_scaler.update_scale(self.overflow)
-                    self._tell(scale)
+                    self._print_overflow(scale)
                     loss = closure()
             return loss
 
@@ -148,9 +150,8 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
 
     def _master_params_to_model_params(self) -> None:
         self.binding.refresh()
-        round_to(
-            [target for _, target in self.binding.master_pairs], [holder for holder, _ in self.binding.master_pairs]
-        )
+        pairs = self.binding.master_pairs
+        round_to([master for _, master in pairs], [half for half, _ in pairs])
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Returns the masters' gradients, group by group; None after an overflow."""
@@ -159,7 +160,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
                 "The gradients overflowed and were not copied to the masters; there is nothing to inspect."
             )
             return None
-        return [[one.grad for one in group["params"]] for group in self.param_groups]
+        return [[parameter.grad for parameter in group["params"]] for group in self.param_groups]
 
     # -- state -----------------------------------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": [[one.detach() for one in group] for group in self.fp32_from_fp16_groups],
+            "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
         }
 
     @torch.no_grad()
@@ -184,13 +185,14 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
         self.overflow = state_dict["overflow"]
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        own, given = self.fp32_from_fp16_groups, state_dict["fp32_from_fp16"]
-        if [len(group) for group in own] != [len(group) for group in given]:
+        own = self.fp32_from_fp16_groups
+        loaded = state_dict["fp32_from_fp16"]
+        if [len(group) for group in own] != [len(group) for group in loaded]:
             raise CheckpointError(
-                f"the file has masters of groups with {[len(group) for group in given]} half weights, this optimizer has "
+                f"the file has masters of groups with {[len(group) for group in loaded]} half weights, this optimizer has "
                 f"{[len(group) for group in own]}; build model and optimizer as they were"
             )
-        for group, values in zip(own, given, strict=True):
+        for group, values in zip(own, loaded, strict=True):
             for master, value in zip(group, values, strict=True):
                 master.copy_(value)
         self._master_params_to_model_params()

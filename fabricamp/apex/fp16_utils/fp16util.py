@@ -26,9 +26,9 @@ class tofp16(nn.Module):  # noqa: N801  # apex's name
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802  # apex's name
     """Casts every BatchNorm with weights in ``module`` to fp32, in place; returns ``module``."""
-    for one in module.modules():
-        if isinstance(one, AnyBatchNorm) and one.affine:
-            one.float()
+    for layer in module.modules():
+        if isinstance(layer, AnyBatchNorm) and layer.affine:
+            layer.float()
     return module
 
 
@@ -42,7 +42,8 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     for tensor in own_tensors(module):
         if not tensor.is_floating_point():
             continue
-        gradient, tensor.grad = tensor.grad, None
+        gradient = tensor.grad
+        tensor.grad = None
         tensor.data = tensor.data.to(dtype)
         tensor.grad = None if gradient is None else gradient.to(dtype)
 
@@ -94,14 +95,17 @@ def model_grads_to_master_grads(
         assert gradient is not None
         gradient.copy_(torch.cat([_gradient(parameter).reshape(-1) for parameter in model_params]))
         return
-    given = []
-    for model, master in zip(model_params, master_params, strict=True):
-        if model.grad is None:
+    sources = []
+    destinations = []
+    for parameter, master in zip(model_params, master_params, strict=True):
+        if parameter.grad is None:
             master.grad = None
             continue
-        master.grad = torch.empty_like(master) if master.grad is None else master.grad
-        given.append((model.grad, master.grad))
-    ops.copy_cast([source for source, _ in given], [destination for _, destination in given])
+        if master.grad is None:
+            master.grad = torch.empty_like(master)
+        sources.append(parameter.grad)
+        destinations.append(master.grad)
+    ops.copy_cast(sources, destinations)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

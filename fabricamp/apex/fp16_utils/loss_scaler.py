@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricamp import ops
+from fabricamp.apex.amp.scaler import by_device
 from fabricamp.precision.stepper import values_of
 
 
@@ -58,14 +59,13 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Returns whether a gradient of ``params`` is not finite; the host waits once per device."""
-        gradients = [values_of(one.grad) for one in params if one.grad is not None]
-        places = {one.device for one in gradients}
-        return any(self._has_inf_or_nan(*(one for one in gradients if one.device == place)) for place in places)
+        gradients = [values_of(parameter.grad) for parameter in params if parameter.grad is not None]
+        return any(self._has_inf_or_nan(*own) for _, (own,) in by_device(gradients))
 
     @staticmethod
     def _has_inf_or_nan(*tensors: Tensor) -> bool:
-        one = torch.ones((), dtype=torch.float32, device=tensors[0].device)
-        return not bool(torch.isfinite(ops.gradient_statistics(tensors, one).sum()))
+        scale = torch.ones((), dtype=torch.float32, device=tensors[0].device)
+        return not bool(torch.isfinite(ops.gradient_statistics(tensors, scale).sum()))
 
     def update_scale(self, overflow: bool) -> None:
         """Updates the scale after a pass."""

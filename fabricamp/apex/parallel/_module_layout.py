@@ -38,7 +38,8 @@ class ModuleLayout:
         self._module = module
         self._transport = transport
         indices_of_triggers(triggers, module, ())  # raises for an unknown trigger at once
-        self._place = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
         self._message_size = message_size
         self._triggers = triggers
         self._parameters: list[nn.Parameter] = []
@@ -57,10 +58,12 @@ class ModuleLayout:
     def refresh(self) -> FlatGradients:
         """Returns the flat memory, rebuilt if parameters were added, frozen, unfrozen or cast; every rank has to do the same."""
         if self.stale or self._registered != registrations.count:
-            self._registered, self.stale = registrations.count, False
+            self._registered = registrations.count
+            self.stale = False
             parameters = list(self._module.parameters())
             if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
-                self._parameters, self.flat = parameters, None
+                self._parameters = parameters
+                self.flat = None
                 self._flats.clear()
         kinds = list(map(_kind, self._parameters))
         if self.flat is None or kinds != self._kinds:
@@ -74,16 +77,16 @@ class ModuleLayout:
         if known is None:
             if len(self._flats) == _MOST_FLATS:
                 self._flats.clear()
-            rank, world_size = self._place
             flat = FlatGradients(
                 self._parameters,
                 self._transport,
-                world_size,
+                self._world_size,
                 message_size=self._message_size,
                 triggers=indices_of_triggers(self._triggers, self._module, self._parameters),
             )
             names = [name for name, _ in self._module.named_parameters()]
-            known = self._flats[kinds] = flat, UnusedParamsReport(names, rank)
+            known = flat, UnusedParamsReport(names, self._rank)
+            self._flats[kinds] = known
         return known
 
     def exchange(self) -> None:

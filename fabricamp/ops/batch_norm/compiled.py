@@ -39,9 +39,9 @@ def compiled_batch_norm(
     return y
 
 
-def _plan(given: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], kind: tuple[Any, ...]) -> Plan:
+def _plan(operands: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], kind: tuple[Any, ...]) -> Plan:
     relu, channel_last, exchange = kind
-    return plan_of(exchange_of(exchange), *given, None, relu=relu, channel_last=channel_last)
+    return plan_of(exchange_of(exchange), *operands, None, relu=relu, channel_last=channel_last)
 
 
 @torch.library.custom_op(
@@ -84,13 +84,14 @@ def _backward(
     dense = plan.dense(x)
     residual = None if z is None else plan.alike(z, dense)
     wanted = (needs[0], needs[1], needs[2], needs[3])
-    found = plan.backward(dy, dense, residual, weight, bias, saved, wanted)
-    # An operator must not return one of its inputs.
-    return [
-        _strided_as(one.clone() if one is dy else one, x if like is None else like)
-        for one, like in zip(found, (x, x, weight, bias), strict=True)
-        if one is not None
-    ]
+    gradients = plan.backward(dy, dense, residual, weight, bias, saved, wanted)
+    results = []
+    for gradient, like in zip(gradients, (x, x, weight, bias), strict=True):
+        if gradient is None:
+            continue
+        own = gradient.clone() if gradient is dy else gradient  # an operator must not return one of its inputs
+        results.append(_strided_as(own, x if like is None else like))
+    return results
 
 
 @_backward.register_fake
@@ -100,10 +101,10 @@ def _(_dy: Tensor, *rest: Any) -> list[Tensor]:
     return [torch.empty_like(like) for like, need in zip(likes, needs, strict=True) if need]
 
 
-def _strided_as(found: Tensor, like: Tensor) -> Tensor:
-    """Returns ``found`` with the strides that the fake operator declares: those of ``torch.empty_like(like)``."""
-    promised = torch.empty_like(like, device="meta").stride()
-    return found if found.stride() == promised else torch.empty_like(like).copy_(found)
+def _strided_as(result: Tensor, like: Tensor) -> Tensor:
+    """Returns ``result`` with the strides that the fake operator declares: those of ``torch.empty_like(like)``."""
+    declared = torch.empty_like(like, device="meta").stride()
+    return result if result.stride() == declared else torch.empty_like(like).copy_(result)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -94,7 +94,8 @@ class BatchNormExchange:
             )
         if group is None:
             return Route("alone", "torch.distributed is not initialised")
-        if (ranks := dist.get_world_size(group)) == 1:
+        ranks = dist.get_world_size(group)
+        if ranks == 1:
             return Route("alone", "its group has one rank", held=weakref.ref(group))
         rank = dist.get_rank(group)
         if rank < 0:
@@ -108,8 +109,7 @@ class BatchNormExchange:
             return Route("collective", "asked for", rank, ranks, held)
         workspace, obstacle = workspace_of(group, device)
         if workspace is not None:
-            words = 2 * ranks * 2 * self.channels
-            slot = workspace.slot(words, self.channels)
+            slot = workspace.slot(2 * ranks * 2 * self.channels, self.channels)
             return Route("peer", "ranks write each other's memory", rank, ranks, held, workspace, slot)
         if choice == "peer":
             raise ConfigError(f"the exchange 'peer' of a SyncBatchNorm cannot work here: {obstacle}; use 'collective'")

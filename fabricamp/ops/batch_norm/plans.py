@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.batch_norm.exchange import BatchNormExchange, Route
+from fabricamp.ops.batch_norm.exchange import BatchNormExchange
 from fabricamp.ops.batch_norm.kernels import KernelMemory, KernelPlan, serves
 from fabricamp.ops.batch_norm.reference import ReferencePlan
 
@@ -45,21 +45,25 @@ def plan_of(
         channel_last,
     )
     plan: Plan | None = exchange.plans.get(key)
-    if plan is None or plan.route is not route:
-        _check(exchange, x, z, channel_last=channel_last)
-        own = [one for one in (weight, bias, *(running or ())) if one is not None]
-        _check_device(x, own)
-        parameters = own if running is None or running[2] is None else own[:-1]
-        if serves(x, *parameters):
-            parameter = parameters[0].dtype if parameters else torch.float32
-            memory = _memory(exchange, route, x.device)
-            kinds = {"relu": relu, "residual": z is not None, "channel_last": channel_last}
-            plan = KernelPlan(memory, route, x, parameter, **kinds)
-        else:
-            plan = ReferencePlan(route, x, relu=relu, channel_last=channel_last)
-        if len(exchange.plans) >= _MOST_PLANS:  # inputs of always new sizes must not fill the memory
-            exchange.plans.clear()
-        exchange.plans[key] = plan
+    if plan is not None and plan.route is route:
+        return plan
+    _check(exchange, x, z, channel_last=channel_last)
+    tensors = [tensor for tensor in (weight, bias, *(running or ())) if tensor is not None]
+    _check_device(x, tensors)
+    # The number of batches, an integer, is not among the values that have one dtype.
+    floating = tensors if running is None or running[2] is None else tensors[:-1]
+    if serves(x, *floating):
+        memory = exchange.memories.get(route)
+        if memory is None:
+            memory = KernelMemory(exchange.channels, route, x.device)
+            exchange.memories[route] = memory
+        parameter = floating[0].dtype if floating else torch.float32
+        plan = KernelPlan(memory, route, x, parameter, relu=relu, residual=z is not None, channel_last=channel_last)
+    else:
+        plan = ReferencePlan(route, x, relu=relu, channel_last=channel_last)
+    if len(exchange.plans) >= _MOST_PLANS:  # inputs of always new sizes must not fill the memory
+        exchange.plans.clear()
+    exchange.plans[key] = plan
     return plan
 
 
@@ -71,16 +75,9 @@ def reference_of(
     return ReferencePlan(exchange.route(x.device), x, relu=relu, channel_last=channel_last)
 
 
-def _memory(exchange: BatchNormExchange, route: Route, device: torch.device) -> KernelMemory:
-    memory: KernelMemory | None = exchange.memories.get(route)
-    if memory is None:
-        memory = exchange.memories[route] = KernelMemory(exchange.channels, route, device)
-    return memory
-
-
-def _check_device(x: Tensor, own: list[Tensor]) -> None:
+def _check_device(x: Tensor, tensors: list[Tensor]) -> None:
     """Raises ConfigError for tensors on another device: kernels take plain addresses, so a wrong one would crash the process."""
-    elsewhere = next((one for one in own if one.device != x.device), None)
+    elsewhere = next((tensor for tensor in tensors if tensor.device != x.device), None)
     if elsewhere is not None:
         raise ConfigError(
             f"the input of a SyncBatchNorm is on {x.device} and its parameters or running values on {elsewhere.device}; move the "

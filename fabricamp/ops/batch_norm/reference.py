@@ -18,8 +18,8 @@ class ReferencePlan:
         self.channel_last = channel_last
         self.dtype = torch.promote_types(x.dtype, torch.float32)
         channel = x.dim() - 1 if channel_last else 1
-        self.others = [one for one in range(x.dim()) if one != channel]
-        self.shape = [-1 if one == channel else 1 for one in range(x.dim())]
+        self.others = [dimension for dimension in range(x.dim()) if dimension != channel]
+        self.shape = [-1 if dimension == channel else 1 for dimension in range(x.dim())]
         self.channels = x.shape[channel]
         self.count = x.numel() // self.channels
 
@@ -74,13 +74,13 @@ class ReferencePlan:
         gradient = dy.to(self.dtype)
         standard = (x.to(self.dtype) - mean.view(self.shape)) * inverse.view(self.shape)
         sums = torch.cat([gradient.sum(self.others), (gradient * standard).sum(self.others)])
-        dbias, dweight = (one.clone() for one in sums.chunk(2))
+        dbias, dweight = (half.clone() for half in sums.chunk(2))
         dx = None
         if needs[0]:
             if self.route.ranks > 1:
                 dist.all_reduce(sums, group=self.route.group)
             means = sums / saved[-1].clamp(min=1.0)
-            of_gradient, of_product = (one.view(self.shape) for one in means.chunk(2))
+            of_gradient, of_product = (half.view(self.shape) for half in means.chunk(2))
             slope = inverse if weight is None else inverse * weight.to(self.dtype)
             dx = ((gradient - of_gradient - standard * of_product) * slope.view(self.shape)).to(x.dtype)
         return (

@@ -119,13 +119,12 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, z, weight, bias, saved = ctx.saved_tensors
         bias = ctx.bias if bias is None else bias
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                found = ctx.plan.backward(dy, x, z, weight, bias, saved, ctx.needs_input_grad[:4])
-            found = tuple([None if one is None else _Once.apply(one, dy, x, weight) for one in found])  # type: ignore[no-untyped-call]
-        else:
-            found = ctx.plan.backward(dy, x, z, weight, bias, saved, ctx.needs_input_grad[:4])
-        return (*found, None)
+        if not torch.is_grad_enabled():
+            return (*ctx.plan.backward(dy, x, z, weight, bias, saved, ctx.needs_input_grad[:4]), None)
+        with torch.no_grad():
+            gradients = ctx.plan.backward(dy, x, z, weight, bias, saved, ctx.needs_input_grad[:4])
+        once = [None if gradient is None else _Once.apply(gradient, dy, x, weight) for gradient in gradients]  # type: ignore[no-untyped-call]
+        return (*once, None)
 
 
 class _Once(torch.autograd.Function):

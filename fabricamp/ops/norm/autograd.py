@@ -1,4 +1,7 @@
-"""The kernels of LayerNorm and RMSNorm under autograd: as an autograd function, and as registered operations for compilers."""
+"""The kernels of LayerNorm and RMSNorm under autograd: as an autograd function, and as registered operations for compilers.
+
+At the end stand the norms in torch's own operations: used where no kernel runs, and for second and higher derivatives.
+"""
 
 from __future__ import annotations
 
@@ -11,48 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.norm.kernels import Kernels, Way, kernels_of
+from fabricamp.ops.norm.kernels import Kernels, NormFunction, kernels_of
 from fabricamp.ops.norm.plans import Norm
 from fabricamp.torch_private import functorch_active, is_batched_gradient, unobserved_apply
-
-# ~~~ from ops.norm.references: LayerNorm and RMSNorm in torch's own operations: used where no kernel runs, and for second and higher derivatives.
-
-
-def layer_norm_reference(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    *parameters: Tensor | None,
-    eps: float = 1e-5,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Computes :func:`~fabricamp.ops.layer_norm`, with weight and bias as ``parameters``."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    weight, bias, *_ = (*(None if one is None else one.to(wide) for one in parameters), None, None)
-    return F.layer_norm(x.to(wide), shape_of(normalized_shape), weight, bias, eps).to(dtype or x.dtype)
-
-
-def rms_norm_reference(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Computes :func:`~fabricamp.ops.rms_norm`."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    over = tuple(range(-len(shape_of(normalized_shape)), 0))
-    least = torch.finfo(wide.dtype).eps if eps is None else eps
-    result = wide * (wide.square().mean(over, keepdim=True) + least).rsqrt()
-    return (result if weight is None else result * weight).to(dtype or x.dtype)
-
-
-def shape_of(given: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns a ``normalized_shape`` as a tuple."""
-    # A constant for torch.compile, which treats the choice of kernel or torch as a constant.
-    if isinstance(given, int) or hasattr(given, "__index__"):
-        return (index(given),)
-    return tuple([index(one) for one in given])
 
 
 class _Normalise(torch.autograd.Function):
@@ -78,10 +42,10 @@ class _Normalise(torch.autograd.Function):
 _normalise: Final = unobserved_apply(_Normalise)
 
 
-def by_kernels(kernels: Kernels) -> Way:
+def by_kernels(kernels: Kernels) -> NormFunction:
     """Returns a function that normalises an input by weight and bias, for eager calls without observers (compilers, modes)."""
 
-    def way(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         x = x.contiguous()
         weight = None if weight is None else weight.contiguous()
         bias = None if bias is None else bias.contiguous()
@@ -90,16 +54,16 @@ def by_kernels(kernels: Kernels) -> Way:
             or (weight is not None and weight.requires_grad)
             or (bias is not None and bias.requires_grad)
         ):
-            made: Tensor = _normalise(x, weight, bias, kernels)
-            return made
+            output: Tensor = _normalise(x, weight, bias, kernels)
+            return output
         return kernels.forward(x, weight, bias)[0]
 
-    return way
+    return normalise
 
 
 def _differentiable(ctx: Any, norm: Norm, eps: float, gradient: Tensor) -> list[Tensor | None]:
     """Returns the gradients by torch's operations, for ``create_graph=True`` (a second derivative) or a batch of gradients."""
-    again = torch.is_grad_enabled()
+    create_graph = torch.is_grad_enabled()
     if norm.efficient:
         raise ConfigError(
             "a norm with memory_efficient=True keeps its output in place of its input, and a second derivative, or a batch of "
@@ -108,14 +72,26 @@ def _differentiable(ctx: Any, norm: Norm, eps: float, gradient: Tensor) -> list[
     x, weight, bias, _ = ctx.saved_tensors
     with torch.enable_grad():
         rows = x.reshape(-1, norm.width)
-        factor, shift = (None if one is None else one.reshape(norm.width) for one in (weight, bias))
+        factor = None if weight is None else weight.reshape(norm.width)
+        shift = None if bias is None else bias.reshape(norm.width)
         if norm.center:
             result = layer_norm_reference(rows, norm.width, factor, shift, eps=eps, dtype=norm.output)
         else:
             result = rms_norm_reference(rows, norm.width, factor, eps, dtype=norm.output)
-    wanted = [one for one, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
-    found = iter(torch.autograd.grad(result, wanted, gradient.reshape(result.shape), create_graph=again))
-    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
+    needs = ctx.needs_input_grad[:3]
+    wanted = [operand for operand, needed in zip((x, weight, bias), needs, strict=True) if needed]
+    gradients = torch.autograd.grad(result, wanted, gradient.reshape(result.shape), create_graph=create_graph)
+    remaining = iter(gradients)
+    return [next(remaining) if needed else None for needed in needs]
+
+
+def registered(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, eps: float) -> Tensor:
+    """Returns ``x`` normalised by one registered operation, for compilers and modes that record operations."""
+    x = x.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    output: Tensor = _forward_op(x, weight, bias, norm.width, eps, norm.output, norm.center, norm.efficient)[0]
+    return output
 
 
 @torch.library.custom_op(
@@ -147,17 +123,18 @@ def _backward_op(gradient: Tensor, saved: Tensor, statistics: Tensor, *rest: Any
     weight, bias, width, eps, dtype, center, efficient, sums = rest
     norm = _norm_of(dtype, weight, bias, width, gradient.dtype, center, efficient, gradient.device)
     kernels = _kernels_of(norm, gradient, weight, bias, eps)
-    found = kernels.backward(gradient.contiguous(), saved, statistics, weight, bias, sums)
-    of_input, of_weight, of_bias = (gradient.new_empty(0) if one is None else one for one in found)
+    of_input, of_weight, of_bias = kernels.backward(gradient.contiguous(), saved, statistics, weight, bias, sums)
+    # An operator returns tensors only; the backward of the operator does not look at an empty one.
+    of_weight = gradient.new_empty(0) if of_weight is None else of_weight
+    of_bias = gradient.new_empty(0) if of_bias is None else of_bias
     return of_input, of_weight, of_bias
 
 
 @_backward_op.register_fake
 def _backward_shapes(gradient: Tensor, saved: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, weight, bias, _, _, dtype, _, _, sums = rest
-    of_weight, of_bias = (
-        gradient.new_empty(0) if one is None or not sums else torch.empty_like(one) for one in (weight, bias)
-    )
+    of_weight = gradient.new_empty(0) if weight is None or not sums else torch.empty_like(weight)
+    of_bias = gradient.new_empty(0) if bias is None or not sums else torch.empty_like(bias)
     return saved.new_empty(saved.shape, dtype=dtype), of_weight, of_bias
 
 
@@ -184,9 +161,10 @@ def _norm_of(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, width, eps, dtype, center, efficient = inputs
-    made, statistics = output
-    ctx.save_for_backward(made if efficient else x, weight, bias, statistics)
-    ctx.norm, ctx.eps = _norm_of(x.dtype, weight, bias, width, dtype, center, efficient, x.device), eps
+    normalised, statistics = output
+    ctx.save_for_backward(normalised if efficient else x, weight, bias, statistics)
+    ctx.norm = _norm_of(x.dtype, weight, bias, width, dtype, center, efficient, x.device)
+    ctx.eps = eps
 
 
 def _backward_of_op(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -195,19 +173,49 @@ def _backward_of_op(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | No
         return *_differentiable(ctx, norm, ctx.eps, gradient), *[None] * 5
     saved, weight, bias, statistics = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
-    found = _backward_op(
+    gradients = _backward_op(
         gradient, saved, statistics, weight, bias, norm.width, ctx.eps, norm.input, norm.center, norm.efficient,
         any(needed[1:]),
     )  # fmt: skip
-    return *[one if wanted else None for one, wanted in zip(found, needed, strict=True)], *[None] * 5
+    return *[own if wanted else None for own, wanted in zip(gradients, needed, strict=True)], *[None] * 5
 
 
 _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 
-def registered(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, eps: float) -> Tensor:
-    """Returns ``x`` normalised by one registered operation, for compilers and modes that record operations."""
-    x = x.contiguous()
-    weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
-    made: Tensor = _forward_op(x, weight, bias, norm.width, eps, norm.output, norm.center, norm.efficient)[0]
-    return made
+def layer_norm_reference(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    *parameters: Tensor | None,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Computes :func:`~fabricamp.ops.layer_norm`, with weight and bias as ``parameters``."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    widened = [None if parameter is None else parameter.to(wide) for parameter in parameters]
+    weight, bias, *_ = (*widened, None, None)
+    return F.layer_norm(x.to(wide), shape_of(normalized_shape), weight, bias, eps).to(dtype or x.dtype)
+
+
+def rms_norm_reference(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Computes :func:`~fabricamp.ops.rms_norm`."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    over = tuple(range(-len(shape_of(normalized_shape)), 0))
+    least = torch.finfo(wide.dtype).eps if eps is None else eps
+    result = wide * (wide.square().mean(over, keepdim=True) + least).rsqrt()
+    return (result if weight is None else result * weight).to(dtype or x.dtype)
+
+
+def shape_of(given: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns a ``normalized_shape`` as a tuple."""
+    # A constant for torch.compile, which treats the choice of kernel or torch as a constant.
+    if isinstance(given, int) or hasattr(given, "__index__"):
+        return (index(given),)
+    return tuple([index(size) for size in given])

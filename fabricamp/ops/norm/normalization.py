@@ -19,14 +19,14 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops import dispatch
 from fabricamp.ops.dispatch import chosen, torch_alone, worth_the_host
 from fabricamp.ops.norm.autograd import by_kernels, layer_norm_reference, registered, rms_norm_reference, shape_of
-from fabricamp.ops.norm.kernels import Way, kernels_of, ways
+from fabricamp.ops.norm.kernels import NormFunction, functions, kernels_of
 from fabricamp.ops.norm.plans import Norm
 from fabricamp.torch_private import any_autocast, dispatch_modes, exporting, left_by_functorch, observed
 
 _KERNEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 _EPS: Final = torch.finfo(torch.float32).eps
-_MOST_WAYS: Final = 4096
+_MOST_FUNCTIONS: Final = 4096
 _CONSTANTS: Final = frozenset({int, tuple, torch.Size})
 """Types of a normalized_shape that can be part of a cache key."""
 
@@ -75,54 +75,54 @@ def rms_norm(
     return _normalised(False, x, normalized_shape, weight, None, eps, dtype, memory_efficient)
 
 
-_How = tuple[bool, "int | Sequence[int]", "float | None", "torch.dtype | None", bool]
+_Options = tuple[bool, "int | Sequence[int]", "float | None", "torch.dtype | None", bool]
 """The options of a call: whether the mean is subtracted, normalized_shape, eps, dtype, memory_efficient."""
 
 
 def _normalised(
     center: bool,
     x: Tensor,
-    given: int | Sequence[int],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float | None,
     dtype: torch.dtype | None,
     efficient: bool,
 ) -> Tensor:
-    """Returns the result of either norm; a repeated eager call uses the cached way (see ``ways``)."""
-    shape = given if type(given) in _CONSTANTS else shape_of(given)
+    """Returns the result of either norm; a repeated eager call uses the cached function (see ``functions``)."""
+    shape = normalized_shape if type(normalized_shape) in _CONSTANTS else shape_of(normalized_shape)
     if type(eps) is not float and (center or eps is not None):
         eps = float(eps)  # type: ignore[arg-type]
-    how = center, shape, eps, dtype, efficient
+    options = center, shape, eps, dtype, efficient
     key = None
     if not torch.compiler.is_compiling() and _are_plain(x, weight, bias) and not observed():
         key = (
-            how, x.shape, x.dtype, x.device, dispatch.settings, _autocast(x) if any_autocast() else None,
+            options, x.shape, x.dtype, x.device, dispatch.settings, _autocast(x) if any_autocast() else None,
             None if weight is None else (weight.shape, weight.dtype, weight.device),
             None if bias is None else (bias.shape, bias.dtype, bias.device),
         )  # fmt: skip
-        known = ways.get(key)
+        known = functions.get(key)
         if known is not None:
             return known(x, weight, bias)
-    way = _way(how, x, weight, bias)
+    function = _function(options, x, weight, bias)
     if key is not None:
-        if len(ways) >= _MOST_WAYS:  # new shapes in every step must not fill the memory
-            ways.clear()
-        ways[key] = way
-    return way(x, weight, bias)
+        if len(functions) >= _MOST_FUNCTIONS:  # new shapes in every step must not fill the memory
+            functions.clear()
+        functions[key] = function
+    return function(x, weight, bias)
 
 
-def _way(how: _How, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Way:
+def _function(options: _Options, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> NormFunction:
     """Returns the function that computes the result: by kernels, or by torch if it is chosen or an observer knows only torch."""
-    center, given, eps, dtype, efficient = how
-    shape = shape_of(given)
+    center, normalized_shape, eps, dtype, efficient = options
+    shape = shape_of(normalized_shape)
     _check(x, shape, weight, bias)
     autocast = _autocast(x)
     output = autocast or dtype or x.dtype
     norm = _norm(center, shape, x, weight, bias, output, efficient)
     if norm is None:
-        alike = all(one is None or one.dtype == output for one in (x, weight, bias))
-        return _by_torch(center, shape, eps, output, one=alike, autocast=autocast is not None)
+        one_dtype = all(operand is None or operand.dtype == output for operand in (x, weight, bias))
+        return _by_torch(center, shape, eps, output, one_dtype=one_dtype, autocast=autocast is not None)
     least = _EPS if eps is None else eps
     if torch.compiler.is_compiling() or dispatch_modes():  # they need a registered operation
         return functools.partial(registered, norm=norm, eps=least)
@@ -130,11 +130,12 @@ def _way(how: _How, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Wa
 
 
 def _by_torch(
-    center: bool, shape: tuple[int, ...], eps: float | None, output: torch.dtype, *, one: bool, autocast: bool
-) -> Way:
-    """Returns a function that uses torch's own norm if torch has ``one`` operation for these dtypes, else several operations."""
+    center: bool, shape: tuple[int, ...], eps: float | None, output: torch.dtype, *, one_dtype: bool, autocast: bool
+) -> NormFunction:
+    """Returns a function that uses torch's own norm, one operation, if all has ``one_dtype``, else several operations."""
     least = _EPS if eps is None else eps  # LayerNorm's is never None
-    one = one and (center or not torch_alone())  # torch's RMSNorm is one operation on a GPU, unknown to some transforms
+    # torch's RMSNorm is one operation on a GPU, unknown to some transforms.
+    one_operation = one_dtype and (center or not torch_alone())
 
     def at_once(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if center:
@@ -146,14 +147,14 @@ def _by_torch(
             return layer_norm_reference(x, shape, weight, bias, eps=least, dtype=output)
         return rms_norm_reference(x, shape, weight, eps, dtype=output)
 
-    way = at_once if one else in_parts
+    function = at_once if one_operation else in_parts
 
     def without_autocast(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         # Only used under autocast: the context manager costs more than a norm's launch.
         with torch.autocast(x.device.type, enabled=False):
-            return way(x, weight, bias)
+            return function(x, weight, bias)
 
-    return without_autocast if autocast else way
+    return without_autocast if autocast else function
 
 
 def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None) -> None:
@@ -165,13 +166,13 @@ def _check(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tenso
         )
     if not x.is_floating_point():
         raise ConfigError(f"a norm takes floating-point inputs, not {x.dtype}")
-    for name, one in (("weight", weight), ("bias", bias)):
-        if one is None:
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
             continue
-        if one.shape != shape:
-            raise ConfigError(f"{name} has shape {tuple(one.shape)}, and needs normalized_shape={shape}")
-        if one.device != x.device:
-            raise ConfigError(f"the input is on {x.device} and {name} on {one.device}: move one of them")
+        if parameter.shape != shape:
+            raise ConfigError(f"{name} has shape {tuple(parameter.shape)}, and needs normalized_shape={shape}")
+        if parameter.device != x.device:
+            raise ConfigError(f"the input is on {x.device} and {name} on {parameter.device}: move one of them")
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
@@ -206,19 +207,19 @@ def _norm(
 ) -> Norm | None:
     """Returns the description of the norm for the kernels, or None if torch's operations run."""
     # An exported program must load without fabricamp installed.
-    ready = not exporting() if torch.compiler.is_compiling() else _are_plain(x, weight, bias)
-    if torch_alone() or not ready or x.numel() == 0:
+    readable = not exporting() if torch.compiler.is_compiling() else _are_plain(x, weight, bias)
+    if torch_alone() or not readable or x.numel() == 0:
         return None
-    given = x.dtype
-    parameters = [one.dtype for one in (weight, bias) if one is not None]
-    dtypes = [given, output, *parameters]
-    width, alike = math.prod(shape), all(one == given for one in dtypes)
-    if not chosen("layer_norm" if center else "rms_norm", given if alike else None, width, x.device):
+    parameters = [parameter.dtype for parameter in (weight, bias) if parameter is not None]
+    dtypes = [x.dtype, output, *parameters]
+    one_dtype = all(dtype == x.dtype for dtype in dtypes)
+    width = math.prod(shape)
+    if not chosen("layer_norm" if center else "rms_norm", x.dtype if one_dtype else None, width, x.device):
         return None
-    if any(one not in _KERNEL_DTYPES for one in dtypes) or len(set(parameters)) > 1:
+    if any(dtype not in _KERNEL_DTYPES for dtype in dtypes) or len(set(parameters)) > 1:
         return None
     # Torch's single operation costs the host least, but needs one dtype, and cannot save the output instead of the input.
-    if alike and not efficient and not worth_the_host(x.numel()):
+    if one_dtype and not efficient and not worth_the_host(x.numel()):
         return None
     parameter = parameters[0] if parameters else None
-    return Norm(width, center, given, output, parameter, weight is not None, bias is not None, efficient, x.device)
+    return Norm(width, center, x.dtype, output, parameter, weight is not None, bias is not None, efficient, x.device)

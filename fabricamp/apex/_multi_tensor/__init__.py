@@ -1,1 +1,0 @@
-"""The implementation of functions of ``amp_C``."""
