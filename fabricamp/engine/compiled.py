@@ -53,17 +53,17 @@ def step_of(session: Session) -> Callable[..., Any]:
     if reason:
         raise ConfigError(f"compile: {reason}")
     compiled: Callable[..., Any] = torch.compile(step, **options)
-    attachment, held = session.attachment, HeldLogs()
+    run_context, held = session.run_context, HeldLogs()
     stand_in: Any = held
 
     def run(*batch: Any) -> Any:
         if dispatch_modes():  # these, such as a counter of FLOPs, have to see the uncompiled step
             return step(*batch)
-        metrics, attachment.metrics = attachment.metrics, stand_in
+        metrics, run_context.metrics = run_context.metrics, stand_in
         try:
             output = compiled(*batch)
         finally:
-            attachment.metrics = metrics
+            run_context.metrics = metrics
             calls, held.calls = held.calls, []
         if metrics is not None:  # else nothing is logged
             for call in calls:

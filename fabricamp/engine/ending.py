@@ -127,7 +127,7 @@ def giving_back(trainer: Trainer, session: Session) -> Iterator[None]:
         _close(trainer, session)
     finally:
         trainer.state.end()
-        detach(session.attachment, session.source)
+        detach(session.run_context, session.source)
         hand_back((*trainer.callbacks, *trainer.loggers))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fabricamp.arguments.checks import check_choice
-from fabricamp.engine.run_context import Attachment
+from fabricamp.engine.run_context import RunContext
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,15 +111,15 @@ class ExportMixin:
     def _evaluated(self) -> Iterator[nn.Module]:
         """Yields the module in evaluation mode, without gradients, detached from its run; restores everything afterwards."""
         module = cast("nn.Module", self)
-        modes, attachment = [(one, one.training) for one in module.modules()], cast("Any", self)._attachment
+        modes, run_context = [(one, one.training) for one in module.modules()], cast("Any", self)._attachment
         # torch reads every attribute, and treats one that raises AttributeError as missing; reading this trainer's raises it.
-        nowhere = Attachment()
+        nowhere = RunContext()
         nowhere.trainer = cast("Any", object())
         object.__setattr__(module, "_attachment", nowhere)
         try:
             with torch.no_grad():
                 yield module.eval()
         finally:
-            object.__setattr__(module, "_attachment", attachment)
+            object.__setattr__(module, "_attachment", run_context)
             for one, training in modes:
                 one.training = training

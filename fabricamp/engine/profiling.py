@@ -87,10 +87,10 @@ def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
         backward=profiled(profiler, f"{place}.backward", bound.backward),
         plain_step=plain and profiled(profiler, f"{module}.optimizer_step", plain),
     )
-    attachment = session.attachment
-    if attachment.manual_backward is not None:
-        attachment.manual_backward = profiled(profiler, f"{place}.backward", attachment.manual_backward)
-        for one in attachment.optimizers:
+    run_context = session.run_context
+    if run_context.manual_backward is not None:
+        run_context.manual_backward = profiled(profiler, f"{place}.backward", run_context.manual_backward)
+        for one in run_context.optimizers:
             one.update = one.update and profiled(profiler, f"{module}.optimizer_step", one.update)
     return loop
 

@@ -115,8 +115,8 @@ def open_update(parts: FitParts, session: Session) -> Update:
     captures = _captures(parts, session)
     if not session.module.automatic_optimization:
         update = ManualUpdate(parts)
-        session.attachment.manual_backward, session.attachment.manual_clip = update.backward, update.clip
-        for one in session.attachment.optimizers:
+        session.run_context.manual_backward, session.run_context.manual_clip = update.backward, update.clip
+        for one in session.run_context.optimizers:
             one.update = update.step
         return update
     if captures:
@@ -179,7 +179,7 @@ class Session:
         self.hooks = Hooks(trainer, module, trainer.callbacks)
         self.checkpoint: dict[str, Any] | None = None
         self.resumed = self.closed = False
-        self.attachment = DETACHED  # until attach
+        self.run_context = DETACHED  # until attach
         self.step: Callable[..., Any] = module.training_step  # in fit: as wrapped by the strategy
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # of the validation within fit
         self._synchronised: list[nn.Module] = []
@@ -221,7 +221,7 @@ class Session:
         # Before master weights are taken, since these have to be the same on every rank too.
         self.strategy.share_module(self.module)
         self.conversion = self.precision.convert_module(self.module) or NOT_CONVERTED
-        self.attachment.show_dtypes()
+        self.run_context.show_dtypes()
         if ckpt_path is not None and self.module.dtype is torch.float64:
             self._restore("weights")  # again: the first time they were rounded to fp32
         if self.fn is TrainerFn.FITTING:
@@ -246,7 +246,7 @@ class Session:
         self.agreement.guard()
         fits = self.fn is TrainerFn.FITTING
         metrics = None if self.settings.barebones else self.metrics
-        self.attachment = attach(self.module, self.source, self.trainer, metrics, fits=fits)
+        self.run_context = attach(self.module, self.source, self.trainer, metrics, fits=fits)
         self.strategy.attach(self)
         self.metrics.sinks.append(partial(deliver, self.trainer.state, self.delivery))
 
@@ -295,13 +295,13 @@ class Session:
         skipped, state.skipped_before = self.trainer.skipped_steps, 0
         self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=self.settings.accumulates)
         state.skipped_before = skipped - self.trainer.skipped_steps  # a second fit's scaler counts from 0
-        self.attachment.optimizers = [ManagedOptimizer(one, module) for one in self.optimizers]
-        self.attachment.schedulers = [config.scheduler for config in self.schedulers]
+        self.run_context.optimizers = [ManagedOptimizer(one, module) for one in self.optimizers]
+        self.run_context.schedulers = [config.scheduler for config in self.schedulers]
 
     def replace_schedules(self, scheduler: Any) -> None:
         """Replaces all schedulers by one that steps per epoch; for hooks before an epoch."""
         self.schedulers[:] = [SchedulerConfig(scheduler)]
-        self.attachment.schedulers = [scheduler]
+        self.run_context.schedulers = [scheduler]
 
     def _wrap_step(self) -> None:
         self.graphs.enter_stream()
@@ -497,7 +497,7 @@ class Session:
 
     def give_back(self, *, failed: bool) -> None:
         """Releases the parts and restores the module; after a failure, leaves out the steps that may fail themselves."""
-        self.attachment.manual_backward = self.attachment.manual_clip = self.attachment.metrics = None
+        self.run_context.manual_backward = self.run_context.manual_clip = self.run_context.metrics = None
         self.resume_point.end()
         self.conversion.undo()
         give_back(self._channels_last)

@@ -40,13 +40,13 @@ def start_workers(
     module.configure_model()
     session = Session(runner, fn, module, source)
     session.attach()
-    session.attachment.metrics = None  # the run is over
+    session.run_context.metrics = None  # the run is over
     session.metrics.close()
     session.record.restore(outcome["sections"], "what the workers sent back", *_SECTIONS)
     session.data.take_lengths(outcome["lengths"])
     session.metrics.take_published(outcome["metrics"], outcome["metrics"])
     runner.take_session(session)
-    detach(session.attachment, source)
+    detach(session.run_context, source)
     hand_back((*runner.trainer.callbacks, *runner.trainer.loggers))
     return outcome["result"]
 
