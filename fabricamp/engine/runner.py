@@ -22,7 +22,7 @@ from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import storage
 from fabricamp.data import DataModule
-from fabricamp.engine.ending import giving_back
+from fabricamp.engine.ending import releasing
 from fabricamp.engine.kernel_choice import kernel_choice
 from fabricamp.engine.logger_setup import join_loggers
 from fabricamp.engine.model_checks import check_steps
@@ -184,7 +184,7 @@ class Runner:
             kernel_choice(session),
             # Before loader workers start: they then leave Ctrl-C to this process.
             interrupts(session.agreement),
-            giving_back(self.trainer, session),
+            releasing(self.trainer, session),
         ):
             yield session
         if session.agreement.asked and not self.trainer.state.interrupted:  # after the last position to stop at
