@@ -71,8 +71,8 @@ def limits_of(settings: Settings, length: float, started: float) -> Limits:
     accumulate = settings.accumulate_grad_batches
     if settings.partial_window == "drop" and 0 < length < accumulate:
         raise ConfigError(
-            f"partial_window='drop' with {length} batches an epoch and accumulate_grad_batches={accumulate} would never make a step; "
-            "give 'step' or 'carry', or accumulate fewer"
+            f"partial_window='drop' with {length} batches an epoch and accumulate_grad_batches={accumulate} would never make a "
+            "step; give 'step' or 'carry', or accumulate fewer"
         )
     interval = settings.val_check_interval
     every = 0.0

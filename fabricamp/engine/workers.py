@@ -53,7 +53,8 @@ def start_workers(
 
 def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
     trainer = runner.trainer
-    trainer.log_dir, trainer.log_folder = outcome["log_dir"], outcome["log_folder"]
+    trainer.log_dir = outcome["log_dir"]
+    trainer.log_folder = outcome["log_folder"]
     trainer.state.skipped_before = outcome["skipped_steps"]
     for name, value in outcome["state"].items():
         setattr(trainer.state, name, value)
@@ -64,7 +65,8 @@ def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
 def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
     runner.become_worker()
     result = run()
-    trainer, session = runner.trainer, runner.session
+    trainer = runner.trainer
+    session = runner.session
     assert session is not None
     counters = (
         "fn", "status", "epoch", "global_step", "batch_idx", "batches_done", "closed_at", "validations",
