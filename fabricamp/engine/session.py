@@ -533,4 +533,4 @@ def log_values(state: RunState, delivery: LoggerCollection, values: Mapping[str,
     if "step" in values:
         delivery.log_metrics(others, int(values["step"]))
     else:
-        delivery.log_metrics({"epoch": state.epoch, **others}, state.place_of(step))
+        delivery.log_metrics({"epoch": state.epoch, **others}, state.logger_step(step))
