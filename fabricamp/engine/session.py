@@ -379,6 +379,8 @@ class Session:
             self.run_summary.say(f"{what} launches each step by itself: {reason}")
         return not reason
 
+    # -- evaluation, within fit and as an entry point ----------------------------------------------------------------------------
+
     def _sanity_check(self) -> None:
         state = self.trainer.state
         if not (self.trainer.enable_validation and self.data.defines("val")):
@@ -417,8 +419,6 @@ class Session:
         self.resume_point.end_validation(cut_short=loop.cut_short)
         self.trainer.state.validations += not loop.cut_short
         return loop.cut_short
-
-    # -- evaluation, within fit and as an entry point ----------------------------------------------------------------------------
 
     def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
         """Returns the loop for ``kind`` ("validation", "test" or "predict") and its feeds."""
