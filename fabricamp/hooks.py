@@ -286,24 +286,24 @@ class Hooks:
 
     def callbacks(self, name: str, *, monitors: bool | None = None) -> Calls:
         """Returns the callbacks' calls of ``name``; ``monitors``: only of those that read epoch metrics (True) or don't (False)."""
-        return tuple(
-            self._noted(f"[Callback]{type(callback).__name__}.{name}", self._bound(callback, name))
-            for callback in self._callbacks
-            if overrides(callback, name, Callback) and (monitors is None or decides_by_metrics(callback) is monitors)
-        )
+        calls = []
+        for callback in self._callbacks:
+            wanted = monitors is None or decides_by_metrics(callback) is monitors
+            if wanted and overrides(callback, name, Callback):
+                call = partial(getattr(callback, name), self._trainer, self._module)
+                calls.append(self._profiled(f"[Callback]{type(callback).__name__}.{name}", call))
+        return tuple(calls)
 
     def module(self, name: str) -> Calls:
         """Returns the module's call of ``name``; empty if the module does not override the hook."""
         if not overrides(self._module, name, ModuleHooks):
             return ()
-        return (self._noted(f"[LightningModule]{type(self._module).__name__}.{name}", getattr(self._module, name)),)
+        call = getattr(self._module, name)
+        return (self._profiled(f"[LightningModule]{type(self._module).__name__}.{name}", call),)
 
     def __call__(self, name: str) -> Calls:
         """Returns the calls of ``name``: callbacks first, then the module."""
         return self.callbacks(name) + self.module(name)
 
-    def _bound(self, callback: Callback, name: str) -> Callable[..., Any]:
-        return partial(getattr(callback, name), self._trainer, self._module)
-
-    def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _profiled(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return call if self._profiler is None else profiled(self._profiler, name, call)

@@ -16,7 +16,7 @@ from fabricamp.checkpoint.hyperparameters import HyperparametersMixin
 from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.exporting import ExportMixin
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
-from fabricamp.engine.run_context import DETACHED, Attachment, gathered
+from fabricamp.engine.run_context import DETACHED, RunContext, gathered
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.hooks import ModuleHooks
 from fabricamp.ops.shards import device_of
@@ -60,18 +60,20 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     """False: ``training_step`` itself calls ``manual_backward`` and the optimizers' ``step``."""
     strict_loading: bool = True
     """False: a checkpoint may lack weights of the module or have others; only weights of the same name are loaded."""
-    _attachment: Attachment = DETACHED
+    _attachment: RunContext = DETACHED  # pickles of 0.1 have this name
 
-    def attach(self, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> Attachment:
+    def attach(self, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> RunContext:
         """Attaches the module to a run; the Trainer calls it.  ``fits`` False keeps the last fit's optimizers and schedulers."""
-        attachment = Attachment()
-        attachment.trainer, attachment.metrics = trainer, metrics
-        attachment.toggled = list(self._attachment.toggled)
+        run_context = RunContext()
+        run_context.trainer = trainer
+        run_context.metrics = metrics
+        run_context.toggled = list(self._attachment.toggled)
         if not fits:
-            attachment.optimizers, attachment.schedulers = self._attachment.optimizers, self._attachment.schedulers
-        # Bypasses nn.Module.__setattr__: the attachment is neither a parameter nor a submodule.
-        object.__setattr__(self, "_attachment", attachment)
-        return attachment
+            run_context.optimizers = self._attachment.optimizers
+            run_context.schedulers = self._attachment.schedulers
+        # Bypasses nn.Module.__setattr__: the run context is neither a parameter nor a submodule.
+        object.__setattr__(self, "_attachment", run_context)
+        return run_context
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
@@ -153,7 +155,8 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
                 f"give a positive number, and 'norm' or 'value'{nearest(clip.algorithm, ('norm', 'value'))}"
             )
         own = optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
-        (self._attachment.manual_clip or clip_gradients)(own, clip)
+        clip_or_note = self._attachment.manual_clip or clip_gradients
+        clip_or_note(own, clip)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
         """Steps a learning-rate scheduler; ``metric`` is the monitored value, or None."""
@@ -168,13 +171,15 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         Returns the same objects each time, from ``configure_optimizers`` until the next fit.
         """
         managed = self._attachment.optimizers
-        optimizers = [one if use_pl_optimizer else one.optimizer for one in managed]
+        optimizers = list(managed) if use_pl_optimizer else [one.optimizer for one in managed]
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
         """Returns the scheduler, a list of several, or None."""
         schedulers = self._attachment.schedulers
-        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else list(schedulers)
+        if not schedulers:
+            return None
+        return schedulers[0] if len(schedulers) == 1 else list(schedulers)
 
     def manual_backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **kwargs: Any) -> None:
         """Runs backward under manual optimization; a precision with loss scaling scales the loss with scaler ``loss_id``."""
@@ -299,8 +304,11 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
                 f"all_gather(group={group!r}, sync_grads={sync_grads}) is not possible: values come from all ranks and have no "
                 "gradients; torch.distributed.nn.functional.all_gather has both"
             )
-        trainer, device = self.trainer, self.device
-        return apply_to_collection(data, (Tensor, float, int), lambda one: gathered(trainer, _as_tensor(one, device)))
+        trainer = self.trainer
+        device = self.device
+        return apply_to_collection(
+            data, (Tensor, float, int), lambda value: gathered(trainer, _as_tensor(value, device))
+        )
 
     # -- position of the run -------------------------------------------------------------------------------------------------------
 
@@ -401,5 +409,7 @@ def _as_tensor(value: Tensor | float, device: torch.device) -> Tensor:
     """Returns a tensor on ``device``; a number becomes fp32, int64 or bool, whatever torch's default dtype is."""
     if isinstance(value, Tensor):
         return value.to(device)
-    kinds = {bool: torch.bool, int: torch.int64, float: torch.float32}
-    return torch.tensor(value, dtype=next(kinds[kind] for kind in kinds if isinstance(value, kind)), device=device)
+    # bool before int, of which it is a subclass.
+    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float32}
+    dtype = next(dtypes[kind] for kind in dtypes if isinstance(value, kind))
+    return torch.tensor(value, dtype=dtype, device=device)

@@ -134,7 +134,8 @@ class RunState:
         self.stage: RunningStage | None = None
         self.status = TrainerStatus.INITIALIZING
         self.scope = Scope.NOWHERE
-        self.epoch, self.epoch_ended = 0, False
+        self.epoch = 0
+        self.epoch_ended = False
         self.global_step = 0
         self.skipped_before = 0  # skipped steps of earlier fits
         self.batch_idx = 0
@@ -166,14 +167,16 @@ class RunState:
         self.evaluated = NOT_VALIDATING
         # The main thread waits at this number of micro-batches, then of validation batches, until the ranks have agreed where to
         # stop (watchdog/stop.py).
-        self.hold_at = self.hold_evaluated = sys.maxsize
+        self.hold_at = sys.maxsize
+        self.hold_evaluated = sys.maxsize
         # The last boundary that this rank passed without asking to stop (watchdog/requests.py).
         self.passed = -1.0
         self.started = time.monotonic()
 
     def __repr__(self) -> str:
-        doing = ", ".join(str(one) for one in (self.fn, self.stage, self.status) if one is not None)
-        ends = f", {self.stop_reason or self.interruption}" if self.stop_reason or self.interruption else ""
+        doing = ", ".join(str(part) for part in (self.fn, self.stage, self.status) if part is not None)
+        reason = self.stop_reason or self.interruption
+        ends = f", {reason}" if reason else ""
         return f"<RunState: {doing}, epoch={self.epoch}, global_step={self.global_step}{ends}>"
 
     def of_next_fit(self) -> RunState:
@@ -182,14 +185,20 @@ class RunState:
         # An epoch that a limit or a stop ended counts as a full epoch.
         within_ended = self.batch_idx > 0 and self.closed_at == self.batches_done
         state.epoch = self.epoch + within_ended
-        state.global_step, state.validations = self.global_step, self.validations
+        state.global_step = self.global_step
+        state.validations = self.validations
         state.skipped_before = self.skipped_before
-        state.batches_done = state.closed_at = state.validated_at = self.batches_done
+        state.batches_done = self.batches_done
+        # Nothing of the last fit is left to do.
+        state.closed_at = self.batches_done
+        state.validated_at = self.batches_done
         return state
 
     def begin(self, fn: TrainerFn) -> None:
         """Sets the state at the beginning of an entry point."""
-        self.fn, self.stage, self.status = fn, _FIRST_STAGE[fn], TrainerStatus.RUNNING
+        self.fn = fn
+        self.stage = _FIRST_STAGE[fn]
+        self.status = TrainerStatus.RUNNING
 
     def end(self) -> None:
         """Sets the state at the end of an entry point, for any kind of end."""
@@ -216,14 +225,15 @@ class RunState:
         """Whether the validation within the epochs of ``fit`` runs."""
         return self.fn is TrainerFn.FITTING and self.stage is RunningStage.VALIDATING
 
-    def place_of(self, done: int) -> int:
-        """Returns the logger step of a value logged after ``done`` optimizer steps.
+    def logger_step(self, done: int) -> int:
+        """Returns the logger step of a value logged after ``done`` optimizer steps; logger steps are numbered from 0.
 
         That is the last step.  Before the first step, in a validation within an accumulation, or outside of a fit, it is the next.
         """
-        within_window = self.validating_in_fit and self.open_batches > 0
-        last_is_over = self.fn is TrainerFn.FITTING and not within_window
-        return max(done - last_is_over, 0)
+        within_accumulation = self.validating_in_fit and self.open_batches > 0
+        if self.fn is not TrainerFn.FITTING or within_accumulation:
+            return done
+        return max(done - 1, 0)
 
     @property
     def finished(self) -> bool:
@@ -256,21 +266,28 @@ class RunState:
     def ask(self, reason: str) -> None:
         """Asks all ranks to end training; may be called from any thread."""
         if not self.should_stop:
+            # The reason first: another thread reads it once the flag is set.
             self.stop_reason = reason
             self.should_stop = True
 
     def stop(self, reason: str, explanation: str = "") -> None:
         """Ends training at the next step boundary; every rank has to call it at the same boundary."""
         if not self.should_stop or reason == NON_FINITE:
-            self.stop_reason, self.stop_explanation = reason, explanation
-        self.should_stop = self.agreed = True
+            self.stop_reason = reason
+            self.stop_explanation = explanation
+        self.should_stop = True
+        self.agreed = True
 
     def forget_stop(self) -> None:
         """Clears the stop requests and the interruption of the run before."""
-        self.should_stop = self.agreed = False
-        self.stop_reason = self.stop_explanation = self.interruption = ""
+        self.should_stop = False
+        self.agreed = False
+        self.stop_reason = ""
+        self.stop_explanation = ""
+        self.interruption = ""
         self.stop_error = None
-        self.hold_at = self.hold_evaluated = sys.maxsize
+        self.hold_at = sys.maxsize
+        self.hold_evaluated = sys.maxsize
 
     def interrupt(self, name: str) -> None:
         """Interrupts the run here; every rank has to call it at the same position."""

@@ -15,7 +15,7 @@ _MOVED: Final[dict[str, dict[str, str]]] = {
     "fabricamp.callbacks._cadence": {"Cadence": "fabricamp.arguments.cadence", "Every": "fabricamp.arguments.cadence"},
     "fabricamp.callbacks._lineage": {"Lineage": "fabricamp.callbacks._checkpoint_files"},
     "fabricamp.callbacks._rotation": {"Kept": "fabricamp.callbacks._checkpoint_files"},
-    "fabricamp.engine.attachment": {"Attachment": "fabricamp.engine.run_context"},
+    "fabricamp.engine.attachment": {"Attachment": "fabricamp.engine.run_context:RunContext"},
     "fabricamp.hyperparameters": {"Hyperparameters": "fabricamp.checkpoint.hyperparameters"},
     "fabricamp.loggers.backlog": {"Record": "fabricamp.loggers.write_queue"},
     "fabricamp.loggers.growing_file": {"GrowingFile": "fabricamp.loggers.append_file"},

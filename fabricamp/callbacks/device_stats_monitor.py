@@ -109,7 +109,7 @@ class DeviceStatsMonitor(Callback):
 
     def _log_evaluation(self, trainer: Trainer, hook: str, batch_idx: int) -> None:
         if is_due(trainer, batch_idx + 1):
-            self._log(trainer, hook, trainer.state.place_of(trainer.global_step))
+            self._log(trainer, hook, trainer.state.logger_step(trainer.global_step))
 
     def _log(self, trainer: Trainer, hook: str, step: int) -> None:
         if not trainer.is_global_zero:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fabricamp.trainer.arguments import Settings
 
 
+# Names of sections: those of a file without training state, then those that a resumed fit restores, in this order.
 WEIGHTS_ONLY = ("weights", "counters")
 CALLBACKS = ("counters", "callbacks")
 TRAINING = ("optimizers", "learning-rate schedules", "precision", "choice of kernels", "loggers")
@@ -35,12 +36,13 @@ _COMPLETE = ("epoch", "global_step", "loops", "optimizer_states", "lr_schedulers
 
 def record_of(session: Session) -> Record:
     """Returns the record of a run in its present state."""
-    resume_point, source = session.resume_point, session.source
+    resume_point = session.resume_point
+    source = session.source
     return Record(
         session.strategy,
         [
             Weights(session.module, session.strategy, session.conversion, source.datamodule),
-            Counters(session.trainer.state, resume_point.window, session.settings, session.module, session.data),
+            Counters(session.trainer.state, resume_point.accumulation, session.settings, session.module, session.data),
             StepSizes(session),
             Optimizers(session.optimizers),
             Schedules(session.schedulers, session.module.lr_scheduler_step),
@@ -50,7 +52,7 @@ def record_of(session: Session) -> Record:
             Part("datamodule", "data.datamodule", source.datamodule),
             resume_point.loggers,
             resume_point,
-            resume_point.window,
+            resume_point.accumulation,
         ],
     )
 
@@ -62,17 +64,21 @@ class Counters(Section):
     name = "counters"
 
     state: RunState
-    window: AccumulationState
+    accumulation: AccumulationState
     settings: Settings
     module: TrainingModule
     data: DataSource
 
     def save(self) -> dict[str, Any]:
         """Returns the counters of a run resumed from here; ``epoch`` is the running epoch, as in Lightning's files."""
-        state, repeated = self.state, self.window.repeated_batches()
-        in_its_end = state.validating_in_fit and state.scope is Scope.NOWHERE
-        epochs, batches = state.epoch + state.epoch_ended, 0 if state.epoch_ended else state.batch_idx - repeated
+        state = self.state
+        repeated = self.accumulation.repeated_batches()
+        # In the last hooks of a validation within fit its batches are done: a resumed run does not repeat it.
+        validation_ends = state.validating_in_fit and state.scope is Scope.NOWHERE
+        epochs = state.epoch + state.epoch_ended
+        batches = 0 if state.epoch_ended else state.batch_idx - repeated
         done = state.batches_done - repeated
+        repeats_stop = state.should_stop and state.stop_reason != NON_FINITE
         return {
             "epoch": state.epoch,
             "global_step": state.global_step,
@@ -88,12 +94,12 @@ class Counters(Section):
             "loops.fit.epoch": epochs,
             "loops.fit.batch_idx": batches,
             "loops.fit.batches_done": done,
-            "loops.fit.validations": state.validations + in_its_end,
+            "loops.fit.validations": state.validations + validation_ends,
             "loops.fit.skipped_before": state.skipped_before,
-            "loops.fit.stop": state.stop_reason if state.should_stop and state.stop_reason != NON_FINITE else "",
+            "loops.fit.stop": state.stop_reason if repeats_stop else "",
             "loops.fit.interrupted": state.interrupted,
             "loops.fit.closed": state.epoch_ended or state.closed_at == state.batches_done,
-            "loops.fit.validated": state.epoch_ended or in_its_end or state.validated_at == state.batches_done,
+            "loops.fit.validated": state.epoch_ended or validation_ends or state.validated_at == state.batches_done,
         }
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
@@ -105,7 +111,8 @@ class Counters(Section):
         missing = [name for name in _COMPLETE if name not in checkpoint]
         if missing and "source" not in checkpoint and "optimizer_states" in checkpoint:
             raise CheckpointError(f"{path} is incomplete: it has no {', '.join(map(repr, missing))}; use another one")
-        state, settings = self.state, self.settings
+        state = self.state
+        settings = self.settings
         position = checkpoint.get("loops", {}).get("fit", {})
         _counter(checkpoint, "epoch", path)
         state.epoch = _counter(position, "epoch", path, within="loops.fit.")
@@ -116,8 +123,8 @@ class Counters(Section):
         state.skipped_before = _counter(position, "skipped_before", path, within="loops.fit.")
         state.validated_at = state.batches_done if position.get("validated", True) else -1
         state.closed_at = state.batches_done if position.get("closed", True) else -1
-        waits = state.global_step < settings.min_steps or state.epoch < settings.min_epochs
-        if position.get("stop") and (waits or position.get("interrupted")):
+        too_early = state.global_step < settings.min_steps or state.epoch < settings.min_epochs
+        if position.get("stop") and (too_early or position.get("interrupted")):
             state.ask(str(position["stop"]))
 
 
@@ -132,7 +139,8 @@ class CallbackSection(Section):
 
     def save(self) -> dict[str, Any]:
         """Returns their state dicts by ``state_key``."""
-        return {"callbacks": {one.state_key: state for one in self.callbacks if (state := one.state_dict())}}
+        states = {callback.state_key: state for callback in self.callbacks if (state := callback.state_dict())}
+        return {"callbacks": states}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Loads each callback's state; not into fabricamp's own callbacks in an evaluation, as these count what training did."""

@@ -46,25 +46,29 @@ def as_compile(name: str, value: Any) -> dict[str, Any] | None:
 
 def step_of(session: Session) -> Callable[..., Any]:
     """Returns the module's ``training_step``, compiled if the Trainer's ``compile`` says so; raises if that is impossible."""
-    step, options = session.module.training_step, session.settings.compile
+    step = session.module.training_step
+    options = session.settings.compile
     if options is None:
         return step
     reason = _reason_against(session)
     if reason:
         raise ConfigError(f"compile: {reason}")
     compiled: Callable[..., Any] = torch.compile(step, **options)
-    attachment, held = session.attachment, HeldLogs()
+    run_context = session.run_context
+    held = HeldLogs()
     stand_in: Any = held
 
     def run(*batch: Any) -> Any:
         if dispatch_modes():  # these, such as a counter of FLOPs, have to see the uncompiled step
             return step(*batch)
-        metrics, attachment.metrics = attachment.metrics, stand_in
+        metrics = run_context.metrics
+        run_context.metrics = stand_in
         try:
             output = compiled(*batch)
         finally:
-            attachment.metrics = metrics
-            calls, held.calls = held.calls, []
+            run_context.metrics = metrics
+            calls = held.calls
+            held.calls = []
         if metrics is not None:  # else nothing is logged
             for call in calls:
                 metrics.keep(*call)

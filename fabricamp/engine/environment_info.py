@@ -35,13 +35,13 @@ def code_of(module: Any) -> dict[str, Any]:
 @functools.cache
 def packages() -> dict[str, str]:
     """Returns the version of every installed package, from the names of the metadata folders; torch's with its build."""
-    found = {}
-    for place in map(Path, reversed(sys.path)):  # the first one found is imported
-        if place.is_dir():
-            entries = (one.name.removesuffix(".dist-info").partition("-") for one in place.glob("*.dist-info"))
-            found.update({name: version for name, dash, version in entries if dash})
-    found["torch"] = torch.__version__
-    return dict(sorted(found.items(), key=lambda one: one[0].lower()))
+    versions = {}
+    for folder in map(Path, reversed(sys.path)):  # Python imports from the first one
+        if folder.is_dir():
+            entries = (entry.name.removesuffix(".dist-info").partition("-") for entry in folder.glob("*.dist-info"))
+            versions.update({name: version for name, dash, version in entries if dash})
+    versions["torch"] = torch.__version__
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
 def machine(device: torch.device) -> dict[str, Any]:

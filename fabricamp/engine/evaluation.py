@@ -1,4 +1,4 @@
-"""The evaluation loop: validate, test and predict over one loader or several."""
+"""The evaluation loop: validate, test and predict over one loader or several; and what an entry point does with the results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EvaluationLoop:
         self._agreement = agreement
         self._together = together
         self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
-        step = getattr(module, "predict_step" if kind == "predict" else f"{kind}_step")
+        step = getattr(module, f"{kind}_step")
         self._arguments = _count_arguments(step)
         self.forward: Callable[..., Any] = partial(precision.forward, step)
         """Calls the step with (batch, batch_idx, dataloader_idx), or as many of these as it takes."""
@@ -79,6 +79,7 @@ class EvaluationLoop:
         state = self._state
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         getattr(self._module, f"on_{self._kind}_model_eval")()
+        # A validation within fit gives these back to the training loop.
         before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
         state.num_dataloaders = len(feeds)
         self.cut_short = False
@@ -104,7 +105,9 @@ class EvaluationLoop:
 
     def _run_loaders(self, feeds: Sequence[Feed], *, keep: bool) -> list[list[Any]]:
         state = self._state
-        counted = state.batches_done
+        batches_done = (
+            state.batches_done
+        )  # counts the batches of an entry point's evaluation meanwhile (_count_and_stop)
         state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
         outputs: list[list[Any]] = [[] for _ in feeds]
         if self._record is not None:
@@ -113,18 +116,16 @@ class EvaluationLoop:
         call_all(self._epoch_start)
         for index, feed in enumerate(feeds):
             self._run_loader(feed, index, outputs[index] if keep else None)
-        state.batches_done = counted
-        self._agree_on_the_end()
+        state.batches_done = batches_done
+        if self._stops:
+            # Whether any rank stopped early: all ranks have to know before the next collective.
+            self.cut_short = self._agreement.ended_early(here=self.cut_short)
         if not self.cut_short:
             self._call_end()
         return outputs
 
-    def _agree_on_the_end(self) -> None:
-        """Finds out whether any rank stopped early; all ranks have to know before the next collective."""
-        if self._stops:
-            self.cut_short = self._agreement.ended_early(here=self.cut_short)
-
     def _call_end(self) -> None:
+        """Reduces logged values and runs the end hooks, in the order of the training epoch's end."""
         if self._kind != "predict":
             self._metrics.reduce_evaluation(self._state.global_step)
         call_all(self._epoch_end)
@@ -137,21 +138,21 @@ class EvaluationLoop:
         state = self._state
         state.dataloader_idx = dataloader_idx
         # As in Lightning: with one loader, hooks need not take dataloader_idx.
-        number = (dataloader_idx,) if state.num_dataloaders > 1 else ()
+        index = (dataloader_idx,) if state.num_dataloaders > 1 else ()
         if self._kind != "predict":
             state.scope = Scope.EVAL_STEP
-        if self.cut_short:
+        if self.cut_short:  # in an earlier loader
             return
         # The first loader only: ranks reach later ones at different times, as a loader may have fewer batches on one rank.
         batches = self._together(feed) if dataloader_idx == 0 else feed
         for batch_idx, batch in enumerate(batches):
             state.batch = batch
             for hook in self._batch_start:
-                hook(batch, batch_idx, *number)
-            arguments = (batch, batch_idx, dataloader_idx)[: self._arguments or 2 + len(number)]
+                hook(batch, batch_idx, *index)
+            arguments = (batch, batch_idx, dataloader_idx)[: self._arguments or 2 + len(index)]
             output = self.forward(*arguments)
             for hook in self._batch_end:
-                hook(output, batch, batch_idx, *number)
+                hook(output, batch, batch_idx, *index)
             if outputs is not None:
                 outputs.append(output)
             if self._stops and self._count_and_stop():
@@ -200,15 +201,17 @@ def _count_arguments(step: Callable[..., Any]) -> int:
     return count
 
 
-def gather_predictions(everyone: list[list[list[Any]]], strategy: Strategy) -> list[Any]:
-    """Returns the predictions of all ranks: batch 0 of every rank, then batch 1, in the order in which samples were distributed."""
-    merged = []
-    for ranks in zip(*everyone[:: strategy.tensor_parallel], strict=True):
-        longest = max(map(len, ranks))
-        merged.append(
-            [batches[position] for position in range(longest) for batches in ranks if position < len(batches)]
-        )
-    return merged[0] if len(merged) == 1 else merged
+def gather_predictions(predictions: list[list[list[Any]]], strategy: Strategy) -> list[Any]:
+    """Returns all ranks' predictions, one list per loader, or the list of a single loader.
+
+    They are in the order in which samples were distributed: batch 0 of every rank, then batch 1.  ``predictions`` has a list of
+    loaders for each rank; of tensor-parallel ranks, which compute one batch together, the first counts.
+    """
+    loaders = []
+    for ranks in zip(*predictions[:: strategy.tensor_parallel], strict=True):
+        most = max(map(len, ranks))
+        loaders.append([batches[index] for index in range(most) for batches in ranks if index < len(batches)])
+    return loaders[0] if len(loaders) == 1 else loaders
 
 
 def print_results(kind: str, results: list[dict[str, float]]) -> None:
@@ -217,7 +220,8 @@ def print_results(kind: str, results: list[dict[str, float]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("metric", *(f"loader {index}" if len(results) > 1 else kind for index in range(len(results))))
+    columns = [kind] if len(results) == 1 else [f"loader {index}" for index in range(len(results))]
+    table = Table("metric", *columns)
     for name in sorted({name for result in results for name in result}):
         table.add_row(name, *(f"{result[name]:.6g}" if name in result else "" for result in results))
     console = get_console()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fabricamp.arguments.checks import check_choice
-from fabricamp.engine.run_context import Attachment
+from fabricamp.engine.run_context import RunContext
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,16 +56,15 @@ class ExportMixin:
             >>> module.to_torchscript("model.pt")  # doctest: +SKIP
         """
         check_choice("method", method, ("script", "trace"))
-        inputs = (
-            self._inputs(example_inputs, "to_torchscript(method='trace')", "example_inputs")
-            if method == "trace"
-            else None
-        )
+        inputs = None
+        if method == "trace":
+            inputs = self._inputs(example_inputs, "to_torchscript(method='trace')", "example_inputs")
         with self._evaluated() as module, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # the caller has chosen TorchScript
-            script = (
-                torch.jit.script(module, **kwargs) if method == "script" else torch.jit.trace(module, inputs, **kwargs)
-            )
+            if method == "script":
+                script = torch.jit.script(module, **kwargs)
+            else:
+                script = torch.jit.trace(module, inputs, **kwargs)
             if file_path is not None:
                 Path(file_path).parent.mkdir(parents=True, exist_ok=True)
                 torch.jit.save(script, str(file_path))
@@ -111,15 +110,16 @@ class ExportMixin:
     def _evaluated(self) -> Iterator[nn.Module]:
         """Yields the module in evaluation mode, without gradients, detached from its run; restores everything afterwards."""
         module = cast("nn.Module", self)
-        modes, attachment = [(one, one.training) for one in module.modules()], cast("Any", self)._attachment
+        modes = [(submodule, submodule.training) for submodule in module.modules()]
+        run_context = cast("Any", self)._attachment
         # torch reads every attribute, and treats one that raises AttributeError as missing; reading this trainer's raises it.
-        nowhere = Attachment()
+        nowhere = RunContext()
         nowhere.trainer = cast("Any", object())
         object.__setattr__(module, "_attachment", nowhere)
         try:
             with torch.no_grad():
                 yield module.eval()
         finally:
-            object.__setattr__(module, "_attachment", attachment)
-            for one, training in modes:
-                one.training = training
+            object.__setattr__(module, "_attachment", run_context)
+            for submodule, training in modes:
+                submodule.training = training

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def kernel_choice(session: Session) -> Iterator[None]:
     """A context for a run: if steps are captured, the choice counts GPU time alone, also in steps that run eagerly."""
     before = dispatch.settings.mode
-    settings, strategy = session.settings, session.strategy
+    settings = session.settings
+    strategy = session.strategy
     if settings.cuda_graph is not None and not reason_against(strategy.device.type, strategy, settings):
         set_kernel_choice("graph")
     try:

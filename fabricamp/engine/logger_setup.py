@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 def join_loggers(trainer: Trainer) -> None:
     """Gives every rank the run identities of rank 0's loggers, such as the next free folder; called on every rank."""
-    identities = trainer.strategy.on_rank_zero(lambda: [one.identity() for one in trainer.loggers])
-    for one, identity in zip(trainer.loggers, identities, strict=True):
-        one.join(identity)
-    first = next((one for one in trainer.loggers if one.log_dir is not None), None)
-    found = (trainer.default_root_dir, trainer.root_folder)
+    identities = trainer.strategy.on_rank_zero(lambda: [logger.identity() for logger in trainer.loggers])
+    for logger, identity in zip(trainer.loggers, identities, strict=True):
+        logger.join(identity)
+    first = next((logger for logger in trainer.loggers if logger.log_dir is not None), None)
+    folders = (trainer.default_root_dir, trainer.root_folder)
     if first is not None:
-        found = (str(first.log_dir), str(folder_of(first)))
-    trainer.log_dir, trainer.log_folder = trainer.strategy.broadcast(found)
+        folders = (str(first.log_dir), str(folder_of(first)))
+    trainer.log_dir, trainer.log_folder = trainer.strategy.broadcast(folders)
 
 
 def kept_of(session: Session) -> list[tuple[str, Kept]]:
@@ -37,22 +37,22 @@ def log_hyperparams(session: Session) -> None:
     logged: dict[str, Any] = {}
     shows = session.settings.enable_autolog_hparams and bool(session.trainer.loggers)
     for owner, kept in kept_of(session):
-        written = plain(kept.values, private=kept.private)
+        values = plain(kept.values, private=kept.private)
         # Raises before training, not at the first checkpoint.
-        check_content(written, f"hyper-parameters of {owner}")
+        check_content(values, f"hyper-parameters of {owner}")
         if kept.logged:
             if shows:
-                _check_shared(owner, logged, written)
-            logged |= written
+                _check_shared(owner, logged, values)
+            logged |= values
     if logged and shows:
         session.delivery.log_hyperparams(logged)
 
 
-def _check_shared(owner: str, logged: dict[str, Any], more: dict[str, Any]) -> None:
+def _check_shared(owner: str, logged: dict[str, Any], values: dict[str, Any]) -> None:
     """Raises :class:`ConfigError` for a name with two values: a logger shows only one, which would be wrong for one owner."""
-    other = [name for name in logged if name in more and str(logged[name]) != str(more[name])]
-    if other:
+    names = [name for name in logged if name in values and str(logged[name]) != str(values[name])]
+    if names:
         raise ConfigError(
-            f"{owner} and the DataModule keep other values under the same names: {', '.join(other)}. A logger shows one of them; "
-            f"rename one, leave it out by save_hyperparameters(ignore={other!r}), or give save_hyperparameters(logger=False) in one"
+            f"{owner} and the DataModule keep other values under the same names: {', '.join(names)}. A logger shows one of them; "
+            f"rename one, leave it out by save_hyperparameters(ignore={names!r}), or give save_hyperparameters(logger=False) in one"
         )

@@ -25,6 +25,7 @@ from fabricamp.state import TrainerFn
 
 _LOG = logging.getLogger("fabricamp")
 _NEAR = 0.85
+"""How alike a method's name and a hook's have to be, for ``difflib``."""
 _STEPS = {
     TrainerFn.FITTING: "training_step",
     TrainerFn.VALIDATING: "validation_step",
@@ -45,13 +46,13 @@ _OTHER_WORDS = (
 
 def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
     """Raises :class:`ConfigError` if ``module`` lacks a method that the entry point calls."""
-    name, needs = type(module).__name__, fn.value
+    name = type(module).__name__
     step = _STEPS[fn]
     by_forward = fn is TrainerFn.PREDICTING and overrides(module, "forward", Module)
     if not (by_forward or overrides(module, step, TrainingModule)):
         instead = ", or forward" if fn is TrainerFn.PREDICTING else ""
         cure = _renaming(module, step) or f"write one{instead}"
-        raise ConfigError(f"{name} has no {step}, which {needs} needs; {cure}")
+        raise ConfigError(f"{name} has no {step}, which {fn.value} needs; {cure}")
     if fn is not TrainerFn.FITTING:
         return
     if torch.is_inference_mode_enabled() or (module.automatic_optimization and not torch.is_grad_enabled()):
@@ -66,8 +67,8 @@ def check_steps(fn: TrainerFn, module: TrainingModule) -> None:
 
 def _renaming(module: TrainingModule, missing: str) -> str:
     """Returns the advice to rename the method that was probably meant to be ``missing``; an empty string if there is none."""
-    found = misspelt_hooks(module, lightnings_base(type(module)) or TrainingModule)
-    return next((f"rename {given} to {missing}" for given, meant in found if meant == missing), "")
+    misspelt = misspelt_hooks(module, lightnings_base(type(module)) or TrainingModule)
+    return next((f"rename {method} to {missing}" for method, hook in misspelt if hook == missing), "")
 
 
 def _check_training_step(module: TrainingModule) -> None:
@@ -91,14 +92,15 @@ def returns_nothing(call: Any) -> bool:
     function = getattr(call, "__func__", call)
     if not isinstance(function, FunctionType) or inspect.isgeneratorfunction(function):
         return False
-    instructions = [one for one in dis.get_instructions(function) if one.opname != "NOP"]
-    returned = [
-        # At a jump target, such as the end of `return loss if ready else None`, either value may be returned.
-        before if one.opname == "RETURN_VALUE" and not one.is_jump_target else one
-        for before, one in pairwise(instructions)
-        if one.opname in ("RETURN_VALUE", "RETURN_CONST")
+    instructions = [instruction for instruction in dis.get_instructions(function) if instruction.opname != "NOP"]
+    # The instruction that puts the returned value on the stack: RETURN_CONST itself, or the one before RETURN_VALUE.  At a jump
+    # target, such as the end of `return loss if ready else None`, either value may be returned, and RETURN_VALUE stands for that.
+    loads = [
+        before if instruction.opname == "RETURN_VALUE" and not instruction.is_jump_target else instruction
+        for before, instruction in pairwise(instructions)
+        if instruction.opname in ("RETURN_VALUE", "RETURN_CONST")
     ]
-    return bool(returned) and all(one.opname.endswith("_CONST") and one.argval is None for one in returned)
+    return bool(loads) and all(load.opname.endswith("_CONST") and load.argval is None for load in loads)
 
 
 def warn_of_oversights(
@@ -115,15 +117,16 @@ def warn_of_oversights(
     if datamodule is not None:
         owners.append((datamodule, DataModule))
     for owner, base in owners:
-        for given, meant in misspelt_hooks(owner, lightnings_base(type(owner)) or base):
-            _LOG.warning("%s.%s is no hook; did you mean %r?", type(owner).__name__, given, meant)
+        for method, hook in misspelt_hooks(owner, lightnings_base(type(owner)) or base):
+            _LOG.warning("%s.%s is no hook; did you mean %r?", type(owner).__name__, method, hook)
 
 
 def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
     """Yields (method, hook) for each method of ``owner``'s own that was probably meant to be the hook of ``base``."""
     hooks = [name for name in dir(base) if _looks_like_a_hook(name)]
     classes = [one for one in type(owner).__mro__ if one not in base.__mro__]
-    for name, value in {name: value for one in classes for name, value in vars(one).items()}.items():
+    own = {name: value for kind in classes for name, value in vars(kind).items()}
+    for name, value in own.items():
         if name.startswith("_") or hasattr(base, name) or not isinstance(value, FunctionType):
             continue
         successor = hinted_hooks().get(name, "")
@@ -131,16 +134,16 @@ def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:
             meanings = [successor]
         else:
             meanings = _by_other_words(name, hooks) or get_close_matches(name, hooks, n=1, cutoff=_NEAR)
-        for meant in meanings:
-            is_helper_of_the_hook = any(name in vars(one) and meant in vars(one) for one in classes)
+        for hook in meanings:
+            is_helper_of_the_hook = any(name in vars(kind) and hook in vars(kind) for kind in classes)
             if not is_helper_of_the_hook:
-                yield name, meant
+                yield name, hook
 
 
 def _by_other_words(name: str, hooks: Sequence[str]) -> list[str]:
     """Returns, in a list, the first of ``hooks`` that has the name ``name`` in other words; an empty list if none has."""
     words = [next((group for group in _OTHER_WORDS if word in group), (word,)) for word in name.split("_")]
-    return next(([meant] for meant in map("_".join, product(*words)) if meant in hooks), [])
+    return next(([hook] for hook in map("_".join, product(*words)) if hook in hooks), [])
 
 
 def _looks_like_a_hook(name: str) -> bool:

@@ -81,20 +81,20 @@ def parse_optimizers(returned: Any, *, own_step: bool = False) -> tuple[list[Opt
     overrides ``lr_scheduler_step``, else one with ``step()``.  Raises :class:`ConfigError` for anything else, and for a scheduler
     of an optimizer that was not returned.
     """
-    optimizers, schedulers = _parts(returned)
+    optimizers, schedulers = _unpacked(returned)
     for config in schedulers:
         _check_scheduler(config.scheduler, own_step=own_step)
-        followed = getattr(config.scheduler, "optimizer", None)
+        owner = getattr(config.scheduler, "optimizer", None)
         # Compared by their groups: LARC shares those of the optimizer that it wraps.
-        if followed is not None and not any(followed.param_groups is one.param_groups for one in optimizers):
+        if owner is not None and not any(owner.param_groups is optimizer.param_groups for optimizer in optimizers):
             raise ConfigError(
-                f"the lr_scheduler {type(config.scheduler).__name__} belongs to a {type(followed).__name__} that "
+                f"the lr_scheduler {type(config.scheduler).__name__} belongs to a {type(owner).__name__} that "
                 "configure_optimizers did not return; build it from the optimizer that is returned"
             )
     return optimizers, schedulers
 
 
-def _parts(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def _unpacked(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if returned is None:
         return [], []
     if _is_optimizer(returned):
@@ -175,14 +175,15 @@ def _optimizer(value: Any) -> Optimizer:
 
 
 def _from_dicts(dicts: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    optimizers, schedulers = [], []
-    for one in dicts:
-        check_names("configure_optimizers returned a dict with key", one, OPTIMIZER_KEYS)
-        if "optimizer" not in one:
-            raise ConfigError(f"configure_optimizers returned a dict without 'optimizer'; it has {sorted(one)}")
-        optimizers.append(_optimizer(one["optimizer"]))
-        if one.get("lr_scheduler") is not None:
-            schedulers.append(_scheduler(one["lr_scheduler"], monitor=one.get("monitor")))
+    optimizers = []
+    schedulers = []
+    for options in dicts:
+        check_names("configure_optimizers returned a dict with key", options, OPTIMIZER_KEYS)
+        if "optimizer" not in options:
+            raise ConfigError(f"configure_optimizers returned a dict without 'optimizer'; it has {sorted(options)}")
+        optimizers.append(_optimizer(options["optimizer"]))
+        if options.get("lr_scheduler") is not None:
+            schedulers.append(_scheduler(options["lr_scheduler"], monitor=options.get("monitor")))
     return optimizers, schedulers
 
 

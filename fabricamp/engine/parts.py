@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.arguments.cadence import Every, validation_times
+from fabricamp.engine.validation_cadence import batches_between_validations
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,16 +68,17 @@ class FitParts:
 
 def limits_of(settings: Settings, length: float, started: float) -> Limits:
     """Returns the limits of a fit with ``length`` micro-batches an epoch that began at ``started`` (of ``time.monotonic``)."""
-    window = settings.accumulate_grad_batches
-    if settings.partial_window == "drop" and 0 < length < window:
+    accumulate = settings.accumulate_grad_batches
+    if settings.partial_window == "drop" and 0 < length < accumulate:
         raise ConfigError(
-            f"partial_window='drop' with {length} batches an epoch and accumulate_grad_batches={window} would never make a step; "
-            "give 'step' or 'carry', or accumulate fewer"
+            f"partial_window='drop' with {length} batches an epoch and accumulate_grad_batches={accumulate} would never make a "
+            "step; give 'step' or 'carry', or accumulate fewer"
         )
     interval = settings.val_check_interval
-    every, times = 0.0, None
+    every = 0.0
+    times = None
     if isinstance(interval, int | float):
-        every = _validation_interval(settings, interval, length)
+        every = batches_between_validations(settings, interval, length)
     else:
         times = validation_times(interval)
     return Limits(
@@ -85,20 +87,3 @@ def limits_of(settings: Settings, length: float, started: float) -> Limits:
         validate_every=every,
         validation_times=times,
     )
-
-
-def _validation_interval(settings: Settings, interval: float, length: float) -> float:
-    if isinstance(interval, int):
-        if interval > length and settings.check_val_every_n_epoch is not None and not settings.fast_dev_run:
-            raise ConfigError(
-                f"val_check_interval={interval} is more than the {length} batches of an epoch, so validation would never run; "
-                "give less, or check_val_every_n_epoch=None to count across epochs"
-            )
-        return min(interval, length) if settings.fast_dev_run else interval
-    if length == float("inf"):
-        if interval != 1.0:
-            raise ConfigError(
-                f"val_check_interval={interval} is a share of a loader without a length; give a number of batches (int)"
-            )
-        return length
-    return max(1, int(length * interval))

@@ -98,7 +98,8 @@ def as_performance(name: str, value: Any) -> Performance | None:
             check_flag(f"{name}: {key}", option)
         else:
             check_choice(f"{name}: {key}", option, _PRECISIONS)
-    tf32, precision = options.get("tf32"), options.get("matmul_precision")
+    tf32 = options.get("tf32")
+    precision = options.get("matmul_precision")
     if tf32 is not None and precision is not None and tf32 is (precision == "highest"):
         raise ConfigError(
             f"{name}: tf32={tf32} and matmul_precision={precision!r} contradict each other: tf32 speaks of products too; leave one "
@@ -128,10 +129,9 @@ def check_performance(performance: Performance | None, benchmark: bool | None, d
 @contextlib.contextmanager
 def _precision_of_fp32(matmul: str | None, convolutions: bool | None) -> Iterator[None]:
     """A context with torch's fp32 precision settings; sets them under their old names, which most programs read."""
-    backends = torch.backends
-    others: Any = backends.mkldnn, backends.cudnn  # a type checker does not know their attributes
-    places = (backends.cuda.matmul, others[0].matmul, others[1].conv, others[1].rnn)
-    before = [one.fp32_precision for one in places]
+    backends: Any = torch.backends  # a type checker does not know these attributes
+    settings = (backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    before = [setting.fp32_precision for setting in settings]
     old_name: str | None = None
     with contextlib.suppress(RuntimeError):  # raised if somebody has set them under their new names
         old_name = torch.get_float32_matmul_precision()
@@ -146,18 +146,20 @@ def _precision_of_fp32(matmul: str | None, convolutions: bool | None) -> Iterato
             torch.set_float32_matmul_precision(old_name)
         if convolutions is not None:
             backends.cudnn.allow_tf32 = before[2] == "tf32"
-        for one, value in zip(places, before, strict=True):
-            one.fp32_precision = value
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value
 
 
 @contextlib.contextmanager
 def _collection_held_off() -> Iterator[None]:
     """A context in which Python's gc never scans the objects that exist already, and seldom scans new ones."""
-    threshold, frozen = gc.get_threshold(), gc.get_freeze_count() > 0
+    threshold = gc.get_threshold()
+    frozen = gc.get_freeze_count() > 0  # by the user's program: its objects stay frozen
     if not frozen:
         gc.collect()
         gc.freeze()
-    gc.set_threshold(max(threshold[0], _ALLOCATIONS) if threshold[0] else 0, *threshold[1:])
+    if threshold[0]:  # 0: the user has switched collection off
+        gc.set_threshold(max(threshold[0], _ALLOCATIONS), *threshold[1:])
     try:
         yield
     finally:

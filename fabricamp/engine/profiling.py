@@ -63,20 +63,21 @@ def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
     profiler = profiler_of(session.trainer)
     if profiler is None:
         return loop
-    update, parts = loop.update, loop.parts
-    place, module = _strategy(parts.strategy), f"[LightningModule]{type(parts.module).__name__}"
+    update = loop.update
+    strategy = _strategy(loop.parts.strategy)
+    module = f"[LightningModule]{type(loop.parts.module).__name__}"
     given: Any = loop  # methods of one object are replaced, which a type checker does not know
     given._run_epoch = profiled(profiler, "run_training_epoch", loop._run_epoch)
     given._validate = profiled(profiler, "[_EvaluationLoop].run", loop._validate)
     changed: Any = update
-    changed._reduce = profiled(profiler, f"{place}.reduce_gradients", update._reduce)
+    changed._reduce = profiled(profiler, f"{strategy}.reduce_gradients", update._reduce)
     use = update.use
 
     def use_profiled(step: Callable[..., Any]) -> None:
         use(step)
-        changed._forward = profiled(profiler, f"{place}.training_step", update._forward)
+        changed._forward = profiled(profiler, f"{strategy}.training_step", update._forward)
 
-    changed._forward = profiled(profiler, f"{place}.training_step", update._forward)
+    changed._forward = profiled(profiler, f"{strategy}.training_step", update._forward)
     changed.use = use_profiled
     changed.run_batch = profiled(profiler, "run_training_batch", update.run_batch)
     changed._launch_update = profiled(profiler, f"{module}.optimizer_step", update._launch_update)
@@ -84,13 +85,13 @@ def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
     plain = bound.plain_step
     changed._hooks = dataclasses.replace(
         bound,
-        backward=profiled(profiler, f"{place}.backward", bound.backward),
+        backward=profiled(profiler, f"{strategy}.backward", bound.backward),
         plain_step=plain and profiled(profiler, f"{module}.optimizer_step", plain),
     )
-    attachment = session.attachment
-    if attachment.manual_backward is not None:
-        attachment.manual_backward = profiled(profiler, f"{place}.backward", attachment.manual_backward)
-        for one in attachment.optimizers:
+    run_context = session.run_context
+    if run_context.manual_backward is not None:
+        run_context.manual_backward = profiled(profiler, f"{strategy}.backward", run_context.manual_backward)
+        for one in run_context.optimizers:
             one.update = one.update and profiled(profiler, f"{module}.optimizer_step", one.update)
     return loop
 

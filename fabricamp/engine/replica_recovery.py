@@ -34,22 +34,25 @@ def join_groups(session: Session, path: str | None, checkpoint: dict[str, Any] |
     runs = False
 
     def state() -> Tensor:
-        return _packed({"path": PEER, "checkpoint": _present(session)} if runs else {"path": path, "checkpoint": given})
+        """Returns the bytes for a group that joins: now what this group was given, later the state of this run."""
+        if runs:
+            return _packed({"path": PEER, "checkpoint": _present(session)})
+        return _packed({"path": path, "checkpoint": given})
 
     received = strategy.join(state)
     runs = True
     if received is None:
         return path, given
-    found = _unpacked(received)
-    return found["path"], found["checkpoint"]
+    content = _unpacked(received)
+    return content["path"], content["checkpoint"]
 
 
 @torch.no_grad()
 def _present(session: Session) -> dict[str, Any]:
     """Returns the state of this run, without that of its loggers, whose files belong to this run alone."""
-    kept: list[dict[str, Any]] = []
-    session.save_checkpoint(PEER, weights_only=False, write=lambda _, checkpoint: kept.append(checkpoint))
-    return {name: value for name, value in kept[0].items() if name != "loggers"}
+    saved: list[dict[str, Any]] = []
+    session.save_checkpoint(PEER, weights_only=False, write=lambda _, checkpoint: saved.append(checkpoint))
+    return {name: value for name, value in saved[0].items() if name != "loggers"}
 
 
 def _packed(content: dict[str, Any]) -> Tensor:
@@ -65,10 +68,10 @@ def _unpacked(packed: Tensor) -> dict[str, Any]:
 
 
 def _check(session: Session) -> None:
-    name, settings = session.strategy.name, session.settings
+    name = session.strategy.name
     if not session.module.automatic_optimization:
         raise ConfigError(
             f"strategy {name!r} averages automatic optimization's gradients; leave the steps to the Trainer"
         )
-    if settings.sync_batchnorm:
+    if session.settings.sync_batchnorm:
         raise ConfigError(f"sync_batchnorm=True with strategy {name!r}: groups exchange gradients alone; leave it out")

@@ -4,6 +4,9 @@ A resume point is everything besides weights, optimizers and counters: RNG state
 are not published yet, and the gradients of an accumulation in progress.  These gradients are saved as they are, so a run that was
 cut within an accumulation continues within it: nothing is replayed that buffers (BatchNorm), hooks or generators have seen
 already.  The beginning of an accumulation costs training nothing, since no copy of the state there has to be kept.
+
+:class:`ResumePoint` saves and restores, :class:`LoggerSection` the loggers' positions.  :class:`CallbackStates` and
+``_BeforeValidation`` are copies of a state that is needed again.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class ResumePoint(Section):
         delivery: LoggerCollection,
         callbacks: Sequence[Callback],
     ) -> None:
-        self.window = AccumulationState(module, state, strategy)
+        self.accumulation = AccumulationState(module, state, strategy)
         self.loggers = LoggerSection(delivery, state)
         self._module = module
         self._state = state
@@ -79,7 +82,8 @@ class ResumePoint(Section):
 
     def begin(self, feed: Feed, update: Update) -> None:
         """Sets the feed and the update, which are created together with the loop."""
-        self._feed, self.window.update = feed, update
+        self._feed = feed
+        self.accumulation.update = update
 
     def use(self, feed: Feed) -> None:
         """Replaces the feed by that of another loader, between two epochs."""
@@ -87,7 +91,7 @@ class ResumePoint(Section):
 
     def end(self) -> None:
         """Ends the run: gradients are gone, so a resumed run repeats an accumulation in progress."""
-        self.window.update = None
+        self.accumulation.update = None
 
     def begin_validation(self) -> None:
         """Keeps the state before a validation within fit."""
@@ -102,7 +106,9 @@ class ResumePoint(Section):
 
     def callback_states(self, *hooks: str) -> CallbackStates:
         """Returns the states of callbacks that override one of ``hooks``, which a resumed run calls again."""
-        return CallbackStates([one for one in self._callbacks if any(overrides(one, hook, Callback) for hook in hooks)])
+        return CallbackStates(
+            [callback for callback in self._callbacks if any(overrides(callback, hook, Callback) for hook in hooks)]
+        )
 
     def note_cut(self) -> None:
         """Keeps the present resume point, when training stops within an epoch.
@@ -114,15 +120,21 @@ class ResumePoint(Section):
 
     def save(self) -> dict[str, Any]:
         """Returns this rank's resume point."""
+        state = self._state
+        strategy = self._strategy
         own = self._cut or self._present()
-        state, place = self._state, {}
+        position: dict[str, Any] = {}
         if self._feed is not None:
-            done = 0 if state.epoch_ended else state.batch_idx - self.window.repeated_batches()
-            place = self._feed.state_dict(done, within=state.batches is not None)
-        own = {**own, "data.position": place, "loops.fit.buffers": _differing_buffers(self._module, self._strategy)}
-        own["loops.fit.ended"] = {} if self._cut is None else self._metrics.published()
-        own["loops.fit.tensor_parallel"] = self._strategy.tensor_parallel
-        return own if self._strategy.world_size == 1 else move_to_device(own, _CPU)
+            done = 0 if state.epoch_ended else state.batch_idx - self.accumulation.repeated_batches()
+            position = self._feed.state_dict(done, within=state.batches is not None)
+        content = {
+            **own,
+            "data.position": position,
+            "loops.fit.buffers": _differing_buffers(self._module, strategy),
+            "loops.fit.ended": {} if self._cut is None else self._metrics.published(),
+            "loops.fit.tensor_parallel": strategy.tensor_parallel,
+        }
+        return content if strategy.world_size == 1 else move_to_device(content, _CPU)
 
     def _present(self) -> dict[str, Any]:
         """Returns this rank's present resume point; within an unfinished validation, that before the validation."""
@@ -138,16 +150,16 @@ class ResumePoint(Section):
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Restores the resume point except RNG states (:meth:`restore_rng_once`); warns about what cannot be restored exactly."""
-        loop, ranks = checkpoint.get("loops", {}).get("fit", {}), len(checkpoint.get("rng", []))
+        ranks = len(checkpoint.get("rng", []))
         assert self._feed is not None
         if ranks == 0:
             return  # another library's file has only counters
-        strategy, state = self._strategy, self._state
-        together = loop.get("tensor_parallel", [1])[0]
-        same = (strategy.world_size, strategy.tensor_parallel) == (ranks, together)
-        # The saved ranks whose logged values this rank continues.  Of tensor-parallel ranks, which compute one batch together, the
-        # first has the values of all.
-        chosen = [strategy.rank] if same else [*range(0, ranks, together)] if strategy.rank == 0 else []
+        loop = checkpoint.get("loops", {}).get("fit", {})
+        state = self._state
+        strategy = self._strategy
+        tensor_parallel = loop.get("tensor_parallel", [1])[0]
+        same = strategy.world_size == ranks and strategy.tensor_parallel == tensor_parallel
+        chosen = _saved_ranks(strategy, ranks, tensor_parallel, same=same)
         objects = find_objects(self._module)
         load_objects(objects, [loop["objects"][rank] for rank in chosen])
         self._metrics.load_state_dict([loop["metrics"][rank] for rank in chosen], loop["metrics"][0], objects)
@@ -160,20 +172,20 @@ class ResumePoint(Section):
         if position:
             state.batch_idx = self._feed.load_state_dict(position)
         # With other numbers of ranks, tensor-parallel neighbours take the same RNG states.
-        drawn_by = strategy.rank if same else strategy.data_rank * strategy.tensor_parallel
-        self._rng = checkpoint["rng"][drawn_by] if drawn_by < ranks else None
+        rng_rank = strategy.rank if same else strategy.data_rank * strategy.tensor_parallel
+        self._rng = checkpoint["rng"][rng_rank] if rng_rank < ranks else None
         self.resumed = True
         if strategy.rank == 0:
-            _tell_of_ranks(ranks, strategy.world_size)
-            _tell_of_reading(self._feed, state.batch_idx)
+            _warn_of_other_ranks(ranks, strategy.world_size)
+            _warn_of_reading(self._feed, state.batch_idx)
 
     def restore_rng_once(self) -> bool:
         """Restores RNG states, once; returns whether the run was cut between a step and the work that follows it."""
         self.resumed = False
-        rng, self._rng = self._rng, None
-        if rng is not None:
-            restore_rng(rng)
-        return self.window.take_stepped()
+        if self._rng is not None:
+            restore_rng(self._rng)
+            self._rng = None
+        return self.accumulation.take_stepped()
 
     def begin_epoch(self) -> None:
         """Called before an epoch: drops the saved end of the epoch, as a run resumed in a finished epoch finishes it again."""
@@ -212,21 +224,25 @@ class LoggerSection(Section):
 
     def save(self) -> dict[str, Any]:
         """Returns each logger's position; only rank 0 has loggers."""
-        now, cut = self._delivery.state_dict(), self._cut
-        return {"loggers": now if cut is None else cut, "loops.fit.ended_logs": [] if cut is None else now}
+        now = self._delivery.state_dict()
+        if self._cut is None:
+            return {"loggers": now, "loops.fit.ended_logs": []}
+        return {"loggers": self._cut, "loops.fit.ended_logs": now}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Restores the loggers' positions; files of earlier versions have none."""
-        stood, ended = checkpoint.get("loggers", ()), checkpoint.get("loops", {}).get("fit", {}).get("ended_logs")
+        positions = checkpoint.get("loggers", ())
+        ended = checkpoint.get("loops", {}).get("fit", {}).get("ended_logs")
         if ended and self._state.closed_at == self._state.batches_done:
-            self._before_end, stood = stood, ended
-        self._delivery.load_state_dict(stood)
+            self._before_end = positions
+            positions = ended
+        self._delivery.load_state_dict(positions)
 
     def begin_epoch(self) -> None:
         """Called before an epoch: takes back what the run before logged at the end of this epoch."""
-        before, self._before_end = self._before_end, None
-        if before is not None:
-            self._delivery.load_state_dict(before)
+        if self._before_end is not None:
+            self._delivery.load_state_dict(self._before_end)
+            self._before_end = None
 
     def restore_ended(self) -> None:
         """Makes the next checkpoint hold the positions of the loaded one."""
@@ -237,7 +253,7 @@ class CallbackStates:
     """A copy of callbacks' states, to undo hooks that are called a second time."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._states = [(one, copy.deepcopy(state)) for one in callbacks if (state := one.state_dict())]
+        self._states = [(callback, copy.deepcopy(state)) for callback in callbacks if (state := callback.state_dict())]
 
     def restore(self) -> None:
         """Loads the copies into the callbacks."""
@@ -266,14 +282,24 @@ class _BeforeValidation:
                 metric.reset()
 
 
+def _saved_ranks(strategy: Strategy, ranks: int, tensor_parallel: int, *, same: bool) -> list[int]:
+    """Returns the saved ranks whose logged values this rank continues: its own, or, with other numbers, on rank 0 those of all.
+
+    Of tensor-parallel ranks, which compute one batch together, the first has the values of all.
+    """
+    if same:
+        return [strategy.rank]
+    return list(range(0, ranks, tensor_parallel)) if strategy.rank == 0 else []
+
+
 def _differing_buffers(module: TrainingModule, strategy: Strategy) -> dict[str, Tensor]:
     """Returns, in host memory, the buffers that differ from rank 0's (BatchNorm's running values until they are shared again)."""
     if strategy.world_size == 1:
         return {}
     buffers = {name: buffer.detach().cpu().contiguous() for name, buffer in module.named_buffers()}
-    own = {name: _digest(buffer) for name, buffer in buffers.items()}
-    first = strategy.broadcast(own)
-    return {name: buffer for name, buffer in buffers.items() if own[name] != first.get(name)}
+    digests = {name: _digest(buffer) for name, buffer in buffers.items()}
+    digests_of_rank_zero = strategy.broadcast(digests)
+    return {name: buffer for name, buffer in buffers.items() if digests[name] != digests_of_rank_zero.get(name)}
 
 
 def _digest(tensor: Tensor) -> bytes:
@@ -287,7 +313,7 @@ def _restore_buffers(module: TrainingModule, saved: dict[str, Tensor]) -> None:
         buffers[name].copy_(value)
 
 
-def _tell_of_ranks(before: int, now: int) -> None:
+def _warn_of_other_ranks(before: int, now: int) -> None:
     if before != now:
         _LOG.warning(
             "the checkpoint was written by %d process%s and is resumed by %d: data continues in the same order after the "
@@ -296,7 +322,7 @@ def _tell_of_ranks(before: int, now: int) -> None:
         )  # fmt: skip
 
 
-def _tell_of_reading(feed: Feed, batch_idx: int) -> None:
+def _warn_of_reading(feed: Feed, batch_idx: int) -> None:
     if batch_idx and feed.read_past:
         _LOG.warning(
             "%s is read from its beginning up to batch %d, which is exact if it draws no random numbers on the way; "

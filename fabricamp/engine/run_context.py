@@ -1,4 +1,4 @@
-"""A module's references to the run that it is in."""
+"""A module's references to the run that it is in, and ``self.all_gather``, which works by them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,23 @@ if TYPE_CHECKING:
     from fabricamp.strategies import Strategy
     from fabricamp.trainer import Trainer
 
+_DIMENSIONS = 8
+"""How many sizes of a tensor the ranks compare."""
 
-# ~~~ from engine.attachment: A module's references to the run that it is in.
 
-
-class Attachment:
+class RunContext:
     """A module's references to the run that it is in.  Copies and pickles of the module never contain them."""
 
-    __slots__ = ("lent", "manual_backward", "manual_clip", "metrics", "optimizers", "schedulers", "toggled", "trainer")
+    __slots__ = (
+        "lent_methods",
+        "manual_backward",
+        "manual_clip",
+        "metrics",
+        "optimizers",
+        "schedulers",
+        "toggled",
+        "trainer",
+    )
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -39,7 +48,7 @@ class Attachment:
         self.manual_clip: Callable[[Optimizer, Clip], None] | None = None
         self.toggled: list[Tensor] = []
         """What ``toggle_optimizer`` froze."""
-        self.lent: list[tuple[object, str]] = []
+        self.lent_methods: list[tuple[object, str]] = []
         """Methods of the module that are temporarily attached to callbacks: (callback, the method's name)."""
 
     def show_dtypes(self) -> None:
@@ -47,21 +56,16 @@ class Attachment:
 
     def release(self) -> None:
         """Removes the module's methods from callbacks, to which they were attached for the run; a second call changes nothing."""
-        for callback, name in self.lent:
+        for callback, name in self.lent_methods:
             vars(callback).pop(name, None)
-        self.lent = []
+        self.lent_methods = []
 
-    def __reduce__(self) -> tuple[type[Attachment], tuple[()]]:
-        return Attachment, ()
-
-
-DETACHED = Attachment()
+    def __reduce__(self) -> tuple[type[RunContext], tuple[()]]:
+        return RunContext, ()
 
 
-# ~~~ from engine.gathering: ``self.all_gather``: gathers tensors of every rank, and compares their shapes where they may differ.
-
-
-_DIMENSIONS = 8
+DETACHED = RunContext()
+"""The context of a module that is in no run."""
 
 
 def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
@@ -70,7 +74,8 @@ def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
     In a training step the host would have to wait for the comparison, and batches have one size.  With CUDA graphs shapes are
     never compared: the host must not wait in captured steps.
     """
-    strategy, session = trainer.strategy, trainer._runner.session
+    strategy = trainer.strategy
+    session = trainer._runner.session
     captures = session is not None and session.settings.cuda_graph is not None
     if strategy.world_size > 1 and not captures and trainer.state.scope is not Scope.TRAIN_STEP:
         check_shapes(strategy, tensor)
@@ -80,8 +85,9 @@ def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
 def check_shapes(strategy: Strategy, tensor: Tensor) -> None:
     """Raises :class:`ConfigError` if shapes differ over ranks: the backends would end the process, or wait forever."""
     sizes = [tensor.ndim, *tensor.shape[:_DIMENSIONS]]
-    own = torch.tensor([*sizes, *[0] * (_DIMENSIONS + 1 - len(sizes))], dtype=torch.int64, device="cpu")
-    shapes = [tuple(found[1 : found[0] + 1]) for found in strategy.all_gather(own).tolist()]
+    padding = [0] * (_DIMENSIONS + 1 - len(sizes))
+    row = torch.tensor([*sizes, *padding], dtype=torch.int64, device="cpu")
+    shapes = [tuple(shape[:ndim]) for ndim, *shape in strategy.all_gather(row).tolist()]
     other = next((rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None)
     if other is not None:
         raise ConfigError(

@@ -18,8 +18,8 @@ from fabricamp._utils.files import replace_text
 from fabricamp._utils.masking import hidden, masked
 from fabricamp.callbacks._ckpt_path import model_checkpoints
 from fabricamp.checkpoint import plain
-from fabricamp.checkpoint.hyperparameters import kept_by
 from fabricamp.engine import environment_info
+from fabricamp.engine.logger_setup import kept_of
 from fabricamp.loggers.run_folder import folder_of
 
 if TYPE_CHECKING:
@@ -98,17 +98,17 @@ def _make_room(folder: Path) -> None:
 def _write(session: Session, folder: Path, content: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     private = any(logger.private for logger in session.trainer.loggers)
-    text = json.dumps(_written(content), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_as_json(content), indent=1, ensure_ascii=False, allow_nan=False)
     replace_text(folder / NAME, text + "\n", private=private)
 
 
 def _beginning(session: Session, folder: Path) -> dict[str, Any]:
-    trainer, module = session.trainer, session.module
-    owners = [kept_by(one) for one in (session.source.datamodule, module) if one is not None]
+    trainer = session.trainer
+    module = session.module
     hyperparameters: dict[str, Any] = {}
-    for owner in owners:
-        if owner.logged and session.settings.enable_autolog_hparams:
-            hyperparameters |= plain(owner.values, private=owner.private)
+    for _, kept in kept_of(session):
+        if kept.logged and session.settings.enable_autolog_hparams:
+            hyperparameters |= plain(kept.values, private=kept.private)
     return {
         "status": "running",
         "started": _now(),
@@ -138,21 +138,32 @@ def _beginning(session: Session, folder: Path) -> dict[str, Any]:
 
 
 def _end(session: Session, error: BaseException | None) -> dict[str, Any]:
-    trainer, state = session.trainer, session.trainer.state
-    cut = state.interruption or (session.agreement.reason if session.agreement.abandoned else "")
-    if cut or isinstance(error, KeyboardInterrupt):
-        status, reason = "interrupted", cut or "interrupted"
+    state = session.trainer.state
+    interruption = state.interruption
+    if session.agreement.abandoned and not interruption:
+        interruption = session.agreement.reason
+    if interruption or isinstance(error, KeyboardInterrupt):
+        status = "interrupted"
+        reason = interruption or "interrupted"
     elif error is not None:
-        status, reason = "failed", f"{type(error).__name__}: {error}".splitlines()[0]
+        status = "failed"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
     else:
-        status, reason = "finished", session.run_summary.reason()
+        status = "finished"
+        reason = session.run_summary.reason()
     best = {
-        one.monitor: float(one.best_model_score)
-        for one in model_checkpoints(trainer)
-        if one.monitor is not None and one.best_model_score is not None
+        callback.monitor: float(callback.best_model_score)
+        for callback in model_checkpoints(session.trainer)
+        if callback.monitor is not None and callback.best_model_score is not None
     }
-    place = {"step": state.global_step, "epoch": state.epoch}
-    return {"status": status, "reason": reason, "ended": _now(), **place, "best": best}
+    return {
+        "status": status,
+        "reason": reason,
+        "ended": _now(),
+        "step": state.global_step,
+        "epoch": state.epoch,
+        "best": best,
+    }
 
 
 def _now() -> str:
@@ -163,11 +174,14 @@ def _name_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _written(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Returns ``value`` in types that JSON has; the ``str`` of values that JSON cannot express."""
     if isinstance(value, dict):
-        return {str(key): _written(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_written(item) for item in value]
-    kept = value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
-    return value if kept else str(value)
+        return [_as_json(item) for item in value]
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float and math.isfinite(value):
+        return value
+    return str(value)

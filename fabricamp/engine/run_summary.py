@@ -49,12 +49,15 @@ class RunSummary:
 
     def rows(self) -> None:
         """Logs that no step will be logged, if the run ends before its first flush; called once its number of steps is known."""
-        trainer, every = self._trainer, self._session.settings.log_every_n_steps
-        done, end = trainer.global_step, trainer.estimated_stepping_batches
-        if not trainer.loggers or trainer.fast_dev_run or not every or not done < end < (done // every + 1) * every:
+        trainer = self._trainer
+        every = self._session.settings.log_every_n_steps
+        done = trainer.global_step
+        end = trainer.estimated_stepping_batches
+        if not trainer.loggers or trainer.fast_dev_run or not every:
             return
-        steps = "1 step" if end - done == 1 else f"{end - done:.0f} steps"
-        if trainer.is_global_zero:
+        first_flush = (done // every + 1) * every
+        if done < end < first_flush and trainer.is_global_zero:
+            steps = "1 step" if end - done == 1 else f"{end - done:.0f} steps"
             # Logged even if bar and summary are switched off: whoever reads the logs later would look for the steps in vain.
             _LOG.info(
                 "log_every_n_steps=%d is more than the %s of this run: only values of epochs will be logged",
@@ -67,8 +70,9 @@ class RunSummary:
         checkpoint = self._session.checkpoint
         if checkpoint is None:
             return
-        step = checkpoint.get("global_step")
-        line = f"Weights from {shown(self._trainer.ckpt_path)}" + ("" if step is None else f", step {step}")
+        line = f"Weights from {shown(self._trainer.ckpt_path)}"
+        if checkpoint.get("global_step") is not None:
+            line += f", step {checkpoint['global_step']}"
         if not chosen:
             self.say(line)
         elif self._trainer.is_global_zero:
@@ -79,12 +83,13 @@ class RunSummary:
     def end(self) -> None:
         """Logs why a fit ended, and its best checkpoint; the end of a ``fast_dev_run`` is known."""
         if not self._trainer.fast_dev_run:
-            self.say("; ".join(part for part in (self._ending(), best_checkpoint(self._trainer)) if part))
+            parts = (self._ending(), best_checkpoint(self._trainer))
+            self.say("; ".join(part for part in parts if part))
 
     def _beginning(self) -> Iterator[str]:
-        trainer, settings = self._trainer, self._session.settings
-        parts = f"strategy {self._session.strategy.name}, precision {self._session.precision.name}"
-        yield f"{_machine(trainer)}, {parts}"
+        trainer = self._trainer
+        settings = self._session.settings
+        yield (f"{_machine(trainer)}, strategy {self._session.strategy.name}, precision {self._session.precision.name}")
         if settings.performance is not None:
             yield settings.performance.line
         if settings.fast_dev_run:
@@ -97,16 +102,18 @@ class RunSummary:
         if settings.max_epochs_by_default:
             yield f"max_epochs was not given: {settings.max_epochs} epochs (-1 for no limit)"
         if trainer.ckpt_path is not None:
-            epoch, last = trainer.state.epoch + 1, settings.max_epochs
-            place = f"epoch {epoch}" if last < 0 else f"epoch {min(epoch, last)}/{last}"
-            yield f"Resumed from {shown(trainer.ckpt_path)}: {place}, step {trainer.state.global_step}"
+            epoch = trainer.state.epoch + 1
+            last = settings.max_epochs
+            position = f"epoch {epoch}" if last < 0 else f"epoch {min(epoch, last)}/{last}"
+            yield f"Resumed from {shown(trainer.ckpt_path)}: {position}, step {trainer.state.global_step}"
 
     def reason(self) -> str:
         """Returns why the fit ended."""
-        state, settings = self._trainer.state, self._session.settings
+        state = self._trainer.state
+        settings = self._session.settings
         if self._session.data.num_training_batches == 0:
             return "limit_train_batches=0"
-        if state.global_step >= settings.max_steps >= 0:
+        if 0 <= settings.max_steps <= state.global_step:
             return f"max_steps={settings.max_steps} reached"
         if state.should_stop:
             return state.stop_reason
@@ -122,20 +129,21 @@ class RunSummary:
 
     def say(self, *lines: str) -> None:
         """Logs lines at level INFO, unless this run is silent."""
-        for line in lines if self._speaks else ():
-            _LOG.info(line)
+        if self._speaks:
+            for line in lines:
+                _LOG.info(line)
 
 
 def _workers_of(loader: Any) -> Iterator[str]:
     """Yields a line for each of torch's loaders whose workers do not stay, or stay because of ``per_sample_seed``."""
-    for one in leaves_of(loader):
-        if not isinstance(one, DataLoader) or one.num_workers == 0:
+    for leaf in leaves_of(loader):
+        if not isinstance(leaf, DataLoader) or leaf.num_workers == 0:
             continue
-        pinned = ", and their batches are pinned" if one.pin_memory else ""
-        workers = "1 worker" if one.num_workers == 1 else f"{one.num_workers} workers"
-        if not one.persistent_workers:
+        pinned = ", and their batches are pinned" if leaf.pin_memory else ""
+        workers = "1 worker" if leaf.num_workers == 1 else f"{leaf.num_workers} workers"
+        if not leaf.persistent_workers:
             yield f"{workers} of the train loader: started anew in each epoch (persistent_workers=True keeps them){pinned}"
-        elif keeps_workers(one):
+        elif keeps_workers(leaf):
             yield f"{workers} of the train loader: kept over the epochs (per_sample_seed), with the dataset as it is now{pinned}"
 
 
@@ -161,24 +169,29 @@ def best_checkpoint(trainer: Trainer) -> str:
 
 
 def _machine(trainer: Trainer) -> str:
-    device, count = trainer.strategy.device, trainer.world_size
+    device = trainer.strategy.device
+    count = trainer.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     processes = "1 process" if count == 1 else f"{count} processes"
-    return f"{name}, {processes}" + (f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else "")
+    nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
+    return f"{name}, {processes}{nodes}"
 
 
 def _folders(trainer: Trainer) -> Iterator[str]:
     """Yields where logs and checkpoints go: one line if the checkpoints are within the logs' folder."""
-    logs = next((folder for one in trainer.loggers if (folder := folder_of(one))), "")
-    saving = next((one.dirpath for one in model_checkpoints(trainer) if one.dirpath), "")
-    if logs and saving.startswith(logs):
+    logs = next((folder for logger in trainer.loggers if (folder := folder_of(logger))), "")
+    checkpoints = next((callback.dirpath for callback in model_checkpoints(trainer) if callback.dirpath), "")
+    if logs and checkpoints.startswith(logs):
         yield f"Logs and checkpoints: {shown(logs)}"
         return
-    yield from (f"{what}: {shown(folder)}" for what, folder in (("Logs", logs), ("Checkpoints", saving)) if folder)
+    if logs:
+        yield f"Logs: {shown(logs)}"
+    if checkpoints:
+        yield f"Checkpoints: {shown(checkpoints)}"
 
 
 def _logs_of_others(trainer: Trainer) -> Iterator[str]:
     """Yields a line for each folder into which an earlier run has logged: the values of both share files and curves."""
-    folders = (one.folder for one in trainer.loggers if isinstance(one, RunFolderLogger))
-    for folder in dict.fromkeys(one for one in folders if (one / NAME).is_file()):
+    folders = (logger.folder for logger in trainer.loggers if isinstance(logger, RunFolderLogger))
+    for folder in dict.fromkeys(folder for folder in folders if (folder / NAME).is_file()):
         yield f"An earlier run has logged into {shown(folder)}: new values follow its own; another name or version keeps runs apart"

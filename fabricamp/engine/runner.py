@@ -1,4 +1,8 @@
-"""What a Trainer's entry points share: this process's rank, the callbacks, and the session of a run."""
+"""What a Trainer's entry points share: this process's rank, the callbacks, and the session of a run.
+
+:class:`Runner` reads in the order of an entry point: it checks the call, collects the callbacks, opens the session, and chooses the
+checkpoint to load.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import storage
 from fabricamp.data import DataModule
-from fabricamp.engine.ending import giving_back
+from fabricamp.engine.ending import releasing
 from fabricamp.engine.kernel_choice import kernel_choice
 from fabricamp.engine.logger_setup import join_loggers
 from fabricamp.engine.model_checks import check_steps
@@ -79,8 +83,8 @@ class Runner:
         self._given_callbacks = given_callbacks
         self._default_callbacks = default_callbacks
         self._callbacks_of: TrainingModule | None = None
-        self._own_callbacks: list[Callback] = []
-        self._put: list[Callback] = []
+        self._own_callbacks: list[Callback] = []  # those of that module
+        self._put: list[Callback] = []  # those that trainer.callbacks had after the last call of take_callbacks
         self.take_callbacks(None)
 
     def become_worker(self) -> None:
@@ -94,11 +98,149 @@ class Runner:
         return {**self.__dict__, "session": None, **earlier}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle of version 0.1.0 has neither of these.
-        later: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None}
-        self.__dict__.update({**later, **state})
+        # A pickle of version 0.1.0 has neither of these, nor a root folder.
+        added_since: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None}
+        self.__dict__.update({**added_since, **state})
         if "root_folder" not in state:
             self.root_folder = storage.normal(self.settings.default_root_dir)
+
+    def check_call(
+        self, fn: TrainerFn, module: TrainingModule | None, train: Any, evaluation: Any, datamodule: DataModule | None
+    ) -> tuple[TrainingModule, GivenData]:
+        """Returns the module and the data given to an entry point; raises :class:`ConfigError` if they cannot work."""
+        if module is None and self.session is not None:
+            # A call without a module goes on with that of the last run, and with its data unless other data is given.
+            module = self.session.module
+            if datamodule is None and evaluation is None:
+                datamodule = self.session.source.datamodule
+        name = fn.value
+        if _is_datamodule(train):
+            datamodule = train
+            train = None
+        if _is_datamodule(evaluation):
+            datamodule = evaluation
+            evaluation = None
+        train = own_loader(train)
+        evaluation = own_loader(evaluation)
+        for given in (module, train, evaluation, datamodule):
+            if derives_from(given, MODULE) or derives_from(given, DATA):
+                continue
+            advice = lightnings(given)
+            if advice:
+                raise ConfigError(f"{name}: {advice}")
+        module = _checked_module(name, module)
+        if datamodule is not None and not _is_datamodule(datamodule):
+            loaders = "train_dataloaders" if fn is TrainerFn.FITTING else "dataloaders"
+            raise ConfigError(
+                f"{name} got {_shown(datamodule)} as datamodule; give an instance of a DataModule, or a loader as {loaders}"
+            )
+        if datamodule is not None and (train is not None or evaluation is not None):
+            raise ConfigError(f"{name} got loaders and a datamodule; give one of them")
+        check_steps(fn, module)
+        return module, GivenData(train=train, evaluation=evaluation, datamodule=datamodule, fn=fn)
+
+    def take_callbacks(self, module: TrainingModule | None) -> None:
+        """Sets ``trainer.callbacks``: the given callbacks, the module's, the default ones; monitors last.
+
+        A callback of the module replaces given ones of the same class.  A callback that was added to ``trainer.callbacks``, or
+        removed from it, since the last call counts as given, or as not given.
+        """
+        listed = self.trainer.callbacks
+        added = [callback for callback in listed if not _contains(self._put, callback)]
+        removed = [callback for callback in self._put if not _contains(listed, callback)]
+        self._given_callbacks += [adopted(callback) for callback in added]
+        self._given_callbacks = [callback for callback in self._given_callbacks if not _contains(removed, callback)]
+        # A user who removes a ModelCheckpoint wants none, not the default one.
+        self._default_callbacks = _not_replaced(self._default_callbacks, removed)
+        if module is not None and module is not self._callbacks_of:
+            # Once per module: its callbacks keep their state from run to run, as given ones do.
+            self._own_callbacks = callbacks_of(module, self.trainer)
+            self._callbacks_of = module
+        own_classes = {type(callback) for callback in self._own_callbacks}
+        callbacks = [callback for callback in self._given_callbacks if type(callback) not in own_classes]
+        callbacks += self._own_callbacks
+        callbacks += _not_replaced(self._default_callbacks, callbacks)
+        if self.settings.fast_dev_run:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+        # Monitors after the callbacks whose values they read, and checkpoints after the callbacks whose states they save.
+        self._put = sorted(callbacks, key=lambda one: (decides_by_metrics(one), isinstance(one, Checkpoint)))
+        self.trainer.callbacks[:] = self._put
+
+    @contextlib.contextmanager
+    def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
+        """Sets up this process's rank and yields a session; releases the session's parts however the run ends."""
+        launch.hold_logging_at_fork()
+        try:
+            session = self._enter(fn, module, source)
+        except BaseException:
+            leave_at_exit(self.trainer.strategy)  # nothing else releases what was set up until then
+            raise
+        self.take_session(session)
+        with (
+            reported(self.trainer, fn, module),
+            deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
+            self._anomaly_detection(),
+            self._performance_mode(),
+            kernel_choice(session),
+            # Before loader workers start: they then leave Ctrl-C to this process.
+            interrupts(session.agreement),
+            releasing(self.trainer, session),
+        ):
+            yield session
+        if session.agreement.asked and not self.trainer.state.interrupted:  # after the last position to stop at
+            self.trainer.state.interrupt(session.agreement.asked)
+
+    def _anomaly_detection(self) -> Any:
+        return torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext()
+
+    def _performance_mode(self) -> Any:
+        return contextlib.nullcontext() if self.settings.performance is None else self.settings.performance.mode()
+
+    def _enter(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Session:
+        """Sets up the rank, the loggers and the callbacks; returns the session of a run, whose watchdog has started."""
+        trainer = self.trainer
+        environment = self.environment or trainer.strategy.environment
+        if trainer.device_type == "cpu":
+            device = torch.device("cpu")
+        else:
+            index = self.device_indices[environment.local_rank % len(self.device_indices)]
+            device = torch.device(trainer.device_type, index)
+        trainer.strategy.setup_environment(environment, device)
+        if fn is TrainerFn.FITTING:
+            take_part(self, trainer)
+        join_loggers(trainer)
+        self.take_callbacks(module)
+        for message in lines_of((*trainer.callbacks, *trainer.loggers)):
+            if trainer.is_global_zero:
+                _LOG.info(message)
+        if fn is TrainerFn.FITTING:
+            trainer.state = trainer.state.of_next_fit()
+        trainer.state.begin(fn)
+        trainer.state.started = time.monotonic()
+        trainer.state.forget_stop()
+        session = Session(self, fn, module, source)
+        if fn is not TrainerFn.FITTING and self.session is not None and self.session.module is module:
+            # trainer.optimizers outlives its fit.
+            session.optimizers = self.session.optimizers
+            session.schedulers = self.session.schedulers
+        published = self._published()
+        if published is not None:
+            # Visible in setup, as in Lightning: the setup of a test may read what the fit has reached.
+            session.metrics.show_earlier(published)
+        session.watchdog.start()
+        return session
+
+    def resolve(self, ckpt_path: str | Path | None) -> tuple[str | None, dict[str, Any] | None]:
+        """Returns the file to load, and its content if that was read in choosing the file; sets ``trainer.ckpt_path``."""
+        fits = self.trainer.state.fn is TrainerFn.FITTING
+        plan = the_plan() if fits else None
+        if plan is not None:
+            ckpt_path = plan.resume_from or ckpt_path
+        path, checkpoint = resolve_checkpoint(self.trainer, None if ckpt_path is None else str(ckpt_path))
+        if fits and self.session is not None:
+            path, checkpoint = join_groups(self.session, path, checkpoint)
+        self.trainer.ckpt_path = path
+        return path, checkpoint
 
     def take_session(self, session: Session) -> None:
         """Replaces the last run's session by ``session``; the last run's numbers of batches stay known."""
@@ -118,43 +260,20 @@ class Runner:
         """Returns the values that the last run logged; None if there was no run."""
         return self._earlier_metrics if self.session is None else self.session.metrics.published()
 
-    def take_callbacks(self, module: TrainingModule | None) -> None:
-        """Sets ``trainer.callbacks``: the given callbacks, the module's, the default ones; monitors last.
-
-        A callback of the module replaces given ones of the same class.  A callback that was added to ``trainer.callbacks``, or
-        removed from it, since the last call counts as given, or as not given.
-        """
-        listed = self.trainer.callbacks
-        self._given_callbacks += [adopted(one) for one in listed if not _holds(self._put, one)]
-        gone = [one for one in self._put if not _holds(listed, one)]
-        self._given_callbacks = [one for one in self._given_callbacks if not _holds(gone, one)]
-        # A user who removes a ModelCheckpoint wants none, not the default one.
-        self._default_callbacks = [
-            one for one in self._default_callbacks if not any(isinstance(other, _kind(one)) for other in gone)
-        ]
-        if module is not None and module is not self._callbacks_of:
-            # Once per module: its callbacks keep their state from run to run, as given ones do.
-            self._own_callbacks = callbacks_of(module, self.trainer)
-            self._callbacks_of = module
-        own = self._own_callbacks
-        replaced = {type(one) for one in own}
-        callbacks = [one for one in self._given_callbacks if type(one) not in replaced] + own
-        callbacks += [
-            one for one in self._default_callbacks if not any(isinstance(other, _kind(one)) for other in callbacks)
-        ]
-        if self.settings.fast_dev_run:
-            callbacks = [one for one in callbacks if not isinstance(one, ModelCheckpoint)]
-        self._put = sorted(callbacks, key=lambda one: (decides_by_metrics(one), isinstance(one, Checkpoint)))
-        self.trainer.callbacks[:] = self._put
-
     @contextlib.contextmanager
-    def apart(self, module: TrainingModule, callbacks: Iterable[Callback]) -> Iterator[None]:
+    def isolated(self, module: TrainingModule, callbacks: Iterable[Callback]) -> Iterator[None]:
         """A context for runs of ``module`` with only these callbacks; restores settings, counters and so on afterwards."""
-        trainer, own = self.trainer, dict(vars(self))
+        trainer = self.trainer
+        own_before = dict(vars(self))
         names = ("state", "precision_plugin", "ckpt_path", "log_dir", "log_folder", "loggers", "profiler")
-        before, listed = {name: getattr(trainer, name) for name in names}, list(trainer.callbacks)
+        before = {name: getattr(trainer, name) for name in names}
+        callbacks_before = list(trainer.callbacks)
         self.settings = dataclasses.replace(self.settings)
-        self._given_callbacks, self._default_callbacks, self._own_callbacks, self._put = [], [], [], []
+        # New lists: the present ones are restored as they are.
+        self._given_callbacks = []
+        self._default_callbacks = []
+        self._own_callbacks = []
+        self._put = []
         self._callbacks_of = module
         trainer.callbacks[:] = callbacks
         trainer.precision_plugin = copy.deepcopy(trainer.precision_plugin)
@@ -163,113 +282,22 @@ class Runner:
         try:
             yield
         finally:
-            vars(self).update(own)
-            trainer.callbacks[:] = listed
+            vars(self).update(own_before)
+            trainer.callbacks[:] = callbacks_before
             for name, value in before.items():
                 setattr(trainer, name, value)
             if self.session is not None:
                 trainer.strategy.attach(self.session)
 
-    @contextlib.contextmanager
-    def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
-        """Sets up this process's rank and yields a session; releases the session's parts however the run ends."""
-        launch.hold_logging_at_fork()
-        try:
-            session = self._enter(fn, module, source)
-        except BaseException:
-            leave_at_exit(self.trainer.strategy)  # nothing else releases what was set up until then
-            raise
-        self.take_session(session)
-        with (
-            reported(self.trainer, fn, module),
-            deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
-            self._anomalies(),
-            self._performance(),
-            kernel_choice(session),
-            # Before loader workers start: they then leave Ctrl-C to this process.
-            interrupts(session.agreement),
-            giving_back(self.trainer, session),
-        ):
-            yield session
-        if session.agreement.asked and not self.trainer.state.interrupted:  # after the last position to stop at
-            self.trainer.state.interrupt(session.agreement.asked)
 
-    def check_call(
-        self, fn: TrainerFn, module: TrainingModule | None, train: Any, evaluation: Any, datamodule: DataModule | None
-    ) -> tuple[TrainingModule, GivenData]:
-        """Returns the module and the data given to an entry point; raises :class:`ConfigError` if they cannot work."""
-        if module is None and self.session is not None:
-            module = self.session.module
-            datamodule = datamodule or (self.session.source.datamodule if evaluation is None else None)
-        name = fn.value
-        if _is_datamodule(train):
-            train, datamodule = None, train
-        if _is_datamodule(evaluation):
-            evaluation, datamodule = None, evaluation
-        train, evaluation = own_loader(train), own_loader(evaluation)
-        for given in (module, train, evaluation, datamodule):
-            if not derives_from(given, MODULE) and not derives_from(given, DATA) and (words := lightnings(given)):
-                raise ConfigError(f"{name}: {words}")
-        if module is None or not (derives_from(module, MODULE) or isinstance(module, TrainingModule)):
-            raise ConfigError(
-                f"{name} got {_shown(module)}; give a module whose class derives from fabricamp.TrainingModule"
-            )
-        if "_parameters" not in vars(module):
-            raise ConfigError(
-                f"{type(module).__name__}.__init__ does not call super().__init__(); call it first in there"
-            )
-        if datamodule is not None and not _is_datamodule(datamodule):
-            loaders = "train_dataloaders" if fn is TrainerFn.FITTING else "dataloaders"
-            raise ConfigError(
-                f"{name} got {_shown(datamodule)} as datamodule; give an instance of a DataModule, or a loader as {loaders}"
-            )
-        if datamodule is not None and (train is not None or evaluation is not None):
-            raise ConfigError(f"{name} got loaders and a datamodule; give one of them")
-        check_steps(fn, module)
-        return module, GivenData(train=train, evaluation=evaluation, datamodule=datamodule, fn=fn)
-
-    def _enter(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Session:
-        trainer = self.trainer
-        environment = self.environment or trainer.strategy.environment
-        index = self.device_indices[environment.local_rank % len(self.device_indices)]
-        device = torch.device("cpu") if trainer.device_type == "cpu" else torch.device(trainer.device_type, index)
-        trainer.strategy.setup_environment(environment, device)
-        if fn is TrainerFn.FITTING:
-            take_part(self, trainer)
-        join_loggers(trainer)
-        self.take_callbacks(module)
-        for line in lines_of((*trainer.callbacks, *trainer.loggers)):
-            if trainer.is_global_zero:
-                _LOG.info(line)
-        if fn is TrainerFn.FITTING:
-            trainer.state = trainer.state.of_next_fit()
-        trainer.state.begin(fn)
-        trainer.state.started = time.monotonic()
-        trainer.state.forget_stop()
-        session = Session(self, fn, module, source)
-        if fn is not TrainerFn.FITTING and self.session is not None and self.session.module is module:
-            session.optimizers, session.schedulers = self.session.optimizers, self.session.schedulers  # the last fit's
-        if (published := self._published()) is not None:
-            # Visible in setup, as in Lightning: the setup of a test may read what the fit has reached.
-            session.metrics.show_earlier(published)
-        session.watchdog.start()
-        return session
-
-    def resolve(self, ckpt_path: str | Path | None) -> tuple[str | None, dict[str, Any] | None]:
-        """Returns the file to load, and its content if that was read in choosing the file; sets ``trainer.ckpt_path``."""
-        if self.trainer.state.fn is TrainerFn.FITTING and (plan := the_plan()) is not None:
-            ckpt_path = plan.resume_from or ckpt_path
-        found = resolve_checkpoint(self.trainer, None if ckpt_path is None else str(ckpt_path))
-        if self.trainer.state.fn is TrainerFn.FITTING and self.session is not None:
-            found = join_groups(self.session, *found)
-        self.trainer.ckpt_path = found[0]
-        return found
-
-    def _anomalies(self) -> Any:
-        return torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext()
-
-    def _performance(self) -> Any:
-        return contextlib.nullcontext() if self.settings.performance is None else self.settings.performance.mode()
+def _checked_module(name: str, module: TrainingModule | None) -> TrainingModule:
+    if module is None or not (derives_from(module, MODULE) or isinstance(module, TrainingModule)):
+        raise ConfigError(
+            f"{name} got {_shown(module)}; give a module whose class derives from fabricamp.TrainingModule"
+        )
+    if "_parameters" not in vars(module):
+        raise ConfigError(f"{type(module).__name__}.__init__ does not call super().__init__(); call it first in there")
+    return module
 
 
 def _shown(value: object) -> str:
@@ -281,10 +309,16 @@ def _is_datamodule(value: object) -> bool:
     return isinstance(value, DataModule) or derives_from(value, DATA)
 
 
+def _not_replaced(defaults: list[Callback], others: list[Callback]) -> list[Callback]:
+    """Returns the default callbacks that none of ``others`` replaces."""
+    return [default for default in defaults if not any(isinstance(other, _kind(default)) for other in others)]
+
+
 def _kind(default: Callback) -> type[Callback]:
     """Returns the class whose instances replace ``default``: a user's own Checkpoint callback replaces the default one."""
     return Checkpoint if isinstance(default, Checkpoint) else type(default)
 
 
-def _holds(callbacks: list[Callback], one: Callback) -> bool:
-    return any(other is one for other in callbacks)
+def _contains(callbacks: list[Callback], callback: Callback) -> bool:
+    """Returns whether the object itself is in the list: callbacks may compare equal."""
+    return any(other is callback for other in callbacks)

@@ -36,7 +36,9 @@ class Schedules:
         self.by_step = [config for config in configs if config.interval == "step"]
         """The schedulers that step by steps."""
         self._by_epoch = [config for config in configs if config.interval == "epoch" and not config.reduce_on_plateau]
-        self._watching = [config for config in configs if config.interval == "epoch" and config.reduce_on_plateau]
+        self._by_epoch_monitored = [
+            config for config in configs if config.interval == "epoch" and config.reduce_on_plateau
+        ]
 
     @property
     def follow_steps(self) -> bool:
@@ -57,14 +59,14 @@ class Schedules:
 
     def end_epoch_monitored(self, epoch: int) -> None:
         """Steps the schedulers that monitor a value, once the epoch's values are reduced over ranks."""
-        for config in self._watching:
+        for config in self._by_epoch_monitored:
             if (epoch + 1) % config.frequency == 0:
                 self._step(config)
 
     def _step(self, config: SchedulerConfig) -> None:
         metric = None
         if config.reduce_on_plateau:
-            metric = self._watched(config)
+            metric = self._monitored(config)
             if metric is None:
                 return
         if self._own_step is not None:
@@ -72,7 +74,8 @@ class Schedules:
         else:
             TrainingModule.lr_scheduler_step(self.module, config.scheduler, metric)
 
-    def _watched(self, config: SchedulerConfig) -> Any:
+    def _monitored(self, config: SchedulerConfig) -> Any:
+        """Returns the monitored value; None if it was not logged and the config is not ``strict``."""
         if config.interval == "step":
             self._metrics.reduce_steps(self._state.global_step)  # due now, so the values of this step are waited for
         known = self._metrics.monitored()
@@ -99,7 +102,8 @@ def check_schedule_lengths(trainer: Trainer, configured: list[int | None]) -> No
             continue
         planned = trainer.estimated_stepping_batches if config.interval == "step" else trainer.max_epochs
         if length < planned // config.frequency:
-            name, module = type(config.scheduler).__name__, type(trainer.module).__name__
+            name = type(config.scheduler).__name__
+            module = type(trainer.module).__name__
             raise ConfigError(
                 f"{trainer.ckpt_path} holds a {name} of {length} {config.interval}s, but the run is to make {planned:g}, and a "
                 f"{name} cannot be lengthened; resume with the limits of the run that wrote it, or begin a new one with its "

@@ -1,4 +1,9 @@
-"""One fit, validate, test or predict of one module: sets up the parts in Lightning's order, and releases them."""
+"""One fit, validate, test or predict of one module: sets up the parts in Lightning's order, and releases them.
+
+:class:`Session` reads in the order of a run: :meth:`~Session.attach` and :meth:`~Session.open`; :meth:`~Session.fit_loop` with the
+choice of the update, the validation within fit, or :meth:`~Session.evaluate`; :meth:`~Session.save_checkpoint`; then
+:meth:`~Session.end` and :meth:`~Session.give_back`.
+"""
 
 from __future__ import annotations
 
@@ -66,103 +71,23 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
 
 
-# ~~~ from engine.log_axis: Places values on the loggers' axis: at the number of their step, from 0, with the epoch as one more value.
-
-
-def deliver(state: RunState, delivery: LoggerCollection, values: Mapping[str, float], step: int) -> None:
-    """Logs the values of a flush, an epoch or an evaluation, as Lightning does; a value called "step" sets the axis position.
-
-    ``step`` is the number of optimizer steps done.
-    """
-    rest = {name: value for name, value in values.items() if name != "step"}
-    if "step" in values:
-        delivery.log_metrics(rest, int(values["step"]))
-    else:
-        delivery.log_metrics({"epoch": state.epoch, **rest}, state.place_of(step))
-
-
-# ~~~ from engine.reloading: Makes a feed of the training loader, and replaces it in epochs that reload their loaders.
-
-
-def train_feed(session: Session) -> Feed:
-    """Returns the feed of a fit's training batches."""
-    data = session.data
-    return profile_train_feed(session.trainer, data.feed(data.train_loader, data.num_training_batches))
-
-
-def renew(session: Session, parts: FitParts) -> None:
-    """Called before an epoch: sets its ``accumulate_grad_batches``, and its loaders if the epoch reloads them."""
-    session.settings.begin_epoch(session.trainer.state.epoch)
-    if not session.data.renew():
-        return
-    session.forget_validation()
-    if parts.feed is session.data.train_feed:  # given loaders are not reloaded
-        return
-    parts.loader, parts.feed = session.data.train_loader, train_feed(session)
-    parts.limits = limits_of(session.settings, session.data.num_training_batches, session.trainer.state.started)
-    session.resume_point.use(parts.feed)
-
-
-# ~~~ from engine.update_choice: Chooses how the updates of a fit are made: automatic or manual optimization, by closures, eagerly or as a CUDA graph.
-
-
-def open_update(parts: FitParts, session: Session) -> Update:
-    """Returns the update object of ``session``; under manual optimization, gives the module the methods that it calls.
-
-    Raises :class:`ConfigError` if a CUDA graph is required and impossible.
-    """
-    parts.state.runs_as = ""
-    captures = _captures(parts, session)
-    if not session.module.automatic_optimization:
-        update = ManualUpdate(parts)
-        session.attachment.manual_backward, session.attachment.manual_clip = update.backward, update.clip
-        for one in session.attachment.optimizers:
-            one.update = update.step
-        return update
-    if captures:
-        session.graphs.update = (GroupUpdate if _launches_together(parts, session) else GraphUpdate)(parts, session)
-        return session.graphs.update
-    closure = bool(parts.optimizers) and demands_closure(parts.optimizers[0])
-    return ClosureUpdate(parts) if closure else Update(parts)
-
-
-def _launches_together(parts: FitParts, session: Session) -> bool:
-    options = session.settings.cuda_graph
-    if options is None or options.steps == 1:
-        return False
-    reason = group_refusal(parts, session.trainer.callbacks)
-    what = f"CudaGraph(steps={options.steps})"
-    if reason and options.required:
-        raise ConfigError(f"cuda_graph: {what}: {reason}; or give steps=1, which launches each step by itself")
-    if reason:
-        session.run_summary.say(f"{what} launches each step by itself: {reason}")
-    return not reason
-
-
-def _captures(parts: FitParts, session: Session) -> bool:
-    options = session.settings.cuda_graph
-    if options is None:
-        return False
-    reason = graph_refusal(parts)
-    if reason and options.required:
-        raise refused(reason)
-    if reason:
-        session.run_summary.say(f"cuda_graph='auto' runs eagerly: {reason}")
-        parts.state.runs_as = "eager"
-    return not reason
-
-
 KINDS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
+"""The kind of evaluation of each entry point, as in ``on_validation_start`` and ``test_step``."""
+
 LOADERS = {"validation": "val", "test": "test", "predict": "predict"}
+"""The name of each kind's loaders, as in ``val_dataloader`` and ``limit_val_batches``."""
 
 
 class Session:
     """The parts of one entry point's run on this process."""
 
     def __init__(self, runner: Runner, fn: TrainerFn, module: TrainingModule, source: GivenData) -> None:
-        trainer, settings = runner.trainer, runner.settings
-        self.trainer, self.fn = trainer, fn
-        self.module, self.source = module, source
+        trainer = runner.trainer
+        settings = runner.settings
+        self.trainer = trainer
+        self.fn = fn
+        self.module = module
+        self.source = source
         self.settings = settings
         self.strategy = trainer.strategy
         self.precision = trainer.precision_plugin
@@ -178,11 +103,12 @@ class Session:
         self.schedulers: list[SchedulerConfig] = []
         self.hooks = Hooks(trainer, module, trainer.callbacks)
         self.checkpoint: dict[str, Any] | None = None
-        self.resumed = self.closed = False
-        self.attachment = DETACHED  # until attach
+        self.resumed = False
+        self.closed = False
+        self.run_context = DETACHED  # until attach
         self.step: Callable[..., Any] = module.training_step  # in fit: as wrapped by the strategy
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # of the validation within fit
-        self._synchronised: list[nn.Module] = []
+        self._synchronised_norms: list[nn.Module] = []
         self._channels_last: list[nn.Parameter] = []
         self.graphs = Graphs(self)
         self.predicted: PredictionRecord | None = None
@@ -196,37 +122,33 @@ class Session:
 
     # -- opening, in order -------------------------------------------------------------------------------------------------------
 
+    def attach(self) -> None:
+        """Attaches module and data to this run; from here on signals may end it."""
+        self.agreement.guard()
+        metrics = None if self.settings.barebones else self.metrics
+        fits = self.fn is TrainerFn.FITTING
+        self.run_context = attach(self.module, self.source, self.trainer, metrics, fits=fits)
+        self.strategy.attach(self)
+        self.metrics.sinks.append(partial(log_values, self.trainer.state, self.delivery))
+
     def open(self, ckpt_path: str | None, checkpoint: dict[str, Any] | None) -> None:
         """Sets up everything before ``on_fit_start``; ``checkpoint`` is the content of ``ckpt_path`` if it was read already."""
+        fits = self.fn is TrainerFn.FITTING
         self.checkpoint = checkpoint
-        if self.fn is TrainerFn.FITTING:
+        if fits:
             # Gradients of an earlier fit, which may have failed within an accumulation, must not enter this fit's sums.
             self.module.zero_grad()
         self._prepare_data()
         self._call_setup("setup")
-        self.precision.forward(self.module.configure_model)
-        if self.settings.sync_batchnorm and self.strategy.world_size > 1:
-            self._synchronise_batchnorm()  # before the module may be sharded
-        shard_module(self, filled_later=ckpt_path is not None)
-        private = any(one.logged and one.private for _, one in kept_of(self))
-        for logger in self.trainer.loggers:
-            # Set before loggers write or reopen a file.  A logger that has shown private values shows them in a later run too.
-            logger.private = logger.private or private
+        self._configure_model(filled_later=ckpt_path is not None)
+        self._hide_private_values()
         if ckpt_path is not None:
             self._load(ckpt_path)
         self.metrics.forget_earlier()
-        self.strategy.place_module(self.module)
-        if self.settings.performance is not None:
-            self._channels_last = self.settings.performance.convert(self.module)
-        # Before master weights are taken, since these have to be the same on every rank too.
-        self.strategy.share_module(self.module)
-        self.conversion = self.precision.convert_module(self.module) or NOT_CONVERTED
-        self.attachment.show_dtypes()
-        if ckpt_path is not None and self.module.dtype is torch.float64:
-            self._restore("weights")  # again: the first time they were rounded to fp32
-        if self.fn is TrainerFn.FITTING:
+        self._place_model(loaded=ckpt_path is not None)
+        if fits:
             keep_samples_of_a_step(self)
-            self._open_optimizers()
+            self._configure_optimizers()
             # Callbacks first: they add parameter groups and replace the schedule, to which the states restored below belong.
             self._restore(*CALLBACKS)
             self._wrap_step()
@@ -238,17 +160,8 @@ class Session:
         else:
             self._restore("callbacks")
         log_hyperparams(self)
-        if self.fn is TrainerFn.FITTING:
+        if fits:
             self.delivery.begin(self.module)
-
-    def attach(self) -> None:
-        """Attaches module and data to this run; from here on signals may end it."""
-        self.agreement.guard()
-        fits = self.fn is TrainerFn.FITTING
-        metrics = None if self.settings.barebones else self.metrics
-        self.attachment = attach(self.module, self.source, self.trainer, metrics, fits=fits)
-        self.strategy.attach(self)
-        self.metrics.sinks.append(partial(deliver, self.trainer.state, self.delivery))
 
     def _prepare_data(self) -> None:
         if self.trainer.local_rank == 0:
@@ -259,9 +172,28 @@ class Session:
 
     def _call_setup(self, name: str) -> None:
         """Calls ``setup`` or ``teardown`` of the DataModule first, as callbacks may look at its data; of the module last."""
-        data = [one for one in (self.source.datamodule,) if one is not None]
-        for call in (*(getattr(one, name) for one in data), *self.hooks.callbacks(name), getattr(self.module, name)):
-            call(self.fn.value)
+        stage = self.fn.value
+        if self.source.datamodule is not None:
+            getattr(self.source.datamodule, name)(stage)
+        call_all(self.hooks.callbacks(name), stage)
+        getattr(self.module, name)(stage)
+
+    def _configure_model(self, *, filled_later: bool) -> None:
+        """Lets the module build its layers, and shards them; ``filled_later``: a checkpoint's weights will replace its own."""
+        self.precision.forward(self.module.configure_model)
+        if self.settings.sync_batchnorm and self.strategy.world_size > 1:
+            # Before the module may be sharded.  Until give_back; the user's own SyncBatchNorm modules stay.
+            before = set(self.module.modules())
+            convert_syncbn_model(self.module)
+            self._synchronised_norms = [layer for layer in self.module.modules() if layer not in before]
+        shard_module(self, filled_later=filled_later)
+
+    def _hide_private_values(self) -> None:
+        """Tells the loggers whether hyper-parameters are private; before they write or reopen a file."""
+        private = any(kept.logged and kept.private for _, kept in kept_of(self))
+        for logger in self.trainer.loggers:
+            # A logger that has shown private values shows them in a later run too.
+            logger.private = logger.private or private
 
     def _load(self, path: str) -> None:
         """Reads the checkpoint and loads its weights into the fp32 module, from which master weights are taken."""
@@ -278,13 +210,19 @@ class Session:
         if self.checkpoint is not None:
             self.record.restore(self.checkpoint, str(self.trainer.ckpt_path), *sections)
 
-    def _synchronise_batchnorm(self) -> None:
-        """Replaces every BatchNorm by SyncBatchNorm until :meth:`give_back`; the user's own SyncBatchNorm modules stay."""
-        before = set(self.module.modules())
-        convert_syncbn_model(self.module)
-        self._synchronised = [one for one in self.module.modules() if one not in before]
+    def _place_model(self, *, loaded: bool) -> None:
+        """Puts the module on its device, with the same weights on every rank, in the precision's dtypes."""
+        self.strategy.place_module(self.module)
+        if self.settings.performance is not None:
+            self._channels_last = self.settings.performance.convert(self.module)
+        # Before master weights are taken, since these have to be the same on every rank too.
+        self.strategy.share_module(self.module)
+        self.conversion = self.precision.convert_module(self.module) or NOT_CONVERTED
+        self.run_context.show_dtypes()
+        if loaded and self.module.dtype is torch.float64:
+            self._restore("weights")  # again: the first time they were rounded to fp32
 
-    def _open_optimizers(self) -> None:
+    def _configure_optimizers(self) -> None:
         module = self.module
         own_step = overrides(module, "lr_scheduler_step", TrainingModule)
         self.optimizers, self.schedulers = parse_optimizers(module.configure_optimizers(), own_step=own_step)
@@ -292,21 +230,23 @@ class Session:
         check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
         self.optimizers = self.strategy.setup_optimizers(self.optimizers)
         state = self.trainer.state
-        skipped, state.skipped_before = self.trainer.skipped_steps, 0
+        # The scaler of a second fit counts skipped steps from 0, so the sum of the fits before is kept beside it.
+        skipped = self.trainer.skipped_steps
+        state.skipped_before = 0
         self.precision.setup_optimizers(module, self.optimizers, self.strategy, accumulates=self.settings.accumulates)
-        state.skipped_before = skipped - self.trainer.skipped_steps  # a second fit's scaler counts from 0
-        self.attachment.optimizers = [ManagedOptimizer(one, module) for one in self.optimizers]
-        self.attachment.schedulers = [config.scheduler for config in self.schedulers]
+        state.skipped_before = skipped - self.trainer.skipped_steps
+        self.run_context.optimizers = [ManagedOptimizer(optimizer, module) for optimizer in self.optimizers]
+        self.run_context.schedulers = [config.scheduler for config in self.schedulers]
 
     def replace_schedules(self, scheduler: Any) -> None:
         """Replaces all schedulers by one that steps per epoch; for hooks before an epoch."""
         self.schedulers[:] = [SchedulerConfig(scheduler)]
-        self.attachment.schedulers = [scheduler]
+        self.run_context.schedulers = [scheduler]
 
     def _wrap_step(self) -> None:
         self.graphs.enter_stream()
         # This also takes in parameter groups that callbacks added, so that their state is loaded for fp32 masters.
-        memories = [self.precision.gradients(one) for one in self.optimizers]
+        memories = [self.precision.gradients(optimizer) for optimizer in self.optimizers]
         sums = any(memory.flat is not None for memory in memories)
         self.step = self.strategy.wrap_module(
             self.module,
@@ -315,7 +255,7 @@ class Session:
             accumulates=self.settings.accumulates or sums,
         )
 
-    # -- loops -------------------------------------------------------------------------------------------------------------------
+    # -- fit ---------------------------------------------------------------------------------------------------------------------
 
     def fit_loop(self) -> TrainingLoop:
         """Does the work before the first batch (``on_fit_start``, sanity check, loaders, resume point); returns the loop."""
@@ -336,7 +276,7 @@ class Session:
             # A second fit: Lightning begins a pass here and drops it; the orders that follow are drawn after it.
             draw_a_pass(self.data.train_loader)
         parts = self._fit_parts()
-        update = open_update(parts, self)
+        update = self._update(parts)
         self.resume_point.begin(parts.feed, update)
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
@@ -360,7 +300,7 @@ class Session:
             hooks=self.hooks,
             agreement=self.agreement,
             requests=self.watchdog.requests,
-            feed=train_feed(self),
+            feed=self._train_feed(),
             loader=self.data.train_loader,
             step=self.step,
             optimizers=self.optimizers,
@@ -371,33 +311,75 @@ class Session:
             resume_point=self.resume_point,
             together=self.watchdog.together,
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
-            renew=partial(renew, self),
+            renew=self._renew,
         )
 
-    def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
-        """Returns the loop for ``kind`` ("validation", "test" or "predict") and its feeds."""
-        name = LOADERS[kind]
-        loaders, lengths = self.data.evaluation(name)
-        record = self.predicted = open_record(self.trainer, loaders) if kind == "predict" else None
-        loop = EvaluationLoop(
-            kind,
-            module=self.module,
-            precision=self.precision,
-            state=self.trainer.state,
-            metrics=self.metrics,
-            hooks=self.hooks,
-            agreement=self.agreement,
-            together=self.watchdog.together,
-            # Not within fit, as in Lightning: tensors kept from a validation may be used in training.
-            inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
-            record=record,
-        )
-        loop.forward = self.graphs.evaluation(kind, loop.forward)
-        feeds = [
-            self.data.feed(loader, length, index, begun=self.resumed and self.trainer.state.validations > 0)
-            for index, (loader, length) in enumerate(zip(record.loaders if record else loaders, lengths, strict=True))
-        ]
-        return profile_evaluation(self.trainer, loop, kind, feeds), feeds
+    def _train_feed(self) -> Feed:
+        return profile_train_feed(self.trainer, self.data.feed(self.data.train_loader, self.data.num_training_batches))
+
+    def _renew(self, parts: FitParts) -> None:
+        """Called before an epoch: sets its ``accumulate_grad_batches``, and its loaders if the epoch reloads them."""
+        self.settings.begin_epoch(self.trainer.state.epoch)
+        if not self.data.renew():
+            return
+        self._validation = None  # the next validation asks for its loaders again
+        if parts.feed is self.data.train_feed:  # given loaders are not reloaded
+            return
+        parts.loader = self.data.train_loader
+        parts.feed = self._train_feed()
+        parts.limits = limits_of(self.settings, self.data.num_training_batches, self.trainer.state.started)
+        self.resume_point.use(parts.feed)
+
+    def _update(self, parts: FitParts) -> Update:
+        """Returns the fit's update: for manual optimization, for closures, captured as CUDA graphs, or eager.
+
+        Under manual optimization, gives the module the methods that it calls.  Raises :class:`ConfigError` if a CUDA graph is
+        required and impossible.
+        """
+        parts.state.runs_as = ""
+        captures = self._captures(parts)
+        if not self.module.automatic_optimization:
+            manual = ManualUpdate(parts)
+            self.run_context.manual_backward = manual.backward
+            self.run_context.manual_clip = manual.clip
+            for optimizer in self.run_context.optimizers:
+                optimizer.update = manual.step
+            return manual
+        if captures:
+            graph_update = GroupUpdate if self._launches_together(parts) else GraphUpdate
+            self.graphs.update = graph_update(parts, self)
+            return self.graphs.update
+        if parts.optimizers and demands_closure(parts.optimizers[0]):
+            return ClosureUpdate(parts)
+        return Update(parts)
+
+    def _captures(self, parts: FitParts) -> bool:
+        """Returns whether steps are captured as CUDA graphs, and says why not if they were asked for."""
+        options = self.settings.cuda_graph
+        if options is None:
+            return False
+        reason = graph_refusal(parts)
+        if reason and options.required:
+            raise refused(reason)
+        if reason:
+            self.run_summary.say(f"cuda_graph='auto' runs eagerly: {reason}")
+            parts.state.runs_as = "eager"
+        return not reason
+
+    def _launches_together(self, parts: FitParts) -> bool:
+        """Returns whether one launch makes several steps, and says why not if that was asked for."""
+        options = self.settings.cuda_graph
+        if options is None or options.steps == 1:
+            return False
+        reason = group_refusal(parts, self.trainer.callbacks)
+        what = f"CudaGraph(steps={options.steps})"
+        if reason and options.required:
+            raise ConfigError(f"cuda_graph: {what}: {reason}; or give steps=1, which launches each step by itself")
+        if reason:
+            self.run_summary.say(f"{what} launches each step by itself: {reason}")
+        return not reason
+
+    # -- evaluation, within fit and as an entry point ----------------------------------------------------------------------------
 
     def _sanity_check(self) -> None:
         state = self.trainer.state
@@ -417,10 +399,6 @@ class Session:
             call_all(self.hooks("on_sanity_check_end"))
             self.metrics.forget()
         state.stage = RunningStage.TRAINING
-
-    def forget_validation(self) -> None:
-        """Makes the next validation ask for its loaders again."""
-        self._validation = None
 
     def _validate(self) -> bool:
         """Runs validation within fit; returns whether a stop cut it short."""
@@ -442,7 +420,34 @@ class Session:
         self.trainer.state.validations += not loop.cut_short
         return loop.cut_short
 
-    # -- evaluation as an entry point --------------------------------------------------------------------------------------------
+    def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
+        """Returns the loop for ``kind`` ("validation", "test" or "predict") and its feeds."""
+        name = LOADERS[kind]
+        loaders, lengths = self.data.evaluation(name)
+        record = open_record(self.trainer, loaders) if kind == "predict" else None
+        self.predicted = record
+        if record is not None:
+            loaders = record.loaders
+        loop = EvaluationLoop(
+            kind,
+            module=self.module,
+            precision=self.precision,
+            state=self.trainer.state,
+            metrics=self.metrics,
+            hooks=self.hooks,
+            agreement=self.agreement,
+            together=self.watchdog.together,
+            # Not within fit, as in Lightning: tensors kept from a validation may be used in training.
+            inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
+            record=record,
+        )
+        loop.forward = self.graphs.evaluation(kind, loop.forward)
+        begun = self.resumed and self.trainer.state.validations > 0
+        feeds = [
+            self.data.feed(loader, length, index, begun=begun)
+            for index, (loader, length) in enumerate(zip(loaders, lengths, strict=True))
+        ]
+        return profile_evaluation(self.trainer, loop, kind, feeds), feeds
 
     def evaluate(self, *, verbose: bool = False, keep: bool = False, chosen: bool = False) -> Any:
         """Runs ``validate``, ``test`` or ``predict`` and returns its result; ``chosen``: the user did not name the checkpoint."""
@@ -485,6 +490,8 @@ class Session:
         else:
             self.strategy.on_rank_zero(lambda: write(filepath, checkpoint))
 
+    # -- the end -----------------------------------------------------------------------------------------------------------------
+
     def end(self, *, failed: bool) -> None:
         """Ends what runs beside the loops, and calls ``teardown`` unless the run ``failed``."""
         self.closed = True
@@ -497,14 +504,16 @@ class Session:
 
     def give_back(self, *, failed: bool) -> None:
         """Releases the parts and restores the module; after a failure, leaves out the steps that may fail themselves."""
-        self.attachment.manual_backward = self.attachment.manual_clip = self.attachment.metrics = None
+        self.run_context.manual_backward = None
+        self.run_context.manual_clip = None
+        self.run_context.metrics = None
         self.resume_point.end()
         self.conversion.undo()
         give_back(self._channels_last)
         if not failed:
             # An interrupted process has little time left, and a checkpoint: it does not gather full weights.
             self.strategy.unshard_module(self.module, whole=not self.trainer.state.interrupted)
-        revert_syncbn_model(self.module, self._synchronised)
+        revert_syncbn_model(self.module, self._synchronised_norms)
         if not failed:
             self.metrics.close()
         if not failed or self.strategy.world_size == 1:
@@ -513,3 +522,15 @@ class Session:
             # The other ranks may be anywhere, and leaving the group would wait for them.
             leave_at_exit(self.strategy)
         self.delivery.close(failed=failed)
+
+
+def log_values(state: RunState, delivery: LoggerCollection, values: Mapping[str, float], step: int) -> None:
+    """Logs the values of a flush, an epoch or an evaluation, as Lightning does: with the epoch, at the number of their step.
+
+    ``step`` is the number of optimizer steps done; steps are numbered from 0.  A value called "step" sets the number instead.
+    """
+    others = {name: value for name, value in values.items() if name != "step"}
+    if "step" in values:
+        delivery.log_metrics(others, int(values["step"]))
+    else:
+        delivery.log_metrics({"epoch": state.epoch, **others}, state.logger_step(step))

@@ -40,7 +40,8 @@ def shard_module(session: Session, *, filled_later: bool) -> None:
     if session.strategy.checkpoint_form != "folder":
         return
     _check(session)
-    session.run_summary.say(session.strategy.shard_module(session.module, _plan(session, filled_later=filled_later)))
+    plan = _plan(session, filled_later=filled_later)
+    session.run_summary.say(session.strategy.shard_module(session.module, plan))
 
 
 def check_saving(session: Session) -> None:
@@ -87,7 +88,7 @@ def _check_folder(callback: Callback, name: str) -> None:
 
 
 def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
-    precision, module = session.precision, session.module
+    precision = session.precision
     level = precision.level if isinstance(precision, OptLevel) else None
     if level is None and type(precision) is not Precision:
         raise ConfigError(
@@ -107,15 +108,15 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
     kept: list[nn.Module] = []
     if level.cast_model_type is not None:
         choice = {"keep_batchnorm_fp32": level.keep_batchnorm_fp32, "whole_step": level.whole_step}
-        chosen = set(modules_to_convert(module, **choice))
-        kept = [one for one in module.modules() if one not in chosen]
+        converted = set(modules_to_convert(session.module, **choice))
+        kept = [layer for layer in session.module.modules() if layer not in converted]
     elif level.cast_model_outputs is not None:
         raise ConfigError(
             f"OptLevel({level.name!r}, cast_model_outputs=...) with a strategy that shards is not offered; leave the option out"
         )
     elif level.autocast is not None:
         # Within autocast a BatchNorm takes half inputs, and weights in the dtype of its running values.
-        kept = [one for one in module.modules() if isinstance(one, AnyBatchNorm)]
+        kept = [layer for layer in session.module.modules() if isinstance(layer, AnyBatchNorm)]
     return ShardPlan(
         compute_dtype=level.cast_model_type or level.autocast,
         stored_dtype=None if level.master_weights else level.cast_model_type,

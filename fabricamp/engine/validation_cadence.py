@@ -1,15 +1,43 @@
-"""Decides when a validation within fit is due, if it was asked for in steps, epochs or minutes."""
+"""When a validation within fit is due: after a number of micro-batches, or by steps, epochs or minutes.
+
+The loop counts micro-batches itself (``TrainingLoop._due_by_batches``).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from fabricamp.arguments.cadence import Cadence
+from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
     from fabricamp.arguments.cadence import Every
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
+    from fabricamp.trainer.arguments import Settings
+
+
+def batches_between_validations(settings: Settings, interval: float, length: float) -> float:
+    """Returns the micro-batches from one validation to the next, for ``val_check_interval`` as a number or a share of an epoch.
+
+    ``length``: the micro-batches of an epoch; inf if unknown.
+    """
+    if isinstance(interval, int):
+        if settings.fast_dev_run:
+            return min(interval, length)
+        if interval > length and settings.check_val_every_n_epoch is not None:
+            raise ConfigError(
+                f"val_check_interval={interval} is more than the {length} batches of an epoch, so validation would never run; "
+                "give less, or check_val_every_n_epoch=None to count across epochs"
+            )
+        return interval
+    if length == float("inf"):
+        if interval != 1.0:
+            raise ConfigError(
+                f"val_check_interval={interval} is a share of a loader without a length; give a number of batches (int)"
+            )
+        return length
+    return max(1, int(length * interval))
 
 
 class ValidationCadence:
@@ -28,13 +56,16 @@ class ValidationCadence:
 
     def is_due(self, last: bool) -> bool:
         """Whether a validation is due after this micro-batch; ``last``: it is the last one of its epoch."""
-        state, every = self._state, self._every
+        state = self._state
+        every = self._every
         step = state.global_step
+        # Within an accumulation, and after a micro-batch without a loss, the last step has been judged already.
         ends_step = state.open_batches == 0 and step != self._last_step
         due = last and every.epochs > 0 and (state.epoch + 1) % every.epochs == 0
         if ends_step:
             self._last_step = step
             due = due or (every.steps > 0 and step % every.steps == 0)
             if step >= self._clock.next_look:
+                # Asked even if a validation is due already: an interval that is over has to begin again.
                 due = self._clock.is_due(step, self._strategy) or due
         return due

@@ -32,7 +32,7 @@ VARIABLE = "FABRICAMP_VERIFY"
 START, DONE = "start", "done"
 _SECTIONS = ("weights", "optimizers", "learning-rate schedules", "precision")
 _STATE = ("state_dict", "optimizer_states", "lr_schedulers", "amp")
-_TOLD = ("first_loss", "loss", "ring")
+_OF_OWN_RANK = ("first_loss", "loss", "ring")
 """Entries of a loss scaler about the losses of its own rank: a resumed run has rank 0's values on all ranks."""
 
 
@@ -88,11 +88,11 @@ class Recorder(Callback):
     ) -> None:
         """Writes the digests of the batch and of the state after it; saves, or ends the run, at the plan's batches."""
         self._batches += 1
-        place = f"{trainer.current_epoch}/{batch_idx}"
-        self._write(trainer, {"at": place, "step": trainer.global_step, **self._before, "state": self._state()})
-        if place == self._plan.save_at:
+        position = f"{trainer.current_epoch}/{batch_idx}"
+        self._write(trainer, {"at": position, "step": trainer.global_step, **self._before, "state": self._state()})
+        if position == self._plan.save_at:
             trainer.save_checkpoint(Path(self._plan.folder) / "saved.ckpt")
-        if place == self._plan.kill_at or self._batches == self._plan.batches:
+        if position == self._plan.kill_at or self._batches == self._plan.batches:
             self._end(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -116,16 +116,21 @@ class Recorder(Callback):
 def digests_of_state(session: Session) -> dict[str, str]:
     """Returns digests, by name, of a checkpoint's weights, optimizers, schedules and loss scale; every rank has to call it."""
     saved = session.record.save(*_SECTIONS)
-    found = {name: one for key in _STATE for name, one in digests(saved.get(key), key).items()}
+    state: dict[str, str] = {}
+    for key in _STATE:
+        state |= digests(saved.get(key), key)
     if session.trainer.is_global_zero:
-        return found
-    told = [name for name in found if name.startswith("amp.") and name.rpartition(".")[2] in _TOLD]
-    return {name: one for name, one in found.items() if name not in told}
+        return state
+    return {
+        name: digest
+        for name, digest in state.items()
+        if not (name.startswith("amp.") and name.rpartition(".")[2] in _OF_OWN_RANK)
+    }
 
 
 def digests(value: Any, name: str) -> dict[str, str]:
     """Returns digests, by name, of the tensors, numbers and texts in ``value``."""
-    return {where: hashlib.blake2b(content, digest_size=8).hexdigest() for where, content in _contents(value, name)}
+    return {path: hashlib.blake2b(content, digest_size=8).hexdigest() for path, content in _contents(value, name)}
 
 
 def _contents(value: Any, name: str) -> Iterator[tuple[str, bytes]]:

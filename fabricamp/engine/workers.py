@@ -40,20 +40,21 @@ def start_workers(
     module.configure_model()
     session = Session(runner, fn, module, source)
     session.attach()
-    session.attachment.metrics = None  # the run is over
+    session.run_context.metrics = None  # the run is over
     session.metrics.close()
     session.record.restore(outcome["sections"], "what the workers sent back", *_SECTIONS)
     session.data.take_lengths(outcome["lengths"])
     session.metrics.take_published(outcome["metrics"], outcome["metrics"])
     runner.take_session(session)
-    detach(session.attachment, source)
+    detach(session.run_context, source)
     hand_back((*runner.trainer.callbacks, *runner.trainer.loggers))
     return outcome["result"]
 
 
 def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
     trainer = runner.trainer
-    trainer.log_dir, trainer.log_folder = outcome["log_dir"], outcome["log_folder"]
+    trainer.log_dir = outcome["log_dir"]
+    trainer.log_folder = outcome["log_folder"]
     trainer.state.skipped_before = outcome["skipped_steps"]
     for name, value in outcome["state"].items():
         setattr(trainer.state, name, value)
@@ -64,7 +65,8 @@ def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
 def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
     runner.become_worker()
     result = run()
-    trainer, session = runner.trainer, runner.session
+    trainer = runner.trainer
+    session = runner.session
     assert session is not None
     counters = (
         "fn", "status", "epoch", "global_step", "batch_idx", "batches_done", "closed_at", "validations",

@@ -69,7 +69,7 @@ def keep_samples_of_a_step(session: Session) -> None:
         check_cuda_graph(settings, session.strategy.device.type, session.strategy)
         session.run_summary.say(f"{here._replace(accumulated=accumulate)} a step; before: {before}")
     if accumulate != before.accumulated:
-        _scale_open_window(session.checkpoint["loops"]["fit"], before.accumulated, accumulate)
+        _scale_accumulation(session.checkpoint["loops"]["fit"], before.accumulated, accumulate)
 
 
 def _known_here(session: Session) -> StepSize:
@@ -96,18 +96,18 @@ def _known_here(session: Session) -> StepSize:
 
 
 def _of_checkpoint(checkpoint: dict[str, Any], path: str) -> StepSize:
-    said = checkpoint.get("loops", {}).get("fit", {}).get("step_size")
-    if said is None:
+    saved = checkpoint.get("loops", {}).get("fit", {}).get("step_size")
+    if saved is None:
         raise ConfigError(
             f"on_world_change={KEEP_GLOBAL_BATCH!r}: {path} does not tell the samples of its steps (its loader had no batch_size, "
             "or it is another program's); set accumulate_grad_batches, and on_world_change='keep_per_rank'"
         )
     try:
-        before = StepSize(int(said["accumulated"]), int(said["processes"]), [*map(int, said["batch_sizes"])])
+        before = StepSize(int(saved["accumulated"]), int(saved["processes"]), [*map(int, saved["batch_sizes"])])
     except (KeyError, TypeError, ValueError):
         before = StepSize(0, 0, [])
     if not before.batch_sizes or min(before.accumulated, before.processes, *before.batch_sizes) < 1:
-        raise CheckpointError(f"{path}: its loops.fit.step_size is {said!r}; it is damaged: use an older checkpoint")
+        raise CheckpointError(f"{path}: its loops.fit.step_size is {saved!r}; it is damaged: use an older checkpoint")
     return before
 
 
@@ -117,8 +117,8 @@ def micro_batches(before: StepSize, here: StepSize) -> int:
     if number:
         return number
     most = before.accumulated * before.processes * max(before.batch_sizes)
-    others = (one for one in range(1, most + 1) if _number(before, here, one))
-    near = sorted(sorted(others, key=lambda one: abs(one - here.processes))[:_SHOWN])
+    possible = (processes for processes in range(1, most + 1) if _number(before, here, processes))
+    near = sorted(sorted(possible, key=lambda processes: abs(processes - here.processes))[:_SHOWN])
     cure = f"start {' or '.join(map(str, near))} process(es), or " if near else ""
     batches = " and ".join(map(str, here.batch_sizes))
     raise ConfigError(
@@ -132,18 +132,21 @@ def _number(before: StepSize, here: StepSize, processes: int) -> int:
     """Returns how many micro-batches per process give ``processes`` the samples of a step before; 0 if no integer does."""
     if len(before.batch_sizes) != len(here.batch_sizes):
         return 0
-    wholes = [before.accumulated * before.processes * size for size in before.batch_sizes]
-    pairs = [divmod(whole, processes * size) for whole, size in zip(wholes, here.batch_sizes, strict=True)]
-    return pairs[0][0] if set(pairs) == {(pairs[0][0], 0)} else 0
+    samples = [before.accumulated * before.processes * size for size in before.batch_sizes]
+    quotients = [divmod(number, processes * size) for number, size in zip(samples, here.batch_sizes, strict=True)]
+    micro_batches, _ = quotients[0]
+    # The same number for each of the combined loaders, and no remainder.
+    return micro_batches if set(quotients) == {(micro_batches, 0)} else 0
 
 
-def _scale_open_window(loop: dict[str, Any], before: int, now: int) -> None:
+def _scale_accumulation(loop: dict[str, Any], before: int, now: int) -> None:
     """Converts the saved accumulation's count of micro-batches to the present number per step, if that gives an integer.
 
     A loss is divided by the number per step, so the gradients, averaged over the ranks, are of the same fraction of a step.
     """
-    window, done = loop.get("window"), loop.get("open_batches", 0) * now
-    if window is None or window.get("weighted") or done % before:
+    accumulation = loop.get("window")
+    scaled = loop.get("open_batches", 0) * now
+    if accumulation is None or accumulation.get("weighted") or scaled % before:
         return
-    loop["open_batches"] = done // before
-    loop["window"] = {**window, "accumulate": now}
+    loop["open_batches"] = scaled // before
+    loop["window"] = {**accumulation, "accumulate": now}

@@ -14,27 +14,29 @@ CALLBACK: Final = ("callbacks.callback", "Callback")
 _BASES: Final = (MODULE, DATA, CALLBACK)
 
 
-def place_of(kind: type) -> tuple[str, str] | None:
+def path_of(kind: type) -> tuple[str, str] | None:
     """Returns (path, name) of a class of Lightning, such as ("core.module", "LightningModule"); None for any other class."""
     package, _, path = kind.__module__.partition(".")
     if package not in PACKAGES:
         return None
-    return (path.removeprefix("pytorch.") if package == "lightning" else path), kind.__name__
+    if package == "lightning":
+        path = path.removeprefix("pytorch.")
+    return path, kind.__name__
 
 
 def lightnings_base(kind: type) -> type | None:
     """Returns the class LightningModule, LightningDataModule or Callback that ``kind`` is or derives from, or None."""
     if not any(package in sys.modules for package in PACKAGES):
         return None
-    return next((one for one in kind.__mro__ if place_of(one) in _BASES), None)
+    return next((base for base in kind.__mro__ if path_of(base) in _BASES), None)
 
 
 def derives_from(value: object, base: tuple[str, str]) -> bool:
     """Returns whether ``value`` is an instance of Lightning's ``base``, such as :data:`MODULE`, or of a derived class."""
-    found = lightnings_base(type(value))
-    return found is not None and place_of(found) == base
+    own_base = lightnings_base(type(value))
+    return own_base is not None and path_of(own_base) == base
 
 
 def own_class(value: object) -> type | None:
     """Returns the first class of Lightning in the MRO of an object's class, or None."""
-    return next((one for one in type(value).__mro__ if place_of(one)), None)
+    return next((one for one in type(value).__mro__ if path_of(one)), None)

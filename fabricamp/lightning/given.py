@@ -12,7 +12,7 @@ from fabricamp.arguments.migration import lightning_constructors
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import CombinedLoader
 from fabricamp.lightning.arguments import arguments_of
-from fabricamp.lightning.bases import lightnings_base, own_class, place_of
+from fabricamp.lightning.bases import lightnings_base, own_class, path_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ _AS_THEY_ARE: Final = {
 }
 """Lightning classes that work with fabricamp's Trainer as they are; users' subclasses of them run."""
 
-_ANSWERS: Final = {
+_FORWARDED: Final = {
     "callbacks.BaseFinetuning": {"freeze_before_training", "finetune_function"},
     "callbacks.EMAWeightAveraging": {"should_update"},
     "callbacks.RichProgressBar": {"get_metrics"},
@@ -33,7 +33,7 @@ _ANSWERS: Final = {
 }
 """Methods that fabricamp's class calls, and that a user's subclass of Lightning's class may override."""
 
-_FINDINGS: Final = {
+_RESULTS: Final = {
     "callbacks.BatchSizeFinder": ("optimal_batch_size",),
     "callbacks.EarlyStopping": ("best_score", "stopped_epoch", "wait_count"),
     "callbacks.LearningRateFinder": ("optimal_lr",),
@@ -63,26 +63,30 @@ def adopted(value: Any) -> Any:
     A user's subclass is replaced too, if fabricamp's class calls every method that the subclass overrides.  Any other value is
     returned as it is.
     """
-    users: Any = type(value)
+    user_class: Any = type(value)
     base = own_class(value)
     name = _name_of(base)
     if base is None or name is None:
         return value
-    module, _, known = name.partition(".")
-    kind = getattr(importlib.import_module(f"fabricamp.{module}"), known)
+    module, _, class_name = name.partition(".")
+    kind = getattr(importlib.import_module(f"fabricamp.{module}"), class_name)
     arguments = arguments_of(value, name, kind)
-    answers = _answers(value, base, kind, name)
-    if arguments is None or answers is None:
+    methods = _methods_to_forward(value, base, kind, name)
+    if arguments is None or methods is None:
         return value
-    ours = (kind if users is base else _named_as(users, kind))(**arguments)
-    vars(ours).update({one: functools.partial(_answer, value, kind, one) for one in answers})
+    if user_class is base:
+        ours = kind(**arguments)
+        given = f"Lightning's {class_name}"
+    else:
+        ours = _named_as(user_class, kind)(**arguments)
+        given = f"{user_class.__name__}, of Lightning's {class_name},"
+    vars(ours).update({method: functools.partial(_call_given, value, kind, method) for method in methods})
     _GIVEN[ours] = value
     hidden = module == "loggers"  # an address may hold a password
-    shown = ", ".join(f"{key}=..." if hidden else f"{key}={one!r}" for key, one in arguments.items())
-    whose = f"Lightning's {known}" if users is base else f"{users.__name__}, of Lightning's {known},"
-    asked = f", which calls its {', '.join(answers)}" if answers else ""
-    told = "; the given object gets the results at the end of the run" if name in _FINDINGS else ""
-    vars(ours)[_LINE] = f"{whose} runs as fabricamp.{name}({shown}) in trainer.{module}{asked}{told}"
+    shown = ", ".join(f"{key}=..." if hidden else f"{key}={argument!r}" for key, argument in arguments.items())
+    calls = f", which calls its {', '.join(methods)}" if methods else ""
+    results = "; the given object gets the results at the end of the run" if name in _RESULTS else ""
+    vars(ours)[_LINE] = f"{given} runs as fabricamp.{name}({shown}) in trainer.{module}{calls}{results}"
     return ours
 
 
@@ -93,52 +97,62 @@ def lines_of(parts: Iterable[object]) -> list[str]:
 
 def hand_back(parts: Iterable[object]) -> None:
     """Writes the results of callbacks and loggers into the Lightning objects that they replace."""
-    there = {id(one) for one in parts}  # by id, because users' objects may be unhashable
+    ids = {id(part) for part in parts}  # by id, because users' objects may be unhashable
     for ours, given in [*_GIVEN.items()]:
-        for name in _FINDINGS.get(_name_of(own_class(given)) or "", ()) if id(ours) in there else ():
+        if id(ours) not in ids:  # of another Trainer
+            continue
+        for name in _RESULTS.get(_name_of(own_class(given)) or "", ()):
             vars(given)[name] = getattr(ours, name)
 
 
 def _name_of(base: type | None) -> str | None:
     """Returns the key in migration.toml of a class of Lightning, or None."""
-    place = None if base is None else place_of(base)
-    name = "" if place is None else f"{place[0].partition('.')[0]}.{place[1]}"
+    path_and_name = None if base is None else path_of(base)
+    if path_and_name is None:
+        return None
+    path, class_name = path_and_name
+    name = f"{path.partition('.')[0]}.{class_name}"
     return name if name in lightning_constructors() else None
 
 
-def _answers(value: Any, base: type, kind: type, name: str) -> list[str] | None:
+def _methods_to_forward(value: Any, base: type, kind: type, name: str) -> list[str] | None:
     """Returns the methods that a user's subclass overrides, or None if one of them cannot be forwarded.
 
-    A method can be forwarded if ``_ANSWERS`` has it, or if it is a hook that is empty in Lightning's class and in fabricamp's.
+    A method can be forwarded if ``_FORWARDED`` has it, or if it is a hook that is empty in Lightning's class and in fabricamp's.
     """
     classes = type(value).__mro__
-    own = {one for part in classes[: classes.index(base)] for one in vars(part) if hasattr(base, one)}
-    found = sorted(one for one in own if not one.startswith("__") and one != "_abc_impl")
-    theirs = lightnings_base(base)
-    for one in found:
-        empty = getattr(base, one) is getattr(theirs, one, None) and getattr(kind, one) is getattr(Callback, one, None)
-        if one not in _ANSWERS.get(name, ()) and not (empty and callable(getattr(base, one))):
+    user_classes = classes[: classes.index(base)]
+    overridden = {method for part in user_classes for method in vars(part) if hasattr(base, method)}
+    methods = sorted(method for method in overridden if not method.startswith("__") and method != "_abc_impl")
+    root = lightnings_base(base)
+    for method in methods:
+        if method in _FORWARDED.get(name, ()):
+            continue
+        empty_in_theirs = getattr(base, method) is getattr(root, method, None)
+        empty_in_ours = getattr(kind, method) is getattr(Callback, method, None)
+        if not (empty_in_theirs and empty_in_ours and callable(getattr(base, method))):
             return None
-    return found
+    return methods
 
 
-def _answer(given: Any, kind: type, name: str, *args: Any, **kwargs: Any) -> Any:
+def _call_given(given: Any, kind: type, name: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a user's method; meanwhile its inherited helpers are fabricamp's, which handle master parameters."""
-    with _helped(given, kind):
+    with _helpers_of(kind, given):
         return getattr(given, name)(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _helped(given: Any, kind: type) -> Iterator[None]:
+def _helpers_of(kind: type, given: Any) -> Iterator[None]:
+    """A context in which ``given`` has the static methods of ``kind``, except those that the user overrides."""
     base = own_class(given)
-    helpers = [one for one, value in vars(kind).items() if isinstance(value, staticmethod)]
-    lent = {one: getattr(kind, one) for one in helpers if getattr(type(given), one) is getattr(base, one, None)}
-    vars(given).update(lent)
+    names = [name for name, value in vars(kind).items() if isinstance(value, staticmethod)]
+    helpers = {name: getattr(kind, name) for name in names if getattr(type(given), name) is getattr(base, name, None)}
+    vars(given).update(helpers)
     try:
         yield
     finally:
-        for one in lent:
-            vars(given).pop(one, None)
+        for name in helpers:
+            vars(given).pop(name, None)
 
 
 @functools.cache
@@ -169,7 +183,7 @@ def searches_alone(callback: object) -> bool:
 
 def own_loader(value: Any) -> Any:
     """Returns fabricamp's CombinedLoader for one of Lightning's; any other loader as it is."""
-    if place_of(type(value)) != ("utilities.combined_loader", "CombinedLoader"):
+    if path_of(type(value)) != ("utilities.combined_loader", "CombinedLoader"):
         return value
     return CombinedLoader(value.iterables, vars(value)["_mode"])
 
@@ -177,11 +191,11 @@ def own_loader(value: Any) -> Any:
 def runs_as_it_is(callback: object) -> bool:
     """Returns whether ``callback`` is a user's callback on a Lightning base class that needs nothing else of Lightning."""
     kind = own_class(callback)
-    return kind is not None and place_of(kind) in _AS_THEY_ARE
+    return kind is not None and path_of(kind) in _AS_THEY_ARE
 
 
 def writes_predictions(callback: object) -> bool:
     """Returns whether ``callback`` derives from Lightning's BasePredictionWriter."""
     return any(
-        place_of(one) == ("callbacks.prediction_writer", "BasePredictionWriter") for one in type(callback).__mro__
+        path_of(one) == ("callbacks.prediction_writer", "BasePredictionWriter") for one in type(callback).__mro__
     )

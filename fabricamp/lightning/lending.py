@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.engine.run_context import Attachment, gathered
+from fabricamp.engine.run_context import RunContext, gathered
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import DATA, derives_from, lightnings_base
 from fabricamp.lightning.given import adopted
@@ -36,60 +36,65 @@ _HOOKS = {
 }
 
 
-def attach(module: Any, source: GivenData, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> Attachment:
+def attach(module: Any, source: GivenData, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> RunContext:
     """Attaches module, data and callbacks to a run; :func:`detach` removes the temporary attributes again."""
     if source.datamodule is not None:
         source.datamodule.trainer = trainer
-    attachment = _tied(module, trainer, metrics, fits=fits)
-    for one in trainer.callbacks:
-        lent = {name: getattr(module, name) for name in _LOGS if not hasattr(one, name)}
-        vars(one).update(lent)
-        attachment.lent += [(one, name) for name in lent]
-    return attachment
+    run_context = _context_of(module, trainer, metrics, fits=fits)
+    for callback in trainer.callbacks:
+        methods = {name: getattr(module, name) for name in _LOGS if not hasattr(callback, name)}
+        vars(callback).update(methods)
+        run_context.lent_methods += [(callback, name) for name in methods]
+    return run_context
 
 
 def callbacks_of(module: Any, trainer: Trainer) -> list[Callback]:
     """Returns the callbacks of ``configure_callbacks``, called with ``self.trainer`` set."""
-    attachment = _tied(module, trainer, None, fits=False)
+    run_context = _context_of(module, trainer, None, fits=False)
     try:
-        found = module.configure_callbacks()
+        callbacks = module.configure_callbacks()
     finally:
-        attachment.release()
-    return [adopted(one) for one in (found if isinstance(found, (list, tuple)) else [found])]
+        run_context.release()
+    if not isinstance(callbacks, (list, tuple)):
+        callbacks = [callbacks]
+    return [adopted(callback) for callback in callbacks]
 
 
-def _tied(module: Any, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> Attachment:
+def _context_of(module: Any, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> RunContext:
     if lightnings_base(type(module)) is None:
         return module.attach(trainer, metrics, fits=fits)  # type: ignore[no-any-return]  # a TrainingModule's
-    return Loan(module, trainer, metrics)
+    return LentRunContext(module, trainer, metrics)
 
 
-def detach(attachment: Attachment, source: GivenData) -> None:
+def detach(run_context: RunContext, source: GivenData) -> None:
     """Removes the temporary attributes from Lightning's objects, however the run ended; fabricamp's modules stay attached."""
-    while attachment.toggled:  # left by a step that raised
-        attachment.toggled.pop().requires_grad_(True)
-    attachment.release()
+    while run_context.toggled:  # left by a step that raised
+        run_context.toggled.pop().requires_grad_(True)
+    run_context.release()
     if derives_from(source.datamodule, DATA):
         vars(source.datamodule)["trainer"] = None
 
 
-class Loan(Attachment):
-    """An attachment that records the temporary attributes of every LightningModule in the module, so that inner ones log too."""
+class LentRunContext(RunContext):
+    """A run context that gives temporary attributes to every LightningModule in the module: inner ones log too."""
 
-    __slots__ = ("_borrowers",)
+    __slots__ = ("_modules",)
 
     def __init__(self, module: nn.Module, trainer: Trainer, metrics: Metrics | None) -> None:
         super().__init__()
-        self.trainer, self.metrics = trainer, metrics
-        self._borrowers: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
-        for one in module.modules():
-            if lightnings_base(type(one)) is not None:
-                lent = self._lent(one) | {"_trainer": _trainer_face(trainer, one, self)}
-                self._borrowers.append((one, lent, {name: vars(one)[name] for name in lent if name in vars(one)}))
+        self.trainer = trainer
+        self.metrics = metrics
+        self._modules: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+        """(LightningModule, its temporary attributes, its own values of these names)."""
+        for submodule in module.modules():
+            if lightnings_base(type(submodule)) is not None:
+                lent = self._attributes_for(submodule) | {"_trainer": _trainer_face(trainer, submodule, self)}
+                before = {name: vars(submodule)[name] for name in lent if name in vars(submodule)}
+                self._modules.append((submodule, lent, before))
                 # Bypasses nn.Module.__setattr__: these are neither parameters nor submodules.
-                vars(one).update(lent)
+                vars(submodule).update(lent)
 
-    def _lent(self, module: Any) -> dict[str, Any]:
+    def _attributes_for(self, module: Any) -> dict[str, Any]:
         """Returns the attributes to attach; a method only if neither the object nor its class overrides it."""
         base = lightnings_base(type(module))
         lent: dict[str, Any] = {
@@ -103,20 +108,20 @@ class Loan(Attachment):
 
     def show_dtypes(self) -> None:
         """Updates the separate dtype of LightningModules: the precision converts parameters without calling ``to``."""
-        for one, *_ in self._borrowers:
-            if any(parameter.is_floating_point() for parameter in one.parameters()):
-                vars(one)["_dtype"] = TrainingModule.dtype.fget(one)  # type: ignore[attr-defined]  # a property's
+        for module, *_ in self._modules:
+            if any(parameter.is_floating_point() for parameter in module.parameters()):
+                vars(module)["_dtype"] = TrainingModule.dtype.fget(module)  # type: ignore[attr-defined]  # a property's
 
     def release(self) -> None:
         """Removes the temporary attributes; a second call has no effect."""
         super().release()
         self.show_dtypes()
-        for one, lent, before in self._borrowers:
+        for module, lent, before in self._modules:
             for name, value in lent.items():
-                if vars(one).get(name) is value:
-                    del vars(one)[name]
-            vars(one).update(before, _current_fx_name=None)
-        self._borrowers = []
+                if vars(module).get(name) is value:
+                    del vars(module)[name]
+            vars(module).update(before, _current_fx_name=None)
+        self._modules = []
 
 
 def _call_hook(module: Any, name: str, *args: Any) -> Any:
@@ -152,7 +157,8 @@ class _TrainerFace(_Face):
     @property
     def _results(self) -> Any:
         """The object that ``super().log`` calls in a module that overrides ``log``; sets the hook's name, which it reads next."""
-        module, trainer = vars(self)["_module"], vars(self)["_ours"]
+        module = vars(self)["_module"]
+        trainer = vars(self)["_ours"]
         vars(module)["_current_fx_name"] = _HOOKS.get(trainer.state.scope, "training_step")
         return SimpleNamespace(log=partial(_log, module))
 
@@ -171,10 +177,10 @@ class _StrategyFace(_Face):
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
 
-def _trainer_face(trainer: Trainer, module: Any, attachment: Attachment) -> _Face:
+def _trainer_face(trainer: Trainer, module: Any, run_context: RunContext) -> _Face:
     strategy = _StrategyFace(
         trainer.strategy,
-        _attachment=attachment,
+        _attachment=run_context,
         backward=partial(_backward, module),
         all_gather=partial(_all_gather, trainer),
     )
@@ -190,7 +196,8 @@ def _trainer_face(trainer: Trainer, module: Any, attachment: Attachment) -> _Fac
 
 def _log(module: Any, _: str, name: str, value: Any, **options: Any) -> None:
     """Logs the value that Lightning's ``log`` passes on; the hook's name comes first and is ignored."""
-    TrainingModule.log(module, name, value, **{key: one for key, one in options.items() if key != "sync_dist_fn"})
+    options.pop("sync_dist_fn", None)
+    TrainingModule.log(module, name, value, **options)
 
 
 def _backward(module: Any, loss: Tensor, _: Any, *args: Any, **kwargs: Any) -> None:

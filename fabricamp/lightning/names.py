@@ -56,7 +56,8 @@ class Names:
             return None
         if name == "lightning":
             return ModuleSpec(name, _Loader(None), is_package=True)  # type: ignore[arg-type]  # a loader by its methods
-        asked = sys._getframe(2).f_globals.get("__name__") == "importlib.util"  # asks only whether the module exists
+        # importlib.util.find_spec asks only whether the module exists, so it gets an answer and no error.
+        asked = sys._getframe(2).f_globals.get("__name__") == "importlib.util"
         if package == "lightning" and parts.pop(0) != "pytorch":
             words = words_for(name.split(".")[1])
             if words is not None and not asked:
@@ -73,10 +74,10 @@ def install() -> None:
     if Names in sys.meta_path:
         return
     for package in PACKAGES:
-        there = getattr(sys.modules.get(package), "__file__", None) or PATH
-        if not there.startswith(PATH):
+        file = getattr(sys.modules.get(package), "__file__", None) or PATH
+        if not file.startswith(PATH):
             raise ConfigError(
-                f"{package!r} is imported already, from {there}; run the script as python -m fabricamp.lightning script.py"
+                f"{package!r} is imported already, from {file}; run the script as python -m fabricamp.lightning script.py"
             )
     sys.meta_path.insert(0, Names)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabricamp.gradients.memory import GradientMemory
-    from fabricamp.strategies.ddp_strategy import DDPStrategy as DDPStrategy  # noqa: PLC0414 - for type checkers
+    from fabricamp.strategies.ddp_strategy import DDPStrategy as DDPStrategy
 
 _OWN_DTYPE: Final = Transport()
 _MOST_LISTS: Final = 8

@@ -129,7 +129,7 @@ Guard = Callable[[Callable[[], Any]], bool]
 @contextlib.contextmanager
 def leaving_no_trace(trainer: Trainer, module: TrainingModule, *callbacks: Callback) -> Iterator[None]:
     """Runs trials with only these callbacks in this block; restores module, generators and Trainer afterwards."""
-    with module_kept(module), trainer._runner.apart(module, callbacks), isolate_rng():
+    with module_kept(module), trainer._runner.isolated(module, callbacks), isolate_rng():
         yield
 
 

@@ -171,7 +171,7 @@ def test_a_trainer_that_has_not_run_yet():
 def test_the_state_of_a_run_is_read_by_name(name):
     state, expected = load(name)
     assert {key: getattr(state, key) for key in expected} == expected
-    assert state.place_of(4) == 3
+    assert state.logger_step(4) == 3
     state.ask("enough")
     assert (state.should_stop, state.stop_reason) == (True, "enough")
     state.forget_stop()

@@ -42,7 +42,7 @@ def test_what_a_fit_was_started_as_and_on():
     assert content["module"] == "tests.small.Classifier"
     assert content["packages"]["torch"] == torch.__version__
     assert content["machine"]["cpus"] == os.cpu_count()
-    assert len(content["git"]["revision"]) == 40 or not content["git"], "the tests lie in a repository, or in none"
+    assert not content["git"] or len(content["git"]["revision"]) == 40, "the tests lie in a repository, or in none"
     assert (content["status"], content["reason"]) == ("finished", "max_epochs=1 reached")
     assert (content["step"], content["epoch"]) == (8, 1)
     assert list(content["best"]) == ["val_loss"]

@@ -110,11 +110,11 @@ class GraphEvaluation:
         self._room.check(key, shapes=len(self._graphs))
         given = (inputs, BatchIndex(self._step), *arguments[2:])[: len(arguments)]
         graph = Captured(session.module, inputs, LogReplay(session.metrics, MetricTable.EVALUATION))
-        session.attachment.metrics, state.capturing = self._watch.log_watch(), True
+        session.run_context.metrics, state.capturing = self._watch.log_watch(), True
         try:
             graph.capture(lambda: self._forward(*given), self._stream, torch.cuda.graph_pool_handle())
         finally:
-            session.attachment.metrics, state.capturing = session.metrics, False
+            session.run_context.metrics, state.capturing = session.metrics, False
         return graph
 
     def _launch_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...]) -> None:

@@ -449,12 +449,12 @@ class StepWatch:
         generators = host_generators()
         try:
             if self._refuses_logs:
-                self._session.attachment.metrics = self.log_watch()
+                self._session.run_context.metrics = self.log_watch()
             outputs, waits = _looked_at(call) if looks else (call(), "")
         except NotCapturableError as error:
             raise refused(str(error)) from None
         finally:
-            self._session.attachment.metrics = self._metrics
+            self._session.run_context.metrics = self._metrics
         effect = None if attributes is None else attributes.changed()
         if effect is not None:
             return (

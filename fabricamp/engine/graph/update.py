@@ -112,7 +112,7 @@ class GraphUpdate(Update):
         assert options is not None
         self._options = options
         self._session = session
-        self._attachment = session.attachment
+        self._attachment = session.run_context
         self._watch = StepWatch(session, "training_step")
         self._window = WindowGradients(parts.module)
         self._together = CaptureConsensus(parts.strategy, options.warmup)
