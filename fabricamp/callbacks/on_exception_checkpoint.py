@@ -41,7 +41,7 @@ class OnExceptionCheckpoint(Checkpoint):
         if not filename:
             raise ConfigError("OnExceptionCheckpoint(filename=''): give a name, such as 'on_exception'")
         self.dirpath = os.fspath(dirpath)
-        self._folder = storage.normal(dirpath)  # absolute: the script may change its folder before the exception
+        self._folder = storage.normalized(dirpath)  # absolute: the script may change its folder before the exception
         self.filename = filename
         self._trains = False
         self._saved = False
@@ -66,7 +66,7 @@ class OnExceptionCheckpoint(Checkpoint):
                 f"OnExceptionCheckpoint with {trainer.world_size} processes: the rank that raised cannot gather the others' state; "
                 "use ModelCheckpoint(every_n_train_steps=...) or train_time_interval instead"
             )
-        if not trainer.fast_dev_run and (problem := storage.unusable(self._folder)):
+        if not trainer.fast_dev_run and (problem := storage.why_not_writable(self._folder)):
             raise ConfigError(f"OnExceptionCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:

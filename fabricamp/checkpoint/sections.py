@@ -13,7 +13,7 @@ from fabricamp.checkpoint.foreign import fit_names
 from fabricamp.checkpoint.hyperparameters import kept_by
 from fabricamp.checkpoint.plain import PRIVATE
 from fabricamp.checkpoint.record import Section
-from fabricamp.checkpoint.shards import placed_states, placed_weights
+from fabricamp.checkpoint.shards import sharded_states, sharded_weights
 from fabricamp.errors import CheckpointError
 from fabricamp.strategies.meta_init import leave_meta
 
@@ -70,7 +70,7 @@ class Weights(Section):
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Loads the weights; if the module is sharded, only this rank's shards."""
         if self.strategy.checkpoint_form == "folder":
-            checkpoint = placed_weights(checkpoint, path, self.module.state_dict())
+            checkpoint = sharded_weights(checkpoint, path, self.module.state_dict())
         restore_weights(self.module, checkpoint, path)
 
 
@@ -137,7 +137,7 @@ class Optimizers(Section):
                 "TrainingModule.load_from_checkpoint and start anew, or give a checkpoint saved with save_weights_only=False"
             )
         _check_number(path, "optimizers", states, self.optimizers)
-        states = placed_states(checkpoint, path, self.optimizers, states)
+        states = sharded_states(checkpoint, path, self.optimizers, states)
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
             optimizer.load_state_dict(state)
             _check_shapes(optimizer, number, path)

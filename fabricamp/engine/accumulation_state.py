@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricamp.checkpoint.record import Section
-from fabricamp.checkpoint.shards import placed_gradients, read_gradient
+from fabricamp.checkpoint.shards import full_gradient, sharded_gradients
 from fabricamp.ops.shards import is_shard, local
 
 if TYPE_CHECKING:
@@ -180,13 +180,13 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
         stored = any(one.is_meta for one in window["gradients"].values())
         places = strategy.places_of_whole_gradients() if len(window["held"]) == strategy.world_size else {}
         if stored and places:
-            return {**window, "gradients": placed_gradients(checkpoint, path, places), "whole": True}
+            return {**window, "gradients": sharded_gradients(checkpoint, path, places), "whole": True}
         averaged = {}
         for name, stacked in window["gradients"].items():
-            averaged[name] = _unstacked(read_gradient(checkpoint, path, name, stacked), None)
+            averaged[name] = _unstacked(full_gradient(checkpoint, path, name, stacked), None)
         window = {**window, "gradients": averaged, "sharded": True, "held": [sorted(averaged)] * len(window["held"])}
         checkpoint = {**checkpoint, "loops": {"fit": {**fit, "window": window}}}
-    return {**window, "gradients": placed_gradients(checkpoint, path, dict(module.named_parameters()))}
+    return {**window, "gradients": sharded_gradients(checkpoint, path, dict(module.named_parameters()))}
 
 
 def _stacked(tensor: Tensor, strategy: Strategy) -> Tensor:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp._utils.files import replace_text
 from fabricamp._utils.masking import hidden, masked
-from fabricamp.callbacks._ckpt_path import model_checkpoints
 from fabricamp.checkpoint import plain
 from fabricamp.checkpoint.hyperparameters import kept_by
 from fabricamp.engine import environment_info
+from fabricamp.engine.ckpt_path import model_checkpoints
 from fabricamp.loggers.run_folder import folder_of
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp import launch
-from fabricamp.callbacks._ckpt_path import resolve_checkpoint
 from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import storage
 from fabricamp.data import DataModule
+from fabricamp.engine.ckpt_path import resolve_checkpoint
 from fabricamp.engine.ending import giving_back
 from fabricamp.engine.kernel_choice import kernel_choice
 from fabricamp.engine.logger_setup import join_loggers
@@ -69,7 +69,7 @@ class Runner:
         self.trainer = trainer
         self.settings = settings
         self.environment = environment
-        self.root_folder = storage.normal(settings.default_root_dir)  # now: a script may change its folder later
+        self.root_folder = storage.normalized(settings.default_root_dir)  # now: a script may change its folder later
         self.num_processes = len(device_indices)  # of this node
         self.launches = environment is None and self.num_processes > 1
         self.session: Session | None = None
@@ -98,7 +98,7 @@ class Runner:
         later: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None}
         self.__dict__.update({**later, **state})
         if "root_folder" not in state:
-            self.root_folder = storage.normal(self.settings.default_root_dir)
+            self.root_folder = storage.normalized(self.settings.default_root_dir)
 
     def take_session(self, session: Session) -> None:
         """Replaces the last run's session by ``session``; the last run's numbers of batches stay known."""
