@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fabricamp._utils.files import replace_text
 from fabricamp._utils.masking import hidden, masked
 from fabricamp.checkpoint import plain
-from fabricamp.checkpoint.hyperparameters import kept_by
+from fabricamp.checkpoint.hyperparameters import saved_hyperparameters
 from fabricamp.engine import environment_info
 from fabricamp.engine.ckpt_path import model_checkpoints
 from fabricamp.loggers.run_folder import folder_of
@@ -104,7 +104,7 @@ def _write(session: Session, folder: Path, content: dict[str, Any]) -> None:
 
 def _beginning(session: Session, folder: Path) -> dict[str, Any]:
     trainer, module = session.trainer, session.module
-    owners = [kept_by(one) for one in (session.source.datamodule, module) if one is not None]
+    owners = [saved_hyperparameters(one) for one in (session.source.datamodule, module) if one is not None]
     hyperparameters: dict[str, Any] = {}
     for owner in owners:
         if owner.logged and session.settings.enable_autolog_hparams:
