@@ -73,8 +73,8 @@ class BatchSizeFinder(Callback):
         size = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("batch_size")
         if size is not None:
             self.optimal_batch_size = size
-            for holder in setting_refs(self.batch_arg_name, pl_module, trainer.datamodule):
-                holder.value = size
+            for setting in setting_refs(self.batch_arg_name, pl_module, trainer.datamodule):
+                setting.value = size
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the size that was found."""

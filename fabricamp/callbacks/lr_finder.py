@@ -79,8 +79,8 @@ class LearningRateFinder(Callback):
         """Sets the rate that the run began with."""
         self.found = checkpoint.get("callbacks", {}).get(self.state_key, {})
         if self.found:
-            for holder in setting_refs(self.found["name"], pl_module, trainer.datamodule):
-                holder.value = self.found["rate"]
+            for setting in setting_refs(self.found["name"], pl_module, trainer.datamodule):
+                setting.value = self.found["rate"]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the name and the rate that were set."""

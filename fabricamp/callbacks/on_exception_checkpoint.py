@@ -60,7 +60,8 @@ class OnExceptionCheckpoint(Checkpoint):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._trains = self._saved = False
+        self._trains = False
+        self._saved = False
         if trainer.world_size > 1:
             raise ConfigError(
                 f"OnExceptionCheckpoint with {trainer.world_size} processes: the rank that raised cannot gather the others' state; "
@@ -76,7 +77,9 @@ class OnExceptionCheckpoint(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Writes the file, if training had begun."""
         # Lightning's Trainer calls this for errors in setup too.
-        if is_lightnings(trainer) or trainer.fast_dev_run or not (self._trains and trainer.state.fitting):
+        if is_lightnings(trainer) or trainer.fast_dev_run:
+            return
+        if not self._trains or not trainer.state.fitting:
             return
         trainer.save_checkpoint(self._file)
         self._saved = True
