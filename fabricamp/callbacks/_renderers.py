@@ -30,7 +30,8 @@ _SHARE_OF_TIME = 0.01
 """The largest fraction of the time that drawing may take."""
 
 _LABEL_WIDTH = 12
-_BAR_LEAST, _BAR_MOST = 10, 40
+_BAR_LEAST = 10
+_BAR_MOST = 40
 _GAP = "  "
 
 
@@ -226,11 +227,12 @@ class _LiveRenderer(Renderer):
 def _spaced(pairs: Pairs) -> Text:
     from rich.text import Text
 
-    shown = [(name, value) for name, value in pairs if name or value]
-    return Text(_GAP).join(
-        Text.assemble((f"{name} " if name and value else name, "dim" if value else "bold"), value)
-        for name, value in shown
-    )
+    texts = []
+    for name, value in pairs:
+        if name or value:
+            label = f"{name} " if name and value else name
+            texts.append(Text.assemble((label, "dim" if value else "bold"), value))
+    return Text(_GAP).join(texts)
 
 
 def _wrapped(pairs: Pairs, width: int) -> Iterator[Text]:

@@ -384,6 +384,7 @@ class ModelCheckpoint(Checkpoint):
         last = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST) if self.save_last else ""
         plan = self._planner(trainer).plan(self._kept, path, last, score)
         if not ranked and not last:
+            # ``last_model_path`` also names a file that was written at Ctrl-C or an exception.
             plan = dataclasses.replace(plan, after=dataclasses.replace(plan.after, last=plan.target))
         plan.make_room()
         return plan
@@ -427,6 +428,7 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def _execute(self, trainer: Trainer, plan: SavePlan) -> None:
+        """Carries out the plan; :class:`AsyncCheckpoint` does so in the background."""
         self._write(trainer, plan)
         trainer.strategy.on_rank_zero(plan.rotate)
         self._publish(trainer, plan)

@@ -105,11 +105,13 @@ def _write_once(
 
 def _files_checked_by(strategy: Strategy) -> Callable[[str], bool]:
     """Returns a filter for the files that a rank checks: those with its number in DCP's file name; together all are checked."""
-    rank, world_size = strategy.rank, strategy.world_size
+    rank = strategy.rank
+    world_size = strategy.world_size
 
     def own(name: str) -> bool:
-        number = re.match(r"__(\d+)_", name)
-        return (int(number[1]) if number else 0) % world_size == rank
+        match = re.match(r"__(\d+)_", name)
+        writer = int(match[1]) if match else 0
+        return writer % world_size == rank  # the file may be of a run with more ranks
 
     return own
 

@@ -85,7 +85,8 @@ def arguments_for(
     saved, name = _saved(checkpoint, keys, path)
     notes = checkpoint.get(keys.types, [])
     parameters = inspect.signature(owner).parameters
-    named = {key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {key for key, parameter in parameters.items() if parameter.kind in by_name}
     whole = name if name in named else None
     if whole in overrides:
         return dict(overrides)
@@ -106,7 +107,7 @@ def arguments_for(
         beside = {key: value for key, value in overrides.items() if key in named and key not in saved}
         within = {key: value for key, value in overrides.items() if key not in beside}
         return {whole: _container({**values, **within}, notes), **beside}
-    takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any_name:
         # Unknown names are dropped: a base class may have saved them, or they were added to hparams.
         values = {key: value for key, value in values.items() if key in named}

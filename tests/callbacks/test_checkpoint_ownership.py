@@ -95,8 +95,8 @@ def test_only_regular_files_below_the_folder_are_followed(tmp_path):
     folder = tmp_path / "files"
     (folder / "inner").mkdir(parents=True)
     (tmp_path / "beside").mkdir()
-    for place in (folder / "a.ckpt", folder / "inner" / "b.ckpt", tmp_path / "beside" / "c.ckpt"):
-        place.touch()
+    for path in (folder / "a.ckpt", folder / "inner" / "b.ckpt", tmp_path / "beside" / "c.ckpt"):
+        path.touch()
     os.mkfifo(folder / "pipe.ckpt")
     (folder / "within.ckpt").symlink_to("inner/b.ckpt")
     (folder / "out.ckpt").symlink_to(tmp_path / "beside" / "c.ckpt")

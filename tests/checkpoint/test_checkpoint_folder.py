@@ -181,21 +181,21 @@ def test_abandoned_folders_are_removed_and_those_of_a_living_writer_are_not(stat
 )
 @pytest.mark.parametrize("stood", [False, True])
 def test_a_folder_that_is_removed_while_it_is_written_is_made_again(state, tmp_path, monkeypatch, owner, name, stood):
-    place = tmp_path / "files"
+    target_folder = tmp_path / "files"
     if stood:
-        written(place / "a.ckpt", {**state, "global_step": 1})
+        written(target_folder / "a.ckpt", {**state, "global_step": 1})
     real, calls = getattr(owner, name), []
 
     def removing(*args, **options):
         calls.append(name)
         if len(calls) == 1:
-            shutil.rmtree(place)
+            shutil.rmtree(target_folder)
         return real(*args, **options)
 
     monkeypatch.setattr(owner, name, removing)
-    check(read_checkpoint(written(place / "a.ckpt", state)))
+    check(read_checkpoint(written(target_folder / "a.ckpt", state)))
     assert len(calls) > 1
-    assert [one.name for one in place.iterdir()] == ["a.ckpt"]
+    assert [one.name for one in target_folder.iterdir()] == ["a.ckpt"]
 
 
 def test_a_folder_that_is_removed_each_time_is_an_error(state, tmp_path, monkeypatch):
