@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.callbacks._checkpoint_files import files_in, possible_folders, trusted_folders
 from fabricamp.callbacks.base import matched_states
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import Candidates, read_header, read_together, storage
 from fabricamp.errors import CheckpointError, ConfigError, FabricampError, MissingCheckpointError, nearest
 from fabricamp.launch import restarts
