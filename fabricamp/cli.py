@@ -414,7 +414,7 @@ def _plain(value: Any) -> Any:
 
 def _check_there(ckpt_path: str, command: str) -> None:
     """Raises :class:`ConfigError` for a file that does not exist; "last", "best", "auto" and URLs are resolved later."""
-    from fabricamp.checkpoint.storage import found_near
+    from fabricamp.checkpoint.storage import nearby_checkpoints
 
     if ckpt_path in ("last", "best", "auto") or "://" in ckpt_path or Path(ckpt_path).expanduser().exists():
         return
@@ -424,7 +424,7 @@ def _check_there(ckpt_path: str, command: str) -> None:
     if bare and (meant := nearest(ckpt_path, words)):
         raise ConfigError(f"ckpt_path={ckpt_path!r} is not there{meant}")
     raise ConfigError(
-        f"ckpt_path={ckpt_path!r} is not there{found_near(ckpt_path)}; give the path of a checkpoint, or ckpt_path=last"
+        f"ckpt_path={ckpt_path!r} is not there{nearby_checkpoints(ckpt_path)}; give the path of a checkpoint, or ckpt_path=last"
     )
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fabricamp._utils.say_once import say_once
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.checkpoint.arguments import MODULE, build
-from fabricamp.checkpoint.hyperparameters import HyperparametersMixin
+from fabricamp.checkpoint.hyperparameters import MODULE, HyperparametersMixin
+from fabricamp.checkpoint.load_from_checkpoint import build
 from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.exporting import ExportMixin
 from fabricamp.engine.optimizer_setup import ManagedOptimizer

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _MOVED: Final[dict[str, dict[str, str]]] = {
     "fabricamp.callbacks._cadence": {"Cadence": "fabricamp.arguments.cadence", "Every": "fabricamp.arguments.cadence"},
     "fabricamp.callbacks._lineage": {"Lineage": "fabricamp.callbacks._checkpoint_files"},
-    "fabricamp.callbacks._rotation": {"Kept": "fabricamp.callbacks._checkpoint_files"},
+    "fabricamp.callbacks._rotation": {"Kept": "fabricamp.callbacks._checkpoint_files:KeptFiles"},
     "fabricamp.engine.attachment": {"Attachment": "fabricamp.engine.run_context:RunContext"},
     "fabricamp.hyperparameters": {"Hyperparameters": "fabricamp.checkpoint.hyperparameters"},
     "fabricamp.loggers.backlog": {"Record": "fabricamp.loggers.write_queue"},

@@ -1,4 +1,4 @@
-"""Durations given as arguments."""
+"""Durations and intervals given as arguments, and when a save or a validation is due: every n steps, every n minutes, or both."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from fabricamp.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
 
-
-# ~~~ from arguments.durations: Durations given as arguments.
+_SECONDS = {
+    "s": 1.0,
+    "sec": 1.0,
+    "second": 1.0,
+    "min": 60.0,
+    "minute": 60.0,
+    "h": 3600.0,
+    "hour": 3600.0,
+    "day": 86400.0,
+}
+_UNITS = ("step", "epoch", *_SECONDS)
 
 
 def as_seconds(name: str, value: Any) -> float | None:
@@ -24,7 +33,8 @@ def as_seconds(name: str, value: Any) -> float | None:
     """
     if value is None:
         return None
-    length, why = value, ""
+    length = value
+    why = ""
     try:
         if isinstance(value, str):
             days, hours, minutes, seconds = (int(part) for part in value.split(":"))
@@ -40,22 +50,6 @@ def as_seconds(name: str, value: Any) -> float | None:
     )
 
 
-# ~~~ from callbacks._cadence: Decides when a checkpoint or a validation is due: every n steps, every n minutes of rank 0's clock, or both.
-
-
-_SECONDS = {
-    "s": 1.0,
-    "sec": 1.0,
-    "second": 1.0,
-    "min": 60.0,
-    "minute": 60.0,
-    "h": 3600.0,
-    "hour": 3600.0,
-    "day": 86400.0,
-}
-_UNITS = ("step", "epoch", *_SECONDS)
-
-
 class Every(NamedTuple):
     """How often something is due; 0 and None mean never."""
 
@@ -69,25 +63,28 @@ def parse_every(text: str, name: str = "every") -> Every:
 
     Raises :class:`ConfigError` if the text cannot be parsed.
     """
-    found: dict[str, float] = {}
+    amounts: dict[str, float] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", part)
         unit = "" if match is None else match[2].removesuffix("s") or "s"
         if match is None or unit not in _UNITS:
-            hint = "" if match is None else nearest(match[2], (*_UNITS, *(f"{one}s" for one in _UNITS)))
+            plurals = [f"{unit}s" for unit in _UNITS]
+            hint = "" if match is None else nearest(match[2], (*_UNITS, *plurals))
             raise ConfigError(
                 f"{name}={text!r}: {part.strip()!r} cannot be read{hint}; write it like '100 steps, 1 epoch, 30 min' (units: "
                 f"{', '.join(_UNITS)})"
             )
-        amount, kind = float(match[1]) * _SECONDS.get(unit, 1.0), unit if unit in ("step", "epoch") else "time"
-        if kind in found or amount <= 0 or (kind != "time" and amount != int(amount)):
+        kind = unit if unit in ("step", "epoch") else "time"
+        amount = float(match[1]) * _SECONDS.get(unit, 1.0)
+        is_fraction = kind != "time" and amount != int(amount)
+        if kind in amounts or amount <= 0 or is_fraction:
             raise ConfigError(
                 f"{name}={text!r}: {part.strip()!r} is not allowed; give steps, epochs and a time at most once each, more than 0, "
                 "steps and epochs as whole numbers"
             )
-        found[kind] = amount
-    interval = timedelta(seconds=found["time"]) if "time" in found else None
-    return Every(int(found.get("step", 0)), int(found.get("epoch", 0)), interval)
+        amounts[kind] = amount
+    interval = timedelta(seconds=amounts["time"]) if "time" in amounts else None
+    return Every(int(amounts.get("step", 0)), int(amounts.get("epoch", 0)), interval)
 
 
 def validation_times(interval: str | dict[str, Any] | timedelta) -> Every:
@@ -102,40 +99,10 @@ def validation_times(interval: str | dict[str, Any] | timedelta) -> Every:
     return Every(interval=timedelta(seconds=seconds))
 
 
-def chosen_cadence(every: str | None, steps: int | None, epochs: int | None, interval: timedelta | None) -> Every:
-    """Returns the cadence from ``every``, or from Lightning's three arguments with their default."""
-    if every is None:
-        others = steps or interval is not None
-        return Every(steps or 0, int(not others) if epochs is None else epochs, interval)
-    if any(one is not None for one in (steps, epochs, interval)):
-        raise ConfigError(
-            f"ModelCheckpoint(every={every!r}) is the whole schedule of saves: leave every_n_train_steps, train_time_interval and "
-            "every_n_epochs out"
-        )
-    return parse_every(every)
-
-
-def check_cadence(every: str | None, steps: int, epochs: int, interval: timedelta | None) -> None:
-    """Raises :class:`ConfigError` for invalid lengths, and for several lengths without ``every``."""
-    for name, length in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
-        if length < 0:
-            raise ConfigError(f"ModelCheckpoint({name}={length}): choose 1 or more, or 0 for never")
-    if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta(0)):
-        raise ConfigError(
-            f"ModelCheckpoint(train_time_interval={interval!r}): give a timedelta such as timedelta(minutes=30)"
-        )
-    lengths = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": interval}
-    given = [name for name, length in lengths.items() if length]
-    if len(given) > 1 and every is None:
-        raise ConfigError(
-            f"ModelCheckpoint was given {' and '.join(given)}: choose one, or every='100 steps, 1 epoch, 30 min' for several"
-        )
-
-
 class Cadence:
-    """Decides at which steps a checkpoint is due; every rank gets the same answer.
+    """Decides at which steps a save or a validation is due: every ``steps``, and every ``interval`` of rank 0's clock.
 
-    Before step ``next_look`` none is due, and :meth:`is_due` need not be called.
+    Every rank gets the same answer.  Before step ``next_look`` nothing is due, and :meth:`is_due` need not be called.
     """
 
     def __init__(self, steps: int, interval: timedelta | None) -> None:
@@ -146,13 +113,13 @@ class Cadence:
     def start(self, step: int) -> None:
         """Starts at ``step``; steps are counted from the run's first step, time from now."""
         self._since = time.monotonic()
-        self._looked = (self._since, step)
+        self._looked = (self._since, step)  # when the clock was last compared, and at which step
         self._next_step = (step // self._steps + 1) * self._steps if self._steps else sys.maxsize
         self._next_glance = step + 1 if self._interval else sys.maxsize
         self.next_look = min(self._next_step, self._next_glance)
 
     def is_due(self, step: int, strategy: Strategy) -> bool:
-        """Returns whether a checkpoint is due at ``step``; every rank calls this at the same steps."""
+        """Returns whether a save or a validation is due at ``step``; every rank calls this at the same steps."""
         due = step >= self._next_step
         if due:
             self._next_step += self._steps

@@ -1,4 +1,7 @@
-"""Checks of whole numbers, flags, choices and names: each returns the value, or raises ConfigError with the allowed values."""
+"""Checks of arguments: whole numbers, flags, choices and names, and the types of callbacks' arguments.
+
+Each returns the value if there is one to use, or raises ConfigError with the allowed values.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,14 @@ from fabricamp.errors import ConfigError, advice, nearest
 NO_LIMIT = -1
 """The value of ``max_epochs`` and ``max_steps`` that means no limit."""
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "a string": (str,),
+    "a path": (str, os.PathLike),
+    "a whole number": (numbers.Integral,),
+    "a number": (numbers.Real,),
+    "True or False": (bool,),
+}
+
 
 def check_count(name: str, value: Any, *, least: int, endless: bool = False, optional: bool = False) -> int | None:
     """Returns a whole number from ``least``; ``endless`` also allows -1, ``optional`` also allows None."""
@@ -21,11 +32,11 @@ def check_count(name: str, value: Any, *, least: int, endless: bool = False, opt
     if whole and endless and value == NO_LIMIT:
         return NO_LIMIT
     if not whole or value < least:
-        allowed = (
-            f"a whole number from {least}"
-            + (", or -1 for no limit" if endless else "")
-            + (", or None" if optional else "")
-        )
+        allowed = f"a whole number from {least}"
+        if endless:
+            allowed += ", or -1 for no limit"
+        if optional:
+            allowed += ", or None"
         raise ConfigError(f"{name}={value!r} is not allowed; give {allowed}")
     return int(value)
 
@@ -39,15 +50,15 @@ def check_flag(name: str, value: Any, *, others: tuple[Any, ...] = ()) -> Any:
     """Returns True, False or one of ``others``."""
     if isinstance(value, bool) or (value in others and not isinstance(value, int)):
         return value
-    allowed = ", ".join(repr(one) for one in (True, False, *others))
+    allowed = ", ".join(map(repr, (True, False, *others)))
     raise ConfigError(f"{name}={value!r} is not allowed (allowed: {allowed})")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     """Returns ``value`` if it is one of ``choices``."""
     if value not in choices:
-        known = [one for one in choices if isinstance(one, str)]
-        allowed = ", ".join(repr(one) for one in choices)
+        known = [choice for choice in choices if isinstance(choice, str)]
+        allowed = ", ".join(map(repr, choices))
         raise ConfigError(f"{name}={value!r} is not known{nearest(value, known)} (known: {allowed})")
     return value
 
@@ -59,22 +70,12 @@ def check_names(words: str, given: Iterable[str], known: Sequence[str], *, where
             raise ConfigError(f"{words} {name!r}{advice(where, name, known)}")
 
 
-# ~~~ from callbacks._kinds: Checks the types of callback arguments, before their values are compared.
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "a string": (str,),
-    "a path": (str, os.PathLike),
-    "a whole number": (numbers.Integral,),
-    "a number": (numbers.Real,),
-    "True or False": (bool,),
-}
-
-
 def check_kind(owner: object, kind: str, *, optional: bool = False, **given: Any) -> None:
     """Raises :class:`ConfigError` for the first argument in ``given`` that is not of ``kind``; ``optional`` also allows None."""
     for name, value in given.items():
-        fits = isinstance(value, _KINDS[kind]) and isinstance(value, bool) is (kind == "True or False")
-        if not fits and not (optional and value is None):
+        if optional and value is None:
+            continue
+        is_bool = isinstance(value, bool)  # which is an int, too
+        if not isinstance(value, _KINDS[kind]) or is_bool is not (kind == "True or False"):
             allowed = f"{kind} or None" if optional else kind
             raise ConfigError(f"{type(owner).__name__}({name}={value!r}): give {allowed}")

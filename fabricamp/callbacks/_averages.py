@@ -58,7 +58,7 @@ class Averages:
         self._device = device
         self._use_buffers = use_buffers
         self._weights: list[Tensor] = []
-        self._moved: list[Tensor] = []
+        self._local_averages: list[Tensor] = []
 
     # -- the averaged tensors ----------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Averages:
                 value = updated if saved is None else saved.get(name, updated)
                 self.values[name] = self._new(value, torch.promote_types(updated.dtype, torch.float32))
         self._weights = [local(updated) for updated, _ in sources.values()]
-        self._moved = [local(self.values[name]) for name in sources]
+        self._local_averages = [local(self.values[name]) for name in sources]
 
     def _new(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         own = value.detach().to(dtype=dtype, copy=True)
@@ -95,13 +95,17 @@ class Averages:
         """Returns by name (tensor that an optimizer updates, such as an fp32 master; the module's own tensor)."""
         strategy.settle_module(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        updated = [one for optimizer in optimizers for one in owned_parameters(optimizer)]
-        own = [(one, module_parameter(one)) for one in updated]
-        sources = {names[id(parameter)]: (one.detach(), parameter) for one, parameter in own if id(parameter) in names}
+        sources: dict[str, tuple[Tensor, Tensor]] = {}
+        for optimizer in optimizers:
+            for updated in owned_parameters(optimizer):
+                parameter = module_parameter(updated)
+                if id(parameter) in names:
+                    sources[names[id(parameter)]] = (updated.detach(), parameter)
         if self._use_buffers:
             saved = module.state_dict().keys()
-            buffers = [(name, one) for name, one in module.named_buffers() if name in saved and one.is_floating_point()]
-            sources |= {name: (one, one) for name, one in buffers}
+            for name, buffer in module.named_buffers():
+                if name in saved and buffer.is_floating_point():
+                    sources[name] = (buffer, buffer)
         return sources
 
     # -- updates -----------------------------------------------------------------------------------------------------------------
@@ -114,9 +118,10 @@ class Averages:
         applied since the last update, nothing changes, unless ``anyway``.
         """
         self.begun = True
-        averages, weights = self._moved, self._weights
+        averages = self._local_averages
+        weights = self._weights
         if self._device is not None:
-            weights = [one.to(self._device) for one in weights]
+            weights = [weight.to(self._device) for weight in weights]
         if applied is None and isinstance(self.count, int):
             self._move(averages, weights, self.count)
             self.count += 1
@@ -125,10 +130,11 @@ class Averages:
         assert self.applied is not None
         if isinstance(self.count, int):
             self.count = torch.full((), self.count, dtype=torch.int64, device=applied.device)
-        moved = torch.ones_like(self.count) if anyway else torch.ne(applied, self.applied).long()
+        # 1 or 0, on the device: whether this update counts.
+        counts = torch.ones_like(self.count) if anyway else torch.ne(applied, self.applied).long()
         self.applied = applied.clone()
-        self._move_where(averages, weights, self.count, moved)
-        self.count = self.count + moved
+        self._move_where(averages, weights, self.count, counts)
+        self.count = self.count + counts
 
     def _move(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
         if count == 0:
@@ -136,20 +142,23 @@ class Averages:
         elif self._rule.share is not None:
             ops.ema(weights, averages, 1 - self._rule.share(count))
         else:
-            self._rule.run(
-                averages, _like(weights, averages), torch.tensor(count, dtype=torch.int64, device=averages[0].device)
-            )
+            count_tensor = torch.tensor(count, dtype=torch.int64, device=averages[0].device)
+            self._rule.run(averages, _like(weights, averages), count_tensor)
 
-    def _move_where(self, averages: list[Tensor], weights: list[Tensor], count: Tensor, moved: Tensor) -> None:
+    def _move_where(self, averages: list[Tensor], weights: list[Tensor], count: Tensor, counts: Tensor) -> None:
+        """Moves the averages if ``counts`` is 1, and not if it is 0; the host does not know which."""
         if self._rule.share is not None:
-            share = torch.where(count == 0, 1.0, self._rule.share(count.double()) * moved.double())
+            share = torch.where(count == 0, 1.0, self._rule.share(count.double()) * counts.double())
             ops.ema(weights, averages, 1 - share)
             return
-        before, values = [one.clone() for one in averages], _like(weights, averages)
+        # A user's function takes no condition: it runs in any case, and the old averages are put back.
+        before = [average.clone() for average in averages]
+        values = _like(weights, averages)
         self._rule.run(averages, values, count)
         for average, old, value in zip(averages, before, values, strict=True):
-            first, counts = (count == 0).to(average.device), (moved != 0).to(average.device)
-            average.copy_(torch.where(first, value, torch.where(counts, average, old)))
+            is_first = (count == 0).to(average.device)
+            is_counted = (counts != 0).to(average.device)
+            average.copy_(torch.where(is_first, value, torch.where(is_counted, average, old)))
 
     # -- swapping averages and weights -------------------------------------------------------------------------------------------
 
@@ -173,13 +182,22 @@ class Averages:
         self._write(self._sources(module, optimizers, strategy), raw)
 
     def _write(self, sources: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
-        pairs = [(*sources[name], value) for name, value in values.items() if name in sources]
-        chosen = [(local(one), local(own), local(value)) for one, own, value in pairs]
-        updated = [one for one, _, _ in chosen]
-        if chosen:
-            torch._foreach_copy_(updated, [value for _, _, value in chosen])
-        apart = [(one, own) for one, own, _ in chosen if one.data_ptr() != own.data_ptr()]
-        round_to([one for one, _ in apart], [own for _, own in apart])
+        updated: list[Tensor] = []
+        new_values: list[Tensor] = []
+        masters: list[Tensor] = []
+        half_copies: list[Tensor] = []
+        for name, value in values.items():
+            if name not in sources:
+                continue
+            source, own = map(local, sources[name])
+            updated.append(source)
+            new_values.append(local(value))
+            if source.data_ptr() != own.data_ptr():
+                masters.append(source)
+                half_copies.append(own)
+        if updated:
+            torch._foreach_copy_(updated, new_values)
+        round_to(masters, half_copies)
 
     def _of_rank_zero(self, module: nn.Module, values: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
         if strategy.world_size == 1:
@@ -196,10 +214,10 @@ def mean(count: Any) -> Any:
 def in_state(module: nn.Module, state: dict[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns a copy of the module's state dict ``state`` in which ``values`` replace the tensors of these names."""
     result = copy.copy(state)
-    known = {id(one): values[name] for name, one in _tensors(module) if name in values}
-    for name, one in _tensors(module, remove_duplicate=False):
-        if name in result and id(one) in known:
-            result[name] = known[id(one)]
+    by_id = {id(tensor): values[name] for name, tensor in _tensors(module) if name in values}
+    for name, tensor in _tensors(module, remove_duplicate=False):  # a tied tensor has several names
+        if name in result and id(tensor) in by_id:
+            result[name] = by_id[id(tensor)]
     return result
 
 
@@ -216,7 +234,7 @@ def _like(weights: list[Tensor], averages: list[Tensor]) -> list[Tensor]:
 
 def refuse_several(own: object, callbacks: Sequence[object]) -> None:
     """Raises :class:`ConfigError` if two callbacks would write averages into the same weights."""
-    kinds = [type(one).__name__ for one in callbacks if getattr(one, "averages_weights", False)]
+    kinds = [type(callback).__name__ for callback in callbacks if getattr(callback, "averages_weights", False)]
     if len(kinds) > 1:
         raise ConfigError(
             f"{type(own).__name__} is one of {len(kinds)} callbacks that average the weights ({', '.join(kinds)}), and the module "

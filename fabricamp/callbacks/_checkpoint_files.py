@@ -1,25 +1,44 @@
-"""Checkpoint file names: a template such as ``"{epoch}-{val_loss:.2f}"`` filled with metrics."""
+"""The files of a ModelCheckpoint: their names, which ones stay, what one save does to them, whose they are, and their folders.
+
+In this order: :class:`FileNameTemplate` is filled with metrics.  :class:`KeptFiles` ranks the files and says which are surplus; it
+touches none.  :class:`SavePlanner` makes a :class:`SavePlan` of both on rank 0, which sees the folder; all ranks carry it out.
+:class:`Lineage` finds a resumed run's own files by the id that each file holds.  The functions at the end list the folders and
+files that belong to a callback.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import string
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fabricamp.checkpoint import copy_checkpoint, how_far, link_checkpoint, read_header, storage
+from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, progress_in, read_header, storage
 from fabricamp.errors import CheckpointError, ConfigError
 
-# ~~~ from callbacks._file_names: Checkpoint file names: a template such as ``"{epoch}-{val_loss:.2f}"`` filled with metrics.
+if TYPE_CHECKING:
+    from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+    from fabricamp.trainer import Trainer
+
+_NEWEST = 2
+"""Number of newest files kept whatever their score, because the disk may lose the very newest."""
+
+WRITTEN_BY = "written_by"
+"""The checkpoint key with the id of the ModelCheckpoint attempt that wrote the file."""
 
 
-class FileName:
-    """A template, parsed once; raises :class:`ConfigError` if numbers cannot fill its fields."""
+class FileNameTemplate:
+    """A template such as ``"{epoch}-{val_loss:.2f}"``, parsed once.
+
+    Raises :class:`ConfigError` if numbers cannot fill its fields.
+    """
 
     def __init__(self, template: str, equals: str = "=", *, insert_names: bool = True) -> None:
         self.fields: tuple[str, ...] = ()
@@ -69,15 +88,8 @@ def _format(value: float, spec: str) -> str:
     return format(value, spec)
 
 
-# ~~~ from callbacks._rotation: Tracks which checkpoint files a run has, which are the best and which may be removed; touches no files.
-
-
-_NEWEST = 2
-"""Number of newest files kept whatever their score, because the disk may lose the very newest."""
-
-
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptFiles:
     """The files of one ModelCheckpoint.
 
     ``files`` are the files that rotation may remove, oldest first.  ``scores`` maps those in the top k to their monitor values,
@@ -95,16 +107,17 @@ class Kept:
     def __setstate__(self, values: list[Any]) -> None:
         # A pickle of version 0.1.0 has no ``current``, the last field.
         object.__setattr__(self, "current", None)
-        for one, value in zip(fields(self), values, strict=False):
-            object.__setattr__(self, one.name, value)
+        for attribute, value in zip(fields(self), values, strict=False):
+            object.__setattr__(self, attribute.name, value)
 
     def ranks(self, score: float, top_k: int, mode: str) -> bool:
         """Returns whether a file with ``score`` would be among the best ``top_k`` (-1: always); nan is the worst score."""
         if top_k < 0 or len(self.scores) < top_k:
             return True
-        return _order(score, mode) < max((_order(other, mode) for other in self.scores.values()), default=-math.inf)
+        worst = max((_sort_key(other, mode) for other in self.scores.values()), default=-math.inf)
+        return _sort_key(score, mode) < worst
 
-    def add(self, path: str, score: float | None, top_k: int, mode: str) -> Kept:
+    def add(self, path: str, score: float | None, top_k: int, mode: str) -> KeptFiles:
         """Returns this with ``path`` as the newest file.
 
         A file without a score is not ranked; it becomes ``best`` only while no file is ranked.
@@ -112,7 +125,7 @@ class Kept:
         files = (*(file for file in self.files if file != path), path)
         if score is None:
             return replace(self, files=files, best=self.best if self.scores else path)
-        ranked = sorted((self.scores | {path: score}).items(), key=lambda item: _order(item[1], mode))
+        ranked = sorted((self.scores | {path: score}).items(), key=lambda item: _sort_key(item[1], mode))
         scores = dict(ranked)
         while 0 <= top_k < len(scores):
             del scores[_worst_of(scores)]
@@ -124,16 +137,18 @@ class Kept:
             return ()
         return tuple(file for file in self.files[:-_NEWEST] if file not in self.scores)
 
-    def without(self, gone: Collection[str]) -> Kept:
+    def without(self, gone: Collection[str]) -> KeptFiles:
         """Returns this without the files in ``gone``."""
         files = tuple(file for file in self.files if file not in gone)
         scores = {file: score for file, score in self.scores.items() if file not in gone}
-        best = self.best if self.best not in gone else next(iter((*scores, *files[-1:])), "")
+        best = self.best
+        if best in gone:  # then the best of the others, or the newest if none is ranked
+            best = next(iter((*scores, *files[-1:])), "")
         last = "" if self.last in gone else self.last
         spare = "" if self.spare in gone else self.spare
         return replace(self, files=files, scores=scores, best=best, last=last, spare=spare)
 
-    def renamed(self, old: str, new: str) -> Kept:
+    def renamed(self, old: str, new: str) -> KeptFiles:
         """Returns this with the file ``old`` renamed to ``new``."""
         names = {old: new}
         files = tuple(names.get(file, file) for file in self.files)
@@ -160,13 +175,13 @@ class Kept:
         }
 
     @staticmethod
-    def from_state_dict(state: dict[str, Any]) -> Kept:
+    def from_state_dict(state: dict[str, Any]) -> KeptFiles:
         """Restores the result of :meth:`state_dict`, or Lightning's state, which has no list of files."""
         scores = {str(path): float(score) for path, score in state["best_k_models"].items()}
         best = str(state["best_model_path"])
         listed = state.get("files", list(scores) or [best] * bool(best))
         current = state.get("current_score")
-        return Kept(
+        return KeptFiles(
             files=tuple(listed),
             scores=scores,
             best=best,
@@ -179,17 +194,16 @@ class Kept:
 def _worst_of(scores: dict[str, float]) -> str:
     """Returns the worst file in ``scores`` (best first); among equally bad ones the oldest, as in Lightning."""
     worst = list(scores.values())[-1]
-    return next(path for path, score in scores.items() if score == worst or (math.isnan(score) and math.isnan(worst)))
+    if math.isnan(worst):  # nan is not equal to itself
+        return next(path for path, score in scores.items() if math.isnan(score))
+    return next(path for path, score in scores.items() if score == worst)
 
 
-def _order(score: float, mode: str) -> float:
+def _sort_key(score: float, mode: str) -> float:
     """Returns the sort key of ``score``: smaller is better, nan is last."""
     if math.isnan(score):
         return math.inf
     return -score if mode == "max" else score
-
-
-# ~~~ from callbacks._save_plan: Plans what one save does to a ModelCheckpoint's files: rank 0, which sees the folder, plans; all ranks carry the plan out.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,20 +214,22 @@ class SavePlan:
     """The path that the Trainer writes; empty if nothing is saved."""
     last: str = ""
     """The ``save_last`` name of ``target``."""
+    link_last: bool = False
+    """Whether ``last`` is a symbolic link to ``target``, not a copy."""
     moves: tuple[tuple[str, str], ...] = ()
     """(old, new) names of good files whose old name a new file takes; each gets its new name first."""
-    after: Kept = field(default_factory=Kept)
+    after: KeptFiles = field(default_factory=KeptFiles)
     remove: tuple[str, ...] = ()
 
     def make_room(self) -> None:
         """Renames the files in ``moves``; runs before the new file is written."""
         for old, new in self.moves:
-            _name_again(copy_checkpoint, old, new)
+            _add_name(copy_checkpoint, old, new)
 
-    def rotate(self, *, link: bool) -> None:
+    def rotate(self) -> None:
         """Updates the ``save_last`` file and removes surplus files; runs once the new file is verified."""
         if self.last and self.last != self.target:
-            _name_again(link_checkpoint if link else copy_checkpoint, self.target, self.last)
+            _add_name(link_checkpoint if self.link_last else copy_checkpoint, self.target, self.last)
         for path in self.remove:
             try:
                 storage.remove(path)
@@ -222,10 +238,10 @@ class SavePlan:
                 warnings.warn(f"cannot remove the old checkpoint {path}: {reason}", RuntimeWarning, stacklevel=2)
 
 
-def _name_again(give_name: Callable[[str, str], None], old: str, new: str) -> None:
+def _add_name(link_or_copy: Callable[[str, str], None], old: str, new: str) -> None:
     """Gives the file at ``old`` another name; ignores a file that was removed meanwhile, with or without its folder."""
     try:
-        give_name(old, new)
+        link_or_copy(old, new)
     except (CheckpointError, FileNotFoundError):
         if storage.exists(old):
             raise
@@ -248,97 +264,91 @@ class SavePlanner:
     foreign: frozenset[str] = frozenset()
     """Files that a checkpoint names and this callback did not write; they are ranked, but never changed or removed."""
 
-    def plan(self, kept: Kept, path: str, last: str, score: float | None) -> SavePlan:
+    def plan(self, kept: KeptFiles, path: str, last: str, score: float | None) -> SavePlan:
         """Returns the plan of a save at ``path`` (if ``score`` is good enough) and at ``last``; either may be empty."""
         kept = kept.without({file for file in kept.all() if not storage.exists(file)})
         moves: tuple[tuple[str, str], ...] = ()
-        if path and (score is None or kept.ranks(score, self.top_k, self.mode)):
-            staying = kept.files if self.top_k < 0 else kept.add("", score, self.top_k, self.mode).scores
-            leaving = frozenset(kept.files).difference(staying, self.foreign)
-            path = self._name(path, leaving)
-            if path in leaving:
-                aside = self._aside(path)
-                moves, kept = ((path, aside),), kept.renamed(path, aside)
+        after = kept
+        if path and score is not None and not kept.ranks(score, self.top_k, self.mode):
+            path = ""
+        if path:
+            replaceable = self._files_that_leave(kept, score)
+            path = self._name(path, replaceable)
+            if path in replaceable:  # until the new file is complete, the old one stays under another name
+                aside = self._name_aside(path)
+                moves = ((path, aside),)
+                kept = kept.renamed(path, aside)
             after = kept.add(path, score, self.top_k, self.mode)
-        else:
-            path, after = "", kept
-        if not last or (not path and self.link_last and kept.files):  # the link points to the newest file already
-            return SavePlan(target=path, moves=moves, after=after, remove=self._removable(after.surplus(self.top_k)))
-        return self._with_last(SavePlan(target=path, moves=moves, after=after), kept, last)
+        link_is_up_to_date = self.link_last and not path and bool(kept.files)
+        if last and not link_is_up_to_date:
+            return self._plan_with_last(path, last, moves, kept, after)
+        return SavePlan(target=path, moves=moves, after=after, remove=self._removable(after.surplus(self.top_k)))
 
-    def tidied(self, kept: Kept) -> Kept:
+    def _files_that_leave(self, kept: KeptFiles, score: float | None) -> frozenset[str]:
+        """Returns the files outside the top k once a file with ``score`` is in it; the new file may take one of their names."""
+        if self.top_k < 0:
+            return frozenset()
+        staying = kept.add("", score, self.top_k, self.mode).scores
+        return frozenset(kept.files).difference(staying, self.foreign)
+
+    def _plan_with_last(
+        self, path: str, last: str, moves: tuple[tuple[str, str], ...], kept: KeptFiles, after: KeptFiles
+    ) -> SavePlan:
+        """Returns a plan with the ``save_last`` file; the file that it replaces is kept until the next save."""
+        old = "" if kept.last in kept.files else kept.last  # a file written at an exception is rotated like any other
+        last = self._name(last, {old} - self.foreign)
+        spare = ""
+        if old == last:
+            spare = kept.spare if storage.same_file(kept.spare, old) else self._name_aside(old)
+            # Only the spare shares the old file's content: without another name that content would be lost.
+            has_no_other_copy = not storage.has_other_names(old) or storage.same_file(spare, old)
+            if has_no_other_copy:
+                moves += ((old, spare),)
+            else:
+                spare = ""
+        elif old and not storage.is_link(old):
+            spare = old
+        after = replace(after, last=last, spare=spare)
+        replaced = {old, kept.spare} - {last, spare, ""}
+        return SavePlan(
+            target=path or last,
+            last=last,
+            link_last=self.link_last,
+            moves=moves,
+            after=after,
+            remove=self._removable((*after.surplus(self.top_k), *sorted(replaced))),
+        )
+
+    def remove_leftovers(self, kept: KeptFiles) -> KeptFiles:
         """Removes files that a killed run had replaced but not removed yet; returns the rest of ``kept``.
 
         The next save would remove them too, but a run that resumes at its limit makes no save.
         """
-        here = kept.without({file for file in kept.all() if not storage.exists(file)})
-        plan = SavePlan(after=here, remove=self._removable(here.surplus(self.top_k)))
-        plan.rotate(link=False)
-        return here.without(plan.remove)
-
-    def _with_last(self, plan: SavePlan, kept: Kept, last: str) -> SavePlan:
-        """Returns ``plan`` with the ``save_last`` file; the file that it replaces is kept until the next save."""
-        old = "" if kept.last in kept.files else kept.last  # a file written at an exception is rotated like any other
-        last = self._name(last, {old} - self.foreign)
-        moves, spare = plan.moves, ""
-        if old == last:
-            spare = kept.spare if storage.same_file(kept.spare, old) else self._aside(old)
-            # Only the spare shares the old file's content: without another name that content would be lost.
-            alone = not storage.has_other_names(old) or storage.same_file(spare, old)
-            spare = spare if alone else ""
-            moves += ((old, spare),) if spare else ()
-        elif old and not storage.is_link(old):
-            spare = old
-        after = replace(plan.after, last=last, spare=spare)
-        dropped = {old, kept.spare} - {last, spare, ""}
-        return SavePlan(
-            target=plan.target or last,
-            last=last,
-            moves=moves,
-            after=after,
-            remove=self._removable((*after.surplus(self.top_k), *sorted(dropped))),
-        )
+        existing = kept.without({file for file in kept.all() if not storage.exists(file)})
+        plan = SavePlan(after=existing, remove=self._removable(existing.surplus(self.top_k)))
+        plan.rotate()
+        return existing.without(plan.remove)
 
     def _name(self, path: str, own: Collection[str]) -> str:
         """Returns ``path``, with a version suffix if a file of that name exists that is not in ``own``."""
         return self._versioned(path, own) if self.versions else path
 
-    def _aside(self, path: str) -> str:
+    def _name_aside(self, path: str) -> str:
         """Returns a free name for the good file at ``path``, or the other name that a killed run already gave that file."""
-        aside = storage.with_name(path, f"{self.join}previous")
+        aside = storage.with_stem_suffix(path, f"{self.join}previous")
         return self._versioned(aside, {aside} if storage.same_file(aside, path) else ())
 
     def _versioned(self, path: str, own: Collection[str]) -> str:
-        name, version = path, self.first_version
+        name = path
+        version = self.first_version
         while storage.exists(name) and name not in own:
-            name = storage.with_name(path, f"{self.join}v{version}")
+            name = storage.with_stem_suffix(path, f"{self.join}v{version}")
             version += 1
         return name
 
     def _removable(self, paths: tuple[str, ...]) -> tuple[str, ...]:
-        kept = self.foreign | {self.protected}
-        return tuple(path for path in paths if storage.is_within(path, self.folder) and path not in kept)
-
-
-def check_choices(mode: str, save_last: object, save_top_k: int, monitor: str | None) -> None:
-    """Raises :class:`ConfigError` for invalid arguments about the files to keep."""
-    if mode not in ("min", "max"):
-        raise ConfigError(f"ModelCheckpoint(mode={mode!r}): choose 'min' (lower is better) or 'max'")
-    if save_last not in (None, True, False, "link"):
-        raise ConfigError(f"ModelCheckpoint(save_last={save_last!r}): choose True, False or 'link'")
-    if save_top_k < -1:
-        raise ConfigError(f"ModelCheckpoint(save_top_k={save_top_k}): give a number, 0 for none, -1 for all")
-    if monitor is None and save_top_k > 1:
-        raise ConfigError(
-            f"ModelCheckpoint(save_top_k={save_top_k}) without a monitor: name a metric, or 'step' with mode='max'"
-        )
-
-
-# ~~~ from callbacks._lineage: Finds a ModelCheckpoint's own files: each file names the attempt that wrote it, and a run knows its previous attempts.
-
-
-WRITTEN_BY = "written_by"
-"""The checkpoint key with the id of the ModelCheckpoint attempt that wrote the file."""
+        never = self.foreign | {self.protected}
+        return tuple(path for path in paths if storage.is_within(path, self.folder) and path not in never)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,22 +362,24 @@ class Lineage:
     attempt: str = ""
     earlier: dict[str, int] = field(default_factory=dict)
 
-    def go_on(self, step: int) -> Lineage:
+    def next_attempt(self, step: int) -> Lineage:
         """Returns a new attempt that resumes from ``step`` of this one."""
         earlier = {**self.earlier, self.attempt: step} if self.attempt else self.earlier
         return Lineage(secrets.token_hex(8), earlier)
 
-    def order(self, header: dict[str, Any]) -> tuple[int, ...]:
+    def sort_key(self, header: dict[str, Any]) -> tuple[int, ...]:
         """Returns a sort key for files of this lineage, newest last; an empty key for a file of no attempt in it."""
-        attempt, far = header.get(WRITTEN_BY), how_far(header)
-        if not isinstance(attempt, str) or far[0] > self.earlier.get(attempt, -1):
+        attempt = header.get(WRITTEN_BY)
+        progress = progress_in(header)
+        step = progress[0]
+        if not isinstance(attempt, str) or step > self.earlier.get(attempt, -1):
             return ()
-        return (*far, list(self.earlier).index(attempt))
+        return (*progress, list(self.earlier).index(attempt))
 
     def only(self, attempts: Iterable[Any]) -> Lineage:
         """Returns this lineage with only those earlier attempts that are in ``attempts`` (they still have files)."""
-        left = set(attempts)
-        return Lineage(self.attempt, {name: step for name, step in self.earlier.items() if name in left})
+        wanted = set(attempts)
+        return Lineage(self.attempt, {attempt: step for attempt, step in self.earlier.items() if attempt in wanted})
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the lineage as plain values, for a checkpoint."""
@@ -380,38 +392,89 @@ class Lineage:
         return Lineage(str(state.get("attempt", "")), earlier)
 
 
-def take_stock(
-    kept: Kept, lineage: Lineage, files: Iterable[str], may_follow: Callable[[str], bool]
-) -> tuple[Kept, frozenset[str], Lineage]:
-    """Returns (files a resumed callback continues with, names among them that it did not write, its lineage).
+def find_own_files(
+    kept: KeptFiles, lineage: Lineage, files: Iterable[str], trusts: Callable[[str], bool]
+) -> tuple[KeptFiles, frozenset[str], Lineage]:
+    """Returns (files a resumed callback continues with, paths among them that it did not write, its lineage).
 
     A checkpoint is up to date only for the ModelCheckpoint that wrote it.  So each callback reads the list of its files from its
     own newest file, and forgets none.  A file is never removed only because a checkpoint names it.
     """
-    own: dict[str, tuple[int, ...]] = {}
+    sort_keys: dict[str, tuple[int, ...]] = {}
     headers: dict[str, dict[str, Any]] = {}
-    for place in files:
+    for path in files:
         try:
-            header = read_header(place)
+            header = read_header(path)
         except CheckpointError:
             continue  # damaged: its writer is unknown
-        if order := lineage.order(header):
-            own[place], headers[place] = order, header
-    if own:
-        newest = max(own, key=lambda place: own[place])
-        kept = _told_by(headers[newest], kept)
-    kept = kept.without({name for name in kept.all() if not may_follow(name)})
+        if sort_key := lineage.sort_key(header):
+            sort_keys[path] = sort_key
+            headers[path] = header
+    if headers:
+        newest = max(headers, key=lambda path: sort_keys[path])
+        kept = _kept_files_in(headers[newest]) or kept
+    kept = kept.without({path for path in kept.all() if not trusts(path)})
     lineage = lineage.only(header[WRITTEN_BY] for header in headers.values())
-    return kept, frozenset(kept.all() - own.keys()), lineage
+    return kept, frozenset(kept.all() - headers.keys()), lineage
 
 
-def _told_by(header: dict[str, Any], kept: Kept) -> Kept:
-    """Returns the state of the callback that wrote the file with ``header``; ``kept`` if the header has no such state."""
+def _kept_files_in(header: dict[str, Any]) -> KeptFiles | None:
+    """Returns the kept files of the callback that wrote the file with ``header``; None if its state is not in the header."""
     states = header.get("callbacks")
-    for state in states.values() if isinstance(states, dict) else ():
+    if not isinstance(states, dict):
+        return None
+    for state in states.values():
         if isinstance(state, dict) and state.get("attempt") == header[WRITTEN_BY]:
             try:
-                return Kept.from_state_dict(state)
+                return KeptFiles.from_state_dict(state)
             except (AttributeError, KeyError, TypeError, ValueError):
-                break
-    return kept
+                return None
+    return None
+
+
+def possible_folders(trainer: Trainer, callback: ModelCheckpoint) -> Iterator[str]:
+    """Yields the folders that a ModelCheckpoint of this Trainer writes to, or would have written to in earlier runs."""
+    if callback.dirpath_given:
+        yield callback.dirpath or ""
+        return
+    for logger in trainer.loggers:
+        for folder in logger.run_folders():
+            yield storage.join(str(folder), "checkpoints")
+    yield storage.join(trainer.root_folder, "checkpoints")
+
+
+def trusted_folders(trainer: Trainer, callback: ModelCheckpoint, checkpoint: str) -> tuple[str, ...]:
+    """Returns the folders in which file names from a checkpoint are accepted: the callback's and the checkpoint's own."""
+    folders = (callback.dirpath or "", _folder_of(checkpoint, callback), *possible_folders(trainer, callback))
+    return tuple(dict.fromkeys(folder for folder in folders if folder))
+
+
+def files_beside(trainer: Trainer, callback: ModelCheckpoint) -> list[str]:
+    """Returns the files in the callback's folder and in the folder of the checkpoint that training resumes from."""
+    files: list[str] = []
+    for folder in dict.fromkeys((callback.dirpath or "", _folder_of(trainer.ckpt_path or "", callback))):
+        if folder:
+            with contextlib.suppress(OSError):  # a folder that cannot be listed
+                files += files_in(folder, callback)
+    return files
+
+
+def files_in(folder: str, callback: ModelCheckpoint) -> list[str]:
+    """Returns the files in ``folder`` with the callback's extension, as deep as slashes in ``filename`` put them.
+
+    Raises ``OSError`` if a folder cannot be listed.
+    """
+    return storage.files_in(folder, callback.FILE_EXTENSION, _depth(callback))
+
+
+def _folder_of(checkpoint: str, callback: ModelCheckpoint) -> str:
+    """Returns the local folder of a checkpoint, higher by one level per slash in ``filename``; empty for a remote one."""
+    if not checkpoint or storage.is_remote(checkpoint):
+        return ""
+    parents = Path(storage.normalized(checkpoint)).parents
+    return str(parents[min(_depth(callback), len(parents) - 1)])
+
+
+def _depth(callback: ModelCheckpoint) -> int:
+    """Returns how many folders below ``dirpath`` the callback's files are: the slashes in ``filename`` create them."""
+    return (callback.filename or "").count("/")

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from fabricamp.errors import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
     from fabricamp.trainer import Trainer
-
-logger = logging.getLogger("fabricamp")
 
 
 def has_validation(trainer: Trainer) -> bool:
@@ -40,23 +33,7 @@ def monitored_value(trainer: Trainer, monitor: str) -> float | None:
 def missing_monitor(trainer: Trainer, what: str, monitor: str) -> str:
     """Returns the message for a metric that ``what`` needs and that was not logged."""
     known = sorted(trainer.monitored_metrics)
-    exist = (
-        f"logged so far: {', '.join(known)}"
-        if known
-        else "nothing was logged so far; call self.log(name, value) in your steps"
-    )
+    exist = "nothing was logged so far; call self.log(name, value) in your steps"
+    if known:
+        exist = f"logged so far: {', '.join(known)}"
     return f"{what} found no metric {monitor!r}{nearest(monitor, known)} ({exist})"
-
-
-def told_of_zeros(
-    trainer: Trainer, filename: str | None, fields: Sequence[str], metrics: Mapping[str, Tensor | float]
-) -> bool:
-    """Warns about metrics in a file name that were not logged; returns whether there are any."""
-    missing = [name for name in fields if name not in metrics]
-    if missing:
-        logger.warning(
-            "%s; 0 stands in file names for %s, and 'epoch' and 'step' always exist",
-            missing_monitor(trainer, f"ModelCheckpoint(filename={filename!r})", missing[0]),
-            ", ".join(map(repr, missing)),
-        )
-    return bool(missing)

@@ -30,7 +30,8 @@ _SHARE_OF_TIME = 0.01
 """The largest fraction of the time that drawing may take."""
 
 _LABEL_WIDTH = 12
-_BAR_LEAST, _BAR_MOST = 10, 40
+_BAR_LEAST = 10
+_BAR_MOST = 40
 _GAP = "  "
 
 
@@ -42,10 +43,14 @@ class Task:
     def __init__(self, label: str, done: int = 0) -> None:
         self.label = label
         self.total: int | None = None
-        self.done = self._first = done
-        self.started = self._mark = monotonic()
+        self.done = done
+        self.started = monotonic()
+        self._first = done
+        self._mark = self.started
         self._seconds = 0.0
-        self._paced = self._paced_seconds = 0.0
+        # Batches and seconds of the last while: older ones fade away.
+        self._paced = 0.0
+        self._paced_seconds = 0.0
 
     def advance(self, done: int) -> None:
         """Moves the position to ``done``."""
@@ -55,7 +60,8 @@ class Task:
         self._paced = self._paced * fading + done - self.done
         self._paced_seconds = self._paced_seconds * fading + seconds
         self._seconds += seconds
-        self._mark, self.done = now, done
+        self._mark = now
+        self.done = done
 
     def resume(self) -> None:
         """Excludes the time since the last :meth:`advance` from the speed: another bar ran meanwhile."""
@@ -114,10 +120,11 @@ class Renderer:
         self.interval = _PLAIN_SECONDS
         """Seconds between two refreshes."""
 
-    def draw(self, tracks: Sequence[Task], metrics: Pairs) -> None:
-        """Shows the positions of ``tracks``, the innermost last."""
-        track = tracks[-1]
-        self.write([(track.label, ""), ("", track.position), *(metrics if len(tracks) == 1 else []), ("", track.pace)])
+    def draw(self, tasks: Sequence[Task], metrics: Pairs) -> None:
+        """Shows the positions of ``tasks``, the innermost last."""
+        task = tasks[-1]
+        shown_metrics = metrics if len(tasks) == 1 else []
+        self.write([(task.label, ""), ("", task.position), *shown_metrics, ("", task.pace)])
 
     def write(self, pairs: Pairs) -> None:
         """Writes a permanent line."""
@@ -138,7 +145,8 @@ class _LiveRenderer(Renderer):
         from rich.live import Live
 
         super().__init__()
-        self.interval = self._shortest = interval
+        self.interval = interval
+        self._shortest = interval
         # rich's global console, so the user's own output through rich also appears above the bar.
         self._console = get_console()
         self._metrics_below = False
@@ -156,7 +164,7 @@ class _LiveRenderer(Renderer):
         self._console.show_cursor(show=True)
         self._moved = list(_move_log_handlers(*streams))
 
-    def draw(self, tracks: Sequence[Task], metrics: Pairs) -> None:
+    def draw(self, tasks: Sequence[Task], metrics: Pairs) -> None:
         from rich.console import Group
         from rich.control import Control
         from rich.segment import ControlType
@@ -165,7 +173,7 @@ class _LiveRenderer(Renderer):
         # The terminal echoes ^C at the cursor.  After a line of full width the echo would begin a new line, and the next refresh
         # would not erase the current lines.  At the beginning of the line the next refresh overwrites the echo.
         to_the_beginning = Control(ControlType.CARRIAGE_RETURN)
-        self._live.update(Group(self._picture(tracks, metrics), to_the_beginning), refresh=True)
+        self._live.update(Group(self._picture(tasks, metrics), to_the_beginning), refresh=True)
         self.interval = max(self._shortest, (monotonic() - started) / _SHARE_OF_TIME)
 
     def write(self, pairs: Pairs) -> None:
@@ -180,21 +188,21 @@ class _LiveRenderer(Renderer):
         self._live.transient = not keep
         self._live.stop()
 
-    def _picture(self, tracks: Sequence[Task], metrics: Pairs) -> Text:
-        """Returns one line per track; the metrics end the first line until they do not fit, and are below from then on."""
+    def _picture(self, tasks: Sequence[Task], metrics: Pairs) -> Text:
+        """Returns one line per task; the metrics end the first line until they do not fit, and are below from then on."""
         from rich.text import Text
 
-        heads = [track.label.ljust(_LABEL_WIDTH) + _GAP for track in tracks]
-        tails = [_GAP.join(filter(None, (track.position, track.pace, track.time_left))) for track in tracks]
+        heads = [task.label.ljust(_LABEL_WIDTH) + _GAP for task in tasks]
+        tails = [_GAP.join(filter(None, (task.position, task.pace, task.time_left))) for task in tasks]
         # The last column stays free: terminals differ in what they do after it.
         width = self._console.width - 1
         room = width - max(len(head + _GAP + tail) for head, tail in zip(heads, tails, strict=True))
-        beside = sum(len(name) + len(value) + 1 + len(_GAP) for name, value in metrics)
-        self._metrics_below = self._metrics_below or room - beside < _BAR_LEAST
-        bar_width = min(_BAR_MOST, room if self._metrics_below else room - beside)
+        room_beside_metrics = room - sum(len(name) + len(value) + 1 + len(_GAP) for name, value in metrics)
+        self._metrics_below = self._metrics_below or room_beside_metrics < _BAR_LEAST
+        bar_width = min(_BAR_MOST, room if self._metrics_below else room_beside_metrics)
         lines = [
-            Text.assemble((head, "bold"), self._bar(track, bar_width), tail)
-            for track, head, tail in zip(tracks, heads, tails, strict=True)
+            Text.assemble((head, "bold"), self._bar(task, bar_width), tail)
+            for task, head, tail in zip(tasks, heads, tails, strict=True)
         ]
         if self._metrics_below:
             lines += _wrapped(metrics, width)
@@ -202,27 +210,29 @@ class _LiveRenderer(Renderer):
             lines[0].append(_GAP).append_text(_spaced(metrics))
         return Text("\n", no_wrap=True, overflow="crop", end="").join(lines)
 
-    def _bar(self, track: Task, width: int) -> Text:
+    def _bar(self, task: Task, width: int) -> Text:
         from rich.text import Text
 
-        if not track.total or width < _BAR_LEAST:
+        if not task.total or width < _BAR_LEAST:
             return Text()
         colourless = self._console.no_color or self._console.color_system is None
         filled, unfilled = "#-" if self._console.options.ascii_only else "━━"
-        length = min(width * track.done // track.total, width)
-        finished = "bar.finished" if track.done >= track.total else "bar.complete"
-        rest = " " if colourless else unfilled
-        return Text.assemble((filled * length, finished), (rest * (width - length), "bar.back"), _GAP)
+        length = min(width * task.done // task.total, width)
+        finished = "bar.finished" if task.done >= task.total else "bar.complete"
+        if colourless:  # both parts would look the same
+            unfilled = " "
+        return Text.assemble((filled * length, finished), (unfilled * (width - length), "bar.back"), _GAP)
 
 
 def _spaced(pairs: Pairs) -> Text:
     from rich.text import Text
 
-    shown = [(name, value) for name, value in pairs if name or value]
-    return Text(_GAP).join(
-        Text.assemble((f"{name} " if name and value else name, "dim" if value else "bold"), value)
-        for name, value in shown
-    )
+    texts = []
+    for name, value in pairs:
+        if name or value:
+            label = f"{name} " if name and value else name
+            texts.append(Text.assemble((label, "dim" if value else "bold"), value))
+    return Text(_GAP).join(texts)
 
 
 def _wrapped(pairs: Pairs, width: int) -> Iterator[Text]:
@@ -241,16 +251,14 @@ def _wrapped(pairs: Pairs, width: int) -> Iterator[Text]:
 
 def _move_log_handlers(*before: TextIO) -> Iterator[tuple[logging.StreamHandler[TextIO], TextIO]]:
     """Redirects log handlers of the original stdout and stderr to rich's replacements; yields (handler, old stream)."""
-    loggers = [
-        logging.root,
-        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
-    ]
-    for handler in dict.fromkeys(handler for one in loggers for handler in one.handlers):
+    others = logging.root.manager.loggerDict.values()  # also placeholders for names without a logger
+    loggers = [logging.root, *(logger for logger in others if isinstance(logger, logging.Logger))]
+    for handler in dict.fromkeys(handler for logger in loggers for handler in logger.handlers):
         if not isinstance(handler, logging.StreamHandler):
             continue
-        for stream, stand_in in zip(before, (sys.stdout, sys.stderr), strict=True):
-            if handler.stream is stream and stand_in is not stream:
-                handler.setStream(stand_in)
+        for stream, replacement in zip(before, (sys.stdout, sys.stderr), strict=True):
+            if handler.stream is stream and replacement is not stream:
+                handler.setStream(replacement)
                 yield handler, stream
 
 

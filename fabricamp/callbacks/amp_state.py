@@ -56,7 +56,8 @@ class AmpState(Callback):
         """Starts to count overflows."""
         self._due = trainer.global_step + 1
         verdicts = trainer.precision_plugin.verdicts
-        self._skipped, self._overflowed_at = 0 if verdicts is None else verdicts.skipped_steps, -1
+        self._skipped = 0 if verdicts is None else verdicts.skipped_steps
+        self._overflowed_at = -1
 
     def holds_at(self, global_step: int) -> float:
         """Returns inf: the status of each step in a launch is kept, so no launch has to end for it."""
@@ -69,7 +70,7 @@ class AmpState(Callback):
         step = trainer.global_step
         verdicts = trainer.precision_plugin.verdicts
         if verdicts is not None and verdicts.skipped_steps != self._skipped:
-            self._tell_of_overflow(verdicts, step, tells=trainer.is_global_zero)
+            self._report_overflow(verdicts, step, logs=trainer.is_global_zero)
         if step < self._due:
             return
         every = trainer.log_every_n_steps or math.inf
@@ -77,11 +78,12 @@ class AmpState(Callback):
         if step % every == 0:
             self._log(trainer, step)
 
-    def _tell_of_overflow(self, verdicts: StepResults, step: int, *, tells: bool) -> None:
+    def _report_overflow(self, verdicts: StepResults, step: int, *, logs: bool) -> None:
         """Logs, once per series of overflows, which gradients were not finite first; reads them from the device."""
-        goes_on, self._overflowed_at = step - self._overflowed_at <= 1, step
+        same_series = step - self._overflowed_at <= 1
+        self._overflowed_at = step
         self._skipped = verdicts.skipped_steps
-        if tells and not goes_on and verdicts.policy in (None, "skip"):
+        if logs and not same_series and verdicts.policy in (None, "skip"):
             logger.warning("a step was skipped: %s", verdicts.explain(step))
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -97,7 +99,8 @@ class AmpState(Callback):
         trainer = self._running("save")
         prefix = _prefix_of(trainer.module, model)
         state = trainer.record.save(*_SECTIONS)
-        weights, optimizers = state["state_dict"], state["optimizer_states"]
+        weights = state["state_dict"]
+        optimizers = state["optimizer_states"]
         content = {
             "model": {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)},
             "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
@@ -123,9 +126,9 @@ class AmpState(Callback):
     def _log(self, trainer: Trainer, step: int) -> None:
         if not trainer.is_global_zero:
             return
-        scale, skipped = _scale(trainer.precision_plugin), trainer.skipped_steps
+        skipped = trainer.skipped_steps
         values = {
-            "amp/loss_scale": scale,
+            "amp/loss_scale": _scale(trainer.precision_plugin),
             "amp/applied_steps": float(step - skipped),
             "amp/skipped_steps": float(skipped),
         }

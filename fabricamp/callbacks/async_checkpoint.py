@@ -37,14 +37,17 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     _writer: BackgroundWriter | None = None
     _in_flight: SavePlan | None = None
-    _unsettled = False  # equal on every rank, unlike the progress of rank 0's thread
+    _unsettled = False  # a write was started; equal on every rank, unlike the progress of rank 0's thread
     _beside: SideProcessGroup | None = None  # set if all ranks write
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Creates the background writer."""
         super().on_train_start(trainer, pl_module)
-        self._writer, self._in_flight, self._unsettled = BackgroundWriter(), None, False
-        self._beside = SideProcessGroup(trainer.strategy) if trainer.strategy.checkpoint_form == "folder" else None
+        self._writer = BackgroundWriter()
+        self._in_flight = None
+        self._unsettled = False
+        all_ranks_write = trainer.strategy.checkpoint_form == "folder"
+        self._beside = SideProcessGroup(trainer.strategy) if all_ranks_write else None
 
     def holds_at(self, global_step: int) -> float:
         """Returns the next step at which a save may be due."""
@@ -55,17 +58,20 @@ class AsyncCheckpoint(ModelCheckpoint):
     ) -> None:
         """Publishes a finished write, then saves if a save is due."""
         writer = self._writer
-        if writer is not None and writer.over and (self._beside is None or not writer.failed):
-            self._take_in(trainer, writer.wait)
+        # If all ranks write, a failure waits for the next save, where all of them raise it.
+        if writer is not None and writer.finished and (self._beside is None or not writer.failed):
+            self._finish_write(trainer, writer.wait)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Waits for the last write; later saves are synchronous."""
         super().on_train_end(trainer, pl_module)
         self._settle(trainer)
-        self._writer, beside, self._beside = None, self._beside, None
-        if beside is not None:
-            beside.leave()
+        side_group = self._beside
+        self._writer = None
+        self._beside = None
+        if side_group is not None:
+            side_group.leave()
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Lets the write in flight finish, whatever ended training; a second Ctrl-C does not wait for it."""
@@ -74,44 +80,47 @@ class AsyncCheckpoint(ModelCheckpoint):
             if ends_everywhere(trainer, exception):
                 self._settle(trainer)  # else a rank whose write failed would save alone
             elif writer is not None and trainer.state.fitting:
-                self._take_in(trainer, writer.wait)
+                self._finish_write(trainer, writer.wait)
         except CheckpointError as error:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the exception itself is raised anyway
         finally:
-            self._writer = self._beside = None
+            self._writer = None
+            self._beside = None
         super().on_exception(trainer, pl_module, exception)
 
     def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
         self._settle(trainer)
         super()._save(trainer, ranked=ranked)
 
-    def _write(self, trainer: Trainer, plan: SavePlan) -> None:
-        writer, beside = self._writer, self._beside
-        if writer is None:
-            super()._write(trainer, plan)
+    def _execute(self, trainer: Trainer, plan: SavePlan) -> None:
+        writer = self._writer
+        side_group = self._beside
+        if writer is None:  # training has ended
+            super()._execute(trainer, plan)
             return
 
-        def start(path: str, state: dict[str, Any]) -> None:
-            def put_away(copied: dict[str, Any]) -> None:
+        def start_file(path: str, state: dict[str, Any]) -> None:
+            def write(copied: dict[str, Any]) -> None:
                 trainer.delivery.barrier(copied.get("global_step", 0))
                 write_checkpoint(path, copied)
-                self._rotate(plan)
+                plan.rotate()
 
-            writer.start(state, put_away)
+            writer.start(state, write)
 
         def start_folder(path: str, state: dict[str, Any]) -> None:
-            assert beside is not None
-            folder = StagedFolder(path, state, beside)
+            assert side_group is not None
+            folder = StagedFolder(path, state, side_group)
 
-            def put_away(copied: dict[str, Any]) -> None:
-                beside.on_rank_zero(lambda: trainer.delivery.barrier(folder.step))
+            def write(copied: dict[str, Any]) -> None:
+                side_group.on_rank_zero(lambda: trainer.delivery.barrier(folder.step))
                 folder.write(copied)
-                beside.on_rank_zero(lambda: self._rotate(plan))
+                side_group.on_rank_zero(plan.rotate)
 
-            writer.go_on(_together(trainer, lambda: writer.take(folder.own)), put_away)
+            writer.write_copy(_together(trainer, lambda: writer.take(folder.own)), write)
 
-        self._hand_over(trainer, plan, start if beside is None else start_folder)
-        self._in_flight, self._unsettled = plan, True
+        self._write(trainer, plan, start_file if side_group is None else start_folder)
+        self._in_flight = plan
+        self._unsettled = True
 
     def _settle(self, trainer: Trainer) -> None:
         """Waits on every rank for the write in flight; every rank raises its error."""
@@ -120,17 +129,19 @@ class AsyncCheckpoint(ModelCheckpoint):
             return
         self._unsettled = False
         if self._beside is None:
-            self._take_in(trainer, lambda: trainer.strategy.on_rank_zero(writer.wait))
+            self._finish_write(trainer, lambda: trainer.strategy.on_rank_zero(writer.wait))
         else:
-            self._take_in(trainer, lambda: _together(trainer, writer.wait))
+            self._finish_write(trainer, lambda: _together(trainer, writer.wait))
 
-    def _take_in(self, trainer: Trainer, wait: Callable[[], None]) -> None:
+    def _finish_write(self, trainer: Trainer, wait: Callable[[], None]) -> None:
         """Publishes the file in flight if ``wait`` does not raise; ranks that do not write have no file in flight."""
-        plan, self._in_flight = self._in_flight, None
+        plan = self._in_flight
+        self._in_flight = None
         try:
             wait()
         except CheckpointError:
-            self._saved_step = self._judged_step = -1  # this step has no file yet
+            self._saved_step = -1  # this step has no file yet
+            self._judged_step = -1
             raise
         if plan is not None:
             self._publish(trainer, plan)
@@ -140,8 +151,8 @@ def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:
     """Runs ``action`` on every rank; if one rank raises a :class:`CheckpointError`, all raise it."""
     problem: CheckpointError | None = None
     try:
-        found = action()
+        result = action()
     except CheckpointError as error:
         problem = error
     trainer.strategy.agree(problem)
-    return found
+    return result

@@ -232,8 +232,10 @@ def _own_class(kind: type) -> str:
 
     Empty for a direct subclass of :class:`Callback`, which may also work in Lightning's Trainer.
     """
-    ours = (one for one in kind.__mro__ if issubclass(one, Callback) and one is not Callback)
-    return next((one.__name__ for one in ours if one.__module__.startswith("fabricamp.")), "")
+    for base in kind.__mro__:
+        if issubclass(base, Callback) and base is not Callback and base.__module__.startswith("fabricamp."):
+            return base.__name__
+    return ""
 
 
 def ends_everywhere(trainer: Trainer, exception: BaseException) -> bool:
@@ -263,13 +265,13 @@ def _accepts_none(key: str) -> bool:  # noqa: ARG001 - the signature of Callback
 
 def matched_states(callbacks: Sequence[_AnyCallback], states: Mapping[str, Any]) -> Iterator[tuple[_AnyCallback, Any]]:
     """Yields each callback with its state: the state under its key, else a state that it accepts and no other callback owns."""
-    keys = {one.state_key for one in callbacks}
-    left = [key for key in states if key not in keys]
-    for one in callbacks:
-        key = one.state_key
+    own_keys = {callback.state_key for callback in callbacks}
+    unclaimed = [key for key in states if key not in own_keys]
+    for callback in callbacks:
+        key = callback.state_key
         if key not in states:
-            accepts = getattr(one, "accepts_state_of", _accepts_none)  # Lightning's base has no such method
-            key = next((other for other in left if accepts(other)), "")
-            left = [other for other in left if other != key]
+            accepts = getattr(callback, "accepts_state_of", _accepts_none)  # Lightning's base has no such method
+            key = next((other for other in unclaimed if accepts(other)), "")
+            unclaimed = [other for other in unclaimed if other != key]
         if key in states:
-            yield one, states[key]
+            yield callback, states[key]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.arguments.checks import check_choice, check_kind, check_number
 from fabricamp.callbacks.base import Callback
-from fabricamp.checkpoint.hyperparameters import holders_of
+from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class BatchSizeFinder(Callback):
         size = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("batch_size")
         if size is not None:
             self.optimal_batch_size = size
-            for holder in holders_of(self.batch_arg_name, pl_module, trainer.datamodule):
-                holder.value = size
+            for setting in setting_refs(self.batch_arg_name, pl_module, trainer.datamodule):
+                setting.value = size
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the size that was found."""

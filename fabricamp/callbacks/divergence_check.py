@@ -64,9 +64,9 @@ class DivergenceCheck(Callback):
         named = list(module.named_parameters())
         if not named:
             return
-        everyone = trainer.strategy.all_gather(_checksums(parameter for _, parameter in named)).tolist()
-        if any(sums != everyone[0] for sums in everyone):
-            raise DistributedError(_message(step, [name for name, _ in named], everyone))
+        by_rank = trainer.strategy.all_gather(_checksums(parameter for _, parameter in named)).tolist()
+        if any(sums != by_rank[0] for sums in by_rank):
+            raise DistributedError(_message(step, [name for name, _ in named], by_rank))
 
 
 def _checksums(parameters: Iterable[Tensor]) -> Tensor:
@@ -80,15 +80,16 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(_WORDS[values.element_size()])
 
 
-def _message(step: int, names: list[str], everyone: list[list[int]]) -> str:
+def _message(step: int, names: list[str], by_rank: list[list[int]]) -> str:
     """Returns the message: which rank differs from the majority (without one: from rank 0), and in which parameter first."""
-    counts = collections.Counter(tuple(sums) for sums in everyone)
-    usual = list(max(counts.items(), key=lambda item: (item[1], list(item[0]) == everyone[0]))[0])
-    rank = next(rank for rank, sums in enumerate(everyone) if sums != usual)
-    differing = [name for name, own, other in zip(names, everyone[rank], usual, strict=True) if own != other]
-    same_as = next(other for other, sums in enumerate(everyone) if sums == usual)
+    counts = collections.Counter(tuple(sums) for sums in by_rank)
+    most_common, _ = max(counts.items(), key=lambda item: (item[1], list(item[0]) == by_rank[0]))
+    majority = list(most_common)
+    rank = next(rank for rank, sums in enumerate(by_rank) if sums != majority)
+    differing = [name for name, own, other in zip(names, by_rank[rank], majority, strict=True) if own != other]
+    other_rank = next(rank for rank, sums in enumerate(by_rank) if sums == majority)
     return (
-        f"DivergenceCheck: after step {step} rank {rank} has other parameters than rank {same_as}: {differing[0]} is the first of "
-        f"{len(differing)} that differ (of {len(names)}). Look for what only some ranks do: code under `if rank == 0`, gradients "
-        "or parameters changed in a hook, an optimizer step that one rank skips, random numbers that should be the same"
+        f"DivergenceCheck: after step {step} rank {rank} has other parameters than rank {other_rank}: {differing[0]} is the first "
+        f"of {len(differing)} that differ (of {len(names)}). Look for what only some ranks do: code under `if rank == 0`, "
+        "gradients or parameters changed in a hook, an optimizer step that one rank skips, random numbers that should be the same"
     )

@@ -137,16 +137,19 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Stops a resumed run that this callback had ended, unless the arguments allow more now; forgets an earlier ``fit``."""
-        reason, message = self.stopping_reason, self.stopping_reason_message
-        self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
+        reason = self.stopping_reason
+        message = self.stopping_reason_message
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message = None
         if reason is EarlyStoppingReason.NOT_STOPPED or trainer.ckpt_path is None or self.last_score is None:
             return
         if reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
-            holds = self.wait_count >= self.patience
+            still_ends = self.wait_count >= self.patience
         else:
-            holds = self._judge_at_once(self.last_score)[0] is not EarlyStoppingReason.NOT_STOPPED
-        if holds:
-            self.stopping_reason, self.stopping_reason_message = reason, message
+            still_ends = self._judge_at_once(self.last_score)[0] is not EarlyStoppingReason.NOT_STOPPED
+        if still_ends:
+            self.stopping_reason = reason
+            self.stopping_reason_message = message
             trainer.stop(message or reason.value)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -182,17 +185,18 @@ class EarlyStopping(Callback):
         # Epoch metrics are equal on every rank, but a monitored step value is not; ranks that disagree would wait for ever.
         current = trainer.strategy.broadcast(monitored_value(trainer, self.monitor))
         if current is None:
-            self._miss(trainer)
+            self._monitor_is_missing(trainer)
             return
         reason, message = self._judge(current)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
-            self.stopping_reason, self.stopping_reason_message = reason, message
+            self.stopping_reason = reason
+            self.stopping_reason_message = message
             self.stopped_epoch = trainer.current_epoch
             trainer.stop(message)
         if message and self.verbose:
             self._say(trainer, message)
 
-    def _miss(self, trainer: Trainer) -> None:
+    def _monitor_is_missing(self, trainer: Trainer) -> None:
         cure = "Log it where the check runs (check_on_train_epoch_end), or pass strict=False to skip checks without it"
         message = f"{missing_monitor(trainer, f'EarlyStopping(monitor={self.monitor!r})', self.monitor)}. {cure}"
         if self.strict:
@@ -229,7 +233,9 @@ class EarlyStopping(Callback):
             return reason, message
         margin = self.min_delta if self.mode == "max" else -self.min_delta
         if self._better(current - margin, self._best):
-            before, self._best, self.wait_count = self._best, current, 0
+            before = self._best
+            self._best = current
+            self.wait_count = 0
             return EarlyStoppingReason.NOT_STOPPED, f"{self.monitor}={current:.6g} is better than {before:.6g}"
         self.wait_count += 1
         if self.wait_count < self.patience:

@@ -84,10 +84,10 @@ class BaseFinetuning(Callback):
         if isinstance(modules, ModuleDict):
             modules = modules.values()
         if isinstance(modules, Module):
-            found = [one for one in modules.modules() if not list(one.children()) or _own_parameters(one)]
+            flat = [module for module in modules.modules() if not list(module.children()) or _own_parameters(module)]
         else:
-            found = [one for part in modules for one in BaseFinetuning.flatten_modules(part)]
-        return list(dict.fromkeys(found))
+            flat = [module for part in modules for module in BaseFinetuning.flatten_modules(part)]
+        return list(dict.fromkeys(flat))
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
@@ -129,13 +129,13 @@ class BaseFinetuning(Callback):
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Returns the ``params`` that ``optimizer`` does not update yet; warns if it already updates some of them."""
         known = _updated_by(optimizer)
-        given = list(params)
-        new = [one for one in given if id(one) not in known]
-        if len(new) < len(given):
+        parameters = list(params)
+        new = [parameter for parameter in parameters if id(parameter) not in known]
+        if len(new) < len(parameters):
             _LOG.warning(
                 "%s updates %d of %d parameters already, and they stay in their group; give it those that require "
                 "gradients alone: %s(filter(lambda p: p.requires_grad, self.parameters()), ...)",
-                type(optimizer).__name__, len(given) - len(new), len(given), type(optimizer).__name__,
+                type(optimizer).__name__, len(parameters) - len(new), len(parameters), type(optimizer).__name__,
             )  # fmt: skip
         return new
 
@@ -151,14 +151,14 @@ class BaseFinetuning(Callback):
 
         ``lr`` None: the first group's rate, divided by ``initial_denom_lr``.  ``train_bn`` False: adds no BatchNorm parameters.
         """
-        norms = [one for one in BaseFinetuning.flatten_modules(modules) if isinstance(one, AnyBatchNorm)]
+        norms = [module for module in BaseFinetuning.flatten_modules(modules) if isinstance(module, AnyBatchNorm)]
         # BatchNorm parameters that freeze left trainable, and that the optimizer updates already.
-        trained = {id(one) for one in BaseFinetuning.filter_params(norms)} & _updated_by(optimizer)
+        trained = {id(parameter) for parameter in BaseFinetuning.filter_params(norms)} & _updated_by(optimizer)
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
-        unfrozen = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
-        found = [one for one in unfrozen if id(one) not in trained]
-        if new := BaseFinetuning.filter_on_optimizer(optimizer, found):
+        trainable = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        unfrozen = [parameter for parameter in trainable if id(parameter) not in trained]
+        if new := BaseFinetuning.filter_on_optimizer(optimizer, unfrozen):
             optimizer.add_param_group({"params": new, "lr": rate})
 
     # -- in a run ----------------------------------------------------------------------------------------------------------------
@@ -170,7 +170,8 @@ class BaseFinetuning(Callback):
             return
         if trainer.current_epoch == 0 or self._module() is not pl_module:
             self._state = {}
-        self._trainer, self._module = trainer, weakref.ref(pl_module)
+        self._trainer = trainer
+        self._module = weakref.ref(pl_module)
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -181,7 +182,7 @@ class BaseFinetuning(Callback):
                     f"{type(self).__name__} adds groups of parameters, and {type(optimizer).__name__} takes one; use another "
                     "optimizer, or leave the callback out"
                 )
-        self._take_up()
+        self._restore()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Calls ``finetune_function`` once per epoch; not again if a run resumes within the epoch."""
@@ -189,7 +190,7 @@ class BaseFinetuning(Callback):
             return
         for optimizer in trainer.optimizers:
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
-        self._note(trainer, pl_module)
+        self._record(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the parameter groups, with parameters by name, and the names of trainable parameters."""
@@ -198,40 +199,43 @@ class BaseFinetuning(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the parameter groups, before the optimizers' states are loaded."""
         self._state = dict(state_dict)
-        self._take_up()
+        self._restore()
 
-    def _note(self, trainer: Trainer, module: TrainingModule) -> None:
+    def _record(self, trainer: Trainer, module: TrainingModule) -> None:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._state = {
             "internal_optimizer_metadata": {
                 number: [
-                    {**group, "params": [names[id(module_parameter(one))] for one in group["params"]]}
+                    {**group, "params": [names[id(module_parameter(updated))] for updated in group["params"]]}
                     for group in optimizer.param_groups
                 ]
                 for number, optimizer in enumerate(trainer.optimizers)
             },
             "epoch": trainer.current_epoch,
             "trainable": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
-            "following": [name for name, one in _norms(module) if one.track_running_stats],
+            "following": [name for name, norm in _norms(module) if norm.track_running_stats],
         }
 
-    def _take_up(self) -> None:
-        trainer, module = self._trainer, self._module()
+    def _restore(self) -> None:
+        """Adds the saved parameter groups that the optimizers do not have, and freezes parameters as saved."""
+        trainer = self._trainer
+        module = self._module()
         if trainer is None or module is None or not self._state:
             return
         parameters = dict(module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         for number, saved in self._state["internal_optimizer_metadata"].items():
             optimizer = trainer.optimizers[number]
-            here = [
-                [names.get(id(module_parameter(one))) for one in group["params"]] for group in optimizer.param_groups
+            existing = [
+                [names.get(id(module_parameter(updated))) for updated in group["params"]]
+                for group in optimizer.param_groups
             ]
-            if [group["params"] for group in saved[: len(here)]] != here:
+            if [group["params"] for group in saved[: len(existing)]] != existing:
                 raise CheckpointError(
                     f"{type(self).__name__}: the parameter groups of optimizer {number} ({type(optimizer).__name__}) differ from "
                     "those of the resumed run; freeze the same parameters in freeze_before_training, and build the same optimizers"
                 )
-            for group in saved[len(here) :]:
+            for group in saved[len(existing) :]:
                 optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
         self._freeze_as_saved(module)
 
@@ -242,8 +246,8 @@ class BaseFinetuning(Callback):
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in trainable)
         if "following" in self._state:
-            for name, one in _norms(module):
-                one.track_running_stats = name in self._state["following"]
+            for name, norm in _norms(module):
+                norm.track_running_stats = name in self._state["following"]
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -322,12 +326,14 @@ class BackboneFinetuning(BaseFinetuning):
             return
         others = optimizer.param_groups[0]["lr"]
         if epoch == self.unfreeze_backbone_at_epoch or self.previous_backbone_lr is None:
-            own = self.backbone_initial_lr
-            rate = others * self.backbone_initial_ratio_lr if own is None else own
+            rate = self.backbone_initial_lr
+            if rate is None:
+                rate = others * self.backbone_initial_ratio_lr
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, rate, train_bn=self.train_bn)
         else:
             rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            rate = others if self.should_align and rate > others else rate
+            if self.should_align:
+                rate = min(rate, others)
             optimizer.param_groups[-1]["lr"] = rate
         self.previous_backbone_lr = rate
         if self.verbose:
@@ -339,7 +345,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 def _updated_by(optimizer: Optimizer) -> set[int]:
     """Returns the ids of the module's parameters that ``optimizer`` updates."""
-    return {id(module_parameter(one)) for one in owned_parameters(optimizer)}
+    return {id(module_parameter(updated)) for updated in owned_parameters(optimizer)}
 
 
 def _own_parameters(module: Module) -> list[nn.Parameter]:
@@ -348,5 +354,5 @@ def _own_parameters(module: Module) -> list[nn.Parameter]:
 
 def _norms(module: Module) -> list[tuple[str, AnyBatchNorm]]:
     """Returns (name, BatchNorm) for each BatchNorm with running statistics."""
-    found = [(name, one) for name, one in module.named_modules() if isinstance(one, AnyBatchNorm)]
-    return [(name, one) for name, one in found if one.running_mean is not None]
+    norms = [(name, norm) for name, norm in module.named_modules() if isinstance(norm, AnyBatchNorm)]
+    return [(name, norm) for name, norm in norms if norm.running_mean is not None]

@@ -31,7 +31,8 @@ class GradientAccumulationScheduler(Callback):
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
-        whole = isinstance(scheduling, Mapping) and all(type(one) is int for pair in scheduling.items() for one in pair)
+        is_mapping = isinstance(scheduling, Mapping)
+        whole = is_mapping and all(type(epoch) is int and type(count) is int for epoch, count in scheduling.items())
         if not whole or not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
             raise ConfigError(
                 f"GradientAccumulationScheduler({scheduling!r}): give a dict from an epoch (0 or more) to the micro-batches "

@@ -58,24 +58,27 @@ class GradientMonitor(Callback):
             return
         if not trainer.loggers:
             raise ConfigError("GradientMonitor needs a logger: Trainer(logger=True), or leave the callback out")
-        if self.histograms and all(type(one).log_histogram is Logger.log_histogram for one in trainer.loggers):
-            kinds = ", ".join(type(one).__name__ for one in trainer.loggers)
+        kinds = [type(logger) for logger in trainer.loggers]
+        if self.histograms and all(kind.log_histogram is Logger.log_histogram for kind in kinds):
             raise ConfigError(
-                f"GradientMonitor(histograms=True): {kinds} takes no histograms; give a TensorBoardLogger or a WandbLogger too, or "
-                "leave histograms out"
+                f"GradientMonitor(histograms=True): {', '.join(kind.__name__ for kind in kinds)} takes no histograms; give a "
+                "TensorBoardLogger or a WandbLogger too, or leave histograms out"
             )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Logs norms and histograms if the step is logged."""
         if (trainer.global_step + 1) % (trainer.log_every_n_steps or math.inf):  # the same steps on every rank
             return
-        own = {id(module_parameter(one)) for one in owned_parameters(optimizer)}
-        named = [(name, one.grad) for name, one in pl_module.named_parameters() if id(one) in own]
-        gradients = {name: gradient for name, gradient in named if gradient is not None}
+        own = {id(module_parameter(updated)) for updated in owned_parameters(optimizer)}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in pl_module.named_parameters()
+            if id(parameter) in own and parameter.grad is not None
+        }
         norms, total = norms_of(gradients, self.norm_type)
         if total is None:
             return
-        number = next((index for index, one in enumerate(trainer.optimizers) if one is optimizer), 0)
+        number = next((index for index, other in enumerate(trainer.optimizers) if other is optimizer), 0)
         prefix = f"grad_{self.norm_type}_norm"
         values = {f"{prefix}_total" + (f"/{number}" if number else ""): total}
         if self.per_parameter:
@@ -86,9 +89,11 @@ class GradientMonitor(Callback):
             self._log_histograms(trainer, gradients)
 
     def _log_histograms(self, trainer: Trainer, gradients: dict[str, Tensor]) -> None:
-        found = [histogram_of(one) for one in gradients.values()]
-        rows = torch.stack([torch.cat([one.counts, torch.stack(one[1:])]).to(found[0].low.device) for one in found])
-        for name, (*counts, low, high, total, squares) in zip(gradients, rows.tolist(), strict=True):  # one wait
+        histograms = [histogram_of(gradient) for gradient in gradients.values()]
+        device = histograms[0].low.device
+        # All numbers in one tensor: the host waits once.
+        rows = torch.stack([torch.cat([one.counts, torch.stack(one[1:])]).to(device) for one in histograms])
+        for name, (*counts, low, high, total, squares) in zip(gradients, rows.tolist(), strict=True):
             if any(counts):
                 trainer.delivery.log_histogram(
                     f"gradients/{name}", counts, (low, high), (total, squares), trainer.global_step

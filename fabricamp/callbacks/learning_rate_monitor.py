@@ -109,12 +109,12 @@ class LearningRateMonitor(Callback):
                 values.update(self._values(name, optimizer))
         if values:
             self.last_values.update(values)
-            self._note(values)
+            self._store(values)
             trainer.callback_metrics.update(as_tensors(values))
             if trainer.is_global_zero:
                 trainer.delivery.log_metrics(values, step)
 
-    def _note(self, values: dict[str, float]) -> None:
+    def _store(self, values: dict[str, float]) -> None:
         """Stores the values in Lightning's attributes."""
         for name, value in values.items():
             if name.endswith("-momentum"):
@@ -124,12 +124,12 @@ class LearningRateMonitor(Callback):
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, float]]:
         for number, group in enumerate(optimizer.param_groups):
-            part = self._name_of(name, number, optimizer)
-            yield part, float(group["lr"])
+            key = self._name_of(name, number, optimizer)
+            yield key, float(group["lr"])
             if self.log_momentum and ("betas" in group or "momentum" in group):
-                yield f"{part}-momentum", float(group["betas"][0] if "betas" in group else group["momentum"])
+                yield f"{key}-momentum", float(group["betas"][0] if "betas" in group else group["momentum"])
             if self.log_weight_decay and "weight_decay" in group:
-                yield f"{part}-weight_decay", float(group["weight_decay"])
+                yield f"{key}-weight_decay", float(group["weight_decay"])
 
     def _name_of(self, name: str, number: int, optimizer: Optimizer) -> str:
         """Returns the name of group ``number`` (from 0) of the optimizer called ``name``; of a single group, the optimizer's."""
@@ -145,16 +145,21 @@ class LearningRateMonitor(Callback):
             for config in trainer.lr_scheduler_configs
             if hasattr(config.scheduler, "optimizer")  # objects that the module steps itself may have no such attribute
         ]
-        bare = [other for other in trainer.optimizers if not any(other is optimizer for optimizer, _, _ in scheduled)]
-        taken: set[str] = set()
-        for optimizer, given, interval in [*scheduled, *((other, None, _ANY) for other in bare)]:
+        others = [
+            (optimizer, None, _ANY)
+            for optimizer in trainer.optimizers
+            if not any(optimizer is other for other, _, _ in scheduled)
+        ]
+        used: set[str] = set()
+        for optimizer, own_name, interval in [*scheduled, *others]:
             self._check_group_names(optimizer)
-            base = self.log_key_prefix + (given or f"lr-{type(optimizer).__name__}")
-            name, number = base, 0
-            while name in taken:
+            base = self.log_key_prefix + (own_name or f"lr-{type(optimizer).__name__}")
+            name = base
+            number = 0
+            while name in used:
                 number += 1
                 name = f"{base}-{number}"
-            taken.add(name)
+            used.add(name)
             yield name, interval, optimizer
 
     def _check_group_names(self, optimizer: Optimizer) -> None:

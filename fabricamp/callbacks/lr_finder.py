@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.arguments.checks import check_choice, check_kind
 from fabricamp.callbacks.base import Callback
-from fabricamp.checkpoint.hyperparameters import holders_of
+from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class LearningRateFinder(Callback):
         """Sets the rate that the run began with."""
         self.found = checkpoint.get("callbacks", {}).get(self.state_key, {})
         if self.found:
-            for holder in holders_of(self.found["name"], pl_module, trainer.datamodule):
-                holder.value = self.found["rate"]
+            for setting in setting_refs(self.found["name"], pl_module, trainer.datamodule):
+                setting.value = self.found["rate"]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the name and the rate that were set."""

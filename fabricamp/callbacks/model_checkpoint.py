@@ -1,30 +1,36 @@
-"""Writes checkpoints during training and removes those that are not needed any more."""
+"""Writes checkpoints during training and removes those that are not needed any more.
+
+In order: the arguments, the paths that users read, the callback's own state, the start of a run, when a save is due, one save, and
+the checks of the arguments.  Which files stay, their names and their owners are in ``_checkpoint_files``; steps and minutes are
+counted by ``arguments/cadence``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import sys
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from fabricamp.arguments.cadence import Cadence, check_cadence, chosen_cadence
+from fabricamp.arguments.cadence import Cadence, Every, parse_every
 from fabricamp.arguments.checks import check_kind
 from fabricamp.arguments.not_offered import is_lightnings
 from fabricamp.callbacks._checkpoint_files import (
     WRITTEN_BY,
-    FileName,
-    Kept,
+    FileNameTemplate,
+    KeptFiles,
     Lineage,
     SavePlan,
     SavePlanner,
-    check_choices,
-    take_stock,
+    files_beside,
+    find_own_files,
+    trusted_folders,
 )
-from fabricamp.callbacks._ckpt_path import files_beside, followed_folders
-from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor, told_of_zeros
+from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import storage
@@ -34,7 +40,6 @@ from fabricamp.metrics.values import score_tensor
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
-    from datetime import timedelta
 
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
@@ -108,28 +113,31 @@ class ModelCheckpoint(Checkpoint):
         names = {"auto_insert_metric_name": auto_insert_metric_name, "enable_version_counter": enable_version_counter}
         check_kind(self, "True or False", **names)
         check_kind(self, "True or False", optional=True, save_on_train_epoch_end=save_on_train_epoch_end)
-        self.dirpath = None if dirpath is None else storage.normal(dirpath)
-        self.filename, self.monitor = filename, monitor
-        self.verbose, self.mode = verbose, mode
-        self.save_last, self.save_top_k = save_last, save_top_k
+        self.dirpath = None if dirpath is None else storage.normalized(dirpath)
+        self.filename = filename
+        self.monitor = monitor
+        self.verbose = verbose
+        self.mode = mode
+        self.save_last = save_last
+        self.save_top_k = save_top_k
         self.save_on_exception = save_on_exception
         self.save_weights_only = save_weights_only
         self.auto_insert_metric_name = auto_insert_metric_name
         self.enable_version_counter = enable_version_counter
         self.every = every
-        self.every_n_train_steps, self.every_n_epochs, self.train_time_interval = chosen_cadence(
+        self.every_n_train_steps, self.every_n_epochs, self.train_time_interval = _chosen_cadence(
             every, every_n_train_steps, every_n_epochs, train_time_interval
         )
         self._check_arguments()
         self._cadence = Cadence(self.every_n_train_steps, self.train_time_interval)
         self.dirpath_given = dirpath is not None
         self._save_on_train_epoch_end = save_on_train_epoch_end
-        self._kept = Kept()
+        self._kept = KeptFiles()
         self._lineage = Lineage()
-        self._foreign: frozenset[str] = frozenset()
+        self._foreign: frozenset[str] = frozenset()  # kept files that another run wrote
         self._restored = False  # since the last start of training
-        self._followed: tuple[str, ...] = ()
-        self._writing: Kept | None = None
+        self._followed: tuple[str, ...] = ()  # folders in which file names from a checkpoint are accepted
+        self._writing: KeptFiles | None = None  # the kept files after the write that is in progress
         # The last step saved and ranked by its metrics.  A file that a signal left is not ranked, so a run resumed from that file
         # must still rank the step.
         self._judged_step = -1
@@ -179,8 +187,8 @@ class ModelCheckpoint(Checkpoint):
     @property
     def state_key(self) -> str:
         """The key of this callback's state; contains monitor, mode, filename and cadence."""
-        lengths = self._lengths.values()
-        return f"{self._kind} every {', '.join(str(length) for length in lengths if length) or '0'}"
+        lengths = ", ".join(str(length) for length in self._lengths.values() if length)
+        return f"{self._kind} every {lengths or '0'}"
 
     def accepts_state_of(self, key: str) -> bool:
         """Also accepts the state of a run with the same kind of cadence and another length."""
@@ -192,39 +200,37 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def _kind(self) -> str:
-        cadence = "+".join(kind for kind, given in self._lengths.items() if given) or "epochs"
+        cadence = "+".join(unit for unit, length in self._lengths.items() if length) or "epochs"
         about = {"monitor": self.monitor, "mode": self.mode, "cadence": cadence, "filename": self.filename}
         return f"{type(self).__qualname__}{about}"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the kept files; a checkpoint that is being written is already among the files in its own state."""
-        own = {"dirpath": self.dirpath, "judged_step": self._judged_step}
-        return {**own, **(self._writing or self._kept).state_dict(), **self._lineage.state_dict()}
+        kept = self._writing or self._kept
+        return {
+            "dirpath": self.dirpath,
+            "judged_step": self._judged_step,
+            **kept.state_dict(),
+            **self._lineage.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the files that are in ``dirpath`` or in the checkpoint's folder; removes only files that this callback wrote."""
         self.dirpath = self.dirpath or state_dict["dirpath"]
         self._judged_step = int(state_dict.get("judged_step", -1))
-        kept = Kept.from_state_dict(state_dict)
-        self._kept = kept.without({name for name in kept.all() if not self._may_follow(name)})
+        kept = KeptFiles.from_state_dict(state_dict)
+        self._kept = kept.without({path for path in kept.all() if not self._trusts(path)})
         self._foreign = frozenset(kept.all())  # until training starts and the files' headers are read
         self._lineage = Lineage.from_state_dict(state_dict)
         self._restored = True
 
-    def _may_follow(self, name: str) -> bool:
-        """Whether a file name from a checkpoint has this callback's extension and is in a folder of this run."""
+    def _trusts(self, path: str) -> bool:
+        """Returns whether a path from a checkpoint has this callback's extension and is in a folder of this run."""
         if not self._followed:  # no run has begun: nothing is opened or removed yet
             return True
-        own = name.endswith(self.FILE_EXTENSION)
-        return own and any(storage.may_follow(name, folder) for folder in self._followed)
-
-    def format_checkpoint_name(
-        self, metrics: Mapping[str, Tensor | float], filename: str | None = None, ver: int | None = None
-    ) -> str:
-        """Returns the path of a checkpoint with these metrics, in ``dirpath`` once ``dirpath`` is known."""
-        name = self._template(filename or self.filename).fill(metrics)
-        version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
-        return storage.join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
+        if not path.endswith(self.FILE_EXTENSION):
+            return False
+        return any(storage.resolves_within(path, folder) for folder in self._followed)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Chooses the folder, the same on every rank."""
@@ -239,39 +245,39 @@ class ModelCheckpoint(Checkpoint):
             )
         if not self.dirpath_given:
             self.dirpath = storage.join(trainer.log_folder or trainer.root_folder, "checkpoints")
-        self.dirpath = trainer.strategy.on_rank_zero(lambda: self._usable_folder(trainer))
-        self._followed = followed_folders(trainer, self, trainer.ckpt_path or "")
+        self.dirpath = trainer.strategy.on_rank_zero(lambda: self._writable_folder(trainer))
+        self._followed = trusted_folders(trainer, self, trainer.ckpt_path or "")
 
-    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Starts counting at the current step; the initial state is not saved."""
-        self._kept, self._foreign, self._lineage = trainer.strategy.on_rank_zero(lambda: self._stock(trainer))
-        self._restored = False
-        self._start_at(trainer.global_step)
-
-    def _usable_folder(self, trainer: Trainer) -> str | None:
+    def _writable_folder(self, trainer: Trainer) -> str | None:
         """Returns the folder; raises :class:`ConfigError` if nothing can be written there."""
-        if not trainer.fast_dev_run and (problem := storage.unusable(self.dirpath or "")):
+        if not trainer.fast_dev_run and (problem := storage.why_not_writable(self.dirpath or "")):
             raise ConfigError(f"ModelCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
         return self.dirpath
 
-    def _stock(self, trainer: Trainer) -> tuple[Kept, frozenset[str], Lineage]:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Starts counting at the current step; the initial state is not saved."""
+        self._kept, self._foreign, self._lineage = trainer.strategy.on_rank_zero(lambda: self._files_at_start(trainer))
+        self._restored = False
+        self._start_at(trainer.global_step)
+
+    def _files_at_start(self, trainer: Trainer) -> tuple[KeptFiles, frozenset[str], Lineage]:
         """Returns the known files, those among them that this callback did not write, and the lineage with a new attempt."""
-        lineage = self._lineage.go_on(trainer.global_step if trainer.ckpt_path else sys.maxsize)
+        # A fit in the same process goes on from all that the previous one wrote; a resumed one from the checkpoint's step.
+        resumed_from = trainer.global_step if trainer.ckpt_path else sys.maxsize
+        lineage = self._lineage.next_attempt(resumed_from)
         if not self._restored:
             return self._kept, self._foreign, lineage
-        kept, foreign, lineage = take_stock(self._kept, lineage, files_beside(trainer, self), self._may_follow)
-        return dataclasses.replace(self._planner(trainer), foreign=foreign).tidied(kept), foreign, lineage
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
-        """Marks a checkpoint that this callback writes with the id of the current attempt."""
-        if self._writing is None:
-            return
-        checkpoint[WRITTEN_BY] = self._lineage.attempt
-        checkpoint.setdefault("callbacks", {self.state_key: self.state_dict()})  # weights-only files have none
+        files = files_beside(trainer, self)
+        kept, foreign, lineage = find_own_files(self._kept, lineage, files, self._trusts)
+        planner = dataclasses.replace(self._planner(trainer), foreign=foreign)
+        return planner.remove_leftovers(kept), foreign, lineage
 
     def _start_at(self, step: int) -> None:
         self._saved_step = step
-        self._metrics_complete = self._validated = self._unjudged = self._told_of_zeros = False
+        self._metrics_complete = False
+        self._validated = False
+        self._unjudged = False  # a save was made before ``monitor`` was logged
+        self._told_of_zeros = False
         self._cadence.start(step)
 
     def holds_at(self, global_step: int) -> float:
@@ -282,7 +288,8 @@ class ModelCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves if the interval of steps or time has passed."""
-        step, cadence = trainer.global_step, self._cadence
+        step = trainer.global_step
+        cadence = self._cadence
         if step >= cadence.next_look and cadence.is_due(step, trainer.strategy):
             trainer.reduce_step_metrics()  # the file is ranked by this step's values
             self._save(trainer)
@@ -302,7 +309,7 @@ class ModelCheckpoint(Checkpoint):
             self._save_epoch(trainer)
         if self._metrics_complete and self._unjudged:
             self._unjudged = False
-            self._judge_monitor(trainer, ranked=True)
+            self._check_monitor(trainer, ranked=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Writes the ``save_last`` file if training ended before any save was due."""
@@ -311,72 +318,101 @@ class ModelCheckpoint(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Saves if training was ended by Ctrl-C or a ``nan_policy``, or, with ``save_on_exception``, by any exception."""
-        saves = self.save_on_exception and not is_lightnings(trainer) and trainer.state.fitting
-        if not (saves or ends_everywhere(trainer, exception)):
+        on_any_exception = self.save_on_exception and not is_lightnings(trainer) and trainer.state.fitting
+        if not (on_any_exception or ends_everywhere(trainer, exception)):
             return
         if self._saved_step != trainer.global_step:
             self._save(trainer, ranked=False)
         elif self._kept.files and not self._kept.last:
+            # The step has a file already; ``last_model_path`` then names that one.
             self._kept = dataclasses.replace(self._kept, last=self._kept.files[-1])
 
     def _save_epoch(self, trainer: Trainer) -> None:
         if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             self._save(trainer)
 
+    def _at_train_epoch_end(self, trainer: Trainer) -> bool:
+        if self._save_on_train_epoch_end is not None:
+            return self._save_on_train_epoch_end
+        return checks_at_train_epoch_end(trainer)
+
     def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
-        """Writes the file that rank 0 plans, then removes surplus files, then publishes the new paths; called by every rank."""
-        done = self._judged_step if ranked else self._saved_step
-        if trainer.fast_dev_run or done == trainer.global_step or not (self.save_top_k or self.save_last):
+        """Writes the file that rank 0 plans, then removes surplus files, then publishes the new paths; called by every rank.
+
+        ``ranked`` False saves whatever the value of ``monitor``, and does not compare the file with the others.
+        """
+        step = trainer.global_step
+        already_done = step == (self._judged_step if ranked else self._saved_step)
+        saves_nothing = trainer.fast_dev_run or not (self.save_top_k or self.save_last)
+        if already_done or saves_nothing:
             return
-        self._judge_monitor(trainer, ranked=ranked)
+        self._check_monitor(trainer, ranked=ranked)
         plan = trainer.strategy.on_rank_zero(lambda: self._plan(trainer, ranked=ranked))
         if not plan.target:
             return
-        self._judged_step = trainer.global_step if ranked else self._judged_step
-        self._write(trainer, plan)
-        self._saved_step = trainer.global_step
+        if ranked:
+            self._judged_step = step
+        self._execute(trainer, plan)
+        self._saved_step = step
         if self.verbose and trainer.is_global_zero:
-            _LOG.info("%s: step %d is saved in %s", type(self).__name__, trainer.global_step, plan.target)
+            _LOG.info("%s: step %d is saved in %s", type(self).__name__, step, plan.target)
 
-    def _write(self, trainer: Trainer, plan: SavePlan) -> None:
-        self._hand_over(trainer, plan)
-        trainer.strategy.on_rank_zero(lambda: self._rotate(plan))
-        self._publish(trainer, plan)
+    def _check_monitor(self, trainer: Trainer, *, ranked: bool) -> None:
+        """Raises :class:`ConfigError` if ``monitor`` is missing after a full epoch; before that, only notes that it is missing."""
+        missing = self.monitor is not None and self.monitor not in self._metrics(trainer)
+        if ranked and missing and self._metrics_complete:
+            argument = f"ModelCheckpoint(monitor={self.monitor!r})"
+            raise ConfigError(
+                f"{missing_monitor(trainer, argument, str(self.monitor))}; 'epoch' and 'step' always exist"
+            )
+        self._unjudged = self._unjudged or missing
 
-    def _hand_over(
-        self, trainer: Trainer, plan: SavePlan, write: Callable[[str, dict[str, Any]], None] | None = None
-    ) -> None:
-        """Lets the Trainer write the checkpoint; the callback state inside already includes the new file."""
-        options = {} if write is None else {"write": write}
-        self._writing = plan.after
-        try:
-            trainer.save_checkpoint(plan.target, weights_only=self.save_weights_only, **options)
-        finally:
-            self._writing = None
-
-    def _rotate(self, plan: SavePlan) -> None:
-        plan.rotate(link=self.save_last == "link")
-
-    def _publish(self, trainer: Trainer, plan: SavePlan) -> None:
-        """Updates the public paths and notifies the loggers, which may upload the file; runs only once the file exists."""
-        self._kept = plan.after.without(plan.remove)
-        trainer.delivery.after_save_checkpoint(self)
+    def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
+        return {**trainer.monitored_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _plan(self, trainer: Trainer, *, ranked: bool) -> SavePlan:
         """Returns rank 0's decision: the file, its name and the files it replaces; moves files whose names are needed."""
         metrics = self._metrics(trainer)
-        found = metrics.get(self.monitor) if ranked and self.monitor is not None else None
-        score = None if found is None else float(found)
-        rankable = score is not None or self.monitor is None or not ranked  # else the monitor was not logged yet
-        path = self.format_checkpoint_name(metrics) if self.save_top_k and rankable else ""
+        score: float | None = None
+        if ranked and self.monitor is not None and self.monitor in metrics:
+            score = float(metrics[self.monitor])
+        waits_for_monitor = ranked and self.monitor is not None and score is None  # it was not logged yet
+        path = ""
+        if self.save_top_k and not waits_for_monitor:
+            path = self.format_checkpoint_name(metrics)
+            self._warn_of_zeros(trainer, metrics)
         last = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST) if self.save_last else ""
-        if path and not self._told_of_zeros:
-            self._told_of_zeros = told_of_zeros(trainer, self.filename, self._template(self.filename).fields, metrics)
         plan = self._planner(trainer).plan(self._kept, path, last, score)
         if not ranked and not last:
+            # ``last_model_path`` also names a file that was written at Ctrl-C or an exception.
             plan = dataclasses.replace(plan, after=dataclasses.replace(plan.after, last=plan.target))
         plan.make_room()
         return plan
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Tensor | float], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """Returns the path of a checkpoint with these metrics, in ``dirpath`` once ``dirpath`` is known."""
+        name = self._template(filename or self.filename).fill(metrics)
+        version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
+        return storage.join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
+
+    def _template(self, filename: str | None) -> FileNameTemplate:
+        template = filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        return FileNameTemplate(template, self.CHECKPOINT_EQUALS_CHAR, insert_names=self.auto_insert_metric_name)
+
+    def _warn_of_zeros(self, trainer: Trainer, metrics: Mapping[str, Tensor | float]) -> None:
+        """Warns once about metrics in the file name that were not logged."""
+        if self._told_of_zeros:
+            return
+        missing = [name for name in self._template(self.filename).fields if name not in metrics]
+        if missing:
+            self._told_of_zeros = True
+            _LOG.warning(
+                "%s; 0 stands in file names for %s, and 'epoch' and 'step' always exist",
+                missing_monitor(trainer, f"ModelCheckpoint(filename={self.filename!r})", missing[0]),
+                ", ".join(map(repr, missing)),
+            )
 
     def _planner(self, trainer: Trainer) -> SavePlanner:
         return SavePlanner(
@@ -387,31 +423,79 @@ class ModelCheckpoint(Checkpoint):
             link_last=self.save_last == "link",
             join=self.CHECKPOINT_JOIN_CHAR,
             first_version=self.STARTING_VERSION,
-            protected=storage.normal(trainer.ckpt_path) if trainer.ckpt_path else "",
+            protected=storage.normalized(trainer.ckpt_path) if trainer.ckpt_path else "",
             foreign=self._foreign,
         )
 
-    def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
-        return {**trainer.monitored_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+    def _execute(self, trainer: Trainer, plan: SavePlan) -> None:
+        """Carries out the plan; :class:`AsyncCheckpoint` does so in the background."""
+        self._write(trainer, plan)
+        trainer.strategy.on_rank_zero(plan.rotate)
+        self._publish(trainer, plan)
 
-    def _judge_monitor(self, trainer: Trainer, *, ranked: bool) -> None:
-        """Raises :class:`ConfigError` if ``monitor`` is missing after a full epoch; before that, only notes that it is missing."""
-        missing = self.monitor is not None and self.monitor not in self._metrics(trainer)
-        if ranked and missing and self._metrics_complete:
-            given = f"ModelCheckpoint(monitor={self.monitor!r})"
-            raise ConfigError(f"{missing_monitor(trainer, given, str(self.monitor))}; 'epoch' and 'step' always exist")
-        self._unjudged = self._unjudged or missing
+    def _write(
+        self, trainer: Trainer, plan: SavePlan, write: Callable[[str, dict[str, Any]], None] | None = None
+    ) -> None:
+        """Lets the Trainer write the checkpoint; the callback state inside already includes the new file."""
+        options = {} if write is None else {"write": write}
+        self._writing = plan.after
+        try:
+            trainer.save_checkpoint(plan.target, weights_only=self.save_weights_only, **options)
+        finally:
+            self._writing = None
 
-    def _template(self, filename: str | None) -> FileName:
-        template = filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
-        return FileName(template, self.CHECKPOINT_EQUALS_CHAR, insert_names=self.auto_insert_metric_name)
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+        """Marks a checkpoint that this callback writes with the id of the current attempt."""
+        if self._writing is None:
+            return
+        checkpoint[WRITTEN_BY] = self._lineage.attempt
+        checkpoint.setdefault("callbacks", {self.state_key: self.state_dict()})  # weights-only files have none
 
-    def _at_train_epoch_end(self, trainer: Trainer) -> bool:
-        chosen = self._save_on_train_epoch_end
-        return checks_at_train_epoch_end(trainer) if chosen is None else chosen
+    def _publish(self, trainer: Trainer, plan: SavePlan) -> None:
+        """Updates the public paths and notifies the loggers, which may upload the file; runs only once the file exists."""
+        self._kept = plan.after.without(plan.remove)
+        trainer.delivery.after_save_checkpoint(self)
 
     def _check_arguments(self) -> None:
         """Raises :class:`ConfigError` for arguments that cannot work in any run."""
         self._template(self.filename)
-        check_choices(self.mode, self.save_last, self.save_top_k, self.monitor)
-        check_cadence(self.every, self.every_n_train_steps, self.every_n_epochs, self.train_time_interval)
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"ModelCheckpoint(mode={self.mode!r}): choose 'min' (lower is better) or 'max'")
+        if self.save_last not in (None, True, False, "link"):
+            raise ConfigError(f"ModelCheckpoint(save_last={self.save_last!r}): choose True, False or 'link'")
+        if self.save_top_k < -1:
+            raise ConfigError(f"ModelCheckpoint(save_top_k={self.save_top_k}): give a number, 0 for none, -1 for all")
+        if self.monitor is None and self.save_top_k > 1:
+            raise ConfigError(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}) without a monitor: name a metric, or 'step' with mode='max'"
+            )
+        steps = self.every_n_train_steps
+        epochs = self.every_n_epochs
+        interval = self.train_time_interval
+        for name, length in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+            if length < 0:
+                raise ConfigError(f"ModelCheckpoint({name}={length}): choose 1 or more, or 0 for never")
+        if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta(0)):
+            raise ConfigError(
+                f"ModelCheckpoint(train_time_interval={interval!r}): give a timedelta such as timedelta(minutes=30)"
+            )
+        lengths = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": interval}
+        given = [name for name, length in lengths.items() if length]
+        if len(given) > 1 and self.every is None:
+            raise ConfigError(
+                f"ModelCheckpoint was given {' and '.join(given)}: choose one, or every='100 steps, 1 epoch, 30 min' for several"
+            )
+
+
+def _chosen_cadence(every: str | None, steps: int | None, epochs: int | None, interval: timedelta | None) -> Every:
+    """Returns the cadence from ``every``, or from Lightning's three arguments with their default."""
+    if every is None:
+        if epochs is None:
+            epochs = 0 if steps or interval is not None else 1
+        return Every(steps or 0, epochs, interval)
+    if any(length is not None for length in (steps, epochs, interval)):
+        raise ConfigError(
+            f"ModelCheckpoint(every={every!r}) is the whole schedule of saves: leave every_n_train_steps, train_time_interval and "
+            "every_n_epochs out"
+        )
+    return parse_every(every)

@@ -159,9 +159,9 @@ class ModelSummary(Callback):
         updated = [tensor for optimizer in trainer.optimizers for tensor in owned_parameters(optimizer)]
         memory["masters"] = sum(_bytes(tensor) for tensor in _once(updated) if id(tensor) not in own)
         memory["gradient sums"] = sum(
-            _bytes(one)
+            _bytes(gradient)
             for optimizer in trainer.optimizers
-            for one in trainer.precision_plugin.gradients(optimizer).tensors
+            for gradient in trainer.precision_plugin.gradients(optimizer).tensors
         )
         Summary(
             rows=_rows(pl_module, self.max_depth),
@@ -205,8 +205,10 @@ def _rows(module: nn.Module, max_depth: int) -> list[LayerSummary]:
         if name and (max_depth == -1 or name.count(".") < max_depth)
     ]
     own = _count(module, recurse=False)
-    # Without this row for the module's own parameters the rows would not add up to the total.
-    return [LayerSummary("(own)", type(module).__name__, own), *rows] if own.params or own.size or own.lazy else rows
+    if own.params or own.size or own.lazy:
+        # Without this row for the module's own parameters the rows would not add up to the total.
+        rows.insert(0, LayerSummary("(own)", type(module).__name__, own))
+    return rows
 
 
 def _count(module: nn.Module, *, recurse: bool = True) -> Count:
@@ -218,7 +220,8 @@ def _count(module: nn.Module, *, recurse: bool = True) -> Count:
         count.size += _bytes(tensor)
         if isinstance(tensor, nn.Parameter):
             count.params += tensor.numel()
-            count.trainable += tensor.numel() if tensor.requires_grad else 0
+            if tensor.requires_grad:
+                count.trainable += tensor.numel()
     return count
 
 
@@ -233,20 +236,25 @@ def _memory_as_it_is(module: nn.Module) -> dict[str, int]:
 
 def _predicted_memory(module: nn.Module, level: Level) -> dict[str, int]:
     choice = {"keep_batchnorm_fp32": level.keep_batchnorm_fp32, "whole_step": level.whole_step}
-    chosen = list(convertible_modules(module, **choice))
+    modules = list(convertible_modules(module, **choice))
     dtype = level.cast_model_type
-    converted = set() if dtype is None else {id(tensor) for tensor in tensors_to_convert(module, chosen)}
+    converted = set() if dtype is None else {id(tensor) for tensor in tensors_to_convert(module, modules)}
     memory = Counter(weights=0, buffers=0, gradients=0, masters=0)
     for tensor in (*module.parameters(), *module.buffers()):
         if not _has_shape(tensor):
             continue
-        cast = dtype is not None and id(tensor) in converted
-        size = tensor.numel() * dtype.itemsize if cast and dtype is not None else _bytes(tensor)
-        is_weight = isinstance(tensor, nn.Parameter)
-        memory["weights" if is_weight else "buffers"] += size
-        if is_weight and tensor.requires_grad:
+        size = _bytes(tensor)
+        is_converted = dtype is not None and id(tensor) in converted
+        if dtype is not None and is_converted:
+            size = tensor.numel() * dtype.itemsize
+        if not isinstance(tensor, nn.Parameter):
+            memory["buffers"] += size
+            continue
+        memory["weights"] += size
+        if tensor.requires_grad:
             memory["gradients"] += size
-            memory["masters"] += tensor.numel() * torch.float32.itemsize if cast and level.master_weights else 0
+            if is_converted and level.master_weights:
+                memory["masters"] += tensor.numel() * torch.float32.itemsize
     return dict(memory)
 
 
@@ -276,8 +284,9 @@ def _bytes(tensor: Tensor) -> int:
 def _size(size: float) -> str:
     index = 0
     while size >= 1024 and index + 1 < len(_UNITS):
-        size, index = size / 1024, index + 1
-    return f"{size:.0f} {_UNITS[index]}" if index == 0 else f"{size:.1f} {_UNITS[index]}"
+        size /= 1024
+        index += 1
+    return f"{size:.0f} B" if index == 0 else f"{size:.1f} {_UNITS[index]}"
 
 
 def _aligned(cells: Iterable[str], widths: list[int]) -> list[str]:

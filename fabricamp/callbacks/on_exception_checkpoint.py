@@ -41,7 +41,7 @@ class OnExceptionCheckpoint(Checkpoint):
         if not filename:
             raise ConfigError("OnExceptionCheckpoint(filename=''): give a name, such as 'on_exception'")
         self.dirpath = os.fspath(dirpath)
-        self._folder = storage.normal(dirpath)  # absolute: the script may change its folder before the exception
+        self._folder = storage.normalized(dirpath)  # absolute: the script may change its folder before the exception
         self.filename = filename
         self._trains = False
         self._saved = False
@@ -60,13 +60,14 @@ class OnExceptionCheckpoint(Checkpoint):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._trains = self._saved = False
+        self._trains = False
+        self._saved = False
         if trainer.world_size > 1:
             raise ConfigError(
                 f"OnExceptionCheckpoint with {trainer.world_size} processes: the rank that raised cannot gather the others' state; "
                 "use ModelCheckpoint(every_n_train_steps=...) or train_time_interval instead"
             )
-        if not trainer.fast_dev_run and (problem := storage.unusable(self._folder)):
+        if not trainer.fast_dev_run and (problem := storage.why_not_writable(self._folder)):
             raise ConfigError(f"OnExceptionCheckpoint(dirpath={self.dirpath!r}): {problem}; choose another folder")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
@@ -76,7 +77,9 @@ class OnExceptionCheckpoint(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Writes the file, if training had begun."""
         # Lightning's Trainer calls this for errors in setup too.
-        if is_lightnings(trainer) or trainer.fast_dev_run or not (self._trains and trainer.state.fitting):
+        if is_lightnings(trainer) or trainer.fast_dev_run:
+            return
+        if not self._trains or not trainer.state.fitting:
             return
         trainer.save_checkpoint(self._file)
         self._saved = True

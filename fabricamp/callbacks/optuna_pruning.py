@@ -51,7 +51,8 @@ class OptunaPruning(Callback):
         """Opens a new connection to the storage in a forked process."""
         super().setup(trainer, pl_module, stage)
         if self._process != os.getpid():
-            self._trial, self._process = pickle.loads(pickle.dumps(self._trial)), os.getpid()  # noqa: S301 - made here
+            self._trial = pickle.loads(pickle.dumps(self._trial))  # noqa: S301 - made here
+            self._process = os.getpid()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Reports and asks the pruner, if each epoch ends with its validation or there is no validation."""

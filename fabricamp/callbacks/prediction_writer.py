@@ -53,7 +53,9 @@ class BasePredictionWriter(Callback):
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
-        check_choice(f"{type(self).__name__} write_interval", write_interval, tuple(one.value for one in WriteInterval))
+        check_choice(
+            f"{type(self).__name__} write_interval", write_interval, tuple(interval.value for interval in WriteInterval)
+        )
         self.interval = WriteInterval(write_interval)
 
     def write_on_batch_end(
@@ -92,9 +94,9 @@ class BasePredictionWriter(Callback):
         super().setup(trainer, pl_module, stage)
         if stage != "predict":
             return
-        due = {"write_on_batch_end": self.interval.on_batch, "write_on_epoch_end": self.interval.on_epoch}
-        for name, called in due.items():
-            if called and getattr(type(self), name) is getattr(BasePredictionWriter, name):
+        methods = {"write_on_batch_end": self.interval.on_batch, "write_on_epoch_end": self.interval.on_epoch}
+        for name, is_called in methods.items():
+            if is_called and getattr(type(self), name) is getattr(BasePredictionWriter, name):
                 raise self._not_overridden(name)
 
     def on_predict_batch_end(

@@ -57,7 +57,7 @@ class ProgressBar(Callback):
         self._screen: Renderer | None = None
         self._train: Task | None = None
         self._evaluation: Task | None = None
-        self._outdated = False
+        self._outdated = False  # the bar still shows the sanity check
         self._opened = 0.0
         self._label = ""
         self._totals: list[float] = []
@@ -73,7 +73,7 @@ class ProgressBar(Callback):
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
         """Returns the values shown beside the bar, as numbers or as text; override this method to change them."""
         values: dict[str, Any] = dict(trainer.progress_bar_metrics)
-        for name, value in _moving(trainer):
+        for name, value in _changing_values(trainer):
             values.setdefault(name, value)
         return values
 
@@ -103,7 +103,7 @@ class ProgressBar(Callback):
         if self._screen is not None and self._screen.is_live:
             self._advance_train(trainer, trainer.state.batch_idx)
             # With the metrics of the last refresh: reading the device might fail with the same error.
-            self._draw_tracks()
+            self._draw_tasks()
         self._close(keep=True)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -112,12 +112,13 @@ class ProgressBar(Callback):
         """Opens the epoch's bar; a resumed epoch starts at its resume point."""
         if not trainer.is_global_zero:
             return
-        number, last = trainer.current_epoch + 1, trainer.max_epochs
-        label = f"epoch {number}/{last}" if last >= 0 else f"epoch {number}"
+        label = f"epoch {trainer.current_epoch + 1}"
+        if trainer.max_epochs >= 0:
+            label += f"/{trainer.max_epochs}"
         self._train = Task(label, done=trainer.state.batch_idx)
         self._train.total = _train_total(trainer, self._train.done)
         by_epochs = any(config.interval == "epoch" for config in trainer.lr_scheduler_configs[:1])
-        self._rate = dict(_moving(trainer)).get("lr") if by_epochs else None
+        self._rate = dict(_changing_values(trainer)).get("lr") if by_epochs else None
         self._open(trainer)
         if self._outdated and self._screen is not None and self._screen.is_live:
             self._draw(trainer)
@@ -229,16 +230,19 @@ class ProgressBar(Callback):
         self._open(trainer)
 
     def _start_loader(self, index: int) -> None:
-        several = len(self._totals) > 1
+        label = self._label
+        if len(self._totals) > 1:
+            label += f" {index + 1}/{len(self._totals)}"
         self._loader = index
-        self._evaluation = Task(f"{self._label} {index + 1}/{len(self._totals)}" if several else self._label)
+        self._evaluation = Task(label)
         self._evaluation.total = _finite(self._totals[index]) if index < len(self._totals) else None
 
     def _close_evaluation(self, trainer: Trainer) -> None:
         """Writes the line of an evaluation outside of training; the sanity check has no line."""
-        track, self._evaluation = self._evaluation, None
+        task = self._evaluation
+        self._evaluation = None
         self._outdated = self._stage == "fit"  # the first batch may take long, and must not look like the sanity check
-        if track is None or self._outdated:
+        if task is None or self._outdated:
             return
         # Its values follow in a table.
         self._pending = [(self._label, ""), ("", duration(monotonic() - self._opened))]
@@ -265,14 +269,14 @@ class ProgressBar(Callback):
             self._due = math.inf
             return
         self._shown = self._step_and_metrics(trainer) if self._train is not None else []
-        self._draw_tracks()
+        self._draw_tasks()
 
-    def _draw_tracks(self) -> None:
-        tracks = [track for track in (self._train, self._evaluation) if track is not None]
-        if self._screen is None or not tracks:  # no bar is open between two epochs or before the first
+    def _draw_tasks(self) -> None:
+        tasks = [task for task in (self._train, self._evaluation) if task is not None]
+        if self._screen is None or not tasks:  # no bar is open between two epochs or before the first
             return
         try:
-            self._screen.draw(tracks, self._shown)
+            self._screen.draw(tasks, self._shown)
         except OSError:  # the terminal, or the reader of the pipe, is gone: no reason to end the training
             self._close(keep=False)
             return
@@ -280,8 +284,10 @@ class ProgressBar(Callback):
 
     def _write_pending(self, *, in_any_case: bool = False) -> None:
         now = monotonic()
-        wait = self._num_lines >= _FREE_LINES and now - self._last_line < 1.0
-        if self._pending is None or self._screen is None or (wait and not in_any_case):
+        if self._pending is None or self._screen is None:
+            return
+        too_many_lines = self._num_lines >= _FREE_LINES and now - self._last_line < 1.0
+        if too_many_lines and not in_any_case:
             return
         try:
             self._screen.write(self._pending)
@@ -295,8 +301,10 @@ class ProgressBar(Callback):
 
     def _step_and_metrics(self, trainer: Trainer) -> Pairs:
         values = self.get_metrics(trainer, trainer.module)
-        how = [("", trainer.state.runs_as)] if trainer.state.runs_as else []
-        return [("step", str(trainer.global_step)), *how, *((name, _as_text(value)) for name, value in values.items())]
+        pairs = [("step", str(trainer.global_step))]
+        if trainer.state.runs_as:
+            pairs.append(("", trainer.state.runs_as))
+        return [*pairs, *((name, _as_text(value)) for name, value in values.items())]
 
     def _close(self, *, keep: bool) -> None:
         screen = self._screen
@@ -315,12 +323,12 @@ def _train_total(trainer: Trainer, done: int) -> int | None:
     batches = _finite(trainer.num_training_batches)
     if trainer.max_steps < 0:
         return batches
-    window = trainer.accumulate_grad_batches
-    end = done - done % window + (trainer.max_steps - trainer.global_step) * window
+    per_step = trainer.accumulate_grad_batches
+    end = done - done % per_step + (trainer.max_steps - trainer.global_step) * per_step
     return end if batches is None else min(batches, end)
 
 
-def _moving(trainer: Trainer) -> Iterator[tuple[str, float]]:
+def _changing_values(trainer: Trainer) -> Iterator[tuple[str, float]]:
     """Yields the learning rate if a scheduler changes it and the loss scale if it is dynamic, as the host knows them."""
     for config in trainer.lr_scheduler_configs[:1]:
         # A scheduler object that the module steps itself may have no optimizer attribute.
@@ -339,4 +347,6 @@ def _as_text(value: Any) -> str:
     """Formats a number with always four significant digits, so the line does not jump."""
     if not isinstance(value, int | float):
         return str(value)
-    return f"{value:.0f}" if isinstance(value, int) or 1e4 <= abs(value) < 1e7 else f"{value:#.4g}"
+    if isinstance(value, int) or 1e4 <= abs(value) < 1e7:
+        return f"{value:.0f}"
+    return f"{value:#.4g}"

@@ -60,8 +60,8 @@ class StochasticWeightAveraging(Callback):
             check_kind(self, "a number", swa_lrs=rate)
         check_kind(self, "a number", swa_epoch_start=swa_epoch_start)
         check_kind(self, "a whole number", annealing_epochs=annealing_epochs)
-        share = isinstance(swa_epoch_start, float)
-        begins = 0 <= swa_epoch_start <= 1 if share else swa_epoch_start >= 1
+        is_share = isinstance(swa_epoch_start, float)
+        begins = 0 <= swa_epoch_start <= 1 if is_share else swa_epoch_start >= 1
         checks: list[tuple[str, Any, bool, str]] = [
             ("swa_lrs", swa_lrs, bool(rates) and min(rates) > 0, "a number above 0, or a list of such"),
             ("swa_epoch_start", swa_epoch_start, begins, "a whole number from 1, or a share (float) from 0.0 to 1.0"),
@@ -100,8 +100,10 @@ class StochasticWeightAveraging(Callback):
     @property
     def swa_start(self) -> int:
         """The first epoch, from 0, at whose beginning the weights are averaged."""
-        first = self._swa_epoch_start
-        return max((int(self._max_epochs * first) if isinstance(first, float) else first) - 1, 0)
+        first = self._swa_epoch_start  # counted from 1, or a share of all epochs
+        if isinstance(first, float):
+            first = int(self._max_epochs * first)
+        return max(first - 1, 0)
 
     @property
     def swa_end(self) -> int:
@@ -116,36 +118,43 @@ class StochasticWeightAveraging(Callback):
         if stage == "fit":
             refuse_several(self, trainer.callbacks)
             self._forget()
-            self._trainer, self._max_epochs = trainer, trainer.max_epochs
+            self._trainer = trainer
+            self._max_epochs = trainer.max_epochs
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Checks optimizers and schedules, and creates the average, from a checkpoint's average if there is one."""
         self._check(trainer, pl_module)
-        averages = self._averages = Averages(self._rule, self._device, use_buffers=False)
-        saved, self._saved = self._saved, None
+        averages = Averages(self._rule, self._device, use_buffers=False)
+        self._averages = averages
+        saved = self._saved
+        self._saved = None
         averages.follow(pl_module, trainer.optimizers, trainer.strategy, saved and saved["average"])
         if saved is not None:
-            averages.count, averages.begun = saved["count"], saved["count"] > 0
+            averages.count = saved["count"]
+            averages.begun = saved["count"] > 0
 
     def _check(self, trainer: Trainer, module: TrainingModule) -> None:
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         rates = self._swa_lrs
+        schedules = len(trainer.lr_scheduler_configs)
+        other_number_of_rates = isinstance(rates, list) and [len(rates)] != groups
         problems = {
             "manual optimization: nothing steps a schedule there": not module.automatic_optimization,
             f"{len(groups)} optimizers: give one": len(groups) != 1,
-            f"{len(trainer.lr_scheduler_configs)} schedules: give one, or none": len(trainer.lr_scheduler_configs) > 1,
+            f"{schedules} schedules: give one, or none": schedules > 1,
             "no end: give Trainer(max_epochs=...)": trainer.max_epochs < 0,
-            f"swa_lrs={rates!r} for {sum(groups)} groups of parameters: give one for each": isinstance(rates, list)
-            and [len(rates)] != groups,
+            f"swa_lrs={rates!r} for {sum(groups)} groups of parameters: give one for each": other_number_of_rates,
         }
-        for words, found in problems.items():
-            if found:
-                raise ConfigError(f"{type(self).__name__} cannot work with {words}")
+        for problem, exists in problems.items():
+            if exists:
+                raise ConfigError(f"{type(self).__name__} cannot work with {problem}")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Adds the weights at the beginning of the epoch to the average."""
-        epoch, averages = trainer.current_epoch, self._averages
-        if averages is None or not self.swa_start <= epoch <= self.swa_end or epoch <= self._latest_epoch:
+        epoch = trainer.current_epoch
+        averages = self._averages
+        is_averaged = self.swa_start <= epoch <= self.swa_end
+        if averages is None or not is_averaged or epoch <= self._latest_epoch:
             return
         self._latest_epoch = epoch
         if self._scheduler is None:
@@ -155,8 +164,11 @@ class StochasticWeightAveraging(Callback):
 
     def _anneal(self, trainer: Trainer) -> None:
         """Replaces the module's schedule by one that leads to ``swa_lrs``."""
-        optimizer, rates, strategy = trainer.optimizers[0], self._swa_lrs, self._annealing_strategy
-        rates = rates if isinstance(rates, list) else [rates] * len(optimizer.param_groups)
+        optimizer = trainer.optimizers[0]
+        rates = self._swa_lrs
+        if not isinstance(rates, list):
+            rates = [rates] * len(optimizer.param_groups)
+        strategy = self._annealing_strategy
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["initial_lr"] = rate
         # The same value as in Lightning; torch's class itself uses another counter.
@@ -170,7 +182,7 @@ class StochasticWeightAveraging(Callback):
         if averages is None or not averages.begun or trainer.current_epoch <= self.swa_end:
             return
         averages.put_in(pl_module, trainer.optimizers, trainer.strategy)
-        norms = [one for one in pl_module.modules() if isinstance(one, AnyBatchNorm) and _follows(one)]
+        norms = [norm for norm in pl_module.modules() if isinstance(norm, AnyBatchNorm) and _updates_statistics(norm)]
         if norms:
             _update_statistics(norms, trainer)
 
@@ -178,7 +190,8 @@ class StochasticWeightAveraging(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of averaging; :meth:`on_save_checkpoint` adds the average itself."""
-        averages, scheduler = self._averages, self._scheduler
+        averages = self._averages
+        scheduler = self._scheduler
         if averages is None or not averages.begun or scheduler is None:
             return {}
         return {
@@ -203,7 +216,7 @@ class StochasticWeightAveraging(Callback):
             own["average_model_state"] = in_state(pl_module, checkpoint["state_dict"], self._averages.values)
 
 
-def _follows(norm: AnyBatchNorm) -> bool:
+def _updates_statistics(norm: AnyBatchNorm) -> bool:
     """Returns whether a BatchNorm updates running statistics; a frozen one keeps its own."""
     return norm.training and norm.track_running_stats and norm.running_mean is not None
 
@@ -211,16 +224,16 @@ def _follows(norm: AnyBatchNorm) -> bool:
 @torch.no_grad()
 def _update_statistics(norms: list[AnyBatchNorm], trainer: Trainer) -> None:
     """Sets running statistics to the mean over all batches of the training data and over the ranks."""
-    momenta = [one.momentum for one in norms]
-    for one in norms:
-        one.reset_running_stats()
-        one.momentum = None
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
     try:
         trainer.forward_train_batches()
     finally:
-        for one, momentum in zip(norms, momenta, strict=True):
-            one.momentum = momentum
-    for one in norms:
-        for value in (one.running_mean, one.running_var):
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    for norm in norms:
+        for value in (norm.running_mean, norm.running_var):
             assert value is not None
             value.copy_(trainer.strategy.reduce(value))

@@ -1,4 +1,7 @@
-"""Logs the speed of training."""
+"""Logs the speed of training: :class:`StepTimer` measures steps without waiting for the device, the callback logs.
+
+The table of cards is at the end.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +29,10 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
-
-# ~~~ from callbacks._pace: Measures how long steps take, without waiting for the device.
-
-
-PEAKS = {
-    "B200": (2250.0, 1125.0, 75.0),
-    "H200": (989.4, 494.7, 66.9),
-    "H100 PCIe": (756.0, 378.0, 51.0),
-    "H100 NVL": (835.0, 417.0, 60.0),
-    "H100": (989.4, 494.7, 66.9),
-    "A100": (312.0, 156.0, 19.5),
-    "A30": (165.0, 82.0, 10.3),
-    "A40": (149.7, 74.8, 37.4),
-    "A10": (125.0, 62.5, 31.2),
-    "L40S": (362.0, 183.0, 91.6),
-    "L4": (121.0, 60.0, 30.3),
-    "V100": (125.0, 15.7, 15.7),
-    "T4": (65.0, 8.1, 8.1),
-}
-"""The vendor's TFLOP/s of dense half, TF32 and fp32 matrix products, by a substring of the card's name."""
+_PERCENTILES = (50, 90, 99)
 
 
-class Step(NamedTuple):
+class TimedLaunch(NamedTuple):
     """One step, or the ``steps`` of one launch.
 
     ``begin`` and ``end`` are CUDA events, or seconds on the CPU.  ``seconds`` is the host's time; ``reading`` is the part of it
@@ -65,15 +49,15 @@ class Step(NamedTuple):
     items: int
 
 
-class Pace:
+class StepTimer:
     """Measures the last ``window`` steps on ``device``."""
 
     def __init__(self, device: torch.device, window: int) -> None:
-        self.steps: deque[Step] = deque()
-        self._window, self._held = window, 0
+        self._launches: deque[TimedLaunch] = deque()
+        self._window = window
+        self._held = 0  # number of steps in these launches
         self._device = device
         self._feed: Feed | None = None
-        self._counts = (0, 0, 0)
         self.begin()
 
     def follow(self, feed: Feed) -> None:
@@ -88,16 +72,20 @@ class Pace:
 
     def count(self, samples: int, items: int) -> None:
         """Counts one micro-batch with its samples and items."""
-        batches, before, items_before = self._counts
-        self._counts = (batches + 1, before + samples, items_before + items)
+        self._batches += 1
+        self._samples += samples
+        self._items += items
 
     def end_step(self, steps: int = 1) -> None:
         """Marks the end of a step, or of the ``steps`` of one launch, and the beginning of the next."""
-        mark, seconds = self._mark(), time.perf_counter() - self._host
-        self.steps.append(Step(steps, self._start, mark, seconds, self._reading, *self._counts))
+        mark = self._mark()
+        seconds = time.perf_counter() - self._host
+        self._launches.append(
+            TimedLaunch(steps, self._start, mark, seconds, self._reading, self._batches, self._samples, self._items)
+        )
         self._held += steps
-        while self._held - self.steps[0].steps >= self._window:
-            self._held -= self.steps.popleft().steps
+        while self._held - self._launches[0].steps >= self._window:
+            self._held -= self._launches.popleft().steps
         self._begin_at(mark)
 
     @contextlib.contextmanager
@@ -109,18 +97,22 @@ class Pace:
         finally:
             self._reading += time.perf_counter() - before
 
-    def done(self) -> list[tuple[Step, float]]:
+    def done(self) -> list[tuple[TimedLaunch, float]]:
         """Returns the launches that the device has finished, each with its seconds on the device; never waits."""
-        steps = list(self.steps)
+        launches = list(self._launches)
         if self._device.type != "cuda":
-            return [(one, one.end - one.begin) for one in steps]
-        while steps and not steps[-1].end.query():
-            steps.pop()
-        return [(one, one.begin.elapsed_time(one.end) / 1e3) for one in steps]
+            return [(launch, launch.end - launch.begin) for launch in launches]
+        while launches and not launches[-1].end.query():
+            launches.pop()
+        return [(launch, launch.begin.elapsed_time(launch.end) / 1e3) for launch in launches]
 
     def _begin_at(self, mark: Any) -> None:
-        self._start, self._host, self._reading = mark, time.perf_counter(), 0.0
-        self._counts = (0, 0, 0)
+        self._start = mark
+        self._host = time.perf_counter()
+        self._reading = 0.0
+        self._batches = 0
+        self._samples = 0
+        self._items = 0
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -128,32 +120,6 @@ class Pace:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream_in_use(self._device))
         return event
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Returns the smallest value such that at least the fraction ``share`` of ``values`` is less than or equal to it.
-
-    >>> [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.5, 0.9)]
-    [2.0, 4.0]
-    """
-    return sorted(values)[max(math.ceil(share * len(values)), 1) - 1]
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the vendor's operations per second for matrix products of ``dtype``; None if the card is not in ``PEAKS``."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return None
-    name = torch.cuda.get_device_name(device)
-    found = next((peaks for key, peaks in PEAKS.items() if key in name), None)
-    if found is None:
-        return None
-    half, tf32, full = found
-    if dtype is torch.float32:
-        return 1e12 * (tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else full)
-    return 1e12 * half
-
-
-_PERCENTILES = (50, 90, 99)
 
 
 class ThroughputMonitor(Callback):
@@ -201,7 +167,7 @@ class ThroughputMonitor(Callback):
         self.available_flops = available_flops
         self.flops_per_batch: int | None = None
         """FLOPs of one micro-batch: forward, backward and update."""
-        self._pace: Pace | None = None  # on rank 0, while a fit runs
+        self._pace: StepTimer | None = None  # on rank 0, while a fit runs
         self._counter: FlopCounterMode | None = None
         self._step = 0
 
@@ -213,10 +179,11 @@ class ThroughputMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Starts to measure time, on rank 0."""
-        self._step, self._pace = trainer.global_step, None
+        self._step = trainer.global_step
+        self._pace = None
         self.flops_per_batch = getattr(pl_module, "flops_per_batch", None)
         if trainer.is_global_zero:
-            self._pace = Pace(trainer.strategy.device, self.window_size)
+            self._pace = StepTimer(trainer.strategy.device, self.window_size)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Measures the wait for batches from here on; each epoch may have its own loader."""
@@ -249,6 +216,7 @@ class ThroughputMonitor(Callback):
             pace.begin()
             return
         pace.count(samples, items)
+        # The batch hooks of a launch's steps run after it, in order: only the last one ends its measurement.
         if step == self._step or trainer.state.batches_done < trainer.state.committed:
             return
         pace.end_step(step - self._step)
@@ -274,29 +242,34 @@ class ThroughputMonitor(Callback):
         self._pace = None
 
     def _end_count(self) -> int:
-        counter, self._counter = self._counter, None
+        counter = self._counter
+        self._counter = None
         if counter is None:
             return 0
         counter.__exit__(None, None, None)
         return counter.get_total_flops()
 
-    def _log(self, trainer: Trainer, pace: Pace) -> None:
-        done = pace.done()
-        seconds, host = sum(took for _, took in done), sum(step.seconds for step, _ in done)
-        if not seconds or not host:
+    def _log(self, trainer: Trainer, pace: StepTimer) -> None:
+        launches = pace.done()
+        seconds = sum(on_device for _, on_device in launches)
+        host_seconds = sum(launch.seconds for launch, _ in launches)
+        if not seconds or not host_seconds:
             return
-        sums = {
-            name: sum(getattr(step, name) for step, _ in done) / seconds for name in ("batches", "samples", "items")
+        rates = {
+            name: sum(getattr(launch, name) for launch, _ in launches) / seconds
+            for name in ("batches", "samples", "items")
         }
         if self.length_fn is None:
-            del sums["items"]
-        values = {f"device/{name}_per_sec": value for name, value in sums.items()}
+            del rates["items"]
+        values = {f"device/{name}_per_sec": rate for name, rate in rates.items()}
         if trainer.world_size > 1:
-            values |= {f"{name}_per_sec": trainer.strategy.data_ranks * value for name, value in sums.items()}
-        times = [1e3 * took / step.steps for step, took in done for _ in range(step.steps)]
+            values |= {f"{name}_per_sec": trainer.strategy.data_ranks * rate for name, rate in rates.items()}
+        times: list[float] = []
+        for launch, on_device in launches:
+            times += [1e3 * on_device / launch.steps] * launch.steps
         values |= {f"step_ms_p{share}": percentile(times, share / 100) for share in _PERCENTILES}
-        values["data_share"] = sum(step.reading for step, _ in done) / host
-        values |= self._flops(trainer, sums["batches"]) | _memory(trainer)
+        values["data_share"] = sum(launch.reading for launch, _ in launches) / host_seconds
+        values |= self._flops(trainer, rates["batches"]) | _memory(trainer)
         names = {f"train/{name}".replace("/", self.separator): value for name, value in values.items()}
         trainer.delivery.log_metrics(names, trainer.global_step - 1)
 
@@ -309,7 +282,10 @@ class ThroughputMonitor(Callback):
             level: Any = getattr(trainer.precision_plugin, "level", None)
             dtype = None if level is None else level.autocast or level.cast_model_type
             available = peak_flops(trainer.strategy.device, dtype or torch.float32)
-        return {"device/flops_per_sec": flops, **({"device/mfu": flops / available} if available else {})}
+        values = {"device/flops_per_sec": flops}
+        if available:
+            values["device/mfu"] = flops / available
+        return values
 
 
 def _memory(trainer: Trainer) -> dict[str, float]:
@@ -340,3 +316,44 @@ def _length(batch: Any) -> int:
             f"ThroughputMonitor finds no tensor in a batch that is a {type(batch).__name__}; give it batch_size_fn="
         )
     return first.shape[0] if first.ndim else 1
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Returns the smallest value such that at least the fraction ``share`` of ``values`` is less than or equal to it.
+
+    >>> [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.5, 0.9)]
+    [2.0, 4.0]
+    """
+    return sorted(values)[max(math.ceil(share * len(values)), 1) - 1]
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Returns the vendor's operations per second for matrix products of ``dtype``; None if the card is not in ``PEAKS``."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    name = torch.cuda.get_device_name(device)
+    peaks = next((peaks for key, peaks in PEAKS.items() if key in name), None)
+    if peaks is None:
+        return None
+    half, tf32, full = peaks
+    if dtype is torch.float32:
+        return 1e12 * (tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else full)
+    return 1e12 * half
+
+
+PEAKS = {
+    "B200": (2250.0, 1125.0, 75.0),
+    "H200": (989.4, 494.7, 66.9),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H100 NVL": (835.0, 417.0, 60.0),
+    "H100": (989.4, 494.7, 66.9),
+    "A100": (312.0, 156.0, 19.5),
+    "A30": (165.0, 82.0, 10.3),
+    "A40": (149.7, 74.8, 37.4),
+    "A10": (125.0, 62.5, 31.2),
+    "L40S": (362.0, 183.0, 91.6),
+    "L4": (121.0, 60.0, 30.3),
+    "V100": (125.0, 15.7, 15.7),
+    "T4": (65.0, 8.1, 8.1),
+}
+"""The vendor's TFLOP/s of dense half, TF32 and fp32 matrix products, by a substring of the card's name."""

@@ -56,9 +56,14 @@ class Timer(Callback):
 
     def time_elapsed(self, stage: str = RunningStage.TRAINING) -> float:
         """Returns the seconds that ``stage`` took, or has taken so far; training includes the runs it was resumed from."""
-        start, end = self.start_time(stage), self.end_time(stage)
+        start = self.start_time(stage)
+        end = self.end_time(stage)
         before = self._before if RunningStage(stage) is RunningStage.TRAINING else 0.0
-        return before if start is None else (time.monotonic() if end is None else end) - start + before
+        if start is None:
+            return before
+        if end is None:
+            end = time.monotonic()
+        return end - start + before
 
     def time_remaining(self, stage: str = RunningStage.TRAINING) -> float | None:
         """Returns the seconds that are left; None without a duration."""
@@ -66,7 +71,7 @@ class Timer(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Ends a resumed run that has no time left."""
-        self._look(trainer)
+        self._check(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Notes the time at which training begins."""
@@ -101,11 +106,11 @@ class Timer(Callback):
     ) -> None:
         """Checks the time after each micro-batch."""
         if self._interval == "step":
-            self._look(trainer)
+            self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Checks the time after each epoch."""
-        self._look(trainer)
+        self._check(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the seconds that training took so far."""
@@ -119,7 +124,7 @@ class Timer(Callback):
         self._start[stage] = time.monotonic()
         self._end.pop(stage, None)
 
-    def _look(self, trainer: Trainer) -> None:
+    def _check(self, trainer: Trainer) -> None:
         left = self.time_remaining()
         if left is not None and left <= 0:  # ranks may see it at different steps: they agree on one
             trainer.state.ask(f"Timer: {self._duration:g} s are over")

@@ -56,8 +56,8 @@ class WeightAveraging(Callback):
         known = [key for key in inspect.signature(type(self).__init__).parameters if key not in ("self", "kwargs")]
         for key, value in kwargs.items():
             if key not in _FUNCTIONS:
-                words = nearest(key, [*known, *_FUNCTIONS]) or f" (known: {', '.join([*known, *_FUNCTIONS])})"
-                raise UnknownArgumentError(f"{name} has no argument {key!r}{words}")
+                hint = nearest(key, [*known, *_FUNCTIONS]) or f" (known: {', '.join([*known, *_FUNCTIONS])})"
+                raise UnknownArgumentError(f"{name} has no argument {key!r}{hint}")
             if not callable(value) and value is not None:
                 raise ConfigError(f"{name}({key}={value!r}): give a function")
         functions = [kwargs.get(key) for key in _FUNCTIONS]
@@ -66,7 +66,8 @@ class WeightAveraging(Callback):
         self._rule = Rule(one=functions[0], many=functions[1]) if any(functions) else Rule(share=mean)
         self._device = None if device is None else torch.device(device)
         self._use_buffers = use_buffers
-        self._latest_step, self._latest_epoch = 0, -1
+        self._latest_step = 0
+        self._latest_epoch = -1
         self._forget()
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -92,7 +93,9 @@ class WeightAveraging(Callback):
     def _average_of(self, module: TrainingModule) -> Averages | None:
         """Returns the average of this module's weights; None before the first update."""
         averages = self._averages
-        return averages if averages is not None and averages.begun and self._module() is module else None
+        if averages is None or not averages.begun or self._module() is not module:
+            return None
+        return averages
 
     # -- training ----------------------------------------------------------------------------------------------------------------
 
@@ -103,17 +106,22 @@ class WeightAveraging(Callback):
             return
         refuse_several(self, trainer.callbacks)
         self._forget()
-        self._latest_step, self._latest_epoch = trainer.global_step, trainer.current_epoch - 1
+        self._latest_step = trainer.global_step
+        self._latest_epoch = trainer.current_epoch - 1
         self._module = weakref.ref(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Creates the average, from a checkpoint's average if there is one."""
-        self._averages = averages = Averages(self._rule, self._device, use_buffers=self._use_buffers)
-        saved, self._saved = self._saved, None
+        averages = Averages(self._rule, self._device, use_buffers=self._use_buffers)
+        self._averages = averages
+        saved = self._saved
+        self._saved = None
         averages.follow(pl_module, trainer.optimizers, trainer.strategy, saved and saved["average"])
         if saved is not None:
-            averages.count, averages.begun = saved["count"], True
-        applied, at_update = _applied(trainer), self._applied_at_update
+            averages.count = saved["count"]
+            averages.begun = True
+        applied = _applied(trainer)
+        at_update = self._applied_at_update
         if applied is not None:
             averages.applied = applied.clone() if at_update is None else at_update.to(applied)
 
@@ -167,8 +175,10 @@ class WeightAveraging(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the last step and epoch considered, and the applied steps at the last update if steps may be skipped."""
         applied = None if self._averages is None else self._averages.applied
-        looked_at = {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
-        return looked_at if applied is None else {**looked_at, "applied_steps": applied}
+        state: dict[str, Any] = {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
+        if applied is not None:
+            state["applied_steps"] = applied
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the result of :meth:`state_dict`."""
@@ -243,7 +253,8 @@ class EMAWeightAveraging(WeightAveraging):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Returns whether the arguments ask for an update after this step or epoch."""
         if step_idx is not None:
-            every, start = self.update_every_n_steps, self.update_starting_at_step
+            every = self.update_every_n_steps
+            start = self.update_starting_at_step
             return every > 0 and step_idx % every == 0 and (start is None or step_idx >= start)
         first = self.update_starting_at_epoch
         return epoch_idx is not None and first is not None and epoch_idx >= first

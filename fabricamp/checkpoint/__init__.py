@@ -5,7 +5,7 @@ from fabricamp.checkpoint.file import copy_checkpoint, link_checkpoint, read_che
 from fabricamp.checkpoint.foreign import apex_scales, fit_names
 from fabricamp.checkpoint.plain import check_content, plain
 from fabricamp.checkpoint.record import read_together, write_together
-from fabricamp.checkpoint.search import Candidates, how_far, read_header
+from fabricamp.checkpoint.search import Candidates, progress_in, read_header
 from fabricamp.checkpoint.storage import PARTIAL_SUFFIX
 
 __all__ = [
@@ -18,9 +18,9 @@ __all__ = [
     "check_content",
     "copy_checkpoint",
     "fit_names",
-    "how_far",
     "link_checkpoint",
     "plain",
+    "progress_in",
     "read_checkpoint",
     "read_header",
     "read_together",

@@ -1,4 +1,8 @@
-"""Writes a checkpoint in the background: a copy in host memory that training cannot change, and a writer thread."""
+"""Writes a checkpoint in the background: a copy in host memory that training cannot change, and a writer thread.
+
+:class:`HostCopy` copies, :class:`BackgroundWriter` copies and writes, and :class:`StagedFolder` is one rank's part of a folder of
+shards that all ranks write in the background.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class HostCopy:
         The values have arrived after :meth:`wait`.  Raises :class:`CheckpointError` for values that a checkpoint cannot hold.
         """
         copies = _Copies(self._buffers)
-        copied = copies.of(state)
+        copied = copies.copy_state(state)
         self._buffers = copies.used
         self._events = [torch.cuda.Event(blocking=True) for _ in copies.devices]
         for event, device in zip(self._events, copies.devices, strict=True):
@@ -55,7 +59,7 @@ def on_host(state: dict[str, Any]) -> dict[str, Any]:
     """
     if all(tensor.device.type in ("cpu", "meta") for tensor in tensors_in(state, stored=True)):
         return state
-    return _Copies(None).of(state)
+    return _Copies(None).copy_state(state)
 
 
 class _Buffer(NamedTuple):
@@ -68,19 +72,20 @@ class _Copies:
 
     def __init__(self, buffers: list[_Buffer] | None) -> None:
         self._buffers = buffers
-        self._memory: dict[int, torch.UntypedStorage] = {}
+        self._memory: dict[int, torch.UntypedStorage] = {}  # the copy of each storage
         self.used: list[_Buffer] = []
         self.devices: list[torch.device] = []
 
     @torch.no_grad()
-    def of(self, state: dict[str, Any]) -> dict[str, Any]:
+    def copy_state(self, state: dict[str, Any]) -> dict[str, Any]:
         memo: dict[int, Any] = {
-            id(tensor): tensor if tensor.is_meta else self._copied(tensor) for tensor in tensors_in(state, stored=True)
+            id(tensor): tensor if tensor.is_meta else self._copy_tensor(tensor)
+            for tensor in tensors_in(state, stored=True)
         }
         # Deep-copies the containers, because training continues to change them; the tensors come from the memo.
         return copy.deepcopy(state, memo)
 
-    def _copied(self, tensor: Tensor) -> Tensor:
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
         values = tensor.detach()
         if values.layout is not torch.strided or values.is_quantized or values.is_conj() or values.is_neg():
             result = values.cpu().clone()
@@ -98,12 +103,14 @@ class _Copies:
     def _memory_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         key = storage._cdata
         if key not in self._memory:
-            self._memory[key] = storage.cpu() if self._buffers is None else self._copy(storage, self._buffers)
+            self._memory[key] = storage.cpu() if self._buffers is None else self._copy_storage(storage, self._buffers)
         return self._memory[key]
 
-    def _copy(self, storage: torch.UntypedStorage, buffers: list[_Buffer]) -> torch.UntypedStorage:
-        pinned, size, place = storage.device.type == "cuda", storage.nbytes(), len(self.used)
-        buffer = buffers[place] if place < len(buffers) else None
+    def _copy_storage(self, storage: torch.UntypedStorage, buffers: list[_Buffer]) -> torch.UntypedStorage:
+        pinned = storage.device.type == "cuda"
+        size = storage.nbytes()
+        index = len(self.used)  # storages come in the same order each time
+        buffer = buffers[index] if index < len(buffers) else None
         if buffer is None or buffer.pinned != pinned or buffer.memory.nbytes() != size:
             memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).untyped_storage()
             buffer = _Buffer(memory, pinned)
@@ -117,11 +124,11 @@ class _Copies:
 class BackgroundWriter:
     """Writes one checkpoint at a time in a separate thread.
 
-    ``over`` is True from the end of a write, successful or not, until :meth:`wait` has reported it.
+    ``finished`` is True from the end of a write, successful or not, until :meth:`wait` has reported it.
     """
 
     def __init__(self) -> None:
-        self.over = False
+        self.finished = False
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -133,10 +140,10 @@ class BackgroundWriter:
 
     def start(self, state: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Copies ``state`` and calls ``write`` with the copy in the thread; call :meth:`wait` for the previous write first."""
-        self.go_on(self.take(state), write)
+        self.write_copy(self.take(state), write)
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the copy of ``state`` for :meth:`go_on`; raises :class:`CheckpointError` if there is not enough host memory."""
+        """Returns the copy of ``state`` for :meth:`write_copy`; raises :class:`CheckpointError` if host memory is too small."""
         assert self._thread is None, "at most one write is in flight"
         try:
             return self._copy.take(state)
@@ -147,7 +154,7 @@ class BackgroundWriter:
                 f"there is no host memory for a copy of the state ({error!s:.200}); write with ModelCheckpoint instead"
             ) from error
 
-    def go_on(self, copied: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+    def write_copy(self, copied: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Calls ``write`` in the thread with the copy of :meth:`take`, once its values have arrived."""
         # A daemon thread, which Python does not join at exit: if nobody has waited by then, an error ended the run.
         self._thread = threading.Thread(
@@ -160,8 +167,10 @@ class BackgroundWriter:
         if self._thread is None:
             return
         self._thread.join()
-        self._thread, self.over = None, False
-        failure, self._failure = self._failure, None
+        self._thread = None
+        self.finished = False
+        failure = self._failure
+        self._failure = None
         if isinstance(failure, CheckpointError):
             raise failure
         if failure is not None:
@@ -173,28 +182,31 @@ class BackgroundWriter:
             write(copied)
         except BaseException as error:  # noqa: BLE001 - raised by wait, in the thread that can handle it
             self._failure = error
-        self.over = True
-
-
-# ~~~ from checkpoint.staging: Writes a checkpoint folder in the background: selects this rank's content for copying, and writes the copy.
+        self.finished = True
 
 
 class StagedFolder:
-    """``own`` has this rank's shards of ``state``, on rank 0 also all other values; pass a copy of it to :meth:`write`."""
+    """One rank's part of a checkpoint folder, to be written in the background.
 
-    def __init__(self, path: str, state: dict[str, Any], beside: SideProcessGroup) -> None:
+    ``own`` has this rank's shards of ``state``, on rank 0 also all other values; pass a copy of it to :meth:`write`.
+    """
+
+    def __init__(self, path: str, state: dict[str, Any], side_group: SideProcessGroup) -> None:
         from fabricamp.checkpoint.shards import split
 
-        rest, self._shards = split(state)
+        unsharded, self._shards = split(state)
         self._path = path
-        self._beside = beside
+        self._side_group = side_group
         self.step: int = state.get("global_step", 0)
-        self.own = {"rest": rest if beside.rank == 0 else {}, "parts": [local(one) for one in self._shards.values()]}
+        self.own = {
+            "unsharded": unsharded if side_group.rank == 0 else {},
+            "parts": [local(shard) for shard in self._shards.values()],
+        }
 
     def write(self, copied: dict[str, Any]) -> None:
         """Writes the folder from a copy of ``own``; every rank calls it in a thread."""
-        from fabricamp.checkpoint.folder import write_parts
+        from fabricamp.checkpoint.folder import write_split
 
         pairs = zip(self._shards.items(), copied["parts"], strict=True)
-        parts = {name: with_part(shard, part) for (name, shard), part in pairs}
-        write_parts(self._path, copied["rest"], parts, self._beside)
+        shards = {name: with_part(shard, part) for (name, shard), part in pairs}
+        write_split(self._path, copied["unsharded"], shards, self._side_group)

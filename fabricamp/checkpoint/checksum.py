@@ -15,7 +15,9 @@ from typing import IO, Any
 _MARK = b"fabricamp:"
 _LENGTH = len(_MARK) + 32
 # Sizes in the zip format: the end record, and the two records before it in a zip with 64-bit sizes, as torch writes.
-_END, _END_64, _LOCATOR_64 = 22, 56, 20
+_END = 22
+_END_64 = 56
+_LOCATOR_64 = 20
 _ENTRY = 512  # bytes; a directory entry is smaller
 
 
@@ -92,10 +94,12 @@ def _directory(file: IO[bytes], end: int) -> bytes:
     before = _END_64 + _LOCATOR_64
     file.seek(max(end - before, 0))
     records = file.read(min(end, before) + _END)
-    if records[:4] == b"PK\x06\x06":
-        stop, size = end - before, int.from_bytes(records[40:48], "little")
+    if records[:4] == b"PK\x06\x06":  # the 64-bit end record
+        stop = end - before
+        size = int.from_bytes(records[40:48], "little")
     else:
-        stop, size = end, int.from_bytes(records[-_END:][12:16], "little")
+        stop = end
+        size = int.from_bytes(records[-_END:][12:16], "little")
     if not 0 <= size <= stop:
         raise zipfile.BadZipFile("its directory is cut off")
     file.seek(stop - size)

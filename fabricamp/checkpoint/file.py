@@ -28,7 +28,7 @@ CHECKSUM = "checksum"
 """The key of the digest, which covers everything else in a checkpoint except the tensors' values."""
 
 _SEALED = "sealed:"
-"""Prefix of the digest in a file that also has a checksum footer (see ``seal.py``); files of earlier versions have neither."""
+"""Prefix of the digest in a file that also has a checksum footer (``checksum.py``); files of earlier versions have neither."""
 
 ATTEMPTS = 5
 """Number of attempts to write a checkpoint while another process keeps removing its folder."""
@@ -54,7 +54,7 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
         torch.save(content, cast("IO[bytes]", sealing))  # torch.save calls only `write` and `flush`
         sealing.seal()
 
-    _place(storage.normal(path), fill, private=bool(state.get(PRIVATE)))
+    _replace(storage.normalized(path), fill, private=bool(state.get(PRIVATE)))
 
 
 def read_checkpoint(
@@ -66,39 +66,38 @@ def read_checkpoint(
     first; without, damage inside tensors goes unnoticed.  With ``mapped`` a local file is memory-mapped: its tensors are read on
     first use.  Raises :class:`CheckpointError` if the file is missing, damaged, or not a checkpoint.
     """
-    place = storage.normal(path)
-    if storage.is_folder(place):
+    path = storage.normalized(path)
+    if storage.is_folder(path):
         from fabricamp.checkpoint.folder import read_folder  # imports torch.distributed.checkpoint: one second
 
-        return read_folder(place, map_location=map_location, verify=verify)
+        return read_folder(path, map_location=map_location, verify=verify)
     # Opening a pipe could block, and reading a device might never end.
-    if problem := _no_file(place):
+    if problem := _no_file(path):
         raise CheckpointError(problem)
     sealed = False
     try:
-        with storage.opened(place) as file:
-            if zipfile.is_zipfile(file):
+        with storage.open_for_reading(path) as file:
+            is_zip = zipfile.is_zipfile(file)
+            if is_zip:
                 sealed = _verify(file, data=verify)
             file.seek(0)
             # Prefer a path to a file object: torch then reads in C++, without calls into Python.
-            source = file if storage.is_remote(place) else place
-            mapped = mapped and source is place and zipfile.is_zipfile(file)
+            source = file if storage.is_remote(path) else path
+            mapped = mapped and is_zip and source is path
             state = torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
     except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint {place}: {_reason(error)}") from error
+        raise CheckpointError(f"cannot read checkpoint {path}: {_reason(error)}") from error
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(_why_unreadable(place, error)) from error
+        raise CheckpointError(_why_unreadable(path, error)) from error
     if isinstance(state, dict):
-        _check_unchanged(state, place, sealed=sealed)
-        state = upgraded(translated(state), place)
+        _check_unchanged(state, path, sealed=sealed)
+        state = upgraded(translated(state), path)
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
-        held = (
-            f"a dict with the keys {', '.join(map(repr, state))}"
-            if isinstance(state, dict)
-            else f"a {type(state).__name__}"
-        )
+        held = f"a {type(state).__name__}"
+        if isinstance(state, dict):
+            held = f"a dict with the keys {', '.join(map(repr, state))}"
         raise CheckpointError(
-            f"{place} is no checkpoint of a Trainer: it holds {held:.500}, and no 'state_dict' that is a dict; "
+            f"{path} is no checkpoint of a Trainer: it holds {held:.500}, and no 'state_dict' that is a dict; "
             "weights alone are loaded with module.load_state_dict(torch.load(path, weights_only=True))"
         )
     return state
@@ -109,7 +108,8 @@ def copy_checkpoint(source: _Path, target: _Path) -> None:
 
     Later writes to one name do not affect the other: checkpoints are replaced, never modified.
     """
-    old, new = storage.normal(source), storage.normal(target)
+    old = storage.normalized(source)
+    new = storage.normalized(target)
     if storage.is_folder(old):
         from fabricamp.checkpoint.folder import copy_folder
 
@@ -117,34 +117,37 @@ def copy_checkpoint(source: _Path, target: _Path) -> None:
         return
     if not (storage.is_remote(old) or storage.is_remote(new)):
         with contextlib.suppress(OSError):
-            _place_name(Path(new), lambda name: os.link(old, name, follow_symlinks=True))
+            _replace_by_link(Path(new), lambda name: os.link(old, name, follow_symlinks=True))
             return
-    _place(new, lambda file: storage.copy_bytes(old, file), private=_is_private(old))
+    _replace(new, lambda file: storage.copy_bytes(old, file), private=_is_private(old))
 
 
 def link_checkpoint(source: _Path, target: _Path) -> None:
     """Makes ``target`` a symbolic link to ``source``, relative so the folder can be moved; a copy if links are refused."""
-    old, new = storage.normal(source), storage.normal(target)
+    old = storage.normalized(source)
+    new = storage.normalized(target)
     if not (storage.is_remote(old) or storage.is_remote(new)):
         relative = os.path.relpath(old, storage.parent(new))
         with contextlib.suppress(OSError):
-            _place_name(Path(new), lambda name: name.symlink_to(relative))
+            _replace_by_link(Path(new), lambda name: name.symlink_to(relative))
             return
     copy_checkpoint(old, new)
 
 
-def _is_private(place: str) -> bool:
-    file = Path(place)
-    return not storage.is_remote(place) and file.exists() and not file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+def _is_private(path: str) -> bool:
+    if storage.is_remote(path) or not Path(path).exists():
+        return False
+    readable_by_others = stat.S_IRGRP | stat.S_IROTH
+    return not Path(path).stat().st_mode & readable_by_others
 
 
-def _place(target: str, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
+def _replace(target: str, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
     """Replaces ``target`` by the file that ``fill`` writes."""
     try:
         if storage.is_remote(target):
-            _place_remotely(target, fill)
+            _replace_remote_file(target, fill)
         else:
-            _place_here(Path(target), fill, private=private)
+            retry_if_folder_is_removed(lambda: _replace_local_file(Path(target), fill, private=private))
     except Exception as error:  # a remote file system may raise any exception type
         raise CheckpointError(
             f"cannot write checkpoint {target}: {_reason(error)}; what stood there before is untouched. "
@@ -152,7 +155,7 @@ def _place(target: str, fill: Callable[[IO[bytes]], None], *, private: bool) -> 
         ) from error
 
 
-def again_where_removed(write: Callable[[], Value]) -> Value:
+def retry_if_folder_is_removed(write: Callable[[], Value]) -> Value:
     """Returns ``write()``, which creates the folder that it writes into; retries if that folder is removed meanwhile."""
     for _ in range(ATTEMPTS - 1):
         # Path.mkdir(exist_ok=True) raises FileExistsError if the folder is removed during the call.
@@ -161,11 +164,7 @@ def again_where_removed(write: Callable[[], Value]) -> Value:
     return write()
 
 
-def _place_here(target: Path, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
-    again_where_removed(lambda: _write_beside(target, fill, private=private))
-
-
-def _write_beside(target: Path, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
+def _replace_local_file(target: Path, fill: Callable[[IO[bytes]], None], *, private: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target.parent)
     with _partial_file(target.parent, private=private) as (name, file):
@@ -178,23 +177,24 @@ def _write_beside(target: Path, fill: Callable[[IO[bytes]], None], *, private: b
     sync(target.parent)
 
 
-def _place_remotely(target: str, fill: Callable[[IO[bytes]], None]) -> None:
-    filesystem, path = storage.remote(target)
-    name = f"{storage.parent(path)}/{storage.partial_name()}"
-    filesystem.makedirs(storage.parent(path), exist_ok=True)
+def _replace_remote_file(target: str, fill: Callable[[IO[bytes]], None]) -> None:
+    filesystem, remote_path = storage.filesystem_of(target)
+    folder = storage.parent(remote_path)
+    name = f"{folder}/{storage.partial_name()}"
+    filesystem.makedirs(folder, exist_ok=True)
     try:
         with filesystem.open(name, "wb") as file:
             fill(file)
         with filesystem.open(name, "rb") as written:
             _verify(written)
-        filesystem.mv(name, path)
+        filesystem.mv(name, remote_path)
     finally:
         # The partial file exists only after a failure; removing it is safe, because its random name belongs to this write alone.
         if filesystem.exists(name):
             filesystem.rm_file(name)
 
 
-def _place_name(target: Path, make: Callable[[Path], None]) -> None:
+def _replace_by_link(target: Path, make: Callable[[Path], None]) -> None:
     """Replaces ``target`` by the directory entry (hard or symbolic link) that ``make`` creates."""
     name = target.parent / storage.partial_name()
     try:
@@ -231,17 +231,18 @@ def _remove_abandoned(folder: Path) -> None:
             name.unlink()
 
 
-def _check_unchanged(state: dict[str, Any], place: str, *, sealed: bool) -> None:
+def _check_unchanged(state: dict[str, Any], path: str, *, sealed: bool) -> None:
     written = state.pop(CHECKSUM, None)
     if written is None:
         return
     try:
         digest = structure(state)
     except CheckpointError as error:
-        raise CheckpointError(f"{place} is damaged: {error}") from error
-    if written != _SEALED + digest if sealed else written != digest:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    expected = _SEALED + digest if sealed else digest
+    if written != expected:
         raise CheckpointError(
-            f"{place} is not as it was written: keys, values, shapes or members in it were changed. Use another one; or, where the "
+            f"{path} is not as it was written: keys, values, shapes or members in it were changed. Use another one; or, where the "
             f"change was meant, remove its key {CHECKSUM!r} (torch.load, del, torch.save)"
         )
 
@@ -256,58 +257,60 @@ def _verify(file: IO[bytes], *, data: bool = True) -> bool:
     return is_sealed(file)
 
 
-def _no_file(place: str) -> str:
-    if storage.is_remote(place):
-        return "" if storage.exists(place) else _not_there(place)
+def _no_file(path: str) -> str:
+    if storage.is_remote(path):
+        return "" if storage.exists(path) else _not_there(path)
     try:
-        mode = os.stat(place).st_mode  # noqa: PTH116 - beside lstat
+        mode = os.stat(path).st_mode  # noqa: PTH116 - beside lstat
     except FileNotFoundError:
-        if os.path.lexists(place):
-            return f"{place} is a link to {os.readlink(place)}, which is not there"  # noqa: PTH115 - the same
-        return _not_there(place)
+        if os.path.lexists(path):
+            return f"{path} is a link to {os.readlink(path)}, which is not there"  # noqa: PTH115 - the same
+        return _not_there(path)
     except OSError as error:
-        return f"cannot read checkpoint {place}: {_reason(error)}"
+        return f"cannot read checkpoint {path}: {_reason(error)}"
     if stat.S_ISDIR(mode):
-        return f"{place} is a folder without {storage.STATE}; a checkpoint has that, or is a file, named like 'epoch=3.ckpt'"
-    return "" if stat.S_ISREG(mode) else f"{place} is a pipe, a socket or a device, not a file; give a file"
+        return f"{path} is a folder without {storage.STATE}; a checkpoint has that, or is a file, named like 'epoch=3.ckpt'"
+    return "" if stat.S_ISREG(mode) else f"{path} is a pipe, a socket or a device, not a file; give a file"
 
 
-def _not_there(place: str) -> str:
+def _not_there(path: str) -> str:
     try:
-        beside = storage.files_in(storage.parent(place), ".ckpt")
+        siblings = storage.files_in(storage.parent(path), ".ckpt")
     except OSError:
-        beside = []  # the folder is not there, or may not be listed
-    names = [other.rpartition("/")[2] for other in beside]
-    meant = nearest(place.rpartition("/")[2], names) or storage.found_near(place)
-    return f"there is no checkpoint {place}{meant}"
+        siblings = []  # the folder is not there, or may not be listed
+    names = [sibling.rpartition("/")[2] for sibling in siblings]
+    hint = nearest(path.rpartition("/")[2], names) or storage.nearby_checkpoints(path)
+    return f"there is no checkpoint {path}{hint}"
 
 
-def _why_unreadable(place: str, error: Exception) -> str:
+def _why_unreadable(path: str, error: Exception) -> str:
     """Returns the error message for a file that could not be loaded: what is wrong, and what to do."""
-    unsafe = _unsafe_globals(place) if isinstance(error, pickle.UnpicklingError) else []
+    unsafe = _unsafe_globals(path) if isinstance(error, pickle.UnpicklingError) else []
     if unsafe:
         return (
-            f"{place} holds objects that only code could rebuild ({', '.join(unsafe):.500}), so it is not loaded. If you trust its "
+            f"{path} holds objects that only code could rebuild ({', '.join(unsafe):.500}), so it is not loaded. If you trust its "
             "source: load it once with torch.load(path, weights_only=False), put plain values in their place, torch.save it again"
         )
-    words = f"{str(error).partition('. ')[0]:.200}"
-    if not _begins_as_one(place):
+    message = f"{str(error).partition('. ')[0]:.200}"
+    if not _begins_as_one(path):
         why = "it does not begin as one"
-    else:  # torch's message is dropped if it mentions weights_only: it advises loading untrusted files
-        why = words if " " in words and "weights_only" not in words else type(error).__name__
-    return f"{place} is damaged or no checkpoint ({why}); use an older one from the same folder"
+    elif " " in message and "weights_only" not in message:
+        why = message
+    else:  # one word says too little; a message about weights_only advises loading untrusted files
+        why = type(error).__name__
+    return f"{path} is damaged or no checkpoint ({why}); use an older one from the same folder"
 
 
-def _begins_as_one(place: str) -> bool:
+def _begins_as_one(path: str) -> bool:
     """Returns whether the first bytes are those of a zip file or a pickle, as torch.save writes them."""
-    with contextlib.suppress(OSError), storage.opened(place) as file:
+    with contextlib.suppress(OSError), storage.open_for_reading(path) as file:
         return bytes(file.read(2)).startswith((b"PK", b"\x80"))
     return False
 
 
-def _unsafe_globals(place: str) -> list[str]:
+def _unsafe_globals(path: str) -> list[str]:
     try:
-        with storage.opened(place) as file:
+        with storage.open_for_reading(path) as file:
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # noqa: BLE001 - it parses the same damaged pickle; the caller then reports damage
         return []

@@ -19,7 +19,7 @@ import torch
 
 from fabricamp._utils.files import sync
 from fabricamp.checkpoint import storage
-from fabricamp.checkpoint.file import ATTEMPTS, again_where_removed, read_checkpoint, write_checkpoint
+from fabricamp.checkpoint.file import ATTEMPTS, read_checkpoint, retry_if_folder_is_removed, write_checkpoint
 from fabricamp.checkpoint.plain import PRIVATE, TENSORS, check_content
 from fabricamp.checkpoint.shards import (
     METADATA,
@@ -51,118 +51,72 @@ def write_folder(path: str | os.PathLike[str], state: dict[str, Any], strategy: 
     All values except sharded tensors are rank 0's.  Raises :class:`CheckpointError` on every rank if one rank cannot write; the
     previous checkpoint at ``path`` is then untouched.
     """
-    write_parts(path, *split(state), strategy)
+    unsharded, shards = split(state)
+    write_split(path, unsharded, shards, strategy)
 
 
 def write_whole(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Writes ``state`` with full tensors as a folder at ``path``, from which ranks can read local shards of weights and states."""
     from fabricamp.strategies.base import Strategy
 
-    rest, shards = dict(state), dict[str, torch.Tensor]()
-    for key in rest.keys() & {"state_dict", "current_model_state", "optimizer_states"}:
-        rest[key], found = split(state[key], key, lambda one: type(one) in TENSORS and one.dim() > 0)
-        shards |= found
-    write_parts(path, rest, shards, Strategy())
+    unsharded = dict(state)
+    shards: dict[str, torch.Tensor] = {}
+    for key in unsharded.keys() & {"state_dict", "current_model_state", "optimizer_states"}:
+        unsharded[key], tensors = split(state[key], key, lambda value: type(value) in TENSORS and value.dim() > 0)
+        shards |= tensors
+    write_split(path, unsharded, shards, Strategy())
 
 
-def write_parts(
-    path: str | os.PathLike[str], rest: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy
+def write_split(
+    path: str | os.PathLike[str], unsharded: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy
 ) -> None:
-    """Writes the result of :func:`split` as :func:`write_folder` does; only rank 0 needs ``rest``."""
-    place = storage.normal(path)
-    if storage.is_remote(place):
+    """Writes the result of :func:`split` as :func:`write_folder` does; only rank 0 needs ``unsharded``."""
+    path = storage.normalized(path)
+    if storage.is_remote(path):
         raise CheckpointError(
-            f"cannot write checkpoint {place}: a sharded one is written into a folder of this machine, or one that all machines "
+            f"cannot write checkpoint {path}: a sharded one is written into a folder of this machine, or one that all machines "
             "have mounted (ModelCheckpoint(dirpath=...))"
         )
     for attempt in range(1, ATTEMPTS + 1):
-        writing = _Writing(Path(place), private=bool(rest.get(PRIVATE)))
+        writer = _FolderWriter(Path(path), private=bool(unsharded.get(PRIVATE)))
         try:
-            _write_once(writing, rest, shards, strategy)
+            _write_once(writer, unsharded, shards, strategy)
         except CheckpointError:
             # All ranks have the same error.  Only a removed folder is retried, not other write errors.
-            if attempt == ATTEMPTS or not strategy.on_rank_zero(writing.removed):
+            if attempt == ATTEMPTS or not strategy.on_rank_zero(writer.removed):
                 raise
         else:
             return
         finally:
-            writing.close()
+            writer.close()
 
 
-def _write_once(writing: _Writing, rest: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy) -> None:
-    place = str(writing.target)
-    folder = Path(strategy.on_rank_zero(lambda: str(writing.begin(rest))))
-    strategy.agree(_problem(place, lambda: write_shards(folder, shards, strategy.group)))
-    files = strategy.on_rank_zero(writing.files)
-    own = _of_rank(strategy)
-    strategy.agree(_problem(place, lambda: check_shards(folder, files, own)))
-    strategy.on_rank_zero(lambda: writing.end(rest, files))
+def _write_once(
+    writer: _FolderWriter, unsharded: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy
+) -> None:
+    path = str(writer.target)
+    folder = Path(strategy.on_rank_zero(lambda: str(writer.begin(unsharded))))
+    strategy.agree(_problem(path, lambda: write_shards(folder, shards, strategy.group)))
+    files = strategy.on_rank_zero(writer.files)
+    own = _files_checked_by(strategy)
+    strategy.agree(_problem(path, lambda: check_shards(folder, files, own)))
+    strategy.on_rank_zero(lambda: writer.end(unsharded, files))
 
 
-def read_folder(place: str, *, verify: bool = True, map_location: Any = "cpu") -> dict[str, Any]:
-    """Returns the content of the checkpoint at ``place`` with full tensors; with ``map_location="meta"`` they are not read."""
-    state = read_rest(place, map_location=map_location, verify=verify)
-    if map_location == "meta":
-        return state
-    folder, files = _shards_of(state, place)
-    if verify:
-        _told_of(place, lambda: check_shards(folder, files, lambda _: True))
-    stored = dict(stored_in(state))
-    targets = {name: torch.empty(one.shape, dtype=one.dtype, device="cpu") for name, one in stored.items()}
-    _told_of(place, lambda: read_shards(folder, targets, files))
-    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-    by_id = {id(one): targets[name].to(device) for name, one in stored.items()}
-    found: dict[str, Any] = replaced(state, by_id)
-    del found[SHARDS]
-    return found
+def _files_checked_by(strategy: Strategy) -> Callable[[str], bool]:
+    """Returns a filter for the files that a rank checks: those with its number in DCP's file name; together all are checked."""
+    rank = strategy.rank
+    world_size = strategy.world_size
+
+    def own(name: str) -> bool:
+        match = re.match(r"__(\d+)_", name)
+        writer = int(match[1]) if match else 0
+        return writer % world_size == rank  # the file may be of a run with more ranks
+
+    return own
 
 
-def read_rest(place: str, *, map_location: Any = "cpu", verify: bool = True) -> dict[str, Any]:
-    """Returns the content of ``state.pt`` at ``place``: sharded tensors are on the meta device, ``shards`` has their files."""
-    state = read_checkpoint(Path(place) / storage.STATE, map_location, verify=verify)
-    folder, _ = _shards_of(state, place)
-    if not (folder / METADATA).is_file() or digest_of(folder) != state[SHARDS].get("digest"):
-        raise CheckpointError(
-            f"{place} is damaged: the list of its tensors is missing, or not the one that was written"
-        )
-    return state
-
-
-def check_together(place: str, state: dict[str, Any], strategy: Strategy) -> None:
-    """Raises :class:`CheckpointError` if a tensor file is damaged; each rank checks its share of the files."""
-    folder, files = _shards_of(state, place)
-    _told_of(place, lambda: check_shards(folder, files, _of_rank(strategy)))
-
-
-def fill(place: str, state: dict[str, Any], targets: dict[str, torch.Tensor]) -> None:
-    """Reads tensors of the checkpoint at ``place`` into ``targets``, by their names on disk."""
-    folder, files = _shards_of(state, place)
-    _told_of(place, lambda: read_shards(folder, targets, files))
-
-
-def copy_folder(source: Path, target: Path) -> None:
-    """Makes ``target`` a copy of the checkpoint ``source``: with hard links where the file system supports them."""
-    state = read_checkpoint(source / storage.STATE, "meta", verify=False)
-    folder, _ = _shards_of(state, str(source))
-
-    def filled(into: Path) -> None:
-        into.mkdir()
-        for file in folder.iterdir():
-            _link_or_copy(file, into / file.name)
-        sync(into)
-
-    with _container(target, private=not source.stat().st_mode & 0o077) as container:
-        own = container / folder.name
-        if not own.exists():
-            filled(own)
-        spare = container / storage.partial_name()
-        _link_or_copy(source / storage.STATE, spare)
-        spare.replace(container / storage.STATE)
-        spare.unlink(missing_ok=True)  # replace does nothing if both are hard links to one file
-    _remove_others(target, own.name)
-
-
-class _Writing:
+class _FolderWriter:
     """Rank 0's part of writing a folder; other ranks never call :meth:`begin`."""
 
     def __init__(self, target: Path, *, private: bool) -> None:
@@ -174,11 +128,11 @@ class _Writing:
         self._handle: int | None = None  # of the open folder: detects that another one took its name
         self._ended = False
 
-    def begin(self, rest: dict[str, Any]) -> Path:
+    def begin(self, unsharded: dict[str, Any]) -> Path:
         """Creates and returns the folder that tensors are written into."""
-        check_content(rest, stored=True)
-        with _writable(self.target):
-            return again_where_removed(self._make_folder)
+        check_content(unsharded, stored=True)
+        with _explained_errors(self.target):
+            return retry_if_folder_is_removed(self._make_folder)
 
     def _make_folder(self) -> Path:
         self._open.close()
@@ -192,15 +146,15 @@ class _Writing:
 
     def files(self) -> dict[str, int]:
         """Returns the names and sizes of the files that the ranks have written."""
-        with _writable(self.target):
+        with _explained_errors(self.target):
             return files_of(self._folder)
 
-    def end(self, rest: dict[str, Any], files: dict[str, int]) -> None:
+    def end(self, unsharded: dict[str, Any], files: dict[str, int]) -> None:
         """Completes the checkpoint after all ranks have written and checked their files: writes ``state.pt`` and renames."""
-        with _writable(self.target):
+        with _explained_errors(self.target):
             sync(self._folder)
             shards = {"folder": self._folder.name, "files": files, "digest": digest_of(self._folder)}
-            write_checkpoint(self._container / storage.STATE, {**rest, SHARDS: shards})
+            write_checkpoint(self._container / storage.STATE, {**unsharded, SHARDS: shards})
             self._ended = True
             self._open.close()
             _remove_others(self.target, self._folder.name)
@@ -214,7 +168,8 @@ class _Writing:
         if self._handle is None:
             return False
         names = [self._folder, self.target / self._folder.name]  # before and after the container is renamed
-        return not any(name.is_dir() and os.path.samestat(name.stat(), os.fstat(self._handle)) for name in names)
+        created = os.fstat(self._handle)
+        return not any(name.is_dir() and os.path.samestat(name.stat(), created) for name in names)
 
     def close(self) -> None:
         """Removes an incomplete folder, and closes the handle."""
@@ -222,7 +177,8 @@ class _Writing:
         self._close_handle()
 
     def _close_handle(self) -> None:
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         if handle is not None:
             os.close(handle)
 
@@ -288,9 +244,70 @@ def _remove_abandoned(parent: Path) -> None:
 
 def _remove_others(target: Path, name: str) -> None:
     """Removes the tensor folders at ``target`` other than ``name``: from an earlier checkpoint, or from a killed writer."""
-    for one in target.glob("shards-*"):
-        if one.name != name:
-            shutil.rmtree(one, ignore_errors=True)
+    for folder in target.glob("shards-*"):
+        if folder.name != name:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_folder(path: str, *, verify: bool = True, map_location: Any = "cpu") -> dict[str, Any]:
+    """Returns the content of the checkpoint at ``path`` with full tensors; with ``map_location="meta"`` they are not read."""
+    state = read_without_shards(path, map_location=map_location, verify=verify)
+    if map_location == "meta":
+        return state
+    folder, files = _shard_files(state, path)
+    if verify:
+        _with_path_in_errors(path, lambda: check_shards(folder, files, lambda _: True))
+    stored = dict(stored_in(state))
+    targets = {name: torch.empty(meta.shape, dtype=meta.dtype, device="cpu") for name, meta in stored.items()}
+    _with_path_in_errors(path, lambda: read_shards(folder, targets, files))
+    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+    by_id = {id(meta): targets[name].to(device) for name, meta in stored.items()}
+    full: dict[str, Any] = replaced(state, by_id)
+    del full[SHARDS]
+    return full
+
+
+def read_without_shards(path: str, *, map_location: Any = "cpu", verify: bool = True) -> dict[str, Any]:
+    """Returns the content of ``state.pt`` at ``path``: sharded tensors are on the meta device, ``shards`` has their files."""
+    state = read_checkpoint(Path(path) / storage.STATE, map_location, verify=verify)
+    folder, _ = _shard_files(state, path)
+    if not (folder / METADATA).is_file() or digest_of(folder) != state[SHARDS].get("digest"):
+        raise CheckpointError(f"{path} is damaged: the list of its tensors is missing, or not the one that was written")
+    return state
+
+
+def check_together(path: str, state: dict[str, Any], strategy: Strategy) -> None:
+    """Raises :class:`CheckpointError` if a tensor file is damaged; each rank checks its share of the files."""
+    folder, files = _shard_files(state, path)
+    _with_path_in_errors(path, lambda: check_shards(folder, files, _files_checked_by(strategy)))
+
+
+def read_into(path: str, state: dict[str, Any], targets: dict[str, torch.Tensor]) -> None:
+    """Reads tensors of the checkpoint at ``path`` into ``targets``, by their names on disk."""
+    folder, files = _shard_files(state, path)
+    _with_path_in_errors(path, lambda: read_shards(folder, targets, files))
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Makes ``target`` a copy of the checkpoint ``source``: with hard links where the file system supports them."""
+    state = read_checkpoint(source / storage.STATE, "meta", verify=False)
+    folder, _ = _shard_files(state, str(source))
+
+    def filled(into: Path) -> None:
+        into.mkdir()
+        for file in folder.iterdir():
+            _link_or_copy(file, into / file.name)
+        sync(into)
+
+    with _container(target, private=not source.stat().st_mode & 0o077) as container:
+        own = container / folder.name
+        if not own.exists():
+            filled(own)
+        spare = container / storage.partial_name()
+        _link_or_copy(source / storage.STATE, spare)
+        spare.replace(container / storage.STATE)
+        spare.unlink(missing_ok=True)  # replace does nothing if both are hard links to one file
+    _remove_others(target, own.name)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -302,47 +319,37 @@ def _link_or_copy(source: Path, target: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _of_rank(strategy: Strategy) -> Callable[[str], bool]:
-    """Returns a filter for the files that a rank checks: those with its number in DCP's file name; together all are checked."""
-    rank, world_size = strategy.rank, strategy.world_size
-
-    def own(name: str) -> bool:
-        number = re.match(r"__(\d+)_", name)
-        return (int(number[1]) if number else 0) % world_size == rank
-
-    return own
-
-
-def _shards_of(state: dict[str, Any], place: str) -> tuple[Path, dict[str, int]]:
+def _shard_files(state: dict[str, Any], path: str) -> tuple[Path, dict[str, int]]:
     """Returns the folder of a checkpoint's tensors, and its files with sizes; refuses names that lead out of the checkpoint."""
     shards = state.get(SHARDS)
-    if not isinstance(shards, dict) or not isinstance(name := shards.get("folder"), str) or not _NAME.fullmatch(name):
-        raise CheckpointError(f"{place} is damaged: its {storage.STATE} does not say where its tensors are")
+    name = shards.get("folder") if isinstance(shards, dict) else None
+    if not isinstance(shards, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CheckpointError(f"{path} is damaged: its {storage.STATE} does not say where its tensors are")
     files = shards.get("files")
-    if not isinstance(files, dict) or any("/" in str(one) for one in files):
-        raise CheckpointError(f"{place} is damaged: its {storage.STATE} does not say in which files its tensors are")
-    return Path(place) / name, files
+    if not isinstance(files, dict) or any("/" in str(file) for file in files):
+        raise CheckpointError(f"{path} is damaged: its {storage.STATE} does not say in which files its tensors are")
+    return Path(path) / name, files
 
 
-def _problem(place: str, action: Callable[[], object]) -> CheckpointError | None:
+def _problem(path: str, action: Callable[[], object]) -> CheckpointError | None:
     try:
-        _told_of(place, action)
+        _with_path_in_errors(path, action)
     except CheckpointError as error:
         return error
     return None
 
 
-def _told_of(place: str, action: Callable[[], object]) -> None:
+def _with_path_in_errors(path: str, action: Callable[[], object]) -> None:
     try:
         action()
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {place}: {error}; use another one") from error
+        raise CheckpointError(f"checkpoint {path}: {error}; use another one") from error
     except OSError as error:
-        raise CheckpointError(f"checkpoint {place}: {error.strerror or error}") from error
+        raise CheckpointError(f"checkpoint {path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
-def _writable(target: Path) -> Iterator[None]:
+def _explained_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

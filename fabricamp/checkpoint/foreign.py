@@ -1,4 +1,7 @@
-"""Translates other checkpoints to fabricamp's keys: Lightning 2.x's, and apex's file ``{'model', 'optimizer', 'amp'}``."""
+"""Checkpoints of other libraries: Lightning 2.x's, and apex's file ``{'model', 'optimizer', 'amp'}``.
+
+First :func:`translated`, which gives a file that they wrote fabricamp's keys; then what they need to load a file of fabricamp.
+"""
 
 from __future__ import annotations
 
@@ -9,72 +12,11 @@ import torch
 
 from fabricamp.errors import CheckpointError
 
-# ~~~ from checkpoint.lightning: The keys that Lightning needs to load a fabricamp checkpoint: its version, and its loops' counters.
-
-
 VERSION = "pytorch-lightning_version"
 """The key by which Lightning recognises a checkpoint."""
 
 _LAYOUT = "2.6.0"
 """The Lightning version whose layout the counters follow."""
-
-
-def lightning_keys(
-    *, epochs: int, batches: int, batches_in_all: int, steps: int, automatic: bool, ended: bool, ending: bool
-) -> dict[str, Any]:
-    """Returns dotted keys and values for finished ``epochs``, ``batches`` of the next epoch, and ``steps``.
-
-    ``ended``: the file is from the end of an epoch, and not from before or after training.  ``ending``: it is from between an
-    epoch's last batch and the epoch's end.  The last batch then counts as not completed, and Lightning resumes with the next epoch.
-    """
-    none = _progress(0)
-    idle = {"state_dict": {}, "batch_progress": {"total": none, "current": none, "is_last_batch": False}}
-    begun = _progress(epochs, ready=epochs + (batches > 0))
-    optimizer = {
-        "step": {"total": _counts(steps * automatic), "current": _counts(0)},
-        "zero_grad": {"total": _started(steps * automatic), "current": _started(0)},
-    }
-    fit = {
-        "state_dict": {},
-        "epoch_loop.state_dict": {"_batches_that_stepped": steps - ending},
-        "epoch_loop.batch_progress": {
-            "total": {**_progress(batches_in_all), "completed": batches_in_all - ending},
-            "current": {**_progress(batches), "completed": batches - ending},
-            "is_last_batch": ended or ending,
-        },
-        "epoch_loop.scheduler_progress": {"total": _counts(0), "current": _counts(0)},
-        "epoch_loop.automatic_optimization.state_dict": {},
-        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
-        "epoch_loop.manual_optimization.state_dict": {},
-        "epoch_loop.manual_optimization.optim_step_progress": {
-            "total": _counts(steps * (not automatic)),
-            "current": _counts(0),
-        },
-        "epoch_loop.val_loop.state_dict": {},
-        "epoch_loop.val_loop.batch_progress": idle["batch_progress"],
-        "epoch_progress": {"total": begun, "current": begun},
-    }
-    return {
-        VERSION: _LAYOUT,
-        "loops.fit_loop": fit,
-        "loops.validate_loop": idle,
-        "loops.test_loop": idle,
-        "loops.predict_loop": {"state_dict": {}, "batch_progress": {"total": none, "current": none}},
-    }
-
-
-def _progress(done: int, ready: int | None = None) -> dict[str, int]:
-    ready = done if ready is None else ready
-    return {"ready": ready, "started": ready, "processed": done, "completed": done}
-
-
-def _counts(done: int) -> dict[str, int]:
-    return {"ready": done, "completed": done}
-
-
-def _started(done: int) -> dict[str, int]:
-    return {**_counts(done), "started": done}
-
 
 _APEX = frozenset({"model", "optimizer", "amp"})
 
@@ -97,33 +39,6 @@ def translated(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def fit_names(weights: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Returns ``weights`` renamed to ``names``: without DistributedDataParallel's ``module.``, and with a submodule's prefix.
-
-    An apex script saves its network, which may be ``self.net`` of a TrainingModule.  If no prefix fits, names stay the same.
-    """
-    if weights and all(name.startswith("module.") for name in weights):
-        weights = {name.removeprefix("module."): value for name, value in weights.items()}
-    prefixes = {"", *(name[: name.index(".") + 1] for name in names if "." in name)}
-    fitting = [prefix for prefix in sorted(prefixes) if {prefix + name for name in weights} == names]
-    return {f"{fitting[0]}{name}": value for name, value in weights.items()} if fitting else weights
-
-
-def apex_scales(amp: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns apex's ``amp.state_dict()``: the scale of each loss, and the number of steps since its last change.
-
-    ``amp`` is a Precision's ``state_dict()``; without dynamic scaling there is one constant scale.
-    """
-    scalers = amp.get("scaler", {}).get("scalers")
-    if scalers is None:
-        scale = amp.get("loss_scale", 1.0)
-        scalers = [{"scale": 1.0 if scale == "dynamic" else scale, "growth": 0}]
-    return {
-        f"loss_scaler{index}": {"loss_scale": float(one["scale"]), "unskipped": int(one["growth"])}
-        for index, one in enumerate(scalers)
-    }
-
-
 def _from_lightning(state: dict[str, Any]) -> dict[str, Any]:
     """Returns a Lightning checkpoint with fabricamp's keys.
 
@@ -133,7 +48,8 @@ def _from_lightning(state: dict[str, Any]) -> dict[str, Any]:
     loop = state.get("loops", {}).get("fit_loop", {})
     position: dict[str, Any] = {"epoch": state.get("epoch", 0)}
     if "epoch_progress" in loop:
-        epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+        epochs = loop["epoch_progress"]["current"]
+        batches = loop["epoch_loop.batch_progress"]
         in_epoch = epochs["ready"] > epochs["processed"]
         # The file may be from the validation after an epoch's last batch, or from the epoch's end: Lightning steps its schedulers
         # after both.
@@ -192,3 +108,87 @@ def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:
             "known": known._asdict(),
         },
     }
+
+
+def fit_names(weights: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Returns ``weights`` renamed to ``names``: without DistributedDataParallel's ``module.``, and with a submodule's prefix.
+
+    An apex script saves its network, which may be ``self.net`` of a TrainingModule.  If no prefix fits, names stay the same.
+    """
+    if weights and all(name.startswith("module.") for name in weights):
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    prefixes = {"", *(name[: name.index(".") + 1] for name in names if "." in name)}
+    fitting = [prefix for prefix in sorted(prefixes) if {prefix + name for name in weights} == names]
+    return {f"{fitting[0]}{name}": value for name, value in weights.items()} if fitting else weights
+
+
+def apex_scales(amp: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns apex's ``amp.state_dict()``: the scale of each loss, and the number of steps since its last change.
+
+    ``amp`` is a Precision's ``state_dict()``; without dynamic scaling there is one constant scale.
+    """
+    scalers = amp.get("scaler", {}).get("scalers")
+    if scalers is None:
+        scale = amp.get("loss_scale", 1.0)
+        scalers = [{"scale": 1.0 if scale == "dynamic" else scale, "growth": 0}]
+    return {
+        f"loss_scaler{index}": {"loss_scale": float(scaler["scale"]), "unskipped": int(scaler["growth"])}
+        for index, scaler in enumerate(scalers)
+    }
+
+
+def lightning_keys(
+    *, epochs: int, batches: int, batches_in_all: int, steps: int, automatic: bool, ended: bool, ending: bool
+) -> dict[str, Any]:
+    """Returns dotted keys and values for finished ``epochs``, ``batches`` of the next epoch, and ``steps``.
+
+    ``ended``: the file is from the end of an epoch, and not from before or after training.  ``ending``: it is from between an
+    epoch's last batch and the epoch's end.  The last batch then counts as not completed, and Lightning resumes with the next epoch.
+    """
+    none = _progress(0)
+    idle = {"state_dict": {}, "batch_progress": {"total": none, "current": none, "is_last_batch": False}}
+    begun = _progress(epochs, ready=epochs + (batches > 0))
+    optimizer = {
+        "step": {"total": _counts(steps * automatic), "current": _counts(0)},
+        "zero_grad": {"total": _started(steps * automatic), "current": _started(0)},
+    }
+    fit = {
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": steps - ending},
+        "epoch_loop.batch_progress": {
+            "total": {**_progress(batches_in_all), "completed": batches_in_all - ending},
+            "current": {**_progress(batches), "completed": batches - ending},
+            "is_last_batch": ended or ending,
+        },
+        "epoch_loop.scheduler_progress": {"total": _counts(0), "current": _counts(0)},
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": {
+            "total": _counts(steps * (not automatic)),
+            "current": _counts(0),
+        },
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_loop.val_loop.batch_progress": idle["batch_progress"],
+        "epoch_progress": {"total": begun, "current": begun},
+    }
+    return {
+        VERSION: _LAYOUT,
+        "loops.fit_loop": fit,
+        "loops.validate_loop": idle,
+        "loops.test_loop": idle,
+        "loops.predict_loop": {"state_dict": {}, "batch_progress": {"total": none, "current": none}},
+    }
+
+
+def _progress(done: int, ready: int | None = None) -> dict[str, int]:
+    ready = done if ready is None else ready
+    return {"ready": ready, "started": ready, "processed": done, "completed": done}
+
+
+def _counts(done: int) -> dict[str, int]:
+    return {"ready": done, "completed": done}
+
+
+def _started(done: int) -> dict[str, int]:
+    return {**_counts(done), "started": done}

@@ -14,8 +14,8 @@ _PUBLISHED = ("key", "plain_key", "per_step", "mode", "prog_bar", "logger", "syn
 _ROW = ("published", "numbers", "weights", "device")
 
 
-def upgraded(state: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns ``state``, read from ``place``, in the current format; files of other libraries are returned unchanged.
+def upgraded(state: dict[str, Any], path: str) -> dict[str, Any]:
+    """Returns ``state``, read from ``path``, in the current format; files of other libraries are returned unchanged.
 
     Raises :class:`CheckpointError` if a later version wrote it, or if its layout does not match its format number.
     """
@@ -24,7 +24,7 @@ def upgraded(state: dict[str, Any], place: str) -> dict[str, Any]:
     written = state.get("format", 0)
     if type(written) is not int or not 0 <= written <= FORMAT:
         raise CheckpointError(
-            f"{place} has format {written!r:.100} and was written by fabricamp {state['fabricamp_version']!s:.100}; this version "
+            f"{path} has format {written!r:.100} and was written by fabricamp {state['fabricamp_version']!s:.100}; this version "
             f"reads formats up to {FORMAT}: install the one that wrote it, or a later one"
         )
     try:
@@ -32,7 +32,7 @@ def upgraded(state: dict[str, Any], place: str) -> dict[str, Any]:
             step(state)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{place} is not laid out as format {written} is ({type(error).__name__}: {error!s:.300}); use an older one"
+            f"{path} is not laid out as format {written} is ({type(error).__name__}: {error!s:.300}); use an older one"
         ) from error
     state["format"] = FORMAT
     return state
@@ -49,7 +49,7 @@ def _name_fields(state: dict[str, Any]) -> None:
         for flush in rank["pending"]:
             flush["rows"] = [_named(_ROW, row) for row in flush["rows"]]
             for row in flush["rows"]:
-                row["published"] = [_named(_PUBLISHED, one, -1) for one in row["published"]]
+                row["published"] = [_named(_PUBLISHED, values, -1) for values in row["published"]]
 
 
 def _count_epochs(state: dict[str, Any]) -> None:
@@ -59,7 +59,9 @@ def _count_epochs(state: dict[str, Any]) -> None:
 
 def _named(names: tuple[str, ...], values: list[Any], last: Any = None) -> dict[str, Any]:
     """Returns ``values`` by name; ``last`` fills in the last value if it is missing."""
-    return dict(zip(names, values if len(values) == len(names) else [*values, last], strict=True))
+    if len(values) < len(names):
+        values = [*values, last]
+    return dict(zip(names, values, strict=True))
 
 
 _STEPS: Final = (_name_fields, _count_epochs)

@@ -1,4 +1,8 @@
-"""Saves the constructor arguments of an object, so that the object can be built again from a checkpoint."""
+"""Hyper-parameters: the constructor arguments of an object, saved so that it can be built again from a checkpoint.
+
+In order: the dict that users see, ``save_hyperparameters``, how it finds the arguments, the entries of hyper-parameters in a
+checkpoint, and references by which a tuner changes one of them.  ``load_from_checkpoint`` builds the object again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from fabricamp.arguments.environment import exposes, resolved
-from fabricamp.checkpoint.plain import is_config, parts_of, resolved_config
+from fabricamp.checkpoint.plain import described, is_config, items_of, resolved_config
 from fabricamp.errors import ConfigError, nearest
 
 _CONSTRUCTORS = ("__init__", "__post_init__")
@@ -121,89 +125,37 @@ class HyperparametersMixin:
         """
         frame = frame or sys._getframe(1)
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        whole = names[0] if len(names) == 1 and _is_container(names[0]) else None
+        # One container instead of names holds all hyper-parameters; OmegaConf's containers are mappings.
+        whole = names[0] if len(names) == 1 and isinstance(names[0], Mapping | argparse.Namespace) else None
         if whole is not None:
-            self.__dict__["_hparams_name"] = next((name for name, one in frame.f_locals.items() if one is whole), None)
-            source, overrides = whole, True
+            self.__dict__["_hparams_name"] = next(
+                (name for name, value in frame.f_locals.items() if value is whole), None
+            )
+            source = whole
+            overrides = True
         else:
-            content = _chosen(_arguments_of_all(frame, self), names)
-            source = {name: value for name, value in content.items() if name not in ignored}
+            arguments = _selected(_arguments_of_all(frame, self), names)
+            source = {name: value for name, value in arguments.items() if name not in ignored}
             overrides = _is_outermost(frame, self)
-        if _exposes(source):
+        if _exposes_environment(source):
             self.__dict__["_hparams_private"] = True
         if is_config(source) and not self.hparams and not ignored & source.keys():
             self.__dict__["_hparams"] = source
         else:
-            self._keep({name: value for name, value in _content(source).items() if name not in ignored}, overrides)
+            content = {name: value for name, value in _content(source).items() if name not in ignored}
+            self._add_hyperparameters(content, overrides=overrides)
         self.__dict__["_hparams_initial"] = _copied(self.hparams)
         self.__dict__["_hparams_logged"] = logger
 
-    def _keep(self, content: dict[str, Any], overrides: bool) -> None:
+    def _add_hyperparameters(self, content: dict[str, Any], *, overrides: bool) -> None:
         hparams = self.hparams
         if is_config(hparams):  # an OmegaConf container can hold plain values only
-            hparams = self.__dict__["_hparams"] = Hyperparameters(_content(hparams))
+            hparams = Hyperparameters(_content(hparams))
+            self.__dict__["_hparams"] = hparams
         for name, value in content.items():
             if overrides or name not in hparams:
-                hparams[name] = value if is_config(value) or isinstance(value, argparse.Namespace) else _copied(value)
-
-
-class Holder:
-    """A reference to an attribute or a hyper-parameter, such as the learning rate, to read and set it."""
-
-    def __init__(self, owner: Any, name: str, *, by_key: bool) -> None:
-        self._owner = owner
-        self._name = name
-        self._by_key = by_key
-
-    @property
-    def value(self) -> Any:
-        """The current value."""
-        return self._owner[self._name] if self._by_key else getattr(self._owner, self._name)
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        if self._by_key:
-            self._owner[self._name] = value
-        else:
-            setattr(self._owner, self._name, value)
-
-
-def holders_of(name: str, *owners: Any) -> list[Holder]:
-    """Returns references to every attribute and hyper-parameter ``name`` of ``owners``; an owner may be None."""
-    found = []
-    for owner in owners:
-        if owner is None:
-            continue
-        if hasattr(owner, name):
-            found.append(Holder(owner, name, by_key=False))
-        if name in owner.hparams:
-            found.append(Holder(owner.hparams, name, by_key=True))
-    return found
-
-
-class Kept(NamedTuple):
-    """The hyper-parameters of an object, with the properties of :class:`HyperparametersMixin`."""
-
-    values: Any
-    name: str | None
-    logged: bool
-    private: bool
-
-
-def kept_by(owner: Any) -> Kept:
-    """Returns the hyper-parameters of ``owner``, a fabricamp or Lightning object.
-
-    Lightning's name "kwargs" becomes None: it means that no single argument takes all of them.
-    """
-    if isinstance(owner, HyperparametersMixin):
-        return Kept(owner.hparams, owner.hparams_name, owner.logs_hyperparameters, owner.hparams_private)
-    values, name = getattr(owner, "hparams", {}), getattr(owner, "_hparams_name", None)
-    logged = bool(getattr(owner, "_log_hyperparams", False))
-    return Kept(values, None if name == "kwargs" else name, logged, _exposes(values))
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, Mapping | argparse.Namespace)  # OmegaConf's are mappings
+                is_container = is_config(value) or isinstance(value, argparse.Namespace)
+                hparams[name] = value if is_container else _copied(value)
 
 
 def _content(container: Any) -> dict[str, Any]:
@@ -226,17 +178,18 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _exposes(value: Any) -> bool:
+def _exposes_environment(value: Any) -> bool:
     """Returns whether ``value`` holds an OmegaConf container with a number or flag from the environment."""
-    waiting, seen = [value], {}
+    waiting = [value]
+    seen: dict[int, Any] = {}  # holds the values: an id is unique among living objects
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        item = waiting.pop()
+        if id(item) in seen:
             continue
-        seen[id(one)] = one
-        if is_config(one) and exposes(*resolved_config(one)):
+        seen[id(item)] = item
+        if is_config(item) and exposes(*resolved_config(item)):
             return True
-        waiting += parts_of(one)
+        waiting += items_of(item)
     return False
 
 
@@ -245,7 +198,8 @@ def _arguments_of_all(frame: FrameType, owner: object) -> dict[str, Any]:
 
     With the base's values alone, ``load_from_checkpoint`` would build the derived class from the values passed to its base.
     """
-    values, outer = _arguments(frame, owner), frame.f_back
+    values = _arguments(frame, owner)
+    outer = frame.f_back
     while outer is not None:
         if _constructs(outer, owner):
             values.update(_arguments(outer, owner))
@@ -260,7 +214,8 @@ def _constructs(frame: FrameType, owner: object) -> bool:
 
 def _arguments(frame: FrameType, owner: object) -> dict[str, Any]:
     """Returns the arguments of the constructor running in ``frame``, including its ``**kwargs``."""
-    code, local = frame.f_code, frame.f_locals
+    code = frame.f_code
+    local = frame.f_locals
     count = code.co_argcount + code.co_kwonlyargcount
     names = code.co_varnames[:count]
     if not _constructs(frame, owner):
@@ -270,15 +225,16 @@ def _arguments(frame: FrameType, owner: object) -> dict[str, Any]:
         )
     values = {name: local[name] for name in names[1:] if name in local}
     if code.co_flags & inspect.CO_VARKEYWORDS:
-        position = count + bool(code.co_flags & inspect.CO_VARARGS)
-        values.update(local.get(code.co_varnames[position], {}))
+        # In co_varnames the name of *args comes before that of **kwargs.
+        index = count + bool(code.co_flags & inspect.CO_VARARGS)
+        values.update(local.get(code.co_varnames[index], {}))
     if code.co_name == "__post_init__" and dataclasses.is_dataclass(owner):
         fields = {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner) if field.init}
         values = fields | values
     return values
 
 
-def _chosen(arguments: dict[str, Any], names: tuple[Any, ...]) -> dict[str, Any]:
+def _selected(arguments: dict[str, Any], names: tuple[Any, ...]) -> dict[str, Any]:
     for name in names:
         if not isinstance(name, str):
             raise ConfigError(
@@ -298,3 +254,87 @@ def _is_outermost(frame: FrameType, owner: object) -> bool:
     """Returns whether ``frame`` runs the constructor of the object's own class, not of a base."""
     constructor = inspect.unwrap(getattr(type(owner), frame.f_code.co_name))
     return getattr(constructor, "__code__", None) is frame.f_code
+
+
+class SavedHyperparameters(NamedTuple):
+    """The hyper-parameters of an object, with the properties of :class:`HyperparametersMixin`."""
+
+    values: Any
+    name: str | None
+    logged: bool
+    private: bool
+
+
+def saved_hyperparameters(owner: Any) -> SavedHyperparameters:
+    """Returns the hyper-parameters of ``owner``, a fabricamp or Lightning object.
+
+    Lightning's name "kwargs" becomes None: it means that no single argument takes all of them.
+    """
+    if isinstance(owner, HyperparametersMixin):
+        return SavedHyperparameters(
+            owner.hparams, owner.hparams_name, owner.logs_hyperparameters, owner.hparams_private
+        )
+    values = getattr(owner, "hparams", {})
+    name = getattr(owner, "_hparams_name", None)
+    if name == "kwargs":
+        name = None
+    logged = bool(getattr(owner, "_log_hyperparams", False))
+    return SavedHyperparameters(values, name, logged, _exposes_environment(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperparameterKeys:
+    """The keys of an object's hyper-parameters in a checkpoint."""
+
+    values: str
+    types: str
+    """The notes about the values' original types."""
+    name: str
+    """The name of the argument, if a single argument held all hyper-parameters."""
+
+    def entries(self, owner: object) -> dict[str, Any]:
+        """Returns the checkpoint entries of the ``owner``'s hyper-parameters; empty if there are none."""
+        saved = saved_hyperparameters(owner)
+        if not saved.values:
+            return {}
+        values, notes = described(saved.values, private=saved.private)
+        entries = {self.values: values, self.types: notes, self.name: saved.name}
+        return {key: value for key, value in entries.items() if value}
+
+
+MODULE = HyperparameterKeys("hyper_parameters", "hyper_parameter_types", "hparams_name")
+DATA = HyperparameterKeys("datamodule_hyper_parameters", "datamodule_hyper_parameter_types", "datamodule_hparams_name")
+
+
+class SettingRef:
+    """A reference to an attribute or a hyper-parameter, such as the learning rate, to read and set it."""
+
+    def __init__(self, owner: Any, name: str, *, by_key: bool) -> None:
+        self._owner = owner
+        self._name = name
+        self._by_key = by_key
+
+    @property
+    def value(self) -> Any:
+        """The current value."""
+        return self._owner[self._name] if self._by_key else getattr(self._owner, self._name)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if self._by_key:
+            self._owner[self._name] = value
+        else:
+            setattr(self._owner, self._name, value)
+
+
+def setting_refs(name: str, *owners: Any) -> list[SettingRef]:
+    """Returns references to every attribute and hyper-parameter ``name`` of ``owners``; an owner may be None."""
+    refs = []
+    for owner in owners:
+        if owner is None:
+            continue
+        if hasattr(owner, name):
+            refs.append(SettingRef(owner, name, by_key=False))
+        if name in owner.hparams:
+            refs.append(SettingRef(owner.hparams, name, by_key=True))
+    return refs

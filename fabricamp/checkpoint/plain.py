@@ -1,4 +1,7 @@
-"""Converts values to plain data, which loads without running code, and notes of their original types."""
+"""Plain data: values that load without running code.
+
+First the check that a checkpoint holds nothing else, then the conversion of other values, with notes of their original types.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,6 @@ from torch import Tensor, nn
 
 from fabricamp.arguments.environment import FromEnvironment, Resolved, resolved
 from fabricamp.errors import CheckpointError
-
-# ~~~ from checkpoint.content: Checks the content of a checkpoint before writing: plain values only, which load without running code.
-
 
 PRIVATE = "private"
 """The key that marks a checkpoint as readable by its owner only."""
@@ -52,7 +52,7 @@ def tensors_in(value: object, name: str = "checkpoint", *, stored: bool = False)
         if type(item) in VALUES or id(item) in seen:
             continue
         seen.add(id(item))
-        waiting.extend(_parts(path, item, stored=stored))
+        waiting.extend(_items_to_check(path, item, stored=stored))
         if isinstance(item, Tensor):
             tensors.append(item)
     return tensors
@@ -93,7 +93,7 @@ def _digest(value: object, known: dict[int, bytes]) -> bytes:
     return digest
 
 
-def _parts(path: str, item: object, *, stored: bool) -> list[tuple[str, object]]:
+def _items_to_check(path: str, item: object, *, stored: bool) -> list[tuple[str, object]]:
     """Returns the values inside ``item`` that are still to be checked; raises if ``item`` itself could not be loaded."""
     kind = type(item)
     if kind in _MAPPINGS:
@@ -148,10 +148,12 @@ def described(value: Any, *, private: bool = False) -> Described:
     return Described(_plain(value, _Position((), notes, frozenset(), private)), notes)
 
 
-def parts_of(value: Any) -> list[Any]:
+def items_of(value: Any) -> list[Any]:
     """Returns the items of a collection, a namespace, a dataclass or a partial; empty for any other value."""
-    kind = next((one for one in _KINDS if one.holds(value)), None)
-    content = kind.content(value) if kind is not None and kind.name not in ("config", "array") else None
+    kind = _kind_of(value)
+    if kind is None or kind.name in ("config", "array"):
+        return []
+    content = kind.content(value)
     if isinstance(content, dict):
         return [*content.values()]
     return [*content] if isinstance(content, list | tuple) else []
@@ -190,24 +192,30 @@ def name_of(value: Any) -> str:
     return f"{named.__module__ or 'builtins'}.{named.__qualname__}"
 
 
-def _plain(value: Any, place: _Position) -> Any:
+def _plain(value: Any, position: _Position) -> Any:
     simple = _simple(value)
     if simple is not _OTHER:
         return simple
-    kind = next((one for one in _KINDS if one.holds(value)), None)
-    content = None if kind is None or id(value) in place.within else kind.content(value)
+    kind = _kind_of(value)
+    content = None
+    if kind is not None and id(value) not in position.within:
+        content = kind.content(value)
     if isinstance(content, Resolved):
-        content = content.values if place.private else content.written
+        content = content.values if position.private else content.written
     if kind is None or content is None:
-        place.note("name" if hasattr(value, "__qualname__") else "object", name_of(value))
+        position.note("name" if hasattr(value, "__qualname__") else "object", name_of(value))
         return name_of(value)
     if kind.name is not None:
-        place.note(kind.name, kind.type_name(value))
+        position.note(kind.name, kind.type_name(value))
     if isinstance(content, dict):
-        return {key: _plain(item, place.below(value, key)) for key, item in content.items()}
+        return {key: _plain(item, position.below(value, key)) for key, item in content.items()}
     if isinstance(content, list | tuple):
-        return type(content)(_plain(item, place.below(value, index)) for index, item in enumerate(content))
+        return type(content)(_plain(item, position.below(value, index)) for index, item in enumerate(content))
     return content
+
+
+def _kind_of(value: Any) -> _Kind | None:
+    return next((kind for kind in _KINDS if kind.holds(value)), None)
 
 
 _OTHER: Final = object()
@@ -297,20 +305,20 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
 
 
 _KINDS: Final = (
-    _Kind("value", lambda one: isinstance(one, enum.Enum) and isinstance(one, str | int | float), _mixed_in),
-    _Kind("flag", _is(enum.Flag), lambda one: one.value),
-    _Kind("enum", _is(enum.Enum), lambda one: one.name),
+    _Kind("value", lambda value: isinstance(value, enum.Enum) and isinstance(value, str | int | float), _mixed_in),
+    _Kind("flag", _is(enum.Flag), lambda value: value.value),
+    _Kind("enum", _is(enum.Enum), lambda value: value.name),
     _Kind("config", is_config, resolved_config),
-    _Kind(None, lambda one: isinstance(one, nn.Module | type), lambda _: None),  # stored by name, never by content
+    _Kind(None, lambda value: isinstance(value, nn.Module | type), lambda _: None),  # stored by name, never by content
     _Kind("dataclass", dataclasses.is_dataclass, _fields),
-    _Kind("namespace", _is(argparse.Namespace), lambda one: dict(vars(one))),
-    _Kind("partial", _is(functools.partial), _partial, lambda one: name_of(one.func)),
-    _Kind("namedtuple", lambda one: isinstance(one, tuple) and hasattr(one, "_fields"), tuple),
+    _Kind("namespace", _is(argparse.Namespace), lambda value: dict(vars(value))),
+    _Kind("partial", _is(functools.partial), _partial, lambda value: name_of(value.func)),
+    _Kind("namedtuple", lambda value: isinstance(value, tuple) and hasattr(value, "_fields"), tuple),
     _Kind(None, _is(list), list),
     _Kind(None, _is(tuple), tuple),
     _Kind(None, _is(set), _set),
     _Kind(None, _is(Mapping), _mapping),
     _Kind("path", _is(os.PathLike), os.fspath),
-    _Kind("array", lambda one: type(one).__module__ == "numpy" and type(one).__name__ == "ndarray", _array),
+    _Kind("array", lambda value: type(value).__module__ == "numpy" and type(value).__name__ == "ndarray", _array),
 )
 """The first kind that matches is used."""

@@ -50,6 +50,7 @@ class Part(Section):
 
     name: str
     place: str
+    """The object's key in the checkpoint, dotted where it is in an inner dict."""
     part: Any
 
     def save(self) -> dict[str, Any]:
@@ -77,18 +78,18 @@ class Record:
         from fabricamp import __version__
 
         checkpoint = {"format": FORMAT, "fabricamp_version": __version__, "torch_version": str(torch.__version__)}
-        for section in self._of(names):
+        for section in self._selected(names):
             values = section.save()
             if section.per_rank:
                 ranks = [values] if self._strategy.world_size == 1 else self._strategy.all_gather_object(values)
-                values = {place: [rank[place] for rank in ranks] for place in values}
-            for place, value in values.items():
-                _put(checkpoint, place, value)
+                values = {dotted_key: [rank[dotted_key] for rank in ranks] for dotted_key in values}
+            for dotted_key, value in values.items():
+                _put(checkpoint, dotted_key, value)
         return checkpoint
 
     def restore(self, checkpoint: dict[str, Any], path: str, *names: str) -> None:
         """Restores the named sections, or all if none is named, from the ``checkpoint`` read from ``path``."""
-        for section in self._of(names):
+        for section in self._selected(names):
             try:
                 section.restore(checkpoint, path)
             except FabricampError:
@@ -99,8 +100,25 @@ class Record:
                     "it is damaged, or of another module, other optimizers or callbacks: give the checkpoint that this script wrote"
                 ) from error
 
-    def _of(self, names: Sequence[str]) -> list[Section]:
+    def _selected(self, names: Sequence[str]) -> list[Section]:
         return [section for section in self._sections if not names or section.name in names]
+
+
+def _put(checkpoint: dict[str, Any], dotted_key: str, value: Any) -> None:
+    *outer, last = dotted_key.split(".")
+    for key in outer:
+        checkpoint = checkpoint.setdefault(key, {})
+    checkpoint[last] = value
+
+
+def write_together(path: str, checkpoint: dict[str, Any], strategy: Strategy) -> None:
+    """Writes ``checkpoint`` in the strategy's form, a file by rank 0 or a folder by all ranks; every rank calls it with its own."""
+    if strategy.checkpoint_form == "folder":
+        from fabricamp.checkpoint.folder import write_folder
+
+        write_folder(path, checkpoint, strategy)
+    else:
+        strategy.on_rank_zero(lambda: write_checkpoint(path, checkpoint))
 
 
 def read_together(path: str, strategy: Strategy) -> dict[str, Any]:
@@ -118,31 +136,14 @@ def read_together(path: str, strategy: Strategy) -> dict[str, Any]:
     return checkpoint
 
 
-def write_together(path: str, checkpoint: dict[str, Any], strategy: Strategy) -> None:
-    """Writes ``checkpoint`` in the strategy's form, a file by rank 0 or a folder by all ranks; every rank calls it with its own."""
-    if strategy.checkpoint_form == "folder":
-        from fabricamp.checkpoint.folder import write_folder
-
-        write_folder(path, checkpoint, strategy)
-    else:
-        strategy.on_rank_zero(lambda: write_checkpoint(path, checkpoint))
-
-
 def _read_for(path: str, strategy: Strategy) -> dict[str, Any]:
     if strategy.checkpoint_form == "file":
         return read_checkpoint(path)
-    place = storage.normal(path)
-    if not storage.is_folder(place):
-        return read_checkpoint(place, mapped=True)
-    from fabricamp.checkpoint.folder import check_together, read_rest
+    path = storage.normalized(path)
+    if not storage.is_folder(path):
+        return read_checkpoint(path, mapped=True)
+    from fabricamp.checkpoint.folder import check_together, read_without_shards
 
-    checkpoint = read_rest(place)
-    check_together(place, checkpoint, strategy)
+    checkpoint = read_without_shards(path)
+    check_together(path, checkpoint, strategy)
     return checkpoint
-
-
-def _put(checkpoint: dict[str, Any], place: str, value: Any) -> None:
-    *outer, last = place.split(".")
-    for key in outer:
-        checkpoint = checkpoint.setdefault(key, {})
-    checkpoint[last] = value

@@ -22,51 +22,55 @@ class Candidates:
 
     def __init__(self, groups: Iterable[Iterable[str]], *, training: bool) -> None:
         self._problems: list[str] = []
-        self._places = self._walk(groups, training=training)
+        self._paths = self._ordered(groups, training=training)
 
-    def next_place(self) -> str:
+    def next_path(self) -> str:
         """Returns the next checkpoint, or an empty string if there are no files.
 
         Raises a :class:`CheckpointError` that names all files if every file was skipped.
         """
-        place = next(self._places, "")
-        if self._problems and not place:
+        path = next(self._paths, "")
+        if self._problems and not path:
             raise CheckpointError(
                 f"none of {len(self._problems)} checkpoints can be read: {'; '.join(self._problems):.2000}. Give the path of one "
                 "that can, or move them away to start anew"
             )
-        return place
+        return path
 
-    def pass_over(self, problem: str) -> None:
+    def skip(self, problem: str) -> None:
         """Records and logs why the last checkpoint is skipped."""
         self._problems.append(problem)
         logger.warning("passed over, an older one is tried: %s", problem)
 
-    def _walk(self, groups: Iterable[Iterable[str]], *, training: bool) -> Iterator[str]:
+    def _ordered(self, groups: Iterable[Iterable[str]], *, training: bool) -> Iterator[str]:
         for files in groups:
-            found: list[tuple[tuple[int, ...], str]] = []
-            for place in dict.fromkeys(map(storage.normal, files)):
+            readable: list[tuple[tuple[int, ...], str]] = []
+            for path in dict.fromkeys(map(storage.normalized, files)):
                 try:
-                    header = read_header(place)
+                    header = read_header(path)
                 except CheckpointError as error:
-                    self.pass_over(str(error))
+                    self.skip(str(error))
                 else:
-                    trains = not training or "optimizer_states" in header
-                    found.append(((trains, *how_far(header), storage.written_at(place)), place))
-            yield from (place for _, place in sorted(found, reverse=True))
+                    can_train = not training or "optimizer_states" in header
+                    readable.append(((can_train, *progress_in(header), storage.modified_at(path)), path))
+            yield from (path for _, path in sorted(readable, reverse=True))
 
 
-def read_header(place: str) -> dict[str, Any]:
+def read_header(path: str) -> dict[str, Any]:
     """Returns the content of a checkpoint with tensors on the meta device: their values are not read."""
-    return read_checkpoint(place, map_location="meta", verify=False)
+    return read_checkpoint(path, map_location="meta", verify=False)
 
 
-def how_far(header: dict[str, Any]) -> tuple[int, int, int]:
-    """Returns a checkpoint's counters of finished steps, batches and epochs."""
-    position = header.get("loops", {})
-    position = position.get("fit", {}) if isinstance(position, dict) else {}
-    done, epochs = (position.get("batches_done"), position.get("epoch")) if isinstance(position, dict) else (0, 0)
-    step, batches, epoch = (
-        value if isinstance(value, int) else 0 for value in (header.get("global_step"), done, epochs)
+def progress_in(header: dict[str, Any]) -> tuple[int, int, int]:
+    """Returns a checkpoint's counters of finished steps, batches and epochs; 0 for what the file does not say."""
+    loops = header.get("loops", {})
+    position = loops.get("fit", {}) if isinstance(loops, dict) else {}
+    batches: Any = 0
+    epochs: Any = 0
+    if isinstance(position, dict):
+        batches = position.get("batches_done")
+        epochs = position.get("epoch")
+    steps, batches, epochs = (
+        value if isinstance(value, int) else 0 for value in (header.get("global_step"), batches, epochs)
     )
-    return step, batches, epoch
+    return steps, batches, epochs

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fabricamp.checkpoint.arguments import DATA, MODULE
 from fabricamp.checkpoint.foreign import fit_names
-from fabricamp.checkpoint.hyperparameters import kept_by
+from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparameters
 from fabricamp.checkpoint.plain import PRIVATE
 from fabricamp.checkpoint.record import Section
-from fabricamp.checkpoint.shards import placed_states, placed_weights
+from fabricamp.checkpoint.shards import sharded_states, sharded_weights
 from fabricamp.errors import CheckpointError
 from fabricamp.strategies.meta_init import leave_meta
 
@@ -58,19 +57,21 @@ class Weights(Section):
 
     def save(self) -> dict[str, Any]:
         """Returns full weights, equal on every rank, or this rank's shards if the module is sharded; and hyper-parameters."""
-        module, datamodule = self.module, self.datamodule
+        module = self.module
+        datamodule = self.datamodule
         values: dict[str, Any] = {"state_dict": self.conversion.full_state(self.strategy.module_state(module))}
-        values |= MODULE.written(module)
+        values |= MODULE.entries(module)
         if datamodule is not None:
-            values |= DATA.written(datamodule)
-        if any(kept_by(one).private for one in (module, datamodule) if one is not None):
+            values |= DATA.entries(datamodule)
+        owners = [owner for owner in (module, datamodule) if owner is not None]
+        if any(saved_hyperparameters(owner).private for owner in owners):
             values[PRIVATE] = True
         return values
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Loads the weights; if the module is sharded, only this rank's shards."""
         if self.strategy.checkpoint_form == "folder":
-            checkpoint = placed_weights(checkpoint, path, self.module.state_dict())
+            checkpoint = sharded_weights(checkpoint, path, self.module.state_dict())
         restore_weights(self.module, checkpoint, path)
 
 
@@ -99,21 +100,23 @@ def restore_weights(
         module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
     except RuntimeError as error:
         own = module.state_dict()
-        missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        missing = sorted(own.keys() - state.keys())
+        unexpected = sorted(state.keys() - own.keys())
         shapes = [
             f"{name}: {tuple(state[name].shape)} in the file, {tuple(own[name].shape)} here"
             for name in own.keys() & state.keys()
             if isinstance(own[name], torch.Tensor) and own[name].shape != state[name].shape
         ]
-        details = "; ".join(
-            f"{label} {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
-            for label, names in (("missing", missing), ("unexpected", unexpected), ("other shape", sorted(shapes)))
-            if names
-        )
+        differences = {"missing": missing, "unexpected": unexpected, "other shape": sorted(shapes)}
+        details = "; ".join(f"{label} {_first_five(names)}" for label, names in differences.items() if names)
         raise CheckpointError(
             f"{path} is a checkpoint of another model than this {type(module).__name__}: {details or error}; "
             "give the checkpoint that this class was trained to, or load what fits with load_state_dict(..., strict=False)"
         ) from error
+
+
+def _first_five(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
 @dataclass
@@ -137,7 +140,7 @@ class Optimizers(Section):
                 "TrainingModule.load_from_checkpoint and start anew, or give a checkpoint saved with save_weights_only=False"
             )
         _check_number(path, "optimizers", states, self.optimizers)
-        states = placed_states(checkpoint, path, self.optimizers, states)
+        states = sharded_states(checkpoint, path, self.optimizers, states)
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
             optimizer.load_state_dict(state)
             _check_shapes(optimizer, number, path)
@@ -155,7 +158,8 @@ class Schedules(Section):
     def save(self) -> dict[str, Any]:
         """Returns the schedulers' state dicts, empty for a scheduler without one: a scheduler may be any object."""
         schedulers = [config.scheduler for config in self.configs]
-        return {"lr_schedulers": [one.state_dict() if hasattr(one, "state_dict") else {} for one in schedulers]}
+        states = [scheduler.state_dict() if hasattr(scheduler, "state_dict") else {} for scheduler in schedulers]
+        return {"lr_schedulers": states}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Loads the states; raises if their number differs; a file without schedulers (apex's) changes nothing.
@@ -176,10 +180,10 @@ class Schedules(Section):
                 self.step(config.scheduler, None)
 
 
-def _check_number(path: str, label: str, given: Sequence[Any], here: Sequence[Any]) -> None:
-    if len(given) != len(here):
+def _check_number(path: str, label: str, saved: Sequence[Any], here: Sequence[Any]) -> None:
+    if len(saved) != len(here):
         raise CheckpointError(
-            f"{path} holds {len(given)} {label}, configure_optimizers returned {len(here)}; they have to match"
+            f"{path} holds {len(saved)} {label}, configure_optimizers returned {len(here)}; they have to match"
         )
 
 

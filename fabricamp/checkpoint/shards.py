@@ -1,4 +1,8 @@
-"""Sharded tensors on disk: torch's distributed checkpoint (DCP) of tensors only, read without running code from a file."""
+"""Sharded tensors on disk: torch's distributed checkpoint (DCP) of tensors only, read without running code from a file.
+
+In order: a checkpoint is split into its sharded tensors and all other values; the tensors are written, checked and read; and
+tensors of a checkpoint, full or sharded in another way, are loaded as this rank's local shards.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from fabricamp.ops.shards import any_shard, is_shard
 from fabricamp.optimizers.refusals import owned_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
@@ -50,41 +54,48 @@ _KNOWN: Final = {
 """All classes and functions that occur in DCP's metadata of tensors."""
 
 
-def split(value: Any, place: str = "", wanted: Callable[[Any], bool] = is_shard) -> tuple[Any, dict[str, Tensor]]:
+def split(value: Any, name: str = "", wanted: Callable[[Any], bool] = is_shard) -> tuple[Any, dict[str, Tensor]]:
     """Returns ``value`` with its sharded (or ``wanted``) tensors replaced by meta tensors, and the originals by their names.
 
-    Raises :class:`CheckpointError` for a tensor that is already on the meta device.
+    ``name`` is the name on disk of ``value`` itself.  Raises :class:`CheckpointError` for a tensor that is already on the meta
+    device.
     """
     shards: dict[str, Tensor] = {}
 
-    def without(value: Any, place: str) -> Any:
+    def without_shards(value: Any, name: str) -> Any:
         if isinstance(value, dict):
             result = copy.copy(value)  # keeps the attributes that torch sets on a state dict
             for key, item in value.items():
-                result[key] = without(item, f"{place}{SEPARATOR}{key}" if place else str(key))
+                result[key] = without_shards(item, _joined(name, key))
             return result
         if type(value) in (list, tuple):
-            return type(value)(without(item, f"{place}{SEPARATOR}{index}") for index, item in enumerate(value))
+            return type(value)(without_shards(item, f"{name}{SEPARATOR}{index}") for index, item in enumerate(value))
         if isinstance(value, Tensor) and value.is_meta:
-            raise CheckpointError(
-                f"{place} is a tensor on the meta device, which has no values to save; materialise it"
-            )
+            raise CheckpointError(f"{name} is a tensor on the meta device, which has no values to save; materialise it")
         if not wanted(value):
             return value
-        assert place not in shards, place
-        shards[place] = value.detach()
+        assert name not in shards, name
+        shards[name] = value.detach()
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
-    return without(value, place), shards
+    return without_shards(value, name), shards
 
 
-def stored_in(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+def stored_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yields each meta tensor, which stands for a tensor on disk, with its name on disk."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif type(value) in (list, tuple):
+        items = enumerate(value)
     for key, item in items:
-        yield from stored_in(item, f"{place}{SEPARATOR}{key}" if place else str(key))
+        yield from stored_in(item, _joined(name, key))
     if type(value) in TENSORS and value.is_meta:
-        yield place, value
+        yield name, value
+
+
+def _joined(name: str, key: Any) -> str:
+    return f"{name}{SEPARATOR}{key}" if name else str(key)
 
 
 def replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
@@ -104,7 +115,7 @@ def write_shards(folder: Path, shards: dict[str, Tensor], group: ProcessGroup | 
     writer = FileSystemWriter(folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
-        _told(lambda: save(dict(shards), storage_writer=writer, process_group=group), "cannot be written")
+        _reduced_errors(lambda: save(dict(shards), storage_writer=writer, process_group=group), "cannot be written")
 
 
 def read_shards(folder: Path, targets: dict[str, Tensor], files: Mapping[str, int]) -> None:
@@ -114,12 +125,12 @@ def read_shards(folder: Path, targets: dict[str, Tensor], files: Mapping[str, in
     reader = _Reader(folder, files)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-        _told(lambda: load(dict(targets), storage_reader=reader, no_dist=True), "cannot be read")
+        _reduced_errors(lambda: load(dict(targets), storage_reader=reader, no_dist=True), "cannot be read")
 
 
 def files_of(folder: Path) -> dict[str, int]:
     """Returns the names and sizes of the tensor files."""
-    return {one.name: one.stat().st_size for one in sorted(folder.iterdir()) if one.name != METADATA}
+    return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != METADATA}
 
 
 def digest_of(folder: Path) -> str:
@@ -129,17 +140,17 @@ def digest_of(folder: Path) -> str:
 
 def check_shards(folder: Path, files: Mapping[str, int], names: Callable[[str], bool]) -> None:
     """Reads the complete files that ``names`` selects; raises :class:`CheckpointError` if a file is missing or damaged."""
-    found = files_of(folder)
-    if found != dict(files):
-        wrong = sorted(set(found.items()) ^ set(files.items()))
+    existing = files_of(folder)
+    if existing != dict(files):
+        wrong = sorted(set(existing.items()) ^ set(files.items()))
         raise CheckpointError(f"{folder} is damaged: {wrong[0][0]} is missing, or not as long as it was written")
-    places: dict[str, list[tuple[int, int]]] = {name: [] for name in files if names(name)}
-    for one in _Reader(folder, files).read_metadata().storage_data.values():
-        if one.relative_path in places:
-            places[one.relative_path].append((one.offset, one.length))
-    for name, parts in places.items():
+    extents: dict[str, list[tuple[int, int]]] = {name: [] for name in files if names(name)}
+    for stored in _Reader(folder, files).read_metadata().storage_data.values():
+        if stored.relative_path in extents:
+            extents[stored.relative_path].append((stored.offset, stored.length))
+    for name, file_extents in extents.items():
         with (folder / name).open("rb") as file:
-            for offset, length in sorted(parts):
+            for offset, length in sorted(file_extents):
                 file.seek(offset)
                 _check_part(io.BytesIO(file.read(length)), folder / name)
 
@@ -175,17 +186,17 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Any:
         with (self._folder / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
-        for one in metadata.storage_data.values():
-            if one.relative_path not in self._files:
-                raise CheckpointError(f"it leads to {one.relative_path!r}, which is no file of this checkpoint")
-            if getattr(one, "transform_descriptors", None):
+        for stored in metadata.storage_data.values():
+            if stored.relative_path not in self._files:
+                raise CheckpointError(f"it leads to {stored.relative_path!r}, which is no file of this checkpoint")
+            if getattr(stored, "transform_descriptors", None):
                 raise CheckpointError("its tensors are packed in a way that is not read")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-def _told(action: Callable[[], object], what: str) -> None:
+def _reduced_errors(action: Callable[[], object], what: str) -> None:
     """Runs ``action``; turns any error into a :class:`CheckpointError` with only the reason, without a traceback per rank."""
     try:
         action()
@@ -199,112 +210,110 @@ def _told(action: Callable[[], object], what: str) -> None:
         raise CheckpointError(f"its tensors {what} ({type(error).__name__}: {error!s:.300})") from error
 
 
-# ~~~ from checkpoint.shard_loading: Brings tensors of a checkpoint, full or sharded in another way, to this rank's local shards.
-
-
 class ShardLoader:
-    """Collects tensors of ``checkpoint``, as read from ``path``, and reads them together."""
+    """Collects tensors of ``checkpoint``, as read from ``path``, and reads those that are still on disk together."""
 
     def __init__(self, checkpoint: dict[str, Any], path: str) -> None:
         self._checkpoint = checkpoint
         self._path = path
-        self._targets: dict[str, Tensor] = {}
+        self._to_read: dict[str, Tensor] = {}
 
-    def place(self, name: str, saved: Any, like: Any) -> Any:
+    def shard(self, name: str, saved: Any, like: Any) -> Any:
         """Returns ``saved``, whose name on disk is ``name``, sharded like ``like``; :meth:`read` may have to fill in its values."""
         if not isinstance(saved, Tensor) or is_shard(saved):
             return saved
         sharded = is_shard(like) and saved.shape == like.shape
         if saved.is_meta:
-            target = (
-                torch.empty_like(like.detach(), dtype=saved.dtype)
-                if sharded
-                else torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-            )
-            self._targets[name] = target
+            if sharded:
+                target = torch.empty_like(like.detach(), dtype=saved.dtype)
+            else:
+                target = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+            self._to_read[name] = target
             return target
         if not sharded:
             return saved
         from torch.distributed.tensor import distribute_tensor
 
         # No communication: each rank has read the full tensor and keeps its own shard.
-        placed = distribute_tensor(saved.detach(), like.device_mesh, like.placements, src_data_rank=None)
-        return placed.to(like.device)  # with CPU offload local shards are in host memory
+        shard = distribute_tensor(saved.detach(), like.device_mesh, like.placements, src_data_rank=None)
+        return shard.to(like.device)  # with CPU offload local shards are in host memory
 
     def read(self) -> None:
-        """Reads the values of the tensors that :meth:`place` returned; uses no collective."""
-        if self._targets:
-            from fabricamp.checkpoint.folder import fill
+        """Reads the values of the tensors that :meth:`shard` returned; uses no collective."""
+        if self._to_read:
+            from fabricamp.checkpoint.folder import read_into
 
-            fill(storage.normal(self._path), self._checkpoint, self._targets)
+            read_into(storage.normalized(self._path), self._checkpoint, self._to_read)
 
 
-def placed_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def sharded_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """Returns ``checkpoint`` with its weights sharded like the module's ``own``; unchanged if none of ``own`` is sharded.
 
     Tensors that callbacks keep under weights' names (averages) are sharded the same way.
     """
     if not any_shard(own.values()):
         return checkpoint
-    placing = ShardLoader(checkpoint, path)
+    loader = ShardLoader(checkpoint, path)
 
-    def placed(value: Any, place: str) -> Any:
+    def sharded(value: Any, prefix: str) -> Any:
         if not isinstance(value, dict):
             return value
         result = copy.copy(value)  # keeps the attributes that torch sets on a state dict
         for key, item in value.items():
-            name = f"{place}/{key}"
-            result[key] = placing.place(name, item, own.get(key)) if isinstance(item, Tensor) else placed(item, name)
+            name = f"{prefix}/{key}"
+            result[key] = loader.shard(name, item, own.get(key)) if isinstance(item, Tensor) else sharded(item, name)
         return result
 
-    found = checkpoint.copy()
-    for key in found.keys() & {"state_dict", "current_model_state", "callbacks"}:
-        found[key] = placed(checkpoint[key], key)
-    placing.read()
-    return found
+    result = checkpoint.copy()
+    for key in result.keys() & {"state_dict", "current_model_state", "callbacks"}:
+        result[key] = sharded(checkpoint[key], key)
+    loader.read()
+    return result
 
 
-def placed_states(
+def sharded_states(
     checkpoint: dict[str, Any], path: str, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Returns the optimizers' ``states`` with the tensors of a sharded parameter sharded like that parameter."""
-    placing, placed = ShardLoader(checkpoint, path), []
+    loader = ShardLoader(checkpoint, path)
+    result: list[dict[str, Any]] = []
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         parameters = owned_parameters(optimizer)
         indices = [index for group in state["param_groups"] for index in group["params"]]
+        # A different number of parameters is left to load_state_dict, which raises.
         if not any_shard(parameters) or len(indices) != len(parameters):
-            placed.append(state)
+            result.append(state)
             continue
-        like = dict(zip(indices, parameters, strict=True))
+        by_index = dict(zip(indices, parameters, strict=True))
         entries = {
             index: {
-                name: placing.place(f"optimizer_states/{number}/state/{index}/{name}", value, like.get(index))
+                name: loader.shard(f"optimizer_states/{number}/state/{index}/{name}", value, by_index.get(index))
                 for name, value in entry.items()
             }
             for index, entry in state["state"].items()
         }
-        placed.append({**state, "state": entries})
-    placing.read()
-    return placed
+        result.append({**state, "state": entries})
+    loader.read()
+    return result
 
 
-def placed_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, Tensor]) -> dict[str, Any]:
+def sharded_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the gradients of a checkpoint's accumulation in progress, sharded like the parameters."""
-    placing = ShardLoader(checkpoint, path)
+    loader = ShardLoader(checkpoint, path)
     saved: dict[str, Any] = checkpoint["loops"]["fit"]["window"]["gradients"]
-    placed = {
-        name: placing.place(f"loops/fit/window/gradients/{name}", value, own.get(name)) for name, value in saved.items()
+    gradients = {
+        name: loader.shard(f"loops/fit/window/gradients/{name}", value, own.get(name)) for name, value in saved.items()
     }
-    placing.read()
-    return placed
+    loader.read()
+    return gradients
 
 
-def read_gradient(checkpoint: dict[str, Any], path: str, name: str, saved: Tensor) -> Tensor:
+def full_gradient(checkpoint: dict[str, Any], path: str, name: str, saved: Tensor) -> Tensor:
     """Returns the gradient ``saved`` of a checkpoint's accumulation in progress; if it is still on disk, reads the full tensor."""
     if not saved.is_meta:
         return saved
-    from fabricamp.checkpoint.folder import fill
+    from fabricamp.checkpoint.folder import read_into
 
-    found = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-    fill(storage.normal(path), checkpoint, {f"loops/fit/window/gradients/{name}": found})
-    return found
+    gradient = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
+    read_into(storage.normalized(path), checkpoint, {f"loops/fit/window/gradients/{name}": gradient})
+    return gradient

@@ -1,4 +1,8 @@
-"""Locations of checkpoints: one set of functions for paths on this machine and for URLs that fsspec opens."""
+"""Paths of checkpoints: one set of functions for paths on this machine and for URLs that fsspec opens.
+
+Here ``path`` is either of the two, as text; ``remote_path`` is a URL's path on its own file system.  First come functions of the
+text alone, then those that read or change the file system.
+"""
 
 from __future__ import annotations
 
@@ -19,41 +23,23 @@ PARTIAL_SUFFIX = ".ckpt.partial"
 STATE = "state.pt"
 """The file that makes a folder a checkpoint."""
 
-_NEAR, _MANY = 5, 1000
-"""Limits of the search for nearby checkpoints: folder depth (``runs/name/version_0/checkpoints``), and files at each depth."""
+_NEARBY_DEPTH = 5  # as deep as runs/name/version_0/checkpoints
+_NEARBY_FILES = 1000  # at each depth
 
 _ON_THIS_MACHINE = ("file://", "local://")
 
 
-def normal(path: str | os.PathLike[str]) -> str:
+def normalized(path: str | os.PathLike[str]) -> str:
     """Returns an absolute path, or the URL unchanged if it is remote (``s3://bucket/run``, ``memory://run``)."""
-    place = os.fspath(path)
+    text = os.fspath(path)
     for prefix in _ON_THIS_MACHINE:
-        place = place.removeprefix(prefix)
-    return place.rstrip("/") if is_remote(place) else str(Path(place).expanduser().absolute())
+        text = text.removeprefix(prefix)
+    return text.rstrip("/") if is_remote(text) else str(Path(text).expanduser().absolute())
 
 
-def is_remote(place: str) -> bool:
-    """Returns whether fsspec has to open ``place``."""
-    return "://" in place
-
-
-def remote(place: str) -> tuple[Any, str]:
-    """Returns the file system of a URL and the path on it; raises :class:`ConfigError` if no package serves the protocol."""
-    import fsspec
-
-    try:
-        filesystem, path = fsspec.core.url_to_fs(place)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"{place} cannot be opened: {error}; install the package, or give a path on this machine"
-        ) from error
-    return filesystem, path
-
-
-def is_folder(place: str) -> bool:
-    """Returns whether ``place`` is a checkpoint in folder form."""
-    return not is_remote(place) and (Path(place) / STATE).is_file()
+def is_remote(path: str) -> bool:
+    """Returns whether fsspec has to open ``path``."""
+    return "://" in path
 
 
 def join(folder: str, name: str) -> str:
@@ -61,31 +47,21 @@ def join(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}" if folder else name
 
 
-def parent(place: str) -> str:
-    """Returns the folder that ``place`` is in."""
-    return place.rpartition("/")[0] or "/"
+def parent(path: str) -> str:
+    """Returns the folder that ``path`` is in."""
+    return path.rpartition("/")[0] or "/"
 
 
-def with_name(place: str, added: str) -> str:
-    """Returns ``place`` with ``added`` between its stem and its suffix."""
-    folder, slash, name = place.rpartition("/")
+def with_stem_suffix(path: str, added: str) -> str:
+    """Returns ``path`` with ``added`` between its stem and its suffix."""
+    folder, slash, name = path.rpartition("/")
     stem, suffix = os.path.splitext(name)  # noqa: PTH122 - Path would collapse the slashes of a URL
     return f"{folder}{slash}{stem}{added}{suffix}"
 
 
-def is_within(place: str, folder: str) -> bool:
-    """Returns whether ``place`` is below ``folder``, at any depth."""
-    return place.startswith(f"{folder.rstrip('/')}/") and ".." not in place.split("/")
-
-
-def may_follow(name: str, folder: str) -> bool:
-    """Returns whether a name from a file leads to a file below ``folder``; never to another host, nor by a link out of it."""
-    if is_remote(folder):
-        return is_within(name, folder) and "::" not in name[len(folder) :] and "://" not in name[len(folder) :]
-    if is_remote(name):
-        return False
-    real = os.path.realpath(name)
-    return is_within(real, os.path.realpath(folder)) and (Path(real).is_file() or is_folder(real))
+def is_within(path: str, folder: str) -> bool:
+    """Returns whether ``path`` is below ``folder``, at any depth."""
+    return path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
 
 
 def partial_name() -> str:
@@ -93,30 +69,83 @@ def partial_name() -> str:
     return f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
 
 
-def exists(place: str) -> bool:
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """Returns the file system of a URL and the path on it; raises :class:`ConfigError` if no package serves the protocol."""
+    import fsspec
+
+    try:
+        filesystem, remote_path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{url} cannot be opened: {error}; install the package, or give a path on this machine"
+        ) from error
+    return filesystem, remote_path
+
+
+def is_folder(path: str) -> bool:
+    """Returns whether ``path`` is a checkpoint in folder form."""
+    return not is_remote(path) and (Path(path) / STATE).is_file()
+
+
+def exists(path: str) -> bool:
     """Returns whether the name exists, also as a broken link."""
-    if not place:
+    if not path:
         return False
-    if is_remote(place):
-        filesystem, path = remote(place)
-        return bool(filesystem.exists(path))
-    return os.path.lexists(place)
+    if is_remote(path):
+        filesystem, remote_path = filesystem_of(path)
+        return bool(filesystem.exists(remote_path))
+    return os.path.lexists(path)
 
 
-def remove(place: str) -> None:
-    """Removes a file or a checkpoint folder if it exists; raises ``OSError``."""
-    if is_folder(place) and not is_link(place):
-        # Rename first: if this process is killed, the next writer removes the hidden folder as abandoned.
-        hidden = Path(place).with_name(partial_name())
-        Path(place).rename(hidden)
-        shutil.rmtree(hidden)
-        return
-    if not is_remote(place):
-        Path(place).unlink(missing_ok=True)
-        return
-    filesystem, path = remote(place)
-    with contextlib.suppress(FileNotFoundError):
-        filesystem.rm_file(path)
+def resolves_within(path: str, folder: str) -> bool:
+    """Returns whether a path from a file leads to a file below ``folder``; never to another host, nor by a link out of it."""
+    if is_remote(folder):
+        # fsspec reads "::" and "://" within a URL as another file system.
+        below = path[len(folder) :]
+        return is_within(path, folder) and "::" not in below and "://" not in below
+    if is_remote(path):
+        return False
+    real = os.path.realpath(path)
+    return is_within(real, os.path.realpath(folder)) and (Path(real).is_file() or is_folder(real))
+
+
+def same_file(path: str, other: str) -> bool:
+    """Returns whether both names exist, and lead to the same file."""
+    if is_remote(path) or is_remote(other):
+        return path == other and exists(path)
+    file = _file_of(path)
+    other_file = _file_of(other)
+    if not (exists(path) and exists(other)):
+        return False
+    return file.exists() and other_file.exists() and file.samefile(other_file)
+
+
+def _file_of(path: str) -> Path:
+    """Returns the file that identifies a checkpoint: the file itself, or a folder's ``state.pt``."""
+    return Path(path) / STATE if is_folder(path) else Path(path)
+
+
+def modified_at(path: str) -> int:
+    """Returns a file's modification time in nanoseconds; 0 if the file is remote or missing."""
+    if is_remote(path):
+        return 0
+    try:
+        return _file_of(path).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def is_link(path: str) -> bool:
+    """Returns whether ``path`` is a symbolic link."""
+    return not is_remote(path) and Path(path).is_symlink()
+
+
+def has_other_names(path: str) -> bool:
+    """Returns whether a file would survive the removal of ``path``, because it is a link, or has another hard link."""
+    if is_remote(path):
+        return False
+    file = _file_of(path)
+    return is_link(path) or not file.exists() or file.stat().st_nlink > 1
 
 
 def files_in(folder: str, suffix: str, depth: int = 0) -> list[str]:
@@ -125,25 +154,33 @@ def files_in(folder: str, suffix: str, depth: int = 0) -> list[str]:
     Empty if the folder does not exist; raises ``OSError`` if it may not be listed.
     """
     if is_remote(folder):
-        filesystem, path = remote(folder)
-        names = filesystem.glob(f"{path.rstrip('/')}/{'*/' * depth}*")
+        filesystem, remote_path = filesystem_of(folder)
+        listed = filesystem.glob(f"{remote_path.rstrip('/')}/{'*/' * depth}*")
         # Keep the spelling of ``folder``: the same URL can be spelled in several ways.
-        found = [join(folder, "/".join(str(one).split("/")[-depth - 1 :])) for one in names]
+        paths = [join(folder, "/".join(str(path).split("/")[-depth - 1 :])) for path in listed]
     else:
-        found = _listed(folder, depth) if Path(folder).is_dir() else []
-    return sorted(one for one in found if one.endswith(suffix) and not one.rpartition("/")[2].startswith("."))
+        paths = _entries(folder, depth) if Path(folder).is_dir() else []
+    return sorted(path for path in paths if path.endswith(suffix) and not path.rpartition("/")[2].startswith("."))
 
 
-def found_near(place: str) -> str:
-    """Returns ``"; there are A, B"`` with the newest checkpoints in and below the folder of ``place``; empty if there are none."""
-    if is_remote(place):
+def _entries(folder: str, depth: int) -> list[str]:
+    with os.scandir(folder) as entries:  # raises if the folder may not be listed; Path.glob would skip it
+        if not depth:
+            return [entry.path for entry in entries]
+        folders = [entry.path for entry in entries if entry.is_dir()]
+    return [path for inner in folders for path in _entries(inner, depth - 1)]
+
+
+def nearby_checkpoints(path: str) -> str:
+    """Returns ``"; there are A, B"`` with the newest checkpoints in and below the folder of ``path``; empty if there are none."""
+    if is_remote(path):
         return ""
-    path = Path(place).expanduser().absolute()
-    folder = next(one for one in path.parents if one.is_dir())
+    parents = Path(path).expanduser().absolute().parents
+    folder = next(ancestor for ancestor in parents if ancestor.is_dir())
     found: list[tuple[float, str]] = []
-    for depth in range(_NEAR):
+    for depth in range(_NEARBY_DEPTH):
         with contextlib.suppress(OSError):  # skip folders that may not be listed
-            files = [*itertools.islice(folder.glob(f"{'*/' * depth}[!.]*.ckpt"), _MANY)]
+            files = [*itertools.islice(folder.glob(f"{'*/' * depth}[!.]*.ckpt"), _NEARBY_FILES)]
             found += [(file.stat().st_mtime, str(file).removeprefix(f"{Path.cwd()}/")) for file in files]
     newest = [name for _, name in sorted(found, reverse=True)[:3]]
     if not newest:
@@ -151,76 +188,50 @@ def found_near(place: str) -> str:
     return f"; there {'is' if len(newest) == 1 else 'are'} {', '.join(newest)}"
 
 
-def _listed(folder: str, depth: int) -> list[str]:
-    with os.scandir(folder) as entries:  # raises if the folder may not be listed; Path.glob would skip it
-        if not depth:
-            return [entry.path for entry in entries]
-        folders = [entry.path for entry in entries if entry.is_dir()]
-    return [one for inner in folders for one in _listed(inner, depth - 1)]
-
-
-def same_file(place: str, other: str) -> bool:
-    """Returns whether both names exist, and lead to the same file."""
-    if is_remote(place) or is_remote(other):
-        return place == other and exists(place)
-    one, two = _file_of(place), _file_of(other)
-    return exists(place) and exists(other) and one.exists() and two.exists() and one.samefile(two)
-
-
-def _file_of(place: str) -> Path:
-    """Returns the file that identifies a checkpoint: the file itself, or a folder's ``state.pt``."""
-    return Path(place) / STATE if is_folder(place) else Path(place)
-
-
-def written_at(place: str) -> int:
-    """Returns a file's modification time in nanoseconds; 0 if the file is remote or missing."""
-    try:
-        return 0 if is_remote(place) else _file_of(place).stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def is_link(place: str) -> bool:
-    """Returns whether ``place`` is a symbolic link."""
-    return not is_remote(place) and Path(place).is_symlink()
-
-
-def has_other_names(place: str) -> bool:
-    """Returns whether a file would survive the removal of ``place``, because it is a link, or has another hard link."""
-    if is_remote(place):
-        return False
-    file = _file_of(place)
-    return is_link(place) or not file.exists() or file.stat().st_nlink > 1
-
-
-def unusable(folder: str) -> str:
+def why_not_writable(folder: str) -> str:
     """Returns why no file can be written into ``folder``, checked without creating it; empty if nothing is wrong."""
     if is_remote(folder):
         try:
-            remote(folder)
+            filesystem_of(folder)
         except ConfigError as error:
             return str(error)
         return ""
-    where = Path(folder)
-    existing = next(one for one in (where, *where.parents) if one.exists())
+    location = Path(folder)
+    existing = next(ancestor for ancestor in (location, *location.parents) if ancestor.exists())
     if not existing.is_dir():
         return f"{existing} is a file"
     return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"
 
 
 @contextlib.contextmanager
-def opened(place: str) -> Iterator[IO[bytes]]:
+def open_for_reading(path: str) -> Iterator[IO[bytes]]:
     """Opens a file for reading; a remote file is read in pieces, on demand."""
-    if is_remote(place):
-        filesystem, path = remote(place)
-        with filesystem.open(path, "rb") as file:
+    if is_remote(path):
+        filesystem, remote_path = filesystem_of(path)
+        with filesystem.open(remote_path, "rb") as file:
             yield file
     else:
-        with Path(place).open("rb") as file:
+        with Path(path).open("rb") as file:
             yield file
 
 
 def copy_bytes(source: str, target: IO[bytes]) -> None:
     """Writes the content of ``source`` into an open file."""
-    with opened(source) as file:
+    with open_for_reading(source) as file:
         shutil.copyfileobj(file, target, 1 << 20)
+
+
+def remove(path: str) -> None:
+    """Removes a file or a checkpoint folder if it exists; raises ``OSError``."""
+    if is_folder(path) and not is_link(path):
+        # Rename first: if this process is killed, the next writer removes the hidden folder as abandoned.
+        hidden = Path(path).with_name(partial_name())
+        Path(path).rename(hidden)
+        shutil.rmtree(hidden)
+        return
+    if not is_remote(path):
+        Path(path).unlink(missing_ok=True)
+        return
+    filesystem, remote_path = filesystem_of(path)
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.rm_file(remote_path)

@@ -12,7 +12,7 @@ import torch
 from fabricamp.arguments.checks import check_choice
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.folder import write_whole
-from fabricamp.checkpoint.storage import found_near, is_folder
+from fabricamp.checkpoint.storage import is_folder, nearby_checkpoints
 from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def export(
     path = _checked(Path(to).expanduser(), dtype, whole=as_folder)
     if not ("://" in str(checkpoint) or Path(checkpoint).expanduser().exists()):
         raise ConfigError(
-            f"{str(checkpoint)!r} is not there{found_near(str(checkpoint))}; give the file or folder of a checkpoint, or a URL"
+            f"{str(checkpoint)!r} is not there{nearby_checkpoints(str(checkpoint))}; "
+            "give the file or folder of a checkpoint, or a URL"
         )
     content = read_checkpoint(checkpoint)
     weights = content.get("state_dict")

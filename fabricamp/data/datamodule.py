@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabricamp._utils.containers import own_containers
 from fabricamp._utils.keywords import refuse_others
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.checkpoint.arguments import DATA, build
-from fabricamp.checkpoint.hyperparameters import HyperparametersMixin
+from fabricamp.checkpoint.hyperparameters import DATA, HyperparametersMixin
+from fabricamp.checkpoint.load_from_checkpoint import build
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
 

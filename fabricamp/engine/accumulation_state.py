@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricamp.checkpoint.record import Section
-from fabricamp.checkpoint.shards import placed_gradients, read_gradient
+from fabricamp.checkpoint.shards import full_gradient, sharded_gradients
 from fabricamp.ops.shards import is_shard, local
 
 if TYPE_CHECKING:
@@ -165,13 +165,13 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
         in_shards = any(gradient.is_meta for gradient in accumulation["gradients"].values())
         whole = strategy.places_of_whole_gradients() if ranks == strategy.world_size else {}
         if in_shards and whole:
-            return {**accumulation, "gradients": placed_gradients(checkpoint, path, whole), "whole": True}
+            return {**accumulation, "gradients": sharded_gradients(checkpoint, path, whole), "whole": True}
         averaged = {}
         for name, stacked in accumulation["gradients"].items():
-            averaged[name] = _unstacked(read_gradient(checkpoint, path, name, stacked), None)
+            averaged[name] = _unstacked(full_gradient(checkpoint, path, name, stacked), None)
         accumulation = {**accumulation, "gradients": averaged, "sharded": True, "held": [sorted(averaged)] * ranks}
         checkpoint = {**checkpoint, "loops": {"fit": {**fit, "window": accumulation}}}
-    return {**accumulation, "gradients": placed_gradients(checkpoint, path, dict(module.named_parameters()))}
+    return {**accumulation, "gradients": sharded_gradients(checkpoint, path, dict(module.named_parameters()))}
 
 
 def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Update, strategy: Strategy) -> str:

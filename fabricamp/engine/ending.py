@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fabricamp import launch
-from fabricamp.callbacks._ckpt_path import model_checkpoints
+from fabricamp.engine.ckpt_path import model_checkpoints
 from fabricamp.errors import DistributedError, NonFiniteError, advice
 from fabricamp.hooks import call_all
 from fabricamp.lightning.given import hand_back

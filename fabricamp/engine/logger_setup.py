@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.checkpoint import check_content, plain
-from fabricamp.checkpoint.hyperparameters import Kept, kept_by
+from fabricamp.checkpoint.hyperparameters import SavedHyperparameters, saved_hyperparameters
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.run_folder import folder_of
 
@@ -26,10 +26,10 @@ def join_loggers(trainer: Trainer) -> None:
     trainer.log_dir, trainer.log_folder = trainer.strategy.broadcast(folders)
 
 
-def kept_of(session: Session) -> list[tuple[str, Kept]]:
+def kept_of(session: Session) -> list[tuple[str, SavedHyperparameters]]:
     """Returns the hyper-parameters of DataModule and module, if they have any, with the names of their classes."""
     owners = [one for one in (session.source.datamodule, session.module) if one is not None]
-    return [(type(one).__name__, kept) for one in owners if (kept := kept_by(one)).values]
+    return [(type(one).__name__, kept) for one in owners if (kept := saved_hyperparameters(one)).values]
 
 
 def log_hyperparams(session: Session) -> None:

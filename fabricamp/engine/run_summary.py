@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from fabricamp.callbacks._ckpt_path import model_checkpoints
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.data import leaves_of
 from fabricamp.data.position import keeps_workers
+from fabricamp.engine.ckpt_path import model_checkpoints
 from fabricamp.engine.run_file import NAME
 from fabricamp.loggers.run_folder import RunFolderLogger, folder_of
 

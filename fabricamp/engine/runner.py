@@ -17,12 +17,12 @@ import torch
 
 from fabricamp import launch
 from fabricamp.arguments.not_offered import lightnings
-from fabricamp.callbacks._ckpt_path import resolve_checkpoint
 from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import storage
 from fabricamp.data import DataModule
+from fabricamp.engine.ckpt_path import resolve_checkpoint
 from fabricamp.engine.ending import releasing
 from fabricamp.engine.kernel_choice import kernel_choice
 from fabricamp.engine.logger_setup import join_loggers
@@ -73,7 +73,7 @@ class Runner:
         self.trainer = trainer
         self.settings = settings
         self.environment = environment
-        self.root_folder = storage.normal(settings.default_root_dir)  # now: a script may change its folder later
+        self.root_folder = storage.normalized(settings.default_root_dir)  # now: a script may change its folder later
         self.num_processes = len(device_indices)  # of this node
         self.launches = environment is None and self.num_processes > 1
         self.session: Session | None = None
@@ -102,7 +102,7 @@ class Runner:
         added_since: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None}
         self.__dict__.update({**added_since, **state})
         if "root_folder" not in state:
-            self.root_folder = storage.normal(self.settings.default_root_dir)
+            self.root_folder = storage.normalized(self.settings.default_root_dir)
 
     def check_call(
         self, fn: TrainerFn, module: TrainingModule | None, train: Any, evaluation: Any, datamodule: DataModule | None

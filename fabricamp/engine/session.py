@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.checkpoint import read_together, write_together
-from fabricamp.checkpoint.shards import placed_weights
+from fabricamp.checkpoint.shards import sharded_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch
 from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.compiled import step_of
@@ -200,7 +200,7 @@ class Session:
         if self.checkpoint is None:
             self.checkpoint = read_together(path, self.strategy)
         if self.strategy.checkpoint_form == "folder":
-            self.checkpoint = placed_weights(self.checkpoint, path, self.module.state_dict())
+            self.checkpoint = sharded_weights(self.checkpoint, path, self.module.state_dict())
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
         self.module.on_load_checkpoint(self.checkpoint)
         # The DataModule's state too: configure_optimizers may ask for loaders, to learn the number of steps.

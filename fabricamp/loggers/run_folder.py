@@ -199,7 +199,7 @@ def folder_of(logger: Logger) -> str | None:
     """Returns the folder of a logger's run as an absolute path or URL; None if the logger has no folder."""
     if isinstance(logger, RunFolderLogger):
         return str(logger.folder)
-    return None if logger.log_dir is None else storage.normal(logger.log_dir)
+    return None if logger.log_dir is None else storage.normalized(logger.log_dir)
 
 
 def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | float | str]:

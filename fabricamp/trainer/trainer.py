@@ -6,8 +6,8 @@ import functools
 from typing import TYPE_CHECKING, Any, Never
 
 from fabricamp import launch
-from fabricamp.callbacks._ckpt_path import best_of_last_fit
 from fabricamp.cuda_graph import check_cuda_graph
+from fabricamp.engine.ckpt_path import best_of_last_fit
 from fabricamp.engine.ending import end_fit, leave_interrupted
 from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner

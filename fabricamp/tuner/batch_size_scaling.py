@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.checkpoint.hyperparameters import holders_of
+from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.data import leaves_of
 from fabricamp.data.lengths import known_length
 from fabricamp.engine.session import KINDS, LOADERS
@@ -28,7 +28,7 @@ _NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocato
 
 def scale_batch_size(trainer: Trainer, options: BatchSizeFinder, module: TrainingModule, source: GivenData) -> int:
     """Returns the largest batch size found; restores module, data, Trainer and batch size afterwards."""
-    holders = holders_of(options.batch_arg_name, module, source.datamodule)
+    holders = setting_refs(options.batch_arg_name, module, source.datamodule)
     _check(trainer, module, source, options.batch_arg_name, found=bool(holders))
     before = [one.value for one in holders]
     run = train if source.fn is TrainerFn.FITTING else evaluate

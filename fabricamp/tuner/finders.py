@@ -12,7 +12,7 @@ from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
-from fabricamp.checkpoint.hyperparameters import holders_of
+from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.state import TrainerFn
@@ -54,7 +54,7 @@ def find_learning_rate(
     if _is_trial(trainer, "lr_find"):
         return
     names = (options.attr_name,) if options.attr_name else _RATES
-    name = next((name for name in names if holders_of(name, module, source.datamodule)), None)
+    name = next((name for name in names if setting_refs(name, module, source.datamodule)), None)
     if options.update_attr and name is None:
         raise ConfigError(
             f"{type(module).__name__} and its hparams have no {' or '.join(map(repr, names))} that lr_find could set; keep the "
@@ -68,7 +68,7 @@ def find_learning_rate(
         return
     if options.update_attr and name is not None:
         options.found = {"name": name, "rate": rate}
-        for holder in holders_of(name, module, source.datamodule):
+        for holder in setting_refs(name, module, source.datamodule):
             holder.value = rate
     _tell(
         trainer, f"lr_find: {len(tried)} learning rates from {tried[0]:.3g} to {tried[-1]:.3g}, suggestion {rate:.3g}"
@@ -81,7 +81,7 @@ def find_batch_size(trainer: Trainer, options: BatchSizeFinder, module: Training
         return
     size = scale_batch_size(trainer, options, module, source)
     options.optimal_batch_size = size
-    for holder in holders_of(options.batch_arg_name, module, source.datamodule):
+    for holder in setting_refs(options.batch_arg_name, module, source.datamodule):
         holder.value = size
     _tell(trainer, f"scale_batch_size: {size} samples a batch")
 

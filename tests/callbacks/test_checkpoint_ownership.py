@@ -71,7 +71,7 @@ def test_a_url_in_a_checkpoint_is_never_opened(tmp_path, probe, kind):
     urls += ["simplecache::probe://host/u.ckpt", f"{folder}/../probe://host/v.ckpt"]
     storage.exists(urls[0])
     assert probe.pop(), "the test of the test: this is how a request shows"
-    assert not any(storage.may_follow(url, folder) for url in urls)
+    assert not any(storage.resolves_within(url, folder) for url in urls)
 
     def edit(state):
         state["files"] = [*urls, *state["files"]]
@@ -95,8 +95,8 @@ def test_only_regular_files_below_the_folder_are_followed(tmp_path):
     folder = tmp_path / "files"
     (folder / "inner").mkdir(parents=True)
     (tmp_path / "beside").mkdir()
-    for place in (folder / "a.ckpt", folder / "inner" / "b.ckpt", tmp_path / "beside" / "c.ckpt"):
-        place.touch()
+    for path in (folder / "a.ckpt", folder / "inner" / "b.ckpt", tmp_path / "beside" / "c.ckpt"):
+        path.touch()
     os.mkfifo(folder / "pipe.ckpt")
     (folder / "within.ckpt").symlink_to("inner/b.ckpt")
     (folder / "out.ckpt").symlink_to(tmp_path / "beside" / "c.ckpt")
@@ -106,7 +106,7 @@ def test_only_regular_files_below_the_folder_are_followed(tmp_path):
         *("a.ckpt", "inner/b.ckpt", "within.ckpt"),
         *("pipe.ckpt", "device.ckpt", "inner", "gone.ckpt", "out.ckpt", "beside/c.ckpt", "../beside/c.ckpt"),
     ]
-    assert [name for name in names if storage.may_follow(f"{folder}/{name}", str(folder))] == names[:3]
+    assert [name for name in names if storage.resolves_within(f"{folder}/{name}", str(folder))] == names[:3]
 
 
 def test_a_name_without_its_suffix_is_not_followed(tmp_path):

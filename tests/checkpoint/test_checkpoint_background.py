@@ -89,7 +89,7 @@ def test_training_goes_on_while_a_slow_disk_takes_its_time(tmp_path):
 
     writer.start({"state_dict": {"weight": weights}}, write)
     weights.mul_(2)
-    assert not writer.over
+    assert not writer.finished
     disk.set()
     writer.wait()
     assert read_checkpoint(tmp_path / "a.ckpt")["state_dict"]["weight"].sum() == 1000
@@ -109,7 +109,7 @@ def test_what_goes_wrong_in_the_thread_is_told_once_by_wait(error):
     with pytest.raises(CheckpointError, match=str(error)):
         writer.wait()
     writer.wait()
-    assert not writer.over
+    assert not writer.finished
 
 
 @pytest.mark.gpu

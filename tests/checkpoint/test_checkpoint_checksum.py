@@ -46,7 +46,7 @@ def test_members_that_were_exchanged_with_right_checksums_are_noticed(tmp_path, 
     write_checkpoint(path, state())
     assert read_checkpoint(path)["state_dict"]["b"][0] == 2
     repack(path, edit, comment=comment)
-    for read in (read_checkpoint, lambda place: read_header(str(place))):
+    for read in (read_checkpoint, lambda path: read_header(str(path))):
         with pytest.raises(CheckpointError, match=r"a\.ckpt is (damaged.*not those that were written|not as it was)"):
             read(path)
 
@@ -74,9 +74,9 @@ def test_the_seal_of_few_and_many_members(tmp_path, number):
     import fsspec
 
     many = {"state_dict": {str(index): torch.full((index % 7,), float(index)) for index in range(number)}, "epoch": 1}
-    for place in (str(tmp_path / "a.ckpt"), "memory://seals/a.ckpt"):
-        write_checkpoint(place, many)
-        copy_checkpoint(place, tmp_path / "copy.ckpt")
+    for path in (str(tmp_path / "a.ckpt"), "memory://seals/a.ckpt"):
+        write_checkpoint(path, many)
+        copy_checkpoint(path, tmp_path / "copy.ckpt")
         with zipfile.ZipFile(tmp_path / "copy.ckpt") as archive:
             assert archive.comment.startswith(b"fabricamp:")
         for read in (read_checkpoint(tmp_path / "copy.ckpt"), torch.load(tmp_path / "copy.ckpt", mmap=True)):
@@ -108,7 +108,7 @@ def test_values_nested_too_deeply_are_an_error(tmp_path):
         tmp_path / "a.ckpt",
         lambda members: {**members, "a/data.pkl": members["a/data.pkl"].replace(b"X\x04\x00\x00\x00DEEP", opcodes)},
     )
-    for read in (read_checkpoint, lambda place: read_header(str(place))):
+    for read in (read_checkpoint, lambda path: read_header(str(path))):
         with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged"):
             read(tmp_path / "a.ckpt")
 

@@ -23,8 +23,8 @@ from fabricamp.checkpoint import (
     storage,
     write_together,
 )
-from fabricamp.checkpoint.folder import read_rest, write_folder
-from fabricamp.checkpoint.shards import placed_weights
+from fabricamp.checkpoint.folder import read_without_shards, write_folder
+from fabricamp.checkpoint.shards import sharded_weights
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.strategies import Strategy
@@ -91,7 +91,7 @@ def test_one_file_becomes_a_folder(state, tmp_path):
     export(written(tmp_path / "a.ckpt", state), tmp_path / "whole.ckpt")
     assert export(tmp_path / "whole.ckpt", f"{tmp_path}/parts/").endswith("parts: the checkpoint of step 5 as a folder")
     check(read_checkpoint(tmp_path / "parts"))
-    rest = read_rest(str(tmp_path / "parts"))
+    rest = read_without_shards(str(tmp_path / "parts"))
     assert rest["state_dict"]["weight"].is_meta
     assert rest["optimizer_states"][0]["state"][0]["exp_avg"].is_meta
     assert rest["optimizer_states"][0]["state"][0]["step"] == 3
@@ -107,7 +107,7 @@ def test_of_a_folder_that_was_a_file_buffers_are_read_whole(state, tmp_path):
     export(tmp_path / "whole.ckpt", f"{tmp_path}/parts/")
     own = {**state["state_dict"], "running_mean": torch.zeros(4)}
     path = str(tmp_path / "parts")
-    found = placed_weights(read_rest(path), path, own)["state_dict"]
+    found = sharded_weights(read_without_shards(path), path, own)["state_dict"]
     assert torch.equal(found["running_mean"], torch.arange(4.0))
     assert torch.equal(found["weight"].full_tensor(), state["state_dict"]["weight"].full_tensor())
 
@@ -181,21 +181,21 @@ def test_abandoned_folders_are_removed_and_those_of_a_living_writer_are_not(stat
 )
 @pytest.mark.parametrize("stood", [False, True])
 def test_a_folder_that_is_removed_while_it_is_written_is_made_again(state, tmp_path, monkeypatch, owner, name, stood):
-    place = tmp_path / "files"
+    target_folder = tmp_path / "files"
     if stood:
-        written(place / "a.ckpt", {**state, "global_step": 1})
+        written(target_folder / "a.ckpt", {**state, "global_step": 1})
     real, calls = getattr(owner, name), []
 
     def removing(*args, **options):
         calls.append(name)
         if len(calls) == 1:
-            shutil.rmtree(place)
+            shutil.rmtree(target_folder)
         return real(*args, **options)
 
     monkeypatch.setattr(owner, name, removing)
-    check(read_checkpoint(written(place / "a.ckpt", state)))
+    check(read_checkpoint(written(target_folder / "a.ckpt", state)))
     assert len(calls) > 1
-    assert [one.name for one in place.iterdir()] == ["a.ckpt"]
+    assert [one.name for one in target_folder.iterdir()] == ["a.ckpt"]
 
 
 def test_a_folder_that_is_removed_each_time_is_an_error(state, tmp_path, monkeypatch):

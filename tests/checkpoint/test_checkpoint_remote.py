@@ -39,7 +39,7 @@ def test_a_url_is_written_and_read(memory):
 def test_file_urls_are_paths(tmp_path):
     write_checkpoint(f"file://{tmp_path}/a.ckpt", state())
     assert read_checkpoint(tmp_path / "a.ckpt")["epoch"] == 3
-    assert storage.normal(f"file://{tmp_path}/a.ckpt") == str(tmp_path / "a.ckpt")
+    assert storage.normalized(f"file://{tmp_path}/a.ckpt") == str(tmp_path / "a.ckpt")
 
 
 def test_what_goes_wrong_there_leaves_the_old_file_alone(memory, monkeypatch):

@@ -38,7 +38,6 @@ _OPERATIONS |= {"flock", "sendfile", "copy_file_range", "truncate"}
 # What is going on, told by the innermost of these functions on the way to where a rank was killed.
 _PHASES = {
     "rotate": "rotating",
-    "_rotate": "rotating",
     "make_room": "rotating",
     "_save": "saving",
     "save_checkpoint": "saving",
