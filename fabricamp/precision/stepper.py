@@ -1,6 +1,7 @@
-"""Steps optimizers: unscales, checks and clips the gradients, then updates the parameters or skips the step, all on the device.
+"""Steps optimizers: unscales, checks and clips the gradients, then updates the parameters or skips the step.
 
-A step is three launches over all parameters of an optimizer; the host reads none of their results::
+A step is three launches over all parameters of an optimizer.  The host reads none of their results, unless the optimizer cannot
+read the overflow flag on the device (:func:`may_skip`)::
 
     statistics    sums of squares of the gradients; an inf or nan makes its sum non-finite
     finish        norm, overflow flag, and one multiplier that unscales, averages and clips; may also move the loss scale
