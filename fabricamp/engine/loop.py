@@ -177,7 +177,7 @@ class TrainingLoop:
         # A resumed epoch may have been saved after its last batch: then no batch is left, and the epoch only has to be finished.
         first, steps, last = state.batch_idx, state.global_step, state.batch_idx > 0
         update.begin_epoch(first)
-        state.batches = enumerate(update.read(self.parts.together(feed.behind(first))), first)
+        state.batches = enumerate(update.read(self.parts.together(feed.starting_at(first))), first)
         for batch_idx, batch in state.batches:
             state.batch, last = batch, feed.last
             if starts and self._skips(batch, batch_idx):
