@@ -253,7 +253,7 @@ class Feed:
         if ended and self._continues and len(ended["places"]) == len(self._members):
             self._end_again(ended, generators)
 
-        within_pass = resume.get("batches") or any(place.get(BEGUN) for place in resume.get("places", ()))
+        within_pass = resume.get("batches") or any(position.get(BEGUN) for position in resume.get("places", ()))
         if not within_pass:
             rng = capture_rng() if any(map(is_read_past, self._members)) else None
             self._at_opening = {"rng": rng, "generators": states_of(generators), "again": self._has_begun}

@@ -47,7 +47,7 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         drop_last: bool = False,
         seed: int = 0,
     ) -> None:
-        self.lengths = [int(one) for one in lengths]
+        self.lengths = [int(length) for length in lengths]
         self._check(batch_size, max_tokens, group)
         self.batch_size = batch_size
         self._max_tokens = max_tokens
@@ -65,8 +65,8 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         self._planned: tuple[int, list[list[int]]] | None = None
 
     def _check(self, batch_size: int | None, max_tokens: int | None, group: int) -> None:
-        given = {"batch_size": batch_size, "max_tokens": max_tokens, "group": group}
-        for name, value in given.items():
+        sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "group": group}
+        for name, value in sizes.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"LengthGroups({name}={value!r}): give a whole number from 1")
         if (batch_size is None) == (max_tokens is None):

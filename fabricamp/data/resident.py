@@ -127,7 +127,7 @@ class ResidentLoader(NamesKeywords):
 def is_resident(loader: Any) -> bool:
     """Whether ``loader`` is a ResidentLoader, or a combined loader of only these."""
     members = getattr(loader, "flattened", [loader])
-    return all(isinstance(one, ResidentLoader) for one in members)
+    return all(isinstance(member, ResidentLoader) for member in members)
 
 
 def _gatherer(data: Any) -> Callable[[Tensor, int], Sequence[Any]]:
