@@ -59,8 +59,8 @@ def seeds_workers() -> bool:
 def seed_worker(worker_id: int, rank: int) -> None:  # noqa: ARG001 - torch passes it
     """Seeds a loader's worker, as its ``worker_init_fn``, with a seed that no worker of another rank has."""
     # torch.initial_seed() is already different for each worker and each pass, but the same on every rank.
-    given = f"{torch.initial_seed()} {rank}".encode()
-    _seed_all(int.from_bytes(hashlib.sha256(given).digest()[:4], "little"))
+    text = f"{torch.initial_seed()} {rank}".encode()
+    _seed_all(int.from_bytes(hashlib.sha256(text).digest()[:4], "little"))
 
 
 def snapshot_rng() -> tuple[Any, Any, Tensor, list[Tensor]]:
@@ -79,20 +79,22 @@ def capture_rng(snapshot: tuple[Any, Any, Tensor, list[Tensor]] | None = None) -
     """
     import numpy as np
 
-    (version, internal, gauss), (name, keys, *numpy), cpu, cuda = snapshot_rng() if snapshot is None else snapshot
-    position, has_gauss, cached = numpy
-    numpy_state = {
-        "name": str(name),
-        "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-        "position": int(position),
-    }
+    python, numpy, cpu, cuda = snapshot_rng() if snapshot is None else snapshot
+    version, internal, gauss = python
+    name, keys, position, has_gauss, numpy_gauss = numpy
     return {
         "python": {
             "version": version,
             "state": torch.tensor(internal, dtype=torch.int64, device="cpu"),
             "gauss": gauss,
         },
-        "numpy": {**numpy_state, "has_gauss": int(has_gauss), "gauss": float(cached)},
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(numpy_gauss),
+        },
         "torch": cpu,
         "cuda": cuda,
     }
@@ -102,8 +104,9 @@ def restore_rng(state: dict[str, Any]) -> None:
     """Restores the states that :func:`capture_rng` returned; states of missing devices are left out."""
     import numpy as np
 
-    python, numpy = state["python"], state["numpy"]
+    python = state["python"]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
+    numpy = state["numpy"]
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
     torch.set_rng_state(state["torch"].cpu())
@@ -123,13 +126,15 @@ def isolate_rng() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded(*given: int) -> Iterator[None]:
-    """A context with Python, NumPy and torch (CPU) seeded from ``given``; restores their states at its end."""
+def seeded(*numbers: int) -> Iterator[None]:
+    """A context with Python, NumPy and torch (CPU) seeded from ``numbers``; restores their states at its end."""
     import numpy as np
 
     # Not capture_rng: this runs once per sample, and does not concern devices.
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    digest = hashlib.sha256(repr(given).encode()).digest()
+    python = random.getstate()
+    numpy = np.random.get_state()
+    cpu = torch.get_rng_state()
+    digest = hashlib.sha256(repr(numbers).encode()).digest()
     words = [int.from_bytes(digest[start : start + 4], "little") for start in (0, 8, 16)]
     random.seed(words[0])
     np.random.seed(words[1])
@@ -137,9 +142,9 @@ def seeded(*given: int) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
 
 
 @contextlib.contextmanager
@@ -151,7 +156,8 @@ def deterministic_mode(mode: bool | str, benchmark: bool | None = None) -> Itera
     """
     check_flag("deterministic", mode, others=("warn",))
     before = _determinism()
-    cudnn_benchmark, workspace = torch.backends.cudnn.benchmark, os.environ.get(_CUBLAS)
+    cudnn_benchmark = torch.backends.cudnn.benchmark
+    workspace = os.environ.get(_CUBLAS)
     if mode:
         os.environ.setdefault(_CUBLAS, ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
@@ -162,7 +168,8 @@ def deterministic_mode(mode: bool | str, benchmark: bool | None = None) -> Itera
         yield
     finally:
         if _determinism() != before:  # the call imports torch's compiler, which takes more than a second
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            enabled, warn_only = before
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.backends.cudnn.benchmark = cudnn_benchmark
         if workspace is None:
             os.environ.pop(_CUBLAS, None)

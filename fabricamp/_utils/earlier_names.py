@@ -18,8 +18,8 @@ _MOVED: Final[dict[str, dict[str, str]]] = {
     "fabricamp.engine.attachment": {"Attachment": "fabricamp.engine.run_context:RunContext"},
     "fabricamp.hyperparameters": {"Hyperparameters": "fabricamp.checkpoint.hyperparameters"},
     "fabricamp.loggers.backlog": {"Record": "fabricamp.loggers.write_queue"},
-    "fabricamp.loggers.growing_file": {"GrowingFile": "fabricamp.loggers.append_file"},
-    "fabricamp.loggers.trouble": {"Trouble": "fabricamp.loggers.logger_errors"},
+    "fabricamp.loggers.growing_file": {"GrowingFile": "fabricamp.loggers.append_file:AppendFile"},
+    "fabricamp.loggers.trouble": {"Trouble": "fabricamp.loggers.logger_errors:LoggerErrors"},
     "fabricamp.precision.plain_step": {"Stepper": "fabricamp.precision.stepper"},
     "fabricamp.precision.scaling": {
         "ConstantScale": "fabricamp.precision.level",

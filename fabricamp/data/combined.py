@@ -1,4 +1,4 @@
-"""Combines several loaders into one."""
+"""Combines several loaders into one: the combined loader, one pass over it, and the endless batches of each of its loaders."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from fabricamp.arguments.checks import check_choice
 from fabricamp.data.lengths import known_length, loader_length
 from fabricamp.data.position import (
     BEGUN,
-    batches_behind,
+    batches_before,
     begin,
+    continues_after_limit,
     end_workers,
     enter,
     generators_of,
-    goes_on_behind_a_pass,
     is_read_past,
     own_sampler,
-    place_of,
+    position_of,
     restore,
     states_of,
+    without_first,
 )
 from fabricamp.errors import ConfigError
 from fabricamp.rng import capture_rng
@@ -64,9 +65,9 @@ class CombinedLoader(NamesKeywords):
         self.again = False
         """Whether the run has begun an earlier pass."""
         self._epoch = 0
-        inner = [combine(loaders[key], mode) for key in self._keys]
-        if any(one is not loaders[key] for one, key in zip(inner, self._keys, strict=True)):
-            self.loaders = self.collect(inner)
+        members = [combine(loaders[key], mode) for key in self._keys]
+        if any(member is not loaders[key] for member, key in zip(members, self._keys, strict=True)):
+            self.loaders = self.collect(members)
         for key in self._keys:
             loader_length(self.loaders[key], f"CombinedLoader[{key!r}]")
 
@@ -78,12 +79,15 @@ class CombinedLoader(NamesKeywords):
     @property
     def flattened(self) -> list[Any]:
         """The loaders, in order, with nested collections flattened."""
-        return [loader for member in self.members for loader in _leaves(member, self.mode)]
+        loaders: list[Any] = []
+        for member in self.members:
+            loaders += member.flattened if _is_nested(member, self.mode) else [member]
+        return loaders
 
     @property
     def iterables(self) -> Any:
         """The loaders in their original, possibly nested collection."""
-        return self.collect([one.iterables if _is_within(one, self.mode) else one for one in self.members])
+        return self.collect([member.iterables if _is_nested(member, self.mode) else member for member in self.members])
 
     def map(self, function: Callable[[Any], Any]) -> CombinedLoader:
         """Returns a combined loader of the same form and mode, with ``function(loader)`` in place of each loader."""
@@ -107,39 +111,40 @@ class CombinedLoader(NamesKeywords):
 
     def batches(self) -> CombinedPass:
         """Returns a pass from the beginning that yields batches only, without indices."""
-        return self.behind([])
+        return self.starting_at([])
 
-    def behind(self, places: Sequence[dict[str, Any]]) -> CombinedPass:
-        """Returns a pass that begins at the positions ``places``, see :meth:`CombinedPass.places`; empty: at the beginning."""
-        return CombinedPass(self, self._sources(places))
+    def starting_at(self, positions: Sequence[dict[str, Any]]) -> CombinedPass:
+        """Returns a pass that begins at ``positions``, see :meth:`CombinedPass.positions`; empty: at the beginning."""
+        return CombinedPass(self, self._sources(positions))
 
-    def stopped(self, places: Sequence[dict[str, Any]]) -> CombinedPass:
-        """Returns a pass at ``places`` whose end is repeated; it skips loaders that do not continue after a limited pass."""
-        sources = self._sources(places)
+    def stopped(self, positions: Sequence[dict[str, Any]]) -> CombinedPass:
+        """Returns a pass at ``positions`` whose end is repeated; it skips loaders that do not continue after a limited pass."""
+        sources = self._sources(positions)
         if self.mode != "sequential":
-            nothing = _Source((), 0, cycles=False, place={}, again=False)
-            sources = [one if goes_on_behind_a_pass(one.loader) else nothing for one in sources]
+            nothing = _Source((), 0, cycles=False, entered={}, again=False)
+            sources = [source if continues_after_limit(source.loader) else nothing for source in sources]
         return CombinedPass(self, sources)
 
-    def _sources(self, places: Sequence[dict[str, Any]]) -> list[_Source]:
+    def _sources(self, positions: Sequence[dict[str, Any]]) -> list[_Source]:
         cycles = self.mode == "max_size_cycle"
-        begun = places or [{}] * len(self._keys)
         return [
-            _Source(loader, self._epoch, cycles=cycles, place=place, again=self.again)
-            for loader, place in zip(self.members, begun, strict=True)
+            _Source(loader, self._epoch, cycles=cycles, entered=position, again=self.again)
+            for loader, position in zip(self.members, positions or [{}] * len(self._keys), strict=True)
         ]
 
-    def batches_behind(self, places: Sequence[dict[str, Any]]) -> int:
-        """Returns the number of batches before ``places``, also for places from a run with another batch size or world size."""
-        whole = [known_length(loader) for loader in self.members]
-        counts = [
-            int(length) if place.get("rounds") and length < math.inf else batches_behind(loader, place)
-            for loader, place, length in zip(self.members, places, whole, strict=True)
-        ]
-        if self.mode == "sequential":
-            return sum(counts)
-        # Only loaders in their first round give the count; a loader that started again counts from 0.
-        return max((count for count, place in zip(counts, places, strict=True) if not place.get("rounds")), default=0)
+    def batches_before(self, positions: Sequence[dict[str, Any]]) -> int:
+        """Returns the number of batches before ``positions``, also for those of a run with another batch size or world size."""
+        in_first_round = []
+        in_all = 0
+        for loader, position in zip(self.members, positions, strict=True):
+            count = batches_before(loader, position)
+            if not position.get("rounds"):
+                in_first_round.append(count)
+            elif (length := known_length(loader)) < math.inf:
+                count = int(length)
+            in_all += count
+        # A loader that started again counts from 0, so it does not tell how far the pass is.
+        return in_all if self.mode == "sequential" else max(in_first_round, default=0)
 
     def length(self) -> int | float:
         """Returns the number of batches; inf if it depends on a loader without a length."""
@@ -155,6 +160,11 @@ class CombinedLoader(NamesKeywords):
         return values if isinstance(self.loaders, list) else tuple(values)
 
 
+def _is_nested(member: Any, mode: str) -> bool:
+    """Whether ``member`` is a nested collection of loaders combined by ``mode``."""
+    return isinstance(member, CombinedLoader) and member.mode == mode
+
+
 class CombinedPass:
     """One pass over a :class:`CombinedLoader`; all modes except ``sequential`` open every loader's iterator at the start."""
 
@@ -163,12 +173,12 @@ class CombinedPass:
         self._sources = sources
         self._sequential = combined.mode == "sequential"
         self._ends_early = combined.mode == "min_size"
-        self._given = 0
+        self._read = 0  # number of batches that were asked for
         # Before any loader is opened: entering a position within an order shortens the loader's len() until its first batch.
-        self._left = combined.length() - combined.batches_behind([source.entered for source in sources])
+        self._left = combined.length() - combined.batches_before([source.entered for source in sources])
         # The caller creates a resumed pass under temporary RNG states: a loader that the position is within has to be opened here,
         # and no other.
-        opened = [one for one in sources if one.stands_within or not (one.ended or self._sequential)]
+        opened = [source for source in sources if source.is_within or not (source.ended or self._sequential)]
         for source in opened:
             source.open()
         for source in opened:  # only after all are open, as an uninterrupted run opens all before it reads a batch
@@ -178,9 +188,9 @@ class CombinedPass:
         return self
 
     def __next__(self) -> Any:
-        self._given += 1
+        self._read += 1
         for source in self._sources:
-            source.note()
+            source.record()
         if self._sequential:
             return self._next_in_turn()
         if self._left <= 0:
@@ -193,16 +203,6 @@ class CombinedPass:
             raise StopIteration
         return self._combined.collect(batches)
 
-    def places(self, given: int) -> list[dict[str, Any]]:
-        """Returns each loader's position after the last batch read; before it if ``given`` is one less than the batches read."""
-        before = given == self._given - 1
-        return [source.place_before() if before else source.place() for source in self._sources]
-
-    def close(self) -> None:
-        """Releases the loaders' iterators and ends their workers."""
-        for source in self._sources:
-            source.close()
-
     def _next_in_turn(self) -> Any:
         for source in self._sources:
             if source.ended:
@@ -212,27 +212,46 @@ class CombinedPass:
                 return batch
         raise StopIteration
 
+    def positions(self, read: int) -> list[dict[str, Any]]:
+        """Returns each loader's position after the last batch read; before it if ``read`` is one less than the batches read."""
+        if read == self._read - 1:
+            return [source.recorded_position() for source in self._sources]
+        return [source.position() for source in self._sources]
+
+    def close(self) -> None:
+        """Releases the loaders' iterators and ends their workers."""
+        for source in self._sources:
+            source.close()
+
 
 class _Source:
-    """Endless batches of one loader: after its end it starts again (``cycles``), or gives None."""
+    """Endless batches of one loader: after its end it starts again (``cycles``), or gives None.
 
-    def __init__(self, loader: Any, epoch: int, *, cycles: bool, place: dict[str, Any], again: bool) -> None:
-        self.entered = place
-        self.rounds = int(place.get("rounds", 0))
+    A round is one pass over the loader.
+    """
+
+    def __init__(self, loader: Any, epoch: int, *, cycles: bool, entered: dict[str, Any], again: bool) -> None:
         self.loader = loader
+        self.entered = entered
+        """The position at which the present round was entered; after the end of a loader that does not cycle, that end."""
+        self.rounds = int(entered.get("rounds", 0))
+        """Number of times that the loader has ended."""
         self._epoch = epoch
         self._cycles = cycles
         self._again = again
-        self._given = self._unread = 0
-        self._told: dict[str, Any] = {}
+        self._read = 0  # number of batches of this round since it was entered
+        self._unread = 0  # number of batches to read past before the first one
         self._batches: Iterator[Any] | None = None
         self._first: list[Any] = []  # the first batch of a begun round, if it had to be read under restored RNG states
         self._begins_round = False  # whether the batch that was taken last is the first of its round
-        self._before: tuple[int, dict[str, Any], int, list[dict[str, Any]]]
+        # The position as it was before the last batch: rounds, entered, read, drawn.
+        self._recorded: tuple[int, dict[str, Any], int, list[dict[str, Any]]]
+        # The position that was returned since the last batch; it is corrected if the next batch is beyond the loader's end.
+        self._returned: dict[str, Any] = {}
         # RNG states before the pass was opened, and before its first batch: a resumed run reads skipped batches from these.
-        self._drawn: list[dict[str, Any]] = list(place.get("drawn", ()))
-        if self.ended and not cycles and "state" in place:
-            enter(loader, place)
+        self._drawn: list[dict[str, Any]] = list(entered.get("drawn", ()))
+        if self.ended and not cycles and "state" in entered:
+            enter(loader, entered)
 
     @property
     def ended(self) -> bool:
@@ -240,7 +259,7 @@ class _Source:
         return self.rounds > 0
 
     @property
-    def stands_within(self) -> bool:
+    def is_within(self) -> bool:
         """Whether the position is within a round, whose order is already drawn."""
         return bool(self.entered.get("batches") or self.entered.get(BEGUN))
 
@@ -248,69 +267,77 @@ class _Source:
         """Begins the pass at its position, unless it has begun or has ended for good."""
         if self._batches is not None or (self.ended and not self._cycles):
             return
-        self._choose_order()
+        sampler = own_sampler(self.loader)
+        if sampler is not None and self.rounds:
+            sampler.set_epoch(self._epoch + self.rounds * _PASS)
         self._unread = enter(self.loader, self.entered) if self.entered else 0
-        again = self._again or self.rounds > 0
-        within = isinstance(self.loader, CombinedLoader)
-        self._note_draws(0)
-        self._batches = self.loader.batches() if within else begin(self.loader, again=again)
+        self._record_draws(0)
+        if isinstance(self.loader, CombinedLoader):
+            self._batches = self.loader.batches()
+        else:
+            self._batches = begin(self.loader, again=self._again or self.rounds > 0)
 
     def read_past(self) -> None:
         """Reads and drops the batches before the position, if the loader has no other way to it."""
         if self._unread and self._batches is not None:
-            self._note_draws(1)
-            next(itertools.islice(self._batches, self._unread, self._unread), None)
+            self._record_draws(1)
+            without_first(self._batches, self._unread)
         if self.entered.get(BEGUN) and self._batches is not None and is_read_past(self.loader):
-            self._note_draws(1)
+            # Reading the first batch draws the order, which the run has drawn before.
+            self._record_draws(1)
             self._first = list(itertools.islice(self._batches, 1))
         self._unread = 0
 
-    def _note_draws(self, moment: int) -> None:
+    def _record_draws(self, moment: int) -> None:
         """Records the RNG states, or restores them from the run that began the pass; ``moment``: 0 opening, 1 first batch."""
         if not is_read_past(self.loader):
             return
         generators = generators_of([self.loader])
-        if not self.stands_within:
+        if not self.is_within:
             self._drawn[moment:] = [{"rng": capture_rng(), "generators": states_of(generators)}]
         elif len(self._drawn) > moment:
             restore(self._drawn[moment], generators)
 
     def take(self) -> Any:
         """Returns the next batch; None after the end of a loader that does not cycle."""
-        self._begins_round = self._given == 0 and not self.entered.get("batches")
-        batch, told = self._next(), self._told
-        self._told = {}
+        self._begins_round = self._read == 0 and not self.entered.get("batches")
+        batch = self._next()
+        returned = self._returned
+        self._returned = {}
         if batch is _END:
-            batch = self._start_again(told)
-        self._given += 1
+            batch = self._start_again(returned)
+        self._read += 1
         return batch
 
     def _next(self) -> Any:
         self.open()
         if self._first:
             return self._first.pop()
-        if self._given == 0 and not self.stands_within:
-            self._note_draws(1)
+        if self._read == 0 and not self.is_within:
+            self._record_draws(1)
         return _END if self._batches is None else next(self._batches, _END)
 
-    def _start_again(self, told: dict[str, Any]) -> Any:
+    def _start_again(self, returned: dict[str, Any]) -> Any:
         """Starts the loader again after its end and returns its next batch, or None.
 
-        Corrects ``told`` in place, a position that was returned before the end was known: a stream resumed there would start anew.
+        Corrects ``returned`` in place, a position from before the end was known: a stream resumed there would start anew.
         """
         self.close()
         # The state of a user's own loader may not record that it has ended.
-        knows = isinstance(self.loader, DataLoader) and goes_on_behind_a_pass(self.loader)
-        state = place_of(self.loader, {}, 0) if knows else {}
+        knows = isinstance(self.loader, DataLoader) and continues_after_limit(self.loader)
+        state = position_of(self.loader, {}, 0) if knows else {}
         if not self._cycles:
             if not self.ended:
                 self.rounds = 1
-                self.entered = {**state, "rounds": 1, "batches": self.entered.get("batches", 0) + self._given}
-                told.update(self.entered if state else {})
+                self.entered = {**state, "rounds": 1, "batches": self.entered.get("batches", 0) + self._read}
+                if state:
+                    returned.update(self.entered)
             return None
         self.rounds += 1
-        told.update({**state, "rounds": self.rounds} if state else {})
-        self.entered, self._given = {}, 0
+        if state:
+            returned.update({**state, "rounds": self.rounds})
+        self.entered = {}
+        self._read = 0
         self._begins_round = True
         batch = self._next()
         if batch is _END:
@@ -320,40 +347,39 @@ class _Source:
             )
         return batch
 
-    def place(self) -> dict[str, Any]:
+    def record(self) -> None:
+        """Records the position of the pass for :meth:`recorded_position`."""
+        self._begins_round = False
+        self._recorded = (self.rounds, self.entered, self._read, self._drawn)
+
+    def recorded_position(self) -> dict[str, Any]:
+        """Returns the position at the last :meth:`record`; for a loader that keeps its own position, the present one."""
+        rounds, entered, read, drawn = self._recorded
+        if self.ended and not self._cycles and (rounds or not continues_after_limit(self.loader)):
+            return self.entered  # after the end, as reaching it may consume random numbers
+        if self._begins_round and not continues_after_limit(self.loader):
+            # The order of the round is drawn: a run that resumes before its first batch must not draw another.
+            position = {"rounds": self.rounds, **position_of(self.loader, {}, 0), BEGUN: True}
+            drawn = self._drawn
+        else:
+            position = {"rounds": rounds, **position_of(self.loader, entered, read)}
+        if drawn:
+            position["drawn"] = drawn
+        return position
+
+    def position(self) -> dict[str, Any]:
         """Returns the position of the pass."""
         if self.ended and not self._cycles:
             return self.entered
-        if not self._told:
-            self.note()
-            self._told = self.place_before()
-        return self._told
-
-    def note(self) -> None:
-        """Records the position of the pass for :meth:`place_before`."""
-        self._begins_round = False
-        self._before = self.rounds, self.entered, self._given, self._drawn
-
-    def place_before(self) -> dict[str, Any]:
-        """Returns the position at the last :meth:`note`; for a loader that keeps its own position, the present one."""
-        rounds, entered, given, drawn = self._before
-        if self.ended and not self._cycles and (rounds or not goes_on_behind_a_pass(self.loader)):
-            return self.entered  # after the end, as reaching it may consume random numbers
-        if self._begins_round and not goes_on_behind_a_pass(self.loader):
-            # The order of the round is drawn: a run that resumes before its first batch must not draw another.
-            place = {"rounds": self.rounds, **place_of(self.loader, {}, 0), BEGUN: True}
-            return {**place, **({"drawn": self._drawn} if self._drawn else {})}
-        return {"rounds": rounds, **place_of(self.loader, entered, given), **({"drawn": drawn} if drawn else {})}
+        if not self._returned:
+            self.record()
+            self._returned = self.recorded_position()
+        return self._returned
 
     def close(self) -> None:
         """Releases the loader's iterator and ends its workers, unless they are persistent."""
         end_workers(self.loader, self._batches)
         self._batches = None
-
-    def _choose_order(self) -> None:
-        sampler = own_sampler(self.loader)
-        if sampler is not None and self.rounds:
-            sampler.set_epoch(self._epoch + self.rounds * _PASS)
 
 
 def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
@@ -374,20 +400,6 @@ def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
     return loaders
 
 
-def leaves_of(loader: Any) -> list[Any]:
-    """Returns the flattened loaders of a CombinedLoader; for any other loader, a list of only that loader."""
-    return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
-
-
-def _is_within(member: Any, mode: str) -> bool:
-    """Whether ``member`` is a nested collection of loaders combined by ``mode``."""
-    return isinstance(member, CombinedLoader) and member.mode == mode
-
-
-def _leaves(member: Any, mode: str) -> list[Any]:
-    return member.flattened if _is_within(member, mode) else [member]
-
-
 def _is_loader(member: Any) -> bool:
     """Whether ``member`` is a loader or a collection of only loaders; arrays, tensors and batch classes are not."""
     if isinstance(member, DataLoader | CombinedLoader):
@@ -398,6 +410,11 @@ def _is_loader(member: Any) -> bool:
     # Arrays, tensors and batch classes (which have .to) are iterable too, but are batches.
     computed = isinstance(member, str | bytes | Mapping) or hasattr(member, "__array__") or hasattr(member, "to")
     return hasattr(member, "__iter__") and not computed
+
+
+def leaves_of(loader: Any) -> list[Any]:
+    """Returns the flattened loaders of a CombinedLoader; for any other loader, a list of only that loader."""
+    return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
 
 
 def exact_length(loader: Any) -> int | float:

@@ -57,7 +57,7 @@ class DataModule(HyperparametersMixin):
         2
         """
         accepted = inspect.signature(cls).parameters
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
         if not takes_any:
             own = [name for name in inspect.signature(cls.from_datasets).parameters if name != "datamodule_kwargs"]
             refuse_others(f"{cls.__name__}.from_datasets", datamodule_kwargs, [*own, *accepted])
@@ -65,8 +65,8 @@ class DataModule(HyperparametersMixin):
             if takes_any or name in accepted:
                 datamodule_kwargs.setdefault(name, value)
         data = cls(**datamodule_kwargs)
-        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
-        for kind, datasets in given.items():
+        of_kinds = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for kind, datasets in of_kinds.items():
             if datasets is not None:
                 loaders = partial(_loaders, datasets, kind == "train", batch_size, num_workers)
                 setattr(data, f"{kind}_dataloader", loaders)
@@ -150,9 +150,9 @@ def _loaders(datasets: Any, shuffle: bool, batch_size: int, num_workers: int) ->
     """Returns a loader for a dataset, or a dict or list of loaders for several."""
     datasets = own_containers(datasets)
     if isinstance(datasets, dict):
-        return {name: _loaders(one, shuffle, batch_size, num_workers) for name, one in datasets.items()}
+        return {name: _loaders(dataset, shuffle, batch_size, num_workers) for name, dataset in datasets.items()}
     if isinstance(datasets, list | tuple):
-        return [_loaders(one, shuffle, batch_size, num_workers) for one in datasets]
+        return [_loaders(dataset, shuffle, batch_size, num_workers) for dataset in datasets]
     shuffle = shuffle and not isinstance(datasets, IterableDataset)
     options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
     return DataLoader(datasets, batch_size=batch_size, shuffle=shuffle, **options)

@@ -1,4 +1,7 @@
-"""Reads batches from the loader, prepares them and hands them to the step."""
+"""Reads batches from the loader, prepares them and hands them to the step; keeps the position that a checkpoint stores.
+
+In the order of the file: what a run asks of a :class:`Feed`, one pass from its opening to its end, and the resume point.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ from fabricamp.data.lengths import known_length
 from fabricamp.data.position import (
     BEGUN,
     as_saved,
-    batches_behind,
+    batches_before,
     begin,
+    continues_after_limit,
     draws_of,
     draws_while_reading,
     end_workers,
     enter,
     generators_of,
-    goes_on_behind_a_pass,
     is_read_past,
     is_stateful,
     isolate,
     own_sampler,
-    place_of,
+    position_of,
     restore,
     restore_states,
     states_of,
@@ -76,62 +79,71 @@ class Feed:
         self.last = False
         self.limit = limit
         self._loader = loader
-        self._members: list[Any] = loader.members if isinstance(loader, CombinedLoader) else [loader]
+        self._combined = loader if isinstance(loader, CombinedLoader) else None
+        self._members: list[Any] = [loader] if self._combined is None else self._combined.members
         self._prepare = prepare
         self._finish = finish
         self._device = device or torch.device("cpu")
         self._prefetch = prefetch
         self._hooked = hooked
-        self._running: Generator[Any, None, None] | None = None
-        self._resume: dict[str, Any] | None = None  # the resume point of the next pass, until that pass begins
-        self._source: Any = None
-        self._entered: list[dict[str, Any]] = []
-        self._behind = self._given = 0
-        self._begun: dict[str, Any] = {}
-        # Positions before the first batch of a pass that began in this process; set when that batch is read.
-        self._first_places: list[dict[str, Any]] = []
-        # Prefetched batches, each with the position before it; then the exception that ended the reading.
-        self._queue: deque[tuple[Any, dict[str, Any]]] = deque()
-        self._failure: Exception | None = None
-        self._again = begun
-        self._whole: float = math.inf  # number of batches of the pass, known when the last one is handed out
-        self._loaded: dict[str, Any] | None = None
-        # Whether the resume point is after the last batch of a pass, and whether the pass ends with the loader, not at a limit.
-        self._over = self._to_the_end = False
-        self._out: dict[str, Any] = {}  # position before the batch in the step; empty if not recorded
-        # A stream can continue in the next pass after a limit ended one: the position before the last batch is recorded, that of
-        # this process in _ended, that of the checkpoint in _ended_before.
-        self._notes_end = any(map(goes_on_behind_a_pass, self._members))
-        self._leaves = self._notes_end and isinstance(loader, CombinedLoader)  # a pass may stop within some streams
-        self._ended = self._ended_before = None  # type: dict[str, Any] | None
+
+        # What the loader needs for an exact resume.
+        self._continues = any(map(continues_after_limit, self._members))
+        # Whether reading a batch may consume random numbers of this process.
         self._draws = (hooked and prefetch > 0) or any(map(draws_while_reading, self._members))
-        self._marks = self._draws or isinstance(loader, CombinedLoader)
-        self.counts_alone = not self._marks
+        self.counts_alone = not self._draws and self._combined is None
         """Whether the number of finished batches determines the position of a pass, however many batches are prefetched."""
         self.hooks_between = finish is not None or (hooked and not prefetch)
         """Whether hooks of the user run on a batch between the previous step and its own."""
-        self._ends_by_drawing = False
+
+        # The pass.
+        self._running: Generator[Any, None, None] | None = None
+        self._source: Any = None  # the loader's iterator
+        self._entered: list[dict[str, Any]] = []  # each loader's position at which the pass began
+        self._skipped = 0  # number of batches before that position
+        # RNG states before the loader was opened: a resumed pass opens it, and reads past batches, from these.
+        self._at_opening: dict[str, Any] = {}
+        # Positions before the first batch of a pass that began in this process; set when that batch is read.
+        self._first_positions: list[dict[str, Any]] = []
+        # Batches read ahead, each with the snapshot before it (empty if none is needed), and the snapshot before the batch that is
+        # in the step.  Then the exception that ended the reading, which is raised where its batch would come.
+        self._queue: deque[tuple[Any, dict[str, Any]]] = deque()
+        self._in_step: dict[str, Any] = {}
+        self._failure: Exception | None = None
+        # Number of batches handed out; without reading ahead only set with the last batch, as counting costs time.
+        self._handed_out: float = math.inf
+        self._ends_with_loader = False  # not at a limit
+        # Snapshot before the last batch of a pass that a limit ended: the next pass continues there.  (_loaded has the resumed
+        # run's.)
+        self._limit_snapshot: dict[str, Any] | None = None
+
+        # Resuming.
+        self._has_begun = begun  # a pass, in this or in an earlier process
+        self._loaded: dict[str, Any] | None = None  # the loaded resume point, until a pass opens the loader
+        self._resume: dict[str, Any] | None = None  # where the next pass begins, if not at the beginning
+        self._resumed_at_end = False  # the resume point is after the last batch of a pass
 
     def __iter__(self) -> Iterator[Any]:
-        return self.behind(0)
+        return self.starting_at(0)
 
-    def behind(self, count: int) -> Iterator[Any]:
+    def starting_at(self, count: int) -> Iterator[Any]:
         """Returns a pass without its first ``count`` batches, which are skipped unread if fabricamp draws the order, else read."""
         self.close()
         self.last = False
-        # Cleared here, not in _begin: the loader is opened at the first batch, and a checkpoint may be written before that.
-        self._first_places = []
-        if self._over:  # resumed after the last batch
-            self._over = False
+        # Cleared here, not in _open: the loader is opened at the first batch, and a checkpoint may be written before that.
+        self._first_positions = []
+        if self._resumed_at_end:
+            self._resumed_at_end = False
             return iter(())
-        self._resume = self._resume or ({"batches": count} if count else None)
-        self._behind = count
+        if self._resume is None and count:
+            self._resume = {"batches": count}
+        self._skipped = count
         self._running = self._run()
         return self._running
 
     def watch(self, reading: Callable[[], AbstractContextManager[Any]]) -> None:
         """Makes later passes read each batch within a context of ``reading``."""
-        behind = self.behind
+        starting_at = self.starting_at
 
         def watched(batches: Iterator[Any]) -> Iterator[Any]:
             while True:
@@ -141,16 +153,17 @@ class Feed:
                     return
                 yield batch
 
-        self.behind = lambda count: watched(behind(count))  # type: ignore[method-assign]  # of this instance
+        self.starting_at = lambda count: watched(starting_at(count))  # type: ignore[method-assign]  # of this instance
 
     def finish(self) -> None:
         """Exhausts the loader after the last batch, if its sampler consumes random numbers there, as a full loop would."""
-        if self._ends_by_drawing and self.last:
+        draws_at_end = self._source is not None and own_sampler(self._loader) is not None
+        if self.last and draws_at_end and exact_length(self._loader) <= self.limit:
             next(self._source, None)
 
     def is_over(self, batches: int) -> bool:
         """Whether ``batches`` is the number of all batches of the pass; False while the last batch is out but not done."""
-        return batches > 0 and self.last and batches >= self._whole
+        return batches > 0 and self.last and batches >= self._handed_out
 
     def close(self) -> None:
         """Ends the pass and releases the loader's iterator and workers (persistent workers wait for the next pass)."""
@@ -161,260 +174,171 @@ class Feed:
     @property
     def length(self) -> int | float:
         """The number of batches in a full pass; inf if the loader has no exact length."""
-        return min(whole, self.limit) if (whole := exact_length(self._loader)) < math.inf else whole
+        whole = exact_length(self._loader)
+        return min(whole, self.limit) if whole < math.inf else whole
 
     @property
     def read_past(self) -> list[str]:
         """The type names of loaders that a resumed pass has to read from the beginning."""
         return [type(member).__name__ for member in self._members if is_read_past(member)]
 
-    def state_dict(self, batches: int, *, within: bool = False) -> dict[str, Any]:
-        """Returns the resume point after ``batches`` batches of the pass, on this rank.
-
-        0 batches: the resume point is between two passes; with ``within``, it is in the pass whose order is drawn and whose first
-        batch is out.
-        """
-        if self._loaded is not None and batches:
-            return self._loaded
-        state: dict[str, Any] = {"batches": batches, "generators": states_of(generators_of(self._members))}
-        samplers = map(own_sampler, self._members)
-        orders = [None if one is None else one.order.state_dict() for one in samplers]
-        state |= {"orders": orders, "again": self._again}
-        over = self.is_over(batches)
-        if within and batches == 0 and self._first_places:
-            return {**state, "places": self._first_places, "begun": self._begun, "last": False}
-        ended = self._ended_before if self._ended is None else as_saved(self._ended)
-        state |= {"ended": ended} if ended and (batches == 0 or batches >= self._whole) else {}
-        if over or batches == 0:
-            # The state of an exhausted stream may also say how its next pass begins.
-            places = [place_of(member, {}, 0) for member in self._members] if self._to_the_end else []
-            if self._resume is not None:
-                places = self._resume["places"]
-            return {**state, "places": places, "last": over}
-        begun = [self._out] if batches < self._whole else []  # the batch in the step; a resumed run starts it again
-        marks = [as_saved(mark) for mark in (*begun, *(mark for _, mark in self._queue)) if mark]
-        ahead = marks[0] if marks else {"places": self._places(batches - self._behind)}
-        drawn = [mark["drawn"] for mark in marks[1:]]
-        return {**state, **ahead, "drawn_ahead": drawn, "begun": self._begun, "last": False}
-
-    def load_state_dict(self, state: dict[str, Any]) -> int:
-        """Makes the next pass begin at ``state``; returns the number of batches before it, in this run's batch size."""
-        restore_states(generators_of(self._members), state["generators"])
-        places, batches = state["places"], int(state["batches"])
-        if places and len(places) != len(self._members):
-            raise CheckpointError(
-                f"the checkpoint was written in an epoch over {len(places)} loaders, and this run has {len(self._members)}; "
-                "give the same ones, or a checkpoint from the end of an epoch"
-            )
-        self.last = self._over = bool(state["last"])
-        self._loaded, self._again = state, bool(state.get("again", True))
-        self._ended_before = state.get("ended")
-        self._choose_orders(state.get("orders"), places)
-        if self.last:
-            self._resume, self._to_the_end = {"batches": 0, "places": places} if places else None, bool(places)
-            whole = exact_length(self._loader)
-            self._whole = batches if whole == math.inf else int(min(whole, self.limit))
-            return self._whole
-        self._resume = state if places else None
-        if batches and isinstance(self._loader, CombinedLoader):
-            return self._loader.batches_behind(places)
-        return batches_behind(self._loader, places[0]) if batches else 0
-
-    def _choose_orders(self, orders: list[Any] | None, places: list[dict[str, Any]]) -> None:
-        """Continues with the sample orders of the resumed run; ``orders`` is None for a checkpoint that does not store them."""
-        for member, order, place in itertools.zip_longest(self._members, orders or (), places):
-            sampler = own_sampler(member)
-            if sampler is None:
-                continue
-            if orders is None:
-                sampler.go_on_as_before()
-            elif order is not None:
-                sampler.go_on(order, draws_of(place or {}))
+    # -- one pass ----------------------------------------------------------------------------------------------------------------
 
     def _run(self) -> Generator[Any, None, None]:
         announced = exact_length(self._loader)
-        self._ends_by_drawing = announced <= self.limit and own_sampler(self._loader) is not None
-        total = min(announced, self.limit) - self._behind
+        total = min(announced, self.limit) - self._skipped
         if total <= 0:
             self._resume = None
             return
-        counts = announced < math.inf
+        counted = announced < math.inf
         try:
             if self._prefetch:
-                yield from self._prefetched(total, exactly=counts)
-                return
-            batches = self._begin(total, exactly=counts, ahead=0 if counts else 1)
-            if counts:  # nothing is read ahead: map and islice, without another Python generator per batch
+                yield from self._prefetched(total, counted=counted)
+            elif not counted:
+                yield from self._one_ahead(total)
+            else:
+                # Nothing is read ahead.  map and islice hand out batches without another Python generator.
+                batches = self._open(total, counted=True, ahead=0)
                 for function in (self._prepare, self._finish):
                     batches = batches if function is None else map(function, batches)
                 yield from itertools.islice(batches, int(total) - 1)
                 batch = next(batches)
-                self.last, self._whole = True, self._behind + total
+                self.last = True
+                self._handed_out = self._skipped + total
                 yield batch
-            else:
-                yield from self._looked_ahead(batches)
         finally:
             self.last = False
             self._end()
 
-    def _begin(
-        self, total: float, *, exactly: bool, ahead: int, prepare: Callable[[Any], Any] | None = None
+    def _prefetched(self, total: float, *, counted: bool) -> Iterator[Any]:
+        """Yields batches that were prepared ahead of their steps."""
+        staging = Staging(self._device, self._prepare, hooked=self._hooked)
+        batches = self._open(total, counted=counted, ahead=self._prefetch, prepare=staging.put)
+        for number, (staged, last) in enumerate(self._read_ahead(batches, self._prefetch), self._skipped + 1):
+            ready = staging.take(staged)
+            batch = ready if self._finish is None else self._finish(ready)
+            del ready
+            self.last = last
+            self._handed_out = number
+            yield batch
+
+    def _one_ahead(self, total: float) -> Iterator[Any]:
+        """Yields batches of a loader without an exact length: the next batch is read, unprepared, to know which is the last."""
+        batches = self._open(total, counted=False, ahead=1)
+        for number, (raw, last) in enumerate(self._read_ahead(batches, 1), self._skipped + 1):
+            batch = raw
+            for function in (self._prepare, self._finish):
+                batch = batch if function is None else function(batch)
+            self.last = last
+            self._handed_out = number
+            yield batch
+
+    def _open(
+        self, total: float, *, counted: bool, ahead: int, prepare: Callable[[Any], Any] | None = None
     ) -> Iterator[Any]:
         """Opens the loader and returns its batches, prepared by ``prepare``.
 
         A resumed pass leaves every generator as it is: an uninterrupted run consumed the RNG draws of opening, skipped and
         prefetched batches before, so a resumed run must not consume them again.
         """
-        resume, self._resume, self._loaded = self._resume or {}, None, None
-        self._queue, self._failure = deque(), None
-        self._given, self._to_the_end = 0, total == math.inf
+        resume = self._resume or {}
+        ended = (self._loaded or {}).get("ended")
+        self._resume = None
+        self._loaded = None
+        self._limit_snapshot = None
+        self._queue = deque()
+        self._failure = None
+        self._ends_with_loader = total == math.inf
         generators = generators_of(self._members)
-        ended, self._ended, self._ended_before = self._ended_before, None, None
-        if ended and self._notes_end and len(ended["places"]) == len(self._members):
+        if ended and self._continues and len(ended["places"]) == len(self._members):
             self._end_again(ended, generators)
-        if not resume.get("batches") and not any(place.get(BEGUN) for place in resume.get("places", ())):
+
+        within_pass = resume.get("batches") or any(position.get(BEGUN) for position in resume.get("places", ()))
+        if not within_pass:
             rng = capture_rng() if any(map(is_read_past, self._members)) else None
-            self._begun = {"rng": rng, "generators": states_of(generators), "again": self._again}
+            self._at_opening = {"rng": rng, "generators": states_of(generators), "again": self._has_begun}
             self._source = self._enter(resume)
-            return self._taken(total, exactly=exactly, prepare=prepare)
-        self._begun = resume.get("begun", {})
+            return self._checked(total, counted=counted, prepare=prepare)
+
+        self._at_opening = resume.get("begun", {})
         # As in that run, so that the skipped batches consume the same random numbers.
-        self._again = self._begun.get("again", self._again)
+        self._has_begun = self._at_opening.get("again", self._has_begun)
         with isolate(generators):
-            restore(self._begun, generators)
+            restore(self._at_opening, generators)
             self._source = self._enter(resume)
-            batches = self._taken(total, exactly=exactly, prepare=prepare)
-            if not ahead and not resume.get("batches"):
-                return itertools.chain(list(itertools.islice(batches, 1)), batches)  # reading a batch draws the order
-            if not ahead:
-                return batches
-            for drawn in (resume.get("drawn") or {}, *resume.get("drawn_ahead", ())):
-                restore(drawn, generators)
-                self._read(batches)
+            batches = self._checked(total, counted=counted, prepare=prepare)
+            if ahead:
+                # The batches that the run had read ahead are read again, each from the RNG states of that time.
+                for read, drawn in enumerate((resume.get("drawn") or {}, *resume.get("drawn_ahead", ()))):
+                    restore(drawn, generators)
+                    self._read(batches, read)
+            elif not resume.get("batches"):
+                # Reading the first batch draws the order.
+                return itertools.chain(list(itertools.islice(batches, 1)), batches)
             return batches
 
     def _end_again(self, ended: dict[str, Any], generators: list[torch.Generator]) -> None:
         """Repeats the end of a pass that a limit ended in the resumed run, so that the next pass can continue after it."""
         with isolate(generators):
-            combined = isinstance(self._loader, CombinedLoader)
-            self._source = self._loader.stopped(ended["places"]) if combined else self._enter(ended)
+            if self._combined is None:
+                self._source = self._enter(ended)
+            else:
+                self._source = self._combined.stopped(ended["places"])
             restore(ended["drawn"], generators)
             next(iter(self._source), None)
             self._end()
 
-    def _end(self) -> None:
-        """Drops the prefetched batches but keeps their positions; releases the loader's iterator and ends its workers."""
-        self._queue = deque((_END, mark) for _, mark in self._queue)
-        if isinstance(self._source, CombinedPass):
-            self._source.close()
-        else:
-            end_workers(self._loader, self._source)
-            self._source = None
-
     def _enter(self, resume: dict[str, Any]) -> Any:
-        """Begins a pass at the ``places`` of ``resume``, or after its number of ``batches``."""
-        self._entered = resume.get("places") or [{"batches": resume.get("batches", 0)} for _ in self._members]
-        again, self._again = self._again, True
-        if isinstance(self._loader, CombinedLoader):
-            self._loader.again = again
-            if not resume.get("places"):
-                return without_first(self._loader.batches(), resume.get("batches", 0))
-            return self._loader.behind(self._entered)
-        unread = enter(self._loader, self._entered[0]) if resume else 0
-        return without_first(begin(self._loader, again=again), unread)
+        """Begins a pass at the positions of ``resume``, or after its number of ``batches``."""
+        batches = resume.get("batches", 0)
+        self._entered = resume.get("places") or [{"batches": batches} for _ in self._members]
+        again = self._has_begun
+        self._has_begun = True
+        if self._combined is None:
+            unread = enter(self._loader, self._entered[0]) if resume else 0
+            return without_first(begin(self._loader, again=again), unread)
+        self._combined.again = again
+        if resume.get("places"):
+            return self._combined.starting_at(self._entered)
+        return without_first(self._combined.batches(), batches)
 
-    def _places(self, given: int) -> list[dict[str, Any]]:
-        if isinstance(self._loader, CombinedLoader):
-            return list(self._source.places(given)) if self._source is not None else self._entered
-        return [place_of(self._loader, self._entered[0], given)]
-
-    def _mark(self, given: int) -> dict[str, Any]:
-        """Returns the position after ``given`` batches with the generators' states; a resumed pass reads the next batch again."""
-        drawn = {"rng": snapshot_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
-        return {"places": self._places(given), "drawn": drawn}
-
-    def _looked_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields batches of a loader without an exact length; reads the next batch, unprepared, before it yields one."""
-        for number, (raw, last) in enumerate(self._look_ahead(batches, 1), self._behind + 1):
-            batch = raw
-            for function in (self._prepare, self._finish):
-                batch = batch if function is None else function(batch)
-            self.last, self._whole = last, number
-            yield batch
-
-    def _prefetched(self, total: float, *, exactly: bool) -> Iterator[Any]:
-        """Yields batches that were prepared ahead of their steps."""
-        staging = Staging(self._device, self._prepare, hooked=self._hooked)
-        batches = self._begin(total, exactly=exactly, ahead=self._prefetch, prepare=staging.put)
-        for number, (staged, last) in enumerate(self._look_ahead(batches, self._prefetch), self._behind + 1):
-            ready = staging.take(staged)
-            batch = ready if self._finish is None else self._finish(ready)
-            del ready
-            self.last, self._whole = last, number
-            yield batch
-
-    def _look_ahead(self, batches: Iterator[Any], ahead: int) -> Iterator[tuple[Any, bool]]:
-        """Yields (batch, whether it is the last), reading ``ahead`` batches ahead; raises an error in place of its batch."""
-        queue = self._queue
-        if not queue:
-            self._read(batches)
-        while True:
-            while queue[-1][0] is not _END and len(queue) <= ahead:
-                self._read(batches)
-            batch, self._out = queue.popleft()
-            if batch is _END:
-                break
-            yield batch, queue[0][0] is _END and self._failure is None
-            del batch
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _read(self, batches: Iterator[Any]) -> None:
-        """Reads one batch into the queue, with the position before it if the count alone does not determine that."""
-        self._given += bool(self._queue)
-        mark = self._mark(self._given) if self._marks and self._queue else {}
-        try:
-            batch = next(batches, _END)
-        except Exception as error:  # noqa: BLE001 - raised where the batch would come
-            self._failure, batch = error, _END
-        if batch is _END and self._to_the_end and self._leaves and self._failure is None:
-            self._ended, self._to_the_end = mark, False
-        self._queue.append((batch, mark))
-
-    def _taken(self, total: float, *, exactly: bool, prepare: Callable[[Any], Any] | None) -> Iterator[Any]:
+    def _checked(self, total: float, *, counted: bool, prepare: Callable[[Any], Any] | None) -> Iterator[Any]:
         """Returns at most ``total`` batches; raises if fewer come than ``len()`` announced, or if the iterator is used up."""
-        counter = itertools.count()
-        source = self._source if total == math.inf else itertools.islice(self._source, int(total))
-        if total < math.inf and self._notes_end:
-            source = itertools.chain(itertools.islice(self._source, int(total) - 1), self._last(int(total) - 1))
-        if self._behind == 0 and not self._notes_end and not any(map(is_stateful, self._members)):
+        source = self._source
+        if total < math.inf:
+            source = itertools.islice(self._source, int(total))
+            if self._continues:
+                before_last = int(total) - 1
+                source = itertools.chain(itertools.islice(self._source, before_last), self._last_of_limit(before_last))
+        if self._skipped == 0 and not self._continues and not any(map(is_stateful, self._members)):
             source = itertools.chain(self._first_of(source), source)
-        numbered = zip(source, counter, strict=False)
-        batches = map(operator.itemgetter(0), numbered)
-        return itertools.chain(
-            batches if prepare is None else map(prepare, batches),
-            self._nothing_but_checks(counter, total if exactly else 0),
-        )
+        # zip counts the batches without a Python function per batch.
+        counter = itertools.count()
+        batches = map(operator.itemgetter(0), zip(source, counter, strict=False))
+        if prepare is not None:
+            batches = map(prepare, batches)
+        return itertools.chain(batches, self._check_count(counter, total if counted else 0))
 
     def _first_of(self, source: Iterator[Any]) -> Iterator[Any]:
         """Yields the first batch of a pass; records the position before it, with the RNG draws of the pass's order."""
         for batch in itertools.islice(source, 1):  # reading the first batch draws the order
-            if isinstance(self._loader, CombinedLoader):
-                self._first_places = list(self._source.places(0))
+            if self._combined is None:
+                self._first_positions = [{**position_of(self._loader, self._entered[0], 0), BEGUN: True}]
             else:
-                self._first_places = [{**place_of(self._loader, self._entered[0], 0), BEGUN: True}]
+                self._first_positions = list(self._source.positions(0))
             yield batch
 
-    def _last(self, given: int) -> Iterator[Any]:
+    def _last_of_limit(self, read: int) -> Iterator[Any]:
         """Yields the last batch of a pass that a limit ends; nothing if the loader is already exhausted."""
-        self._ended = self._mark(given)
-        if (batch := next(self._source, _END)) is not _END:
+        self._limit_snapshot = self._snapshot(read)
+        batch = next(self._source, _END)
+        if batch is not _END:
             yield batch
-        elif not self._leaves:
-            self._ended, self._to_the_end = None, True
+        elif self._combined is None:
+            self._limit_snapshot = None
+            self._ends_with_loader = True
 
-    def _nothing_but_checks(self, counter: Iterator[int], announced: float) -> Iterator[Any]:
+    def _check_count(self, counter: Iterator[int], announced: float) -> Iterator[Any]:
         """Yields no batch; checks after the last one how many there were."""
         count = next(counter)
         if count < announced:
@@ -428,3 +352,140 @@ class Feed:
                 "pass a DataLoader, a list or another object that every epoch can iterate anew"
             )
         yield from ()
+
+    def _read_ahead(self, batches: Iterator[Any], ahead: int) -> Iterator[tuple[Any, bool]]:
+        """Yields (batch, whether it is the last), reading ``ahead`` batches ahead; raises an error in place of its batch."""
+        queue = self._queue
+        read = len(queue)  # a resumed pass has read batches in _open
+        if not queue:
+            self._read(batches, read)
+            read += 1
+        while True:
+            while queue[-1][0] is not _END and len(queue) <= ahead:
+                self._read(batches, read)
+                read += 1
+            batch, self._in_step = queue.popleft()
+            if batch is _END:
+                break
+            yield batch, queue[0][0] is _END and self._failure is None
+            del batch
+        failure = self._failure
+        self._failure = None
+        if failure is not None:
+            raise failure
+
+    def _read(self, batches: Iterator[Any], read: int) -> None:
+        """Reads one batch into the queue, with the snapshot after the ``read`` batches before it, unless a count is enough."""
+        # The first batch needs none: the position before it is the one that the pass was entered at.
+        snapshot = self._snapshot(read) if read and not self.counts_alone else {}
+        try:
+            batch = next(batches, _END)
+        except Exception as error:  # noqa: BLE001 - raised where the batch would come
+            batch = _END
+            self._failure = error
+        exhausted = batch is _END and self._failure is None
+        if exhausted and self._ends_with_loader and self._continues and self._combined is not None:
+            # A pass over several loaders may end within some of their streams, and the next pass continues there.
+            self._limit_snapshot = snapshot
+            self._ends_with_loader = False
+        self._queue.append((batch, snapshot))
+
+    def _end(self) -> None:
+        """Drops the prefetched batches but keeps their snapshots; releases the loader's iterator and ends its workers."""
+        self._queue = deque((_END, snapshot) for _, snapshot in self._queue)
+        if isinstance(self._source, CombinedPass):
+            self._source.close()
+        else:
+            end_workers(self._loader, self._source)
+            self._source = None
+
+    # -- the resume point --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, batches: int, *, within: bool = False) -> dict[str, Any]:
+        """Returns the resume point after ``batches`` batches of the pass, on this rank.
+
+        0 batches: the resume point is between two passes; with ``within``, it is in the pass whose order is drawn and whose first
+        batch is out.
+        """
+        if self._loaded is not None and batches:
+            return self._loaded
+        samplers = map(own_sampler, self._members)
+        state: dict[str, Any] = {
+            "batches": batches,
+            "generators": states_of(generators_of(self._members)),
+            "orders": [None if sampler is None else sampler.order.state_dict() for sampler in samplers],
+            "again": self._has_begun,
+        }
+        if within and batches == 0 and self._first_positions:
+            return {**state, "places": self._first_positions, "begun": self._at_opening, "last": False}
+        if batches == 0 or batches >= self._handed_out:
+            if self._limit_snapshot is not None:
+                state["ended"] = as_saved(self._limit_snapshot)
+            elif self._loaded is not None and self._loaded.get("ended"):
+                state["ended"] = self._loaded["ended"]
+        over = self.is_over(batches)
+        if over or batches == 0:
+            if self._resume is not None:
+                positions = self._resume["places"]
+            elif self._ends_with_loader:
+                # The state of an exhausted stream may also say how its next pass begins.
+                positions = [position_of(member, {}, 0) for member in self._members]
+            else:
+                positions = []
+            return {**state, "places": positions, "last": over}
+        ahead = [snapshot for _, snapshot in self._queue]
+        if batches < self._handed_out:
+            ahead.insert(0, self._in_step)  # that batch is not done: a resumed run starts with it
+        snapshots = [as_saved(snapshot) for snapshot in ahead if snapshot]
+        first = snapshots[0] if snapshots else {"places": self._positions(batches - self._skipped)}
+        drawn_ahead = [snapshot["drawn"] for snapshot in snapshots[1:]]
+        return {**state, **first, "drawn_ahead": drawn_ahead, "begun": self._at_opening, "last": False}
+
+    def _snapshot(self, read: int) -> dict[str, Any]:
+        """Returns the positions after ``read`` batches with the generators' states, from which the next one is read again."""
+        drawn = {"rng": snapshot_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
+        return {"places": self._positions(read), "drawn": drawn}
+
+    def _positions(self, read: int) -> list[dict[str, Any]]:
+        if self._combined is None:
+            return [position_of(self._loader, self._entered[0], read)]
+        return self._entered if self._source is None else list(self._source.positions(read))
+
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Makes the next pass begin at ``state``; returns the number of batches before it, in this run's batch size."""
+        restore_states(generators_of(self._members), state["generators"])
+        positions = state["places"]
+        batches = int(state["batches"])
+        if positions and len(positions) != len(self._members):
+            raise CheckpointError(
+                f"the checkpoint was written in an epoch over {len(positions)} loaders, and this run has {len(self._members)}; "
+                "give the same ones, or a checkpoint from the end of an epoch"
+            )
+        self.last = bool(state["last"])
+        self._resumed_at_end = self.last
+        self._loaded = state
+        self._has_begun = bool(state.get("again", True))
+        self._choose_orders(state.get("orders"), positions)
+        if self.last:
+            self._resume = {"batches": 0, "places": positions} if positions else None
+            self._ends_with_loader = bool(positions)
+            whole = exact_length(self._loader)
+            self._handed_out = batches if whole == math.inf else int(min(whole, self.limit))
+            return self._handed_out
+        self._resume = state if positions else None
+        if not batches:
+            return 0
+        if self._combined is not None:
+            return self._combined.batches_before(positions)
+        return batches_before(self._loader, positions[0])
+
+    def _choose_orders(self, orders: list[Any] | None, positions: list[dict[str, Any]]) -> None:
+        """Continues with the sample orders of the resumed run; ``orders`` is None for a checkpoint that does not store them."""
+        for member, order, position in itertools.zip_longest(self._members, orders or (), positions):
+            sampler = own_sampler(member)
+            if sampler is None:
+                continue
+            if orders is None:
+                sampler.resume_without_state()
+            elif order is not None:
+                sampler.resume(order, draws_of(position or {}))

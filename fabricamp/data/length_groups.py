@@ -47,7 +47,7 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         drop_last: bool = False,
         seed: int = 0,
     ) -> None:
-        self.lengths = [int(one) for one in lengths]
+        self.lengths = [int(length) for length in lengths]
         self._check(batch_size, max_tokens, group)
         self.batch_size = batch_size
         self._max_tokens = max_tokens
@@ -59,12 +59,14 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         self._epoch = 0
         self.start = 0
         """Number of batches, of all ranks together, that the next iteration skips; ``len`` leaves them out until then, too."""
-        self.rank, self.num_replicas, self._even = 0, 1, False
+        self.rank = 0
+        self.num_replicas = 1
+        self._even = False
         self._planned: tuple[int, list[list[int]]] | None = None
 
     def _check(self, batch_size: int | None, max_tokens: int | None, group: int) -> None:
-        given = {"batch_size": batch_size, "max_tokens": max_tokens, "group": group}
-        for name, value in given.items():
+        sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "group": group}
+        for name, value in sizes.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"LengthGroups({name}={value!r}): give a whole number from 1")
         if (batch_size is None) == (max_tokens is None):
@@ -73,15 +75,17 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
                 "padded batch has at most"
             )
         if max_tokens is not None and self.lengths and max(self.lengths) > max_tokens:
-            place = self.lengths.index(max(self.lengths))
+            longest = self.lengths.index(max(self.lengths))
             raise ConfigError(
-                f"LengthGroups: sample {place} is {self.lengths[place]} long, more than max_tokens={max_tokens}; leave it out, cut "
-                "it, or allow more"
+                f"LengthGroups: sample {longest} is {self.lengths[longest]} long, more than max_tokens={max_tokens}; leave it out, "
+                "cut it, or allow more"
             )
 
     def share_out(self, rank: int, world_size: int, *, train: bool) -> None:
         """Sets this rank's share; called by the Trainer.  With ``train``, every rank gets the same number of batches."""
-        self.rank, self.num_replicas, self._even = rank, world_size, train
+        self.rank = rank
+        self.num_replicas = world_size
+        self._even = train
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration."""
@@ -91,33 +95,36 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
         return len(self._own())
 
     def __iter__(self) -> Iterator[list[int]]:
-        own, self.start = self._own(), 0
+        own = self._own()
+        self.start = 0
         return iter(own)
 
     def _own(self) -> list[list[int]]:
         """Returns this rank's batches; in training, the epoch's first batches are repeated until all ranks have equally many."""
         if self._planned is None or self._planned[0] != self._epoch:
-            self._planned = self._epoch, self._batches()
-        batches, ranks, start = self._planned[1], self.num_replicas, self.start
-        left = max(len(batches) - start, 0)
-        end = start + (-(-left // ranks) * ranks if self._even else left)
-        return list(itertools.islice(itertools.cycle(batches), start + self.rank, end, ranks))
+            self._planned = (self._epoch, self._batches())
+        batches = self._planned[1]
+        ranks = self.num_replicas
+        left = max(len(batches) - self.start, 0)
+        if self._even:
+            left = -(-left // ranks) * ranks  # rounded up
+        return list(itertools.islice(itertools.cycle(batches), self.start + self.rank, self.start + left, ranks))
 
     def _batches(self) -> list[list[int]]:
         count = len(self.lengths)
         generator = torch.Generator("cpu").manual_seed(self._seed + self._epoch)
         order = _permuted(count, generator) if self.shuffle else list(range(count))
-        samples = self._group * (
-            self.batch_size or max(1, (self._max_tokens or 1) * count // max(sum(self.lengths), 1))
-        )
+        # With max_tokens, the number of samples of a batch of average length.
+        batch_size = self.batch_size or max(1, (self._max_tokens or 1) * count // max(sum(self.lengths), 1))
+        samples = self._group * batch_size
         batches: list[list[int]] = []
         for first in range(0, count, samples):
             batches += self._cut(sorted(order[first : first + samples], key=self.lengths.__getitem__))
         if self._drop_last and self.batch_size is not None:
-            batches = [one for one in batches if len(one) == self.batch_size]
+            batches = [batch for batch in batches if len(batch) == self.batch_size]
         if not self.shuffle:
             return batches
-        return [batches[place] for place in _permuted(len(batches), generator)]
+        return [batches[index] for index in _permuted(len(batches), generator)]
 
     def _cut(self, samples: list[int]) -> Iterator[list[int]]:
         """Yields batches of ``samples``, which are sorted by length, shortest first."""
@@ -126,11 +133,12 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
                 yield samples[first : first + self.batch_size]
             return
         batch: list[int] = []
-        for one in samples:
-            if batch and (len(batch) + 1) * self.lengths[one] > (self._max_tokens or 0):
+        for sample in samples:
+            # Sorted by length, so this sample would be the longest: the others are padded to it.
+            if batch and (len(batch) + 1) * self.lengths[sample] > (self._max_tokens or 0):
                 yield batch
                 batch = []
-            batch.append(one)
+            batch.append(sample)
         if batch:
             yield batch
 

@@ -42,9 +42,9 @@ def known_length(loader: Any) -> int | float:
 def batch_sizes(loader: Any) -> list[int] | None:
     """Returns the batch size of each loader that ``loader`` is combined from; None if any of them is unknown."""
     sizes = []
-    for one in getattr(loader, "flattened", [loader]):
-        batch_sampler = getattr(one, "batch_sampler", None)
-        size = getattr(one if batch_sampler is None else batch_sampler, "batch_size", None)
+    for member in getattr(loader, "flattened", [loader]):
+        batch_sampler = getattr(member, "batch_sampler", None)
+        size = getattr(member if batch_sampler is None else batch_sampler, "batch_size", None)
         if type(size) is not int or size < 1:
             return None
         sizes.append(size)
@@ -108,9 +108,9 @@ def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: An
             "give each rank the same number of samples, or set a limit (int) that is at most the smallest number"
         )
     if any(rank_shared != shared for _, rank_shared in ranks):
-        found = ", ".join(f"rank {rank}: {_sharing(rank_shared)}" for rank, (_, rank_shared) in enumerate(ranks))
+        samples = ", ".join(f"rank {rank}: {_sharing(rank_shared)}" for rank, (_, rank_shared) in enumerate(ranks))
         raise DistributedError(
-            f"{name} cannot be shared out between the ranks: they have different datasets or seeds ({found}); "
+            f"{name} cannot be shared out between the ranks: they have different datasets or seeds ({samples}); "
             "give every rank the same dataset and seed_everything the same seed, "
             "or pass use_distributed_sampler=False where each has its own part"
         )

@@ -78,39 +78,50 @@ def wire_loader(
         ConfigError: with ``overfit``, for a loader that may shuffle and cannot be rebuilt; with ``per_sample_seed``, for a loader
             that is not rebuilt.
     """
-    options = {name: value for name, value in locals().items() if name != "loader"}
     if isinstance(loader, CombinedLoader):
+        options = {name: value for name, value in locals().items() if name != "loader"}
         return loader.map(functools.partial(wire_loader, **options))
-    place, places = (rank, world_size) if distributed_sampler else (0, 1)
+    # The rank and the number of ranks among which the samples are shared.
+    data_rank = rank if distributed_sampler else 0
+    data_ranks = world_size if distributed_sampler else 1
     sampler = _plain_sampler(loader)
     if sampler is None and overfit:
         sampler = _in_order(loader, overfit, speaks=rank == 0)
-    if sampler is None:
-        if per_sample_seed and train:
-            raise ConfigError(
-                f"per_sample_seed=True seeds the samples of a dataset with indices, and this loader is a {_kind(loader)}; pass "
-                "torch's DataLoader with its default sampler over such a dataset, or leave per_sample_seed out"
+    if sampler is not None:  # a DataLoader to rebuild
+        new_sampler: TrainSampler | EvalSampler
+        if train:
+            new_sampler = _train_sampler(
+                loader,
+                sampler,
+                data_rank,
+                data_ranks,
+                seed,
+                shuffle=not overfit,
+                tags=per_sample_seed,
+                at_once=at_once,
+                from_first=from_first if distributed_sampler else None,
             )
-        if isinstance(loader, ResidentLoader):
-            sharing = _resident_sampler(
-                loader, place, places, seed, train=train, shuffle=not overfit, in_batches=in_batches
-            )
-            return loader.shared_out(sharing, device)
-        shared = (getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None))
-        if part := next((one for one in shared if isinstance(one, Sharded | LengthGroups)), None):
-            part.share_out(place, places, train=train)
-        elif rank == 0:
-            unshared = world_size > 1 and distributed_sampler
-            _say_used_as_it_is(loader, unshared=unshared, overfit=overfit > 0, train=train)
-        return loader
-    if train:
-        common = from_first if distributed_sampler else None
-        options = {"shuffle": not overfit, "tags": per_sample_seed, "at_once": at_once, "from_first": common}
-        return _rebuilt(loader, _train_sampler(loader, sampler, place, places, seed, **options), rank, device)
-    if places == 1:
-        return loader
-    block = (loader.batch_size or 1) if in_batches else 1
-    return _rebuilt(loader, EvalSampler(len(loader.dataset), rank=place, world_size=places, block=block), rank, device)
+        elif data_ranks == 1:
+            return loader
+        else:
+            block = (loader.batch_size or 1) if in_batches else 1
+            new_sampler = EvalSampler(len(loader.dataset), rank=data_rank, world_size=data_ranks, block=block)
+        return _rebuilt(loader, new_sampler, rank, device)
+    if per_sample_seed and train:
+        raise ConfigError(
+            f"per_sample_seed=True seeds the samples of a dataset with indices, and this loader is a {_kind(loader)}; pass "
+            "torch's DataLoader with its default sampler over such a dataset, or leave per_sample_seed out"
+        )
+    if isinstance(loader, ResidentLoader):
+        resident_sampler = _resident_sampler(
+            loader, data_rank, data_ranks, seed, train=train, shuffle=not overfit, in_batches=in_batches
+        )
+        return loader.shared_out(resident_sampler, device)
+    is_shared = _share_out(loader, data_rank, data_ranks, train=train)
+    if not is_shared and rank == 0:
+        unshared = world_size > 1 and distributed_sampler
+        _say_used_as_it_is(loader, unshared=unshared, overfit=overfit > 0, train=train)
+    return loader
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
@@ -119,9 +130,9 @@ def set_epoch(loader: Any, epoch: int) -> None:
     parts = [loader, batch_sampler, getattr(batch_sampler, "sampler", None)]
     parts += [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
     for part in {id(part): part for part in parts}.values():
-        take = getattr(part, "set_epoch", None)
-        if callable(take):
-            take(epoch)
+        own_set_epoch = getattr(part, "set_epoch", None)
+        if callable(own_set_epoch):
+            own_set_epoch(epoch)
     if isinstance(loader, CombinedLoader):
         for member in loader.members:
             set_epoch(member, epoch)
@@ -138,19 +149,19 @@ def release_workers(loader: Any) -> None:
 
 def draw_a_pass(loader: Any) -> None:
     """Consumes the random numbers that the beginning of a pass consumes: torch's base seed of the workers, for each DataLoader."""
-    for one in leaves_of(loader):
-        if isinstance(one, DataLoader):
-            draw_seed(one)
+    for leaf in leaves_of(loader):
+        if isinstance(leaf, DataLoader):
+            draw_seed(leaf)
 
 
 def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
     """Returns the sampler to replace: torch's Random- or SequentialSampler over the complete dataset; None for any other."""
     if type(loader) is not DataLoader:
         return None
-    batches = loader.batch_sampler
-    if batches is not None and type(batches) is not BatchSampler:
+    batch_sampler = loader.batch_sampler
+    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         return None
-    sampler: Any = loader.sampler if batches is None else batches.sampler
+    sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
     if type(sampler) not in {RandomSampler, SequentialSampler} or not hasattr(loader.dataset, "__len__"):
         return None
     return sampler if len(sampler.data_source) == len(loader.dataset) else None
@@ -164,15 +175,16 @@ def _in_order(loader: Any, overfit: float, *, speaks: bool) -> SequentialSampler
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     dataset: Any = loader.dataset
-    batches, sampler = loader.batch_sampler, loader.sampler
-    if isinstance(batches, LengthGroups):
-        if batches.shuffle:
+    sampler = loader.sampler
+    batch_sampler = loader.batch_sampler
+    if isinstance(batch_sampler, LengthGroups):
+        if batch_sampler.shuffle:
             raise ConfigError(_refusal(overfit, "LengthGroups(shuffle=True)"))
         return None
-    if type(batches) is BatchSampler:
-        sampler = batches.sampler
-    elif batches is not None:
-        raise ConfigError(_refusal(overfit, f"{type(batches).__name__}, a batch sampler of its own,"))
+    if type(batch_sampler) is BatchSampler:
+        sampler = batch_sampler.sampler
+    elif batch_sampler is not None:
+        raise ConfigError(_refusal(overfit, f"{type(batch_sampler).__name__}, a batch sampler of its own,"))
     if type(sampler) is SequentialSampler:
         return None
     if type(loader) is not DataLoader or not hasattr(dataset, "__len__"):
@@ -211,15 +223,18 @@ def _train_sampler(
     options: dict[str, Any] = {"rank": rank, "world_size": world_size, "tags": tags, "earlier_seed": earlier_seed}
     if not (shuffle and isinstance(sampler, RandomSampler)):
         order = SeededOrder(size, shuffle=False, seed=seed)
-        return TrainSampler(order, **options) if world_size == 1 else SharingSampler(loader.dataset, order, **options)
-    window = _samples_ahead(loader, at_once)
+        return TrainSampler(order, **options) if world_size == 1 else SharingSampler(dataset, order, **options)
+    # The largest number of samples requested but not yet in a step: those of the workers and of prefetched batches.
+    batches_ahead = at_once + MOST_AHEAD + loader.num_workers * (loader.prefetch_factor or 0)
+    window = (loader.batch_size or 1) * batches_ahead
     drawn = DrawnOrder(sampler, window=window, from_first=from_first, is_first=rank == 0)
+    # A sampler with replacement, or of another number of samples, has no counterpart in DistributedSampler.
     seeded = [SeededOrder(size, shuffle=True, seed=seed)] if drawn.once else []
     if world_size == 1:
         return DrawingSampler(sampler, drawn, *seeded, **options)
     if not seeded:
         drawn.draw_apart(torch.Generator().manual_seed(seed).get_state())
-    return SharingSampler(loader.dataset, *seeded, drawn, **options)
+    return SharingSampler(dataset, *seeded, drawn, **options)
 
 
 def _resident_sampler(
@@ -233,22 +248,17 @@ def _resident_sampler(
     return TrainSampler(order, rank=rank, world_size=world_size, earlier_seed=seed)
 
 
-def _samples_ahead(loader: DataLoader[Any], at_once: int) -> int:
-    """Returns the largest number of samples requested but not yet in a step: those of the workers and of prefetched batches."""
-    return (loader.batch_size or 1) * (at_once + MOST_AHEAD + loader.num_workers * (loader.prefetch_factor or 0))
-
-
 def _rebuilt(
     loader: DataLoader[Any], sampler: TrainSampler | EvalSampler, rank: int, device: torch.device | None
 ) -> DataLoader[Any]:
-    batches = loader.batch_sampler
+    batch_sampler = loader.batch_sampler
     batching: dict[str, Any] = {"batch_size": None}
-    if isinstance(batches, BatchSampler):
-        batching = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
-    init = loader.worker_init_fn
+    if isinstance(batch_sampler, BatchSampler):
+        batching = {"batch_size": batch_sampler.batch_size, "drop_last": batch_sampler.drop_last}
+    worker_init_fn = loader.worker_init_fn
     # With one seed for all ranks, torch gives worker i the same seed on every rank; rank 0 keeps that of a single process.
-    if init is None and rank > 0 and loader.num_workers > 0 and seeds_workers():
-        init = functools.partial(seed_worker, rank=rank)
+    if worker_init_fn is None and rank > 0 and loader.num_workers > 0 and seeds_workers():
+        worker_init_fn = functools.partial(seed_worker, rank=rank)
     tags = isinstance(sampler, TrainSampler) and sampler.tags
     return DataLoader(
         SeededDataset(loader.dataset) if tags else loader.dataset,
@@ -256,19 +266,19 @@ def _rebuilt(
         sampler=sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory or _gains_by_pinning(loader, device),
+        pin_memory=loader.pin_memory or _can_pin(loader, device),
         timeout=loader.timeout,
-        worker_init_fn=init,
+        worker_init_fn=worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers or (tags and _loses_nothing_by_keeping(loader)),
+        persistent_workers=loader.persistent_workers or (tags and _can_persist(loader)),
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
     )
 
 
-def _gains_by_pinning(loader: DataLoader[Any], device: torch.device | None) -> bool:
+def _can_pin(loader: DataLoader[Any], device: torch.device | None) -> bool:
     """Whether torch's thread should pin the workers' batches, so that their copy to the GPU is asynchronous.
 
     False with a ``multiprocessing_context``: such workers may use the GPU, and tensors on the GPU cannot be pinned.
@@ -277,19 +287,28 @@ def _gains_by_pinning(loader: DataLoader[Any], device: torch.device | None) -> b
     return on_gpu and loader.num_workers > 0 and loader.multiprocessing_context is None
 
 
-def _loses_nothing_by_keeping(loader: DataLoader[Any]) -> bool:
+def _can_persist(loader: DataLoader[Any]) -> bool:
     """Whether workers may persist across epochs, given that each sample is seeded by itself.
 
     False for a dataset with ``set_epoch``, and for a custom ``collate_fn``, which may consume random numbers.
     """
-    told = callable(getattr(loader.dataset, "set_epoch", None))
-    return loader.num_workers > 0 and not told and loader.collate_fn is default_collate
+    knows_epoch = callable(getattr(loader.dataset, "set_epoch", None))
+    return loader.num_workers > 0 and not knows_epoch and loader.collate_fn is default_collate
 
 
 def _kind(loader: Any) -> str:
     """Returns the type names of ``loader``, its dataset and its sampler, for messages."""
     parts = [getattr(loader, "dataset", None), getattr(loader, "sampler", None)]
     return " with ".join(type(part).__name__ for part in (loader, *parts) if part is not None)
+
+
+def _share_out(loader: Any, rank: int, world_size: int, *, train: bool) -> bool:
+    """Sets this rank's share of a :class:`Sharded` or :class:`LengthGroups` in ``loader``; returns whether there is one."""
+    for part in (getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)):
+        if isinstance(part, Sharded | LengthGroups):
+            part.share_out(rank, world_size, train=train)
+            return True
+    return False
 
 
 def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: bool) -> None:
@@ -301,7 +320,7 @@ def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: boo
             f"{name} is evaluated as it is: each rank sees all that it gives there, which is every sample unless it shares itself "
             f"out by rank; DataLoader(Sharded({name}(...))) of fabricamp.data does that for any stream"
         )
-    elif unshared and not _is_shared_out(loader):
+    elif unshared and not _shards_itself(loader):
         say_once(
             f"{type(loader).__name__} is used as it is: each rank reads what it gives there; shard it by rank "
             "(a DistributedSampler does), or pass torch's DataLoader with its default sampler"
@@ -313,7 +332,7 @@ def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: boo
         )
 
 
-def _is_shared_out(loader: Any) -> bool:
+def _shards_itself(loader: Any) -> bool:
     """Whether one of the loader's samplers seems to shard by rank."""
     parts = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     parts += [getattr(part, "sampler", None) for part in parts]

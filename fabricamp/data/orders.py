@@ -49,7 +49,7 @@ class SeededOrder:
         generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
         return torch.randperm(self.size, generator=generator, dtype=torch.int64, device="cpu")
 
-    def behind(self, start: int) -> Iterator[int]:
+    def starting_at(self, start: int) -> Iterator[int]:
         """Returns the samples of the epoch without the first ``start``."""
         return numbers(self.all()[start:])
 
@@ -119,20 +119,22 @@ class DrawnOrder:
 
     def all(self) -> Tensor:
         """Returns the samples of a pass, int64, drawn at once and equal on all ranks."""
-        generator, before = self._generator, self._generator.get_state()
-        entered, after = bool(self._entered), before
+        generator = self._generator
+        before = generator.get_state()
+        after = before
+        is_resumed = bool(self._entered)
         try:
             generator.set_state(self._common_state(before))
             samples = torch.tensor(list(self._drawn_on_its_device()), dtype=torch.int64, device="cpu")
             if self._apart is not None:
                 self._apart = generator.get_state()
-            elif self._is_first and not entered:  # a resumed pass consumed its random numbers when it began
+            elif self._is_first and not is_resumed:  # a resumed pass consumed its random numbers when it began
                 after = generator.get_state()
         finally:
             generator.set_state(after)
         return samples
 
-    def behind(self, start: int) -> Iterator[int]:
+    def starting_at(self, start: int) -> Iterator[int]:
         """Returns the samples of a pass without the first ``start``."""
         if self._apart is not None or self._from_first is not None:
             return numbers(self.all()[start:])
@@ -140,7 +142,8 @@ class DrawnOrder:
             samples = self._drawn_on_its_device()
             next(itertools.islice(samples, start, start), None)
             return samples
-        generator, before = self._generator, self._generator.get_state()
+        generator = self._generator
+        before = generator.get_state()
         samples = self._drawn_on_its_device()
         # The draws of the skipped samples are repeated here, without an effect on the generator.
         next(itertools.islice(samples, start, start), None)
@@ -179,12 +182,13 @@ class DrawnOrder:
 
     def _common_state(self, own: Tensor) -> Tensor:
         """Returns the generator state from which all ranks draw the next pass."""
-        together, self.together = self.together, False
+        all_ranks_begin = self.together
+        self.together = False
         if self._entered:
             return self._entered[0].state
         if self._apart is not None:
             return self._apart
-        return self._from_first(own) if self._from_first is not None and together else own
+        return self._from_first(own) if self._from_first is not None and all_ranks_begin else own
 
     def _drawn_on_its_device(self) -> Iterator[int]:
         """Yields the samples of a pass under any default device of torch: a generator only draws on its own device."""
@@ -195,19 +199,23 @@ class DrawnOrder:
             return iter(list(self._drawn()))
 
     def _drawn(self) -> Iterator[int]:
-        entered, self._entered = self._entered, []
-        generator, source, self.draws = self._generator, iter(self._sampler), []
+        to_repeat = self._entered
+        self._entered = []
+        generator = self._generator
+        source = iter(self._sampler)
+        self.draws = []
         for number in itertools.count():
-            if entered and entered[0].at == number:
-                generator.set_state(entered.pop(0).state)
+            if to_repeat and to_repeat[0].at == number:
+                generator.set_state(to_repeat.pop(0).state)
             before = generator.get_state()
+            # Torch's sampler draws within next(), if at all: the generator's state shows whether it did.
             index = next(source, None)
             if index is None:
                 return
             if number == 0 or not _same(before, generator.get_state()):
                 self._note(Draw(number, before))
             yield index
-            if not self._draws_on:
+            if not self._draws_on:  # no further draw to look for
                 yield from source
                 return
 

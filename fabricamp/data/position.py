@@ -1,6 +1,6 @@
 """The position of a pass within a loader, as plain values from which another process can resume.
 
-A position (``place``) is a dict with these keys:
+A position is a dict with these keys:
 
 - ``batches``: the number of batches that this rank got.
 - ``samples``, for a loader with fabricamp's sampler: the number of samples of all ranks, so that a run with another batch size or
@@ -9,6 +9,9 @@ A position (``place``) is a dict with these keys:
 - ``groups``, for a loader with :class:`LengthGroups`: the number of batches of all ranks.
 - ``state``, for a loader that keeps its own position.
 - ``begun``, with ``batches`` 0: the order of the pass is drawn; its first batch is out, but not done.
+
+In the order of the file: how a position in a loader can be reached, the position itself, the opening and the end of a pass, and the
+generators that a pass draws from.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ BEGUN = "begun"
 """Key of a position with 0 batches: the pass has begun, its order is drawn, and its first batch is out but not done."""
 
 
+# -- how a position in a loader can be reached -----------------------------------------------------------------------------------
+
+
 def own_sampler(loader: Any) -> TrainSampler | None:
     """Returns the loader's :class:`TrainSampler`, with which a pass can begin at any position; None if it has none."""
     sampler = getattr(loader, "sampler", None)
@@ -45,12 +51,28 @@ def is_enterable(loader: Any) -> bool:
     return own_sampler(loader) is not None or _groups_of(loader) is not None
 
 
+def _groups_of(loader: Any) -> LengthGroups | None:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return batch_sampler if type(loader) is DataLoader and isinstance(batch_sampler, LengthGroups) else None
+
+
 def is_stateful(loader: Any) -> bool:
     """Whether ``loader`` keeps its own position: it or its stream has ``state_dict`` and ``load_state_dict``."""
     return _stateful_part(loader) is not None
 
 
-def goes_on_behind_a_pass(loader: Any) -> bool:
+def _stateful_part(loader: Any) -> Any:
+    parts = [loader]
+    # With workers, the copies of the stream are in their processes, and their positions are not known here.
+    if isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
+        parts.append(loader.dataset)
+    for part in parts:
+        if all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
+            return part
+    return None
+
+
+def continues_after_limit(loader: Any) -> bool:
     """Whether the next pass may continue where a limit ended the one before, as with a stream."""
     return is_stateful(loader) and own_sampler(loader) is None
 
@@ -60,18 +82,105 @@ def is_read_past(loader: Any) -> bool:
     return not is_enterable(loader) and not is_stateful(loader) and type(loader) not in (list, tuple)
 
 
-def place_of(loader: Any, entered: dict[str, Any], given: int) -> dict[str, Any]:
-    """Returns the position of a pass that began at ``entered`` and has yielded ``given`` batches since."""
-    place: dict[str, Any] = {"batches": entered.get("batches", 0) + given}
-    sampler, part = own_sampler(loader), _stateful_part(loader)
+def draws_while_reading(loader: Any) -> bool:
+    """Whether reading a batch may consume random numbers of this process, and a resumed pass can repeat these draws."""
+    if not is_enterable(loader):
+        return is_stateful(loader)
+    if isinstance(loader, ResidentLoader):
+        return loader.transform is not None
+    draws_nothing = isinstance(loader.dataset, TensorDataset | SeededDataset) and loader.collate_fn is default_collate
+    return loader.num_workers == 0 and not draws_nothing
+
+
+# -- the position ----------------------------------------------------------------------------------------------------------------
+
+
+def position_of(loader: Any, entered: dict[str, Any], read: int) -> dict[str, Any]:
+    """Returns the position of a pass that began at ``entered`` and has yielded ``read`` batches since."""
+    position: dict[str, Any] = {"batches": entered.get("batches", 0) + read}
+    sampler = own_sampler(loader)
     if sampler is not None:
-        place["samples"] = entered.get("samples", 0) + given * _samples_of_a_batch(loader, sampler)
-        place["draws"] = [draw._asdict() for draw in sampler.order.draws]
-    elif part is not None:
-        place["state"] = copy.deepcopy(part.state_dict())
-    elif (groups := _groups_of(loader)) is not None:
-        place["groups"] = _batches_of_all(groups, entered) + given * groups.num_replicas
-    return place
+        position["samples"] = entered.get("samples", 0) + read * _samples_of_a_batch(loader, sampler)
+        position["draws"] = [draw._asdict() for draw in sampler.order.draws]
+        return position
+    stateful = _stateful_part(loader)
+    groups = _groups_of(loader)
+    if stateful is not None:
+        position["state"] = copy.deepcopy(stateful.state_dict())
+    elif groups is not None:
+        position["groups"] = _batches_of_all_ranks(groups, entered) + read * groups.num_replicas
+    return position
+
+
+def draws_of(position: dict[str, Any]) -> list[Draw]:
+    """Returns the RNG draws in ``position`` that the order of the pass came from."""
+    return [Draw(**draw) for draw in position.get("draws", ())]
+
+
+def enter(loader: Any, position: dict[str, Any]) -> int:
+    """Makes the next pass over ``loader`` begin at ``position``.
+
+    Returns how many batches the caller has to read and drop for it.
+    """
+    batches = int(position.get("batches", 0))
+    sampler = own_sampler(loader)
+    if sampler is not None:
+        if sampler.read_past:
+            sampler.read_past = False
+            return batches
+        samples = _samples(loader, sampler, position)
+        # At the beginning of a pass that has not begun, the draws in the position are those of the pass before.
+        sampler.enter(samples, draws_of(position) if samples or position.get(BEGUN) else [])
+        return 0
+    stateful = _stateful_part(loader)
+    if stateful is not None:
+        if "state" not in position:
+            return batches
+        stateful.load_state_dict(position["state"])
+        return 0
+    groups = _groups_of(loader)
+    if groups is None:
+        return batches
+    groups.start = _batches_of_all_ranks(groups, position)
+    return 0
+
+
+def batches_before(loader: Any, position: dict[str, Any]) -> int:
+    """Returns the number of ``loader``'s batches before ``position``, also for one from another batch size or world size."""
+    sampler = own_sampler(loader)
+    groups = _groups_of(loader)
+    order: TrainSampler | LengthGroups
+    if sampler is not None and not sampler.read_past:
+        order = sampler
+        start = _samples(loader, sampler, position)
+    elif sampler is None and groups is not None:
+        order = groups
+        start = _batches_of_all_ranks(groups, position)
+    else:
+        return int(position.get("batches", 0))
+    # The loader's own len() counts: it leaves out what is before the start.
+    whole = len(loader)
+    present_start = order.start
+    order.start = start
+    left = len(loader)
+    order.start = present_start
+    return whole - left
+
+
+def _samples(loader: Any, sampler: TrainSampler, position: dict[str, Any]) -> int:
+    """Returns the number of samples before ``position``; another program's checkpoint may only have the number of batches."""
+    return int(position.get("samples", position.get("batches", 0) * _samples_of_a_batch(loader, sampler)))
+
+
+def _samples_of_a_batch(loader: Any, sampler: TrainSampler) -> int:
+    return (loader.batch_size or 1) * sampler.world_size
+
+
+def _batches_of_all_ranks(groups: LengthGroups, position: dict[str, Any]) -> int:
+    return int(position.get("groups", position.get("batches", 0) * groups.num_replicas))
+
+
+# -- the opening and the end of a pass -------------------------------------------------------------------------------------------
 
 
 def begin(loader: Any, *, again: bool) -> Any:
@@ -81,7 +190,8 @@ def begin(loader: Any, *, again: bool) -> Any:
     generator, since the run has drawn theirs before.  Workers that are kept because each sample has its own seed
     (:func:`keeps_workers`) draw one in each pass, as new workers would.
     """
-    if (sampler := own_sampler(loader)) is not None:
+    sampler = own_sampler(loader)
+    if sampler is not None:
         sampler.order.together = True
     if keeps_workers(loader):
         if loader._iterator is not None:
@@ -108,53 +218,6 @@ def draw_seed(loader: DataLoader[Any]) -> None:
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
 
 
-def enter(loader: Any, place: dict[str, Any]) -> int:
-    """Makes the next pass over ``loader`` begin at ``place``; returns how many batches the caller has to read and drop instead."""
-    sampler, part = own_sampler(loader), _stateful_part(loader)
-    if sampler is not None and not sampler.read_past:
-        samples = _samples(loader, sampler, place)
-        # At the beginning of a pass that has not begun, the draws in the position are those of the pass before.
-        sampler.enter(samples, draws_of(place) if samples or place.get(BEGUN) else [])
-        return 0
-    if sampler is None and part is not None and "state" in place:
-        part.load_state_dict(place["state"])
-        return 0
-    if part is None and (groups := _groups_of(loader)) is not None:
-        groups.start = _batches_of_all(groups, place)
-        return 0
-    if sampler is not None:
-        sampler.read_past = False
-    return int(place.get("batches", 0))
-
-
-def draws_of(place: dict[str, Any]) -> list[Draw]:
-    """Returns the RNG draws in ``place`` that the order of the pass came from."""
-    return [Draw(**draw) for draw in place.get("draws", ())]
-
-
-def batches_behind(loader: Any, place: dict[str, Any]) -> int:
-    """Returns the number of ``loader``'s batches before ``place``, also for a place from another batch size or world size."""
-    sampler, groups = own_sampler(loader), _groups_of(loader)
-    order: Any = groups if sampler is None else sampler
-    if order is None or (sampler is not None and sampler.read_past):
-        return int(place.get("batches", 0))
-    whole, before = len(loader), order.start
-    order.start = _batches_of_all(order, place) if sampler is None else _samples(loader, sampler, place)
-    left = len(loader)
-    order.start = before
-    return whole - left
-
-
-def draws_while_reading(loader: Any) -> bool:
-    """Whether reading a batch may consume random numbers of this process, and a resumed pass can repeat these draws."""
-    if not is_enterable(loader):
-        return is_stateful(loader)
-    if isinstance(loader, ResidentLoader):
-        return loader.transform is not None
-    known = isinstance(loader.dataset, TensorDataset | SeededDataset) and loader.collate_fn is default_collate
-    return loader.num_workers == 0 and not known
-
-
 def without_first(batches: Any, unread: int) -> Any:
     """Reads and drops the first ``unread`` of ``batches``; returns ``batches``."""
     next(itertools.islice(batches, unread, unread), None)
@@ -168,16 +231,19 @@ def end_workers(loader: Any, batches: Any) -> None:
         shut_down()
 
 
+# -- the generators --------------------------------------------------------------------------------------------------------------
+
+
 def generators_of(loaders: Sequence[Any]) -> list[Generator]:
     """Returns the generators of ``loaders``, their samplers and batch samplers, each once."""
-    found: dict[int, Generator] = {}
+    generators: dict[int, Generator] = {}
     for loader in loaders:
         batch_sampler = getattr(loader, "batch_sampler", None)
         for part in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
             generator = getattr(part, "generator", None)
             if isinstance(generator, Generator):
-                found[id(generator)] = generator
-    return list(found.values())
+                generators[id(generator)] = generator
+    return list(generators.values())
 
 
 def states_of(generators: Sequence[Generator]) -> list[Tensor]:
@@ -191,10 +257,10 @@ def restore_states(generators: Sequence[Generator], states: Sequence[Tensor]) ->
         generator.set_state(state.cpu())
 
 
-def as_saved(mark: dict[str, Any]) -> dict[str, Any]:
-    """Returns a recorded position (with ``drawn``) in the form that a checkpoint stores."""
-    rng = mark["drawn"]["rng"]
-    return {**mark, "drawn": {**mark["drawn"], "rng": None if rng is None else capture_rng(rng)}}
+def as_saved(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """Returns a snapshot of positions and RNG states (``drawn``) in the form that a checkpoint stores."""
+    rng = snapshot["drawn"]["rng"]
+    return {**snapshot, "drawn": {**snapshot["drawn"], "rng": None if rng is None else capture_rng(rng)}}
 
 
 def restore(drawn: dict[str, Any], generators: Sequence[Generator]) -> None:
@@ -213,33 +279,3 @@ def isolate(generators: Sequence[Generator]) -> Iterator[None]:
             yield
         finally:
             restore_states(generators, before)
-
-
-def _stateful_part(loader: Any) -> Any:
-    parts = [loader]
-    # With workers, the copies of the stream are in their processes, and their positions are not known here.
-    if isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
-        parts.append(loader.dataset)
-    for part in parts:
-        if all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
-            return part
-    return None
-
-
-def _groups_of(loader: Any) -> LengthGroups | None:
-    batches = getattr(loader, "batch_sampler", None)
-    return batches if type(loader) is DataLoader and isinstance(batches, LengthGroups) else None
-
-
-def _batches_of_all(groups: LengthGroups, place: dict[str, Any]) -> int:
-    """Returns the number of batches of all ranks before ``place``."""
-    return int(place.get("groups", place.get("batches", 0) * groups.num_replicas))
-
-
-def _samples(loader: Any, sampler: TrainSampler, place: dict[str, Any]) -> int:
-    """Returns the number of samples before ``place``; a checkpoint of another program may only have the number of batches."""
-    return int(place.get("samples", place.get("batches", 0) * _samples_of_a_batch(loader, sampler)))
-
-
-def _samples_of_a_batch(loader: Any, sampler: TrainSampler) -> int:
-    return (loader.batch_size or 1) * sampler.world_size

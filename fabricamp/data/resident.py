@@ -76,10 +76,11 @@ class ResidentLoader(NamesKeywords):
 
     def shared_out(self, sampler: TrainSampler | EvalSampler, device: torch.device | None) -> ResidentLoader:
         """Returns a copy of this loader with ``sampler`` and with its data on ``device`` (None: their present device)."""
-        made = copy.copy(self)
-        made.sampler, made._device = sampler, device or self._device
-        made._data()  # data that do not fit raise here, before the first batch
-        return made
+        loader = copy.copy(self)
+        loader.sampler = sampler
+        loader._device = device or self._device
+        loader._data()  # data that do not fit raise here, before the first batch
+        return loader
 
     def gather_together(self, batches: int) -> None:
         """Gathers ``batches`` batches at once from the next iteration on; each is a view of one tensor, with unchanged values."""
@@ -95,12 +96,10 @@ class ResidentLoader(NamesKeywords):
         return samples // self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        gather, indices, size, transform = (
-            _gatherer(self._data()),
-            self.sampler.taken(),
-            self.batch_size,
-            self.transform,
-        )
+        gather = _gatherer(self._data())
+        indices = self.sampler.indices()
+        size = self.batch_size
+        transform = self.transform
         end = len(indices) - (len(indices) % size if self.drop_last else 0)
         if self._device.type == "cuda":  # from pinned memory, so that the host does not wait for the copy
             indices = indices.pin_memory().to(self._device, non_blocking=True)
@@ -117,7 +116,7 @@ class ResidentLoader(NamesKeywords):
             try:
                 self._placed[self._device] = move_to_device(self._given, self._device)
             except torch.OutOfMemoryError:
-                size = sum(one.nbytes for one in tensors_within(self._given)) / 2**30
+                size = sum(tensor.nbytes for tensor in tensors_within(self._given)) / 2**30
                 raise ConfigError(
                     f"ResidentLoader: {size:.2f} GiB of data do not fit on {self._device}; give a part of them, a smaller dtype, "
                     "or torch's DataLoader over a TensorDataset"
@@ -128,7 +127,7 @@ class ResidentLoader(NamesKeywords):
 def is_resident(loader: Any) -> bool:
     """Whether ``loader`` is a ResidentLoader, or a combined loader of only these."""
     members = getattr(loader, "flattened", [loader])
-    return all(isinstance(one, ResidentLoader) for one in members)
+    return all(isinstance(member, ResidentLoader) for member in members)
 
 
 def _gatherer(data: Any) -> Callable[[Tensor, int], Sequence[Any]]:
@@ -136,26 +135,28 @@ def _gatherer(data: Any) -> Callable[[Tensor, int], Sequence[Any]]:
     if isinstance(data, Tensor):
         return functools.partial(_gathered, data)
     if type(data) in (tuple, list):
-        kind, parts = type(data), [_gatherer(one) for one in data]
+        kind = type(data)
+        columns = [_gatherer(part) for part in data]
         return lambda indices, size: [
-            kind(one) for one in zip(*[gather(indices, size) for gather in parts], strict=True)
+            kind(batch) for batch in zip(*[gather(indices, size) for gather in columns], strict=True)
         ]
     if type(data) is dict:
-        names, columns = list(data), [_gatherer(one) for one in data.values()]
+        names = list(data)
+        columns = [_gatherer(part) for part in data.values()]
         return lambda indices, size: [
-            dict(zip(names, one, strict=True))
-            for one in zip(*[gather(indices, size) for gather in columns], strict=True)
+            dict(zip(names, batch, strict=True))
+            for batch in zip(*[gather(indices, size) for gather in columns], strict=True)
         ]
-    return lambda indices, size: [_batch_of(data, each) for each in indices.split(size)]
+    return lambda indices, size: [_batch_of(data, indices_of_batch) for indices_of_batch in indices.split(size)]
 
 
 def _gathered(data: Tensor, indices: Tensor, size: int) -> Sequence[Tensor]:
-    found = data.index_select(0, indices)
-    return [found] if len(indices) <= size else found.unsafe_split(size)  # autograd does not track them as views
+    samples = data.index_select(0, indices)
+    return [samples] if len(indices) <= size else samples.unsafe_split(size)  # autograd does not track them as views
 
 
 def _batch_of(data: Any, indices: Tensor) -> Any:
-    return with_parts(data, lambda one: _gatherer(one)(indices, len(indices))[0])
+    return with_parts(data, lambda part: _gatherer(part)(indices, len(indices))[0])
 
 
 def _checked(value: Any) -> Any:
@@ -163,8 +164,12 @@ def _checked(value: Any) -> Any:
     if not isinstance(value, Tensor):
         if isinstance(value, CONTAINERS) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
             return with_parts(value, _checked)
-        cure = "torch.as_tensor(array)" if hasattr(value, "__array__") else "tensors, or a collection of tensors"
-        cure = "*dataset.tensors" if hasattr(value, "tensors") else cure
+        if hasattr(value, "tensors"):
+            cure = "*dataset.tensors"
+        elif hasattr(value, "__array__"):
+            cure = "torch.as_tensor(array)"
+        else:
+            cure = "tensors, or a collection of tensors"
         raise ConfigError(f"ResidentLoader: {type(value).__name__} among its data is no tensor; give {cure}")
     if value.layout is not torch.strided or value.is_nested:
         raise ConfigError(
@@ -178,11 +183,11 @@ def _checked(value: Any) -> Any:
 
 
 def _common_size(data: Any) -> int:
-    sizes = [len(one) for one in tensors_within(data)]
-    if len(set(sizes)) != 1:
+    sizes = [len(tensor) for tensor in tensors_within(data)]
+    if not sizes:
+        raise ConfigError("ResidentLoader got no tensor; give at least one")
+    if len(set(sizes)) > 1:
         raise ConfigError(
             f"ResidentLoader got tensors of {sizes} samples; give tensors with equally many along their first dimension"
-            if sizes
-            else "ResidentLoader got no tensor; give at least one"
         )
     return sizes[0]

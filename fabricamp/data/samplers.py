@@ -21,8 +21,8 @@ class TrainSampler(Sampler[Any]):
     ``len`` leaves them out until then, too.  It may be any number, so another number of ranks can continue in the same order.
     With ``tags``, each index comes as (tag, index), for :class:`SeededDataset`.
 
-    The order is ``order`` until :meth:`go_on` gets the state of a run with one of ``others``.  ``earlier_seed`` is the shuffle seed
-    of runs with checkpoints that do not store the order.
+    The order is ``order`` until :meth:`resume` gets the state of a run with one of ``others``.  ``earlier_seed`` is the shuffle
+    seed of runs with checkpoints that do not store the order.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class TrainSampler(Sampler[Any]):
         self.start = 0
         self.read_past = False
         """Whether a resume point is reached by reading past batches: its checkpoint does not store how the order was drawn."""
-        self._orders: dict[str, Order] = {one.rule: one for one in (order, *others)}
+        self._orders: dict[str, Order] = {known.rule: known for known in (order, *others)}
         self._earlier_seed = earlier_seed
         self._rounding = 0 if drop_last else world_size - 1
 
@@ -60,15 +60,15 @@ class TrainSampler(Sampler[Any]):
         self.start = start
         self.order.enter(start, draws)
 
-    def go_on_as_before(self) -> None:
+    def resume_without_state(self) -> None:
         """Continues a run with a checkpoint that does not store its order: shuffled by ``earlier_seed`` if that order is known.
 
         Else the own order stays, and a drawn order is read past up to the resume point.
         """
-        self.go_on({"rule": SEEDED, "seed": self._earlier_seed})
+        self.resume({"rule": SEEDED, "seed": self._earlier_seed})
         self.read_past = self.order.rule == DRAWN
 
-    def go_on(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
+    def resume(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
         """Continues with the order that returned ``state``, whatever the number of ranks in that run."""
         order = self._orders.get(state["rule"])
         if order is not None:
@@ -80,19 +80,22 @@ class TrainSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         if self.world_size > 1:
-            indices = numbers(self.taken())
+            indices = numbers(self.indices())
         else:
-            start, self.start = self.start, 0
-            indices = self.order.behind(start)
+            start = self.start
+            self.start = 0
+            indices = self.order.starting_at(start)
         return self._tagged(indices) if self.tags else indices
 
-    def taken(self) -> Tensor:
+    def indices(self) -> Tensor:
         """Returns all indices of the next iteration at once, int64."""
-        start, length, self.start = self.start, len(self), 0
-        places = torch.arange(length, dtype=torch.int64, device="cpu") * self.world_size + start + self.rank
+        start = self.start
+        length = len(self)
+        self.start = 0
+        positions = torch.arange(length, dtype=torch.int64, device="cpu") * self.world_size + start + self.rank
         if self.order.size > 0:
-            places %= self.order.size
-        return self.order.all()[places]
+            positions %= self.order.size  # the first samples again, for ranks that would have one less
+        return self.order.all()[positions]
 
     def _tagged(self, indices: Iterator[int]) -> Iterator[Any]:
         for index in indices:  # the order has its tag only after its first index is drawn
@@ -111,11 +114,13 @@ class SharingSampler(TrainSampler, DistributedSampler[Any]):
     """One rank's share of the samples; an instance of torch's ``DistributedSampler`` for other code."""
 
     def __init__(self, dataset: Any, *orders: Order, rank: int, world_size: int, **options: Any) -> None:
-        shuffle, seed = orders[0].rule != IN_ORDER, getattr(orders[0], "seed", 0)
-        DistributedSampler.__init__(self, dataset, world_size, rank, shuffle=shuffle, seed=seed)
+        shuffle = orders[0].rule != IN_ORDER
+        DistributedSampler.__init__(
+            self, dataset, world_size, rank, shuffle=shuffle, seed=getattr(orders[0], "seed", 0)
+        )
         TrainSampler.__init__(self, *orders, rank=rank, world_size=world_size, **options)
         # The generator of a run that began in a single process, under RandomSampler's name for it.
-        self.generator = next((one.generator for one in orders if isinstance(one, DrawnOrder)), None)
+        self.generator = next((order.generator for order in orders if isinstance(order, DrawnOrder)), None)
 
 
 class EvalSampler(Sampler[int]):
@@ -136,6 +141,6 @@ class EvalSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return itertools.chain.from_iterable(self._blocks)
 
-    def taken(self) -> Tensor:
+    def indices(self) -> Tensor:
         """Returns all indices of an iteration at once, int64."""
         return torch.tensor([*self], dtype=torch.int64, device="cpu")

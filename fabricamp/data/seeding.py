@@ -25,8 +25,8 @@ class SeededDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, place: tuple[tuple[int, ...], int]) -> Any:
-        tag, index = place
+    def __getitem__(self, tagged: tuple[tuple[int, ...], int]) -> Any:
+        tag, index = tagged
         with seeded(*tag, index):
             return self.dataset[index]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,19 +37,24 @@ class Sharded(NamesKeywords, IterableDataset[Any]):
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self.dataset = dataset
-        self._rank, self._world_size, self._whole_rounds = 0, 1, False
+        self._rank = 0
+        self._world_size = 1
+        self._whole_rounds = False
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
-        places, place = self._world_size * workers, self._rank * workers + worker
+        workers = 1 if info is None else info.num_workers
+        worker = 0 if info is None else info.id
+        readers = self._world_size * workers
+        reader = self._rank * workers + worker
         if not self._whole_rounds:
-            yield from itertools.islice(self.dataset, place, None, places)
+            yield from itertools.islice(self.dataset, reader, None, readers)
             return
         own = None
         for number, sample in enumerate(self.dataset):
-            own = sample if number % places == place else own
-            if number % places == places - 1:
+            if number % readers == reader:
+                own = sample
+            if number % readers == readers - 1:  # only now is the round complete
                 yield own
 
     def set_epoch(self, epoch: int) -> None:
@@ -59,7 +64,9 @@ class Sharded(NamesKeywords, IterableDataset[Any]):
 
     def share_out(self, rank: int, world_size: int, *, train: bool) -> None:
         """Sets this rank's share; called by the Trainer.  ``train`` leaves out an incomplete last round."""
-        self._rank, self._world_size, self._whole_rounds = rank, world_size, train
+        self._rank = rank
+        self._world_size = world_size
+        self._whole_rounds = train
 
 
 def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy, *, among_ranks: bool) -> None:
@@ -74,44 +81,45 @@ def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy, *, among_ranks
     exchanges = among_ranks and strategy.data_ranks > 1
     if not exchanges and loader.num_workers < 2:
         return
-    behind, looked = feed.behind, False
+    starting_at = feed.starting_at
+    is_first = True
 
     def first_pass(count: int) -> Iterator[Any]:
-        nonlocal looked
-        if looked:
-            return behind(count)
-        looked = True
-        words = _words(type(dataset).__name__)
-        return _looked_at(behind(count), loader.num_workers, strategy if exchanges else None, words)
+        nonlocal is_first
+        if not is_first:
+            return starting_at(count)
+        is_first = False
+        name = type(dataset).__name__
+        return _compared(starting_at(count), loader.num_workers, strategy if exchanges else None, name)
 
-    feed.behind = first_pass  # type: ignore[method-assign]  # of this instance
+    feed.starting_at = first_pass  # type: ignore[method-assign]  # of this instance
 
 
-def _looked_at(
-    batches: Iterator[Any], workers: int, strategy: Strategy | None, words: Callable[[str], ConfigError]
-) -> Iterator[Any]:
+def _compared(batches: Iterator[Any], workers: int, strategy: Strategy | None, name: str) -> Iterator[Any]:
+    """Yields ``batches``, and compares the first one with those of the other ranks and workers."""
     first = next(batches, None)
-    seen = [None if first is None else _digest(first)]
+    digests = [None if first is None else _digest(first)]
     if strategy is not None:
-        everywhere = strategy.all_gather_object(seen[0])[:: strategy.tensor_parallel]
-        equal = [rank for rank, one in enumerate(everywhere) if one is not None and everywhere.count(one) > 1]
+        everywhere = strategy.all_gather_object(digests[0])[:: strategy.tensor_parallel]
+        equal = [rank for rank, digest in enumerate(everywhere) if digest is not None and everywhere.count(digest) > 1]
         if equal:
-            raise words(f"ranks {equal} begin with the same batch")
+            raise _doubles(f"ranks {equal} begin with the same batch", name)
     if first is None:
         return
     yield first
     del first
     for batch in itertools.islice(batches, max(workers - 1, 0)):  # the workers deliver in turn: one batch of each
-        seen.append(_digest(batch))
-        if seen[-1] is not None and seen[-1] in seen[:-1]:
-            raise words(f"workers {seen.index(seen[-1])} and {len(seen) - 1} begin with the same batch")
+        digest = _digest(batch)
+        if digest is not None and digest in digests:
+            raise _doubles(f"workers {digests.index(digest)} and {len(digests)} begin with the same batch", name)
+        digests.append(digest)
         yield batch
     yield from batches
 
 
-def _words(name: str) -> Callable[[str], ConfigError]:
-    return lambda found: ConfigError(
-        f"{found} of {name}: each sample would be seen several times. Give DataLoader(Sharded({name}(...))) of fabricamp.data, or "
+def _doubles(what: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{what} of {name}: each sample would be seen several times. Give DataLoader(Sharded({name}(...))) of fabricamp.data, or "
         "let the stream share itself out by rank and get_worker_info(); with use_distributed_sampler=False every rank reads all"
     )
 
@@ -119,12 +127,12 @@ def _words(name: str) -> Callable[[str], ConfigError]:
 def _digest(batch: Any) -> bytes | None:
     """Returns a hash of ``batch``; None if all its numbers are equal or it cannot be pickled."""
     digest = hashlib.sha256()
-    tensors = [one.detach() for one in tensors_within(batch) if one.layout is torch.strided]
+    tensors = [tensor.detach() for tensor in tensors_within(batch) if tensor.layout is torch.strided]
     if tensors:
-        if all(_is_uniform(one) for one in tensors):
+        if all(map(_is_uniform, tensors)):
             return None
-        for one in tensors:
-            digest.update(one.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        for tensor in tensors:
+            digest.update(tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.digest()
     try:
         digest.update(pickle.dumps(batch))

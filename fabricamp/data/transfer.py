@@ -1,4 +1,4 @@
-"""Moves the tensors of a batch to a device, and finds those that are on a GPU."""
+"""Moves batches to a device: now, or on a GPU ahead of their step and concurrently with the steps before it (:class:`Staging`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fabricamp.torch_private import stream_in_use
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
 _FLAT: Final = (list, tuple)
 _TENSORS: Final = {Tensor}
 _SMALL: Final = 2**16
@@ -34,9 +33,10 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=batch.is_cpu and device.type == "cuda")
-    if _is_flat(batch):  # a fast path for the usual form: half the time
-        waits_not = device.type == "cuda"
-        moved = [one.to(device, non_blocking=waits_not and one.is_cpu) for one in batch]
+    # A fast path for the usual form, a list or tuple of plain tensors: half the time.
+    if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS:
+        to_gpu = device.type == "cuda"
+        moved = [tensor.to(device, non_blocking=to_gpu and tensor.is_cpu) for tensor in batch]
         return batch if all(map(operator.is_, moved, batch)) else type(batch)(moved)
     if isinstance(batch, _PLAIN):
         return batch
@@ -44,11 +44,6 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         moved = batch.to(device)
         return batch if moved is None else moved
     return with_parts(batch, functools.partial(move_to_device, device=device))
-
-
-def _is_flat(batch: Any) -> bool:
-    """Whether ``batch`` is a list or a tuple of plain tensors."""
-    return type(batch) in _FLAT and set(map(type, batch)) == _TENSORS
 
 
 def record_stream(batch: Any, stream: torch.cuda.Stream) -> None:
@@ -59,22 +54,29 @@ def record_stream(batch: Any, stream: torch.cuda.Stream) -> None:
 
 def is_small(batch: Any) -> bool:
     """Whether ``batch`` is a dense CPU tensor, or a flat list, tuple or dict of these, with at most 64 KiB in total."""
-    kind, size = type(batch), 0
-    parts: Iterable[Any] = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
-    for one in parts:
-        if type(one) is not Tensor or not one.is_cpu or one.layout is not torch.strided:
+    kind = type(batch)
+    tensors: Iterable[Any]
+    if kind is list or kind is tuple:
+        tensors = batch
+    elif kind is dict:
+        tensors = batch.values()
+    else:
+        tensors = (batch,)
+    size = 0
+    for tensor in tensors:
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
             return False
-        size += one.nbytes
+        size += tensor.nbytes
     return size <= _SMALL
 
 
 def lies_on_gpu(batch: Any) -> bool:
     """Whether ``batch`` contains a CUDA tensor or an object with ``record_stream``."""
     if type(batch) in (list, tuple):  # a fast path for the usual form: a tenth of the time
-        for one in batch:
-            if type(one) is not Tensor:
+        for tensor in batch:
+            if type(tensor) is not Tensor:
                 break
-            if one.is_cuda:
+            if tensor.is_cuda:
                 return True
         else:
             return False
@@ -93,11 +95,11 @@ def _recordable(item: Any, seen: set[int]) -> Iterator[Any]:
     if callable(getattr(item, "record_stream", None)):
         yield item
         return
-    for value in _held(item):
+    for value in _values_of(item):
         yield from _recordable(value, seen)
 
 
-def _held(item: Any) -> list[Any]:
+def _values_of(item: Any) -> list[Any]:
     if isinstance(item, list | tuple):
         return list(item)
     if isinstance(item, Mapping):
@@ -107,9 +109,6 @@ def _held(item: Any) -> list[Any]:
             getattr(item, name) for name in getattr(item, "__slots__", ())
         ]
     return []
-
-
-# ~~~ from data.staging: Prepares batches ahead of their step; on a GPU, concurrently with the steps.
 
 
 class Staging:
@@ -130,7 +129,8 @@ class Staging:
 
     def put(self, batch: Any) -> list[Any]:
         """Prepares a batch; returns a list for :meth:`take`."""
-        side, prepare = self._side, self._prepare
+        side = self._side
+        prepare = self._prepare
         if side is None:
             return [batch if prepare is None else prepare(batch)]
         stream = stream_in_use(side.device)
@@ -153,9 +153,13 @@ class Staging:
         """Returns the batch, ready for the current stream, and empties ``staged``."""
         ready = staged[0]
         if self._side is not None:
-            stream, behind = stream_in_use(self._side.device), staged[1]
-            if behind is not stream:  # an event of the side stream, or the step's former stream
-                stream.wait_event(behind) if isinstance(behind, torch.cuda.Event) else stream.wait_stream(behind)
+            stream = stream_in_use(self._side.device)
+            prepared_by = staged[1]  # an event of the side stream, or what was the step's stream then
+            if prepared_by is not stream:
+                if isinstance(prepared_by, torch.cuda.Event):
+                    stream.wait_event(prepared_by)
+                else:
+                    stream.wait_stream(prepared_by)
                 record_stream(ready, stream)
         staged.clear()
         return ready

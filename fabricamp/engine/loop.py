@@ -179,7 +179,7 @@ class TrainingLoop:
         first = state.batch_idx
         steps_before = state.global_step
         update.begin_epoch(first)
-        state.batches = enumerate(update.read(self.parts.together(feed.behind(first))), first)
+        state.batches = enumerate(update.read(self.parts.together(feed.starting_at(first))), first)
         # A resumed epoch may have been saved after its last batch: then no batch is left, and the epoch only has to be finished.
         last = first > 0
         for batch_idx, batch in state.batches:

@@ -115,7 +115,7 @@ class NotedIndices:
 def note_indices(loader: Any) -> tuple[Any, NotedIndices | None]:
     """Returns a copy of ``loader`` that records its batches' indices, and the record; (``loader``, None) if they are unknowable."""
     if isinstance(loader, ResidentLoader):
-        batches = NotedIndices(torch.split(loader.sampler.taken(), loader.batch_size))
+        batches = NotedIndices(torch.split(loader.sampler.indices(), loader.batch_size))
         list(batches)
         return loader, batches
     if not _asks_in_order(loader):

@@ -9,14 +9,14 @@ from pathlib import Path
 from fabricamp._utils.files import mode_of, sync
 
 
-class GrowingFile:
+class AppendFile:
     """Appends to the file at ``path``, after its ``size`` valid bytes; cuts off other bytes.  Raises ``OSError`` with the path."""
 
     def __init__(self, path: Path, size: int = 0, *, private: bool = False) -> None:
         self.path = path
         self.size = size
         self.private = private
-        self._is_new = True
+        self._is_new = True  # whether the file's name may not be on disk yet
 
     def cut_to_lines(self) -> None:
         """Adopts the existing file up to its last end of a line; cuts off a line that a killed run left unfinished."""
@@ -27,7 +27,9 @@ class GrowingFile:
         """Appends ``records``: all of them or none."""
         if self.size == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_WRONLY | (0 if self.size else os.O_CREAT), mode_of(private=self.private))
+        # If a file with records is gone, it is not created anew: the caller has to know that the records are lost.
+        flags = os.O_WRONLY if self.size else os.O_WRONLY | os.O_CREAT
+        descriptor = os.open(self.path, flags, mode_of(private=self.private))
         try:
             if os.fstat(descriptor).st_size < self.size:
                 raise FileNotFoundError(errno.ENOENT, "what was written is gone", str(self.path))
@@ -38,9 +40,12 @@ class GrowingFile:
     def _write(self, descriptor: int, records: bytes) -> None:
         try:
             os.ftruncate(descriptor, self.size)  # a killed run may have left half a record
-            left = memoryview(records)
-            while left:
-                left = left[os.pwrite(descriptor, left, self.size + len(records) - len(left)) :]
+            offset = self.size
+            unwritten = memoryview(records)
+            while unwritten:  # a write may take only a part
+                count = os.pwrite(descriptor, unwritten, offset)
+                offset += count
+                unwritten = unwritten[count:]
         except OSError as error:
             os.ftruncate(descriptor, self.size)
             raise OSError(error.errno, error.strerror, str(self.path)) from error

@@ -1,4 +1,4 @@
-"""The base class of loggers."""
+"""The base class of loggers, and what keeps the random numbers of their packages apart from the run's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabricamp._utils.keywords import NamesKeywords
-from fabricamp.loggers.logger_errors import Trouble
+from fabricamp.loggers.logger_errors import LoggerErrors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,10 +59,10 @@ class Logger(NamesKeywords):
         """Releases what :meth:`identity` reserved, if the run failed before it began and nothing was logged."""
 
     @property
-    def trouble(self) -> Trouble:
+    def trouble(self) -> LoggerErrors:
         """The errors and lost values of this run."""
-        trouble: Trouble = self.__dict__.setdefault("_trouble", Trouble(type(self).__name__))
-        return trouble
+        errors: LoggerErrors = self.__dict__.setdefault("_trouble", LoggerErrors(type(self).__name__))
+        return errors
 
     def begin(self) -> None:
         """Called once before the first step of a fit, on rank 0, for slow work such as waiting for a server."""
@@ -119,9 +119,6 @@ class Logger(NamesKeywords):
 
     def close(self) -> None:
         """Closes the logger after ``fit``; a later ``fit`` may use the logger again."""
-
-
-# ~~~ from loggers.independent_random: Separates the random numbers of loggers' packages from the run's.
 
 
 _NUMBERS = random.SystemRandom()

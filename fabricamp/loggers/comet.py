@@ -7,7 +7,7 @@ import inspect
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import flattened, writes
-from fabricamp.loggers.write_queue import Call, Outbox
+from fabricamp.loggers.write_queue import Call, WriteQueue
 
 if TYPE_CHECKING:
     from torch import nn
@@ -162,14 +162,14 @@ class CometLogger(Logger):
 
     def barrier(self, step: int) -> None:
         """Returns once the package has stored all values so far, on disk or on the server."""
-        self._outbox.wait()
+        self._queue.wait()
         if self._experiment is not None:
             self._experiment.flush()
 
     def close(self) -> None:
         """Waits up to 30 seconds for unsent values; ends the experiment in a process that was started only for this fit."""
-        self._outbox.close(LAST_SECONDS)
-        self._outbox.report(self.trouble)
+        self._queue.close(LAST_SECONDS)
+        self._queue.report(self.trouble)
         if self._experiment is not None and multiprocessing.parent_process() is not None:
             self._experiment.end()
             self._experiment = None
@@ -180,7 +180,9 @@ class CometLogger(Logger):
     def _opened(self) -> Any:
         with self._lock:
             if self._experiment is None:
-                start = self._starter()
+                package = _package()
+                config = package.ExperimentConfig(**self._config)
+                start = partial(package.start, experiment_key=self.identity(), experiment_config=config, **self._where)
                 experiment = start()
                 if experiment.disabled:  # Lightning's logger opened it offline and disabled it
                     experiment.end()
@@ -188,17 +190,12 @@ class CometLogger(Logger):
                 self._experiment = experiment
             return self._experiment
 
-    def _starter(self) -> Callable[[], Any]:
-        package = _package()
-        config = package.ExperimentConfig(**self._config)
-        return partial(package.start, experiment_key=self.identity(), experiment_config=config, **self._where)
-
     def _send(self, items: Sequence[Call]) -> None:
         experiment = self._opened()
         if not experiment.alive:
             raise ConnectionError("Comet's server cannot be reached, or refuses the experiment")
-        for one in items:
-            one.call(experiment)
+        for item in items:
+            item.call(experiment)
 
     def _put(self, item: Call) -> None:
         if not writes():
@@ -206,14 +203,16 @@ class CometLogger(Logger):
         if self._process != os.getpid():  # forked: neither this thread nor the experiment's exist here
             self._experiment = None
             self._clear()
-        self._outbox.put(item)
-        self._outbox.report(self.trouble)
+        self._queue.put(item)
+        self._queue.report(self.trouble)
 
     def _clear(self) -> None:
-        self._lock, self._outbox, self._process = threading.RLock(), Outbox(self._send), os.getpid()
+        self._lock = threading.RLock()
+        self._queue: WriteQueue[Call] = WriteQueue(self._send)
+        self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_outbox", "_process")  # one of each per process
+        own = ("_lock", "_queue", "_process")  # one of each per process
         return {name: value for name, value in self.__dict__.items() if name not in own} | {"_experiment": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fabricamp._utils.files import sync
-from fabricamp.loggers.append_file import GrowingFile
+from fabricamp.loggers.append_file import AppendFile
 from fabricamp.loggers.row_file import Content, RowFileLogger, Rows
 
 
@@ -69,14 +69,15 @@ class CSVLogger(RowFileLogger):
     def _rewrite(self, columns: Sequence[str], rows: Rows) -> None:
         """Replaces the file by one with these columns and rows."""
         path = self.metrics_file
-        new = GrowingFile(path.with_name(f".{path.name}.partial"))
+        new = AppendFile(path.with_name(f".{path.name}.partial"))
         try:
             new.append(_text(columns, [dict(zip(columns, columns, strict=True)), *rows]))
             sync(new.path)
             new.path.replace(path)
         finally:
             new.path.unlink(missing_ok=True)
-        self._columns, self._file = columns, GrowingFile(path, new.size)
+        self._columns = columns
+        self._file = AppendFile(path, new.size)
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

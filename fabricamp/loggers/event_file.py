@@ -18,7 +18,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.writer import FileWriter, SummaryWriter
 
-from fabricamp.loggers.append_file import GrowingFile
+from fabricamp.loggers.append_file import AppendFile
 from fabricamp.loggers.logger_errors import reason_of
 
 _SECONDS = re.compile(r"tfevents\.(\d+)")
@@ -40,7 +40,7 @@ class Scalars(NamedTuple):
         return Event(step=self.step, wall_time=self.wall_time, summary=Summary(value=values))
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """A position in an event file: the file's name and a number of bytes."""
 
     file: str
@@ -60,18 +60,18 @@ class EventFile:
         self._lost = lost
         self._suffix = suffix
         self.private = private
-        self._file: GrowingFile | None = None
-        self._there = 0
-        self._steps: tuple[int, ...] = ()
+        self._file: AppendFile | None = None
+        self._num_events = 0  # in the file
+        self._steps: tuple[int, ...] = ()  # the first and last step of these
 
-    def look(self) -> Place:
+    def look(self) -> FilePosition:
         """Returns the position after the last written event."""
         file = self._open()
-        return Place(file.path.name, file.size or len(self._head))
+        return FilePosition(file.path.name, file.size or len(self._head))
 
-    def append(self, events: list[Any]) -> Place:
+    def append(self, events: list[Any]) -> FilePosition:
         """Writes the events; returns the position after them."""
-        events = [one.event() if isinstance(one, Scalars) else one for one in events]
+        events = [event.event() if isinstance(event, Scalars) else event for event in events]
         file = self._open()
         try:
             head = b"" if file.size else self._head
@@ -80,11 +80,12 @@ class EventFile:
             if not file.size:
                 raise
             # Somebody removed the file: its events are lost, and further events go into a new file.
-            self._lost(reason_of(error), self._there, self._steps)
+            self._lost(reason_of(error), self._num_events, self._steps)
             self._file = None
             return self.append(events)
         steps = [*self._steps, *(event.step for event in events)]
-        self._there, self._steps = self._there + len(events), (min(steps), max(steps))
+        self._num_events += len(events)
+        self._steps = (min(steps), max(steps))
         return self.look()
 
     def sync(self) -> None:
@@ -92,7 +93,7 @@ class EventFile:
         if self._file is not None:
             self._file.sync()
 
-    def go_on_from(self, name: str, size: int) -> list[Any] | None:
+    def continue_from(self, name: str, size: int) -> list[Any] | None:
         """Returns the events that hide everything after that position from TensorBoard; None if it is not in this folder.
 
         The events after the position may have any steps, and TensorBoard drops everything from the smallest of these steps on.  So
@@ -100,33 +101,34 @@ class EventFile:
         """
         file = self._open()
         others = sorted(path for path in self.folder.glob("*tfevents*") if path != file.path)
-        found = next((path for path in others if path.name == name), None)
-        if found is None or found.stat().st_size < size:
+        resumed = next((path for path in others if path.name == name), None)
+        if resumed is None or resumed.stat().st_size < size:
             return None
-        before: list[tuple[Path, int | None]] = [(path, None) for path in others if path.name < name]
-        before.append((found, size))
-        if file.size:
-            before.append((file.path, None))
-        behind = [event for path in others if path.name > name for event in read_events(path)]
-        behind += read_events(found, since=size)
-        steps = [event.step for event in behind if event.HasField("summary")]
+        after = [event for path in others if path.name > name for event in read_events(path)]
+        after += read_events(resumed, since=size)
+        steps = [event.step for event in after if event.HasField("summary")]
         if not steps:
             return []
-        return purge(min(steps), [event for path, end in before for event in read_events(path, until=end)])
+        before = [event for path in others if path.name < name for event in read_events(path)]
+        before += read_events(resumed, until=size)
+        if file.size:
+            before += read_events(file.path)
+        return purge(min(steps), before)
 
-    def _open(self) -> GrowingFile:
+    def _open(self) -> AppendFile:
         if self._file is not None:
             return self._file
         # TensorBoard reads files in the order of their names: this name sorts last, whatever the clock says.
         seconds = [int(match[1]) for path in self.folder.glob("*tfevents*") if (match := _SECONDS.search(path.name))]
-        second = max([int(time.time()), *(one + 1 for one in seconds)])
+        second = max([int(time.time()), *(earlier + 1 for earlier in seconds)])
         number = f"{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{self._suffix}"
         name = f"events.out.tfevents.{second:010d}.{number}"
         first = Event(wall_time=time.time(), file_version="brain.Event:2")
         first.source_metadata.writer = "fabricamp.loggers.TensorBoardLogger"
         self._head = _record(first)
-        self._there, self._steps = 0, ()
-        self._file = GrowingFile(self.folder / name, private=self.private)
+        self._num_events = 0
+        self._steps = ()
+        self._file = AppendFile(self.folder / name, private=self.private)
         return self._file
 
 
@@ -162,7 +164,8 @@ class _Events:
     def __init__(self, folder: Path, take: Callable[[Any], None], flush: Callable[[], None]) -> None:
         self._folder = folder
         self.add_event = take
-        self.flush = self.close = flush
+        self.flush = flush
+        self.close = flush
 
     def get_logdir(self) -> str:
         """Returns the folder."""
@@ -179,7 +182,7 @@ def purge(step: int, written: Iterable[Any] = ()) -> list[Any]:
     valid: list[Any] = []
     for event in written:
         if event.HasField("session_log") and event.session_log.status == SessionLog.START:
-            valid = [one for one in valid if one.step < event.step]
+            valid = [earlier for earlier in valid if earlier.step < event.step]
         elif event.HasField("summary") and event.step >= step:
             valid.append(event)
     return [Event(wall_time=now, step=step, file_version="brain.Event:2"), start, *valid]

@@ -21,71 +21,70 @@ class LoggerCollection:
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = list(loggers)
-        self._waits: dict[int, threading.Thread] = {}
-        self._error: BaseException | None = None
+        self._waits: dict[int, threading.Thread] = {}  # by the logger's number; an abandoned one goes on
+        self._error: BaseException | None = None  # raised by a barrier, outside the training thread
 
     def begin(self, module: nn.Module) -> None:
         """Lets every logger do slow preparations and draw the module, before the first step."""
-        for one in self._loggers:
-            with one.trouble.guard():
-                one.begin()
-                one.log_graph(module)
+        for logger in self._loggers:
+            with logger.trouble.guard():
+                logger.begin()
+                logger.log_graph(module)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Passes the values to every logger."""
         self._raise_error()
-        for one in self._loggers:
-            with one.trouble.guard(step):
-                one.log_metrics(metrics, step)
+        for logger in self._loggers:
+            with logger.trouble.guard(step):
+                logger.log_metrics(metrics, step)
 
     def log_histogram(
         self, name: str, counts: Sequence[float], limits: tuple[float, float], sums: tuple[float, float], step: int
     ) -> None:
         """Passes the histogram to every logger."""
-        for one in self._loggers:
-            with one.trouble.guard():
-                one.log_histogram(name, counts, limits, sums, step)
+        for logger in self._loggers:
+            with logger.trouble.guard():
+                logger.log_histogram(name, counts, limits, sums, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Passes the hyper-parameters to every logger."""
-        for one in self._loggers:
-            with one.trouble.guard():
-                one.log_hyperparams(params)
+        for logger in self._loggers:
+            with logger.trouble.guard():
+                logger.log_hyperparams(params)
 
     def after_save_checkpoint(self, checkpoint_callback: object) -> None:
         """Notifies every logger of a ModelCheckpoint's new file."""
-        for one in self._loggers:
-            with one.trouble.guard():
-                one.after_save_checkpoint(checkpoint_callback)
+        for logger in self._loggers:
+            with logger.trouble.guard():
+                logger.after_save_checkpoint(checkpoint_callback)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns the position in each log."""
         states = []
-        for one in self._loggers:
+        for logger in self._loggers:
             state: dict[str, Any] = {}
-            with one.trouble.guard():
-                state = one.state_dict()
-            states.append({"logger": type(one).__qualname__, "state": state})
+            with logger.trouble.guard():
+                state = logger.state_dict()
+            states.append({"logger": type(logger).__qualname__, "state": state})
         return states
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Resumes each logger from the saved state of a logger of its class; others keep their state."""
-        left = list(states)
-        for one in self._loggers:
-            found = next((saved for saved in left if saved["logger"] == type(one).__qualname__), None)
-            if found is None:
-                continue
-            left.remove(found)
-            with one.trouble.guard():
-                one.load_state_dict(found["state"])
+        unused = list(states)
+        for logger in self._loggers:
+            of_class = [saved for saved in unused if saved["logger"] == type(logger).__qualname__]
+            if of_class:
+                unused.remove(of_class[0])
+                with logger.trouble.guard():
+                    logger.load_state_dict(of_class[0]["state"])
 
     def barrier(self, step: int) -> None:
         """Waits, in any thread, until all loggers' values are on disk; abandons a logger that fails or is slow."""
-        started = {
-            number: self._start(number, one, step)
-            for number, one in enumerate(self._loggers)
-            if type(one).barrier is not Logger.barrier and number not in self._waits
-        }
+        started = {}
+        for number, logger in enumerate(self._loggers):
+            # A logger that an earlier checkpoint abandoned, and that is still at it, holds no later one up.
+            if type(logger).barrier is not Logger.barrier and number not in self._waits:
+                started[number] = self._start(number, logger, step)
         deadline = time.monotonic() + BARRIER_SECONDS
         for number, thread in started.items():
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -94,22 +93,6 @@ class LoggerCollection:
                     f"what it was given by step {step} is not on disk after {BARRIER_SECONDS:g} s, so checkpoints are written "
                     "without waiting for it"
                 )
-
-    def close(self, *, failed: bool) -> None:
-        """Closes every logger and reports lost values; if the run failed before it began, loggers release its folder."""
-        for one in self._loggers:
-            with one.trouble.guard():
-                one.save()
-            with one.trouble.guard():
-                one.finalize("failed" if failed else "success")
-            with one.trouble.guard():
-                one.close()
-            if failed:
-                with one.trouble.guard():
-                    one.give_back()
-            one.trouble.sum_up()
-        if not failed:
-            self._raise_error()
 
     def _start(self, number: int, logger: Logger, step: int) -> threading.Thread:
         def wait() -> None:
@@ -125,7 +108,24 @@ class LoggerCollection:
         thread.start()
         return thread
 
+    def close(self, *, failed: bool) -> None:
+        """Closes every logger and reports lost values; if the run failed before it began, loggers release its folder."""
+        for logger in self._loggers:
+            with logger.trouble.guard():
+                logger.save()
+            with logger.trouble.guard():
+                logger.finalize("failed" if failed else "success")
+            with logger.trouble.guard():
+                logger.close()
+            if failed:
+                with logger.trouble.guard():
+                    logger.give_back()
+            logger.trouble.sum_up()
+        if not failed:
+            self._raise_error()
+
     def _raise_error(self) -> None:
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error

@@ -7,15 +7,15 @@ import warnings
 from collections.abc import Iterable, Iterator
 
 
-class Trouble:
+class LoggerErrors:
     """The errors of one logger's disk or server; they cost values, never the run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._told = False
-        self._reason = ""
-        self._lost = 0
-        self._steps: tuple[int, int] | None = None
+        self._told = False  # whether this run has had its first error
+        self._reason = ""  # of the last error
+        self._lost = 0  # number of lost rows
+        self._steps: tuple[int, int] | None = None  # their first and last step
 
     @contextlib.contextmanager
     def guard(self, step: int | None = None) -> Iterator[None]:
@@ -28,7 +28,7 @@ class Trouble:
                 self.lose(1, [step])
 
     def tell(self, reason: str) -> None:
-        """Notes ``reason``; warns about the first error of a run."""
+        """Records ``reason``; warns about the first error of a run."""
         self._reason = reason
         if not self._told:
             self._told = True
@@ -54,7 +54,10 @@ class Trouble:
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self._told, self._reason, self._lost, self._steps = False, "", 0, None
+        self._told = False
+        self._reason = ""
+        self._lost = 0
+        self._steps = None
 
 
 def reason_of(error: OSError) -> str:

@@ -19,7 +19,7 @@ from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import flattened, writes
 from fabricamp.loggers.uploads import Saved, Uploads
-from fabricamp.loggers.write_queue import Outbox, in_time
+from fabricamp.loggers.write_queue import WriteQueue, in_time
 
 ANSWER_SECONDS = 10.0
 """How long the start of a run waits for the server; logged values wait for the server in memory."""
@@ -88,18 +88,17 @@ class MLFlowLogger(Logger):
         self._uri = address or _files_in(save_dir)
         self.save_dir = _folder_of(self._uri) if address or save_dir is None else os.fspath(save_dir)
         self.tags = dict(tags or {}) | ({} if run_name is None else {"mlflow.runName": run_name})
-        self._experiment_name, self._artifact_location = experiment_name, artifact_location
+        self._experiment_name = experiment_name
+        self._artifact_location = artifact_location
         self._prefix = prefix
         self._options = {} if synchronous is None else {"synchronous": synchronous}
-        self._run_id, self._given = run_id, run_id is not None
+        self._run_id = run_id
+        self._given = run_id is not None
         self._experiment_id: str | None = None
         self._asked = False  # whether the run was requested
         self._made = False  # whether this logger created the run, and the run is still empty
         self._goes_on = False
-        self._lock = threading.RLock()
-        self._outbox: Outbox[_Item] = Outbox(self._send)
-        self._mlflow_client: Any = None
-        self._begun = False
+        self._clear()
 
     # -- the run -----------------------------------------------------------------------------------------------------------------
 
@@ -153,7 +152,9 @@ class MLFlowLogger(Logger):
         if self._made:
             with contextlib.suppress(ConfigError):  # the run has failed for another reason
                 self._ask(self._delete)
-            self._run_id, self._made, self._asked = None, False, False
+            self._run_id = None
+            self._made = False
+            self._asked = False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the run's id."""
@@ -191,7 +192,7 @@ class MLFlowLogger(Logger):
 
     def barrier(self, step: int) -> None:
         """Returns once the server has all values so far."""
-        self._outbox.wait()
+        self._queue.wait()
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Uploads the file if ``log_model="all"``; with True, files that are still kept are uploaded at the end."""
@@ -206,8 +207,8 @@ class MLFlowLogger(Logger):
 
     def close(self) -> None:
         """Waits up to 30 seconds for unsent values."""
-        self._outbox.close(LAST_SECONDS)
-        self._tell()
+        self._queue.close(LAST_SECONDS)
+        self._report_failures()
         self._clear()
 
     # -- calls to MLflow; each may wait for the server for minutes ---------------------------------------------------------------
@@ -242,25 +243,26 @@ class MLFlowLogger(Logger):
                 self._experiment_id = self._find_experiment(client)
                 context = _import_mlflow("mlflow.tracking.context.registry")
                 run = client.create_run(self._experiment_id, tags=context.resolve_tags(self.tags))
-                self._run_id, self._made = run.info.run_id, True
+                self._run_id = run.info.run_id
+                self._made = True
             else:
                 self._experiment_id = client.get_run(self._run_id).info.experiment_id
                 client.update_run(self._run_id, status="RUNNING")
             self._begun = True
 
     def _find_experiment(self, client: Any) -> str:
-        found = client.get_experiment_by_name(self._experiment_name)
-        if found is None or found.lifecycle_stage == "deleted":
+        experiment = client.get_experiment_by_name(self._experiment_name)
+        if experiment is None or experiment.lifecycle_stage == "deleted":
             try:
                 created: str = client.create_experiment(self._experiment_name, self._artifact_location)
             except Exception:
                 # Another run may have created the experiment meanwhile.
-                found = client.get_experiment_by_name(self._experiment_name)
-                if found is None or found.lifecycle_stage == "deleted":
+                experiment = client.get_experiment_by_name(self._experiment_name)
+                if experiment is None or experiment.lifecycle_stage == "deleted":
                     raise
             else:
                 return created
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _move_to(self, run_id: str) -> None:
         with self._lock:
@@ -275,7 +277,9 @@ class MLFlowLogger(Logger):
                 return
             if self._made:
                 self._delete()
-            self._run_id, self._begun, self._goes_on = run_id, False, True
+            self._run_id = run_id
+            self._begun = False
+            self._goes_on = True
             self._begin()
 
     def _delete(self) -> None:
@@ -287,12 +291,12 @@ class MLFlowLogger(Logger):
         entities = importlib.import_module("mlflow.entities")
         validation = importlib.import_module("mlflow.utils.validation")
         metrics = [
-            entities.Metric(name, value, one.milliseconds, one.step)
-            for one in items
-            for name, value in one.metrics.items()
+            entities.Metric(name, value, item.milliseconds, item.step)
+            for item in items
+            for name, value in item.metrics.items()
         ]
         longest = validation.MAX_PARAM_VAL_LENGTH
-        params = [entities.Param(name, text[:longest]) for one in items for name, text in one.params.items()]
+        params = [entities.Param(name, text[:longest]) for item in items for name, text in item.params.items()]
         for kind, values, most in (("params", params, 100), ("metrics", metrics, 1000)):  # MLflow's limits
             for first in range(0, len(values), most):
                 self._made = False
@@ -301,17 +305,19 @@ class MLFlowLogger(Logger):
                 )
                 if pending is not None:
                     pending.wait()
-        for one in items:
-            if one.status:
-                self._client().set_terminated(self._run_id, one.status)
+        for item in items:
+            if item.status:
+                self._client().set_terminated(self._run_id, item.status)
 
     def _upload(self, saved: Saved) -> None:
         """Uploads a file to ``model/checkpoints``, into a folder of its name; tags the run with the path of the best file."""
         self._begin()
-        client, folder = self._client(), f"model/checkpoints/{saved.name}"
+        client = self._client()
+        folder = f"model/checkpoints/{saved.name}"
         if not saved.is_local:
             raise ConfigError(f"MLflow takes files of a disk, and no {saved.path}; leave log_model out")
-        (client.log_artifacts if Path(saved.path).is_dir() else client.log_artifact)(self._run_id, saved.path, folder)
+        upload = client.log_artifacts if Path(saved.path).is_dir() else client.log_artifact
+        upload(self._run_id, saved.path, folder)
         if "best" in saved.aliases:
             client.set_tag(self._run_id, "best_checkpoint", f"{folder}/{Path(saved.path).name}")
 
@@ -319,21 +325,23 @@ class MLFlowLogger(Logger):
 
     def _put(self, item: _Item) -> None:
         self._asked = True
-        self._outbox.put(item)
-        self._tell()
+        self._queue.put(item)
+        self._report_failures()
 
-    def _tell(self) -> None:
-        for reason, items, _ in self._outbox.failures():
+    def _report_failures(self) -> None:
+        for reason, items, _ in self._queue.failures():
             self.trouble.tell(reason)
-            steps = [one.step for one in items if isinstance(one, _Item) and one.metrics]
+            steps = [item.step for item in items if isinstance(item, _Item) and item.metrics]
             self.trouble.lose(len(steps), steps)
 
     def _clear(self) -> None:
-        self._lock, self._outbox = threading.RLock(), Outbox(self._send)
-        self._mlflow_client, self._begun = None, False
+        self._lock = threading.RLock()
+        self._queue: WriteQueue[_Item] = WriteQueue(self._send)
+        self._mlflow_client: Any = None
+        self._begun = False
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_mlflow_client", "_lock", "_outbox", "_begun")  # one of each per process
+        own = ("_mlflow_client", "_lock", "_queue", "_begun")  # one of each per process
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -343,7 +351,7 @@ class MLFlowLogger(Logger):
 
 def _import_mlflow(module: str) -> Any:
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "mlflow":
             raise
@@ -351,7 +359,7 @@ def _import_mlflow(module: str) -> Any:
             'MLFlowLogger needs MLflow, which is not installed: pip install "fabricamp[mlflow]"', name="mlflow"
         ) from error
     give_numbers_of_its_own("mlflow", "urllib3", "databricks")
-    return found
+    return imported
 
 
 def _files_in(save_dir: str | os.PathLike[str] | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from fabricamp.arguments.checks import check_number
-from fabricamp.loggers.append_file import GrowingFile
+from fabricamp.loggers.append_file import AppendFile
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.logger_errors import reason_of
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
@@ -75,13 +75,14 @@ class RowFileLogger(RunFolderLogger):
         """Logs one row."""
         if not metrics or not writes():
             return
-        backlog, step = self._backlog, self._at(step)
+        queue = self._backlog
+        step = self._at(step)
         values = {name: _number(value) for name, value in self._named(metrics).items()}
-        backlog.add(Record(step, self._row(values, step)))
+        queue.add(Record(step, self._row(values, step)))
         if step - self._flushed_step >= self._flush_every:
             self._flushed_step = step
-            backlog.write_soon()
-            backlog.report(self.trouble)
+            queue.write_soon()
+            queue.report(self.trouble)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the length of the log, in the file and in memory, and its digest."""
@@ -93,12 +94,13 @@ class RowFileLogger(RunFolderLogger):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Drops the rows after ``state_dict``, if the file begins with its rows: the resumed run logs the others again."""
         if state_dict and writes():
-            self._backlog.find(lambda: self._cut(state_dict), patient=True)
+            self._backlog.update_position(lambda: self._cut(state_dict), patient=True)
 
     def close(self) -> None:
         """Writes the waiting rows, for up to 30 seconds."""
         super().close()
-        self._flushed_step, self._content = -1, None
+        self._flushed_step = -1
+        self._content = None
 
     def _row(self, metrics: dict[str, float], step: int) -> dict[str, float]:
         return {STEP: step, **metrics}
@@ -116,7 +118,8 @@ class RowFileLogger(RunFolderLogger):
     def _look(self) -> Content:
         """Reads the file, once; ignores a last row that a killed run left unfinished."""
         if self._content is None:
-            self._file, content = GrowingFile(self.metrics_file), Content()
+            self._file = AppendFile(self.metrics_file)
+            content = Content()
             if self.metrics_file.exists():
                 self._file.cut_to_lines()
                 rows, digest = self._read()

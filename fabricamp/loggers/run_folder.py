@@ -16,7 +16,7 @@ from fabricamp._utils.first_rank import started_rank
 from fabricamp.checkpoint import plain, storage
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
-from fabricamp.loggers.write_queue import Backlog, Record
+from fabricamp.loggers.write_queue import Record, RecordQueue
 
 _HYPERPARAMETERS = "hparams.yaml"
 
@@ -75,7 +75,8 @@ class RunFolderLogger(Logger):
                     f"{type(self).__name__}.version is decided by rank 0 when fit starts, and is not known on this rank before"
                 )
             try:
-                self._version, self._claimed = _claim_version(self._root), True
+                self._version = _claim_version(self._root)
+                self._claimed = True
             except OSError as error:
                 raise ConfigError(
                     f"{type(self).__name__} cannot make a folder for this run in {self._root}: {error.strerror or error}; give "
@@ -118,12 +119,13 @@ class RunFolderLogger(Logger):
             self.folder.rmdir()
         except OSError:  # it is not empty
             return
-        self._version, self._claimed = None, False
+        self._version = None
+        self._claimed = False
 
     def run_folders(self) -> list[Path]:
         """Returns the folders of this run and of earlier runs with numbers, newest first."""
-        found = [re.fullmatch(r"version_(\d+)", entry.name) for entry in self._root.glob("version_*")]
-        numbers = sorted({int(number[1]) for number in found if number}, reverse=True)
+        matches = [re.fullmatch(r"version_(\d+)", entry.name) for entry in self._root.glob("version_*")]
+        numbers = sorted({int(match[1]) for match in matches if match}, reverse=True)
         return list(dict.fromkeys([self.folder, *(self._root / f"version_{number}" for number in numbers)]))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
@@ -143,10 +145,10 @@ class RunFolderLogger(Logger):
 
     def barrier(self, step: int) -> None:
         """Returns once all records so far are on disk."""
-        backlog = self._backlog
-        backlog.write_soon()
-        backlog.do(self._sync)
-        backlog.wait(patient=True)
+        queue = self._backlog
+        queue.write_soon()
+        queue.call_soon(self._sync)
+        queue.wait(patient=True)
 
     def close(self) -> None:
         """Writes the waiting records, for up to 30 seconds."""
@@ -167,32 +169,49 @@ class RunFolderLogger(Logger):
         raise NotImplementedError
 
     @property
-    def _backlog(self) -> Backlog[Any]:
-        """The queue of this process's thread."""
+    def _backlog(self) -> RecordQueue[Any]:
+        """The queue of records of this process's thread."""
         if self._waiting.process != os.getpid():  # forked: the thread and its records are the parent's
-            self._begin_anew(self._waiting.left_behind())
+            self._begin_anew(self._waiting.unrequested())
         return self._waiting
 
     def _begin_anew(self, records: Iterable[Record] = ()) -> None:
-        self._waiting: Backlog[Any] = Backlog(self._look, self._append, self.MOST_WAITING, lambda: self.folder, records)
+        self._waiting: RecordQueue[Any] = RecordQueue(
+            self._look, self._append, self.MOST_WAITING, lambda: self.folder, records
+        )
 
     def _write_hyperparameters(self) -> None:
         yaml: Any = importlib.import_module("yaml")
         text = yaml.safe_dump(showable(self._hyperparameters), sort_keys=False, allow_unicode=True)
-        folder, private = self.folder, self.private
+        folder = self.folder
+        private = self.private
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             replace_text(folder / _HYPERPARAMETERS, text, private=private)
 
-        self._backlog.do(write)
+        self._backlog.call_soon(write)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_waiting": self._waiting.left_behind()}  # one thread per process
+        return {**self.__dict__, "_waiting": self._waiting.unrequested()}  # one thread per process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin_anew(state["_waiting"])
+
+
+def _claim_version(root: Path) -> int:
+    """Creates the folder of the next free number; ``mkdir`` decides which of two concurrent runs gets a number."""
+    root.mkdir(parents=True, exist_ok=True)
+    matches = (re.fullmatch(r"version_(\d+)", entry.name) for entry in root.iterdir())
+    version = max((int(match[1]) + 1 for match in matches if match), default=0)
+    while True:
+        try:
+            (root / f"version_{version}").mkdir()
+        except FileExistsError:
+            version += 1
+        else:
+            return version
 
 
 def folder_of(logger: Logger) -> str | None:
@@ -211,20 +230,6 @@ def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | fl
         else:
             flat[f"{above}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return flat
-
-
-def _claim_version(root: Path) -> int:
-    """Creates the folder of the next free number; ``mkdir`` decides which of two concurrent runs gets a number."""
-    root.mkdir(parents=True, exist_ok=True)
-    numbers = (re.fullmatch(r"version_(\d+)", entry.name) for entry in root.iterdir())
-    version = max((int(number[1]) + 1 for number in numbers if number), default=0)
-    while True:
-        try:
-            (root / f"version_{version}").mkdir()
-        except FileExistsError:
-            version += 1
-        else:
-            return version
 
 
 def showable(value: Any) -> Any:

@@ -30,8 +30,6 @@ _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix
 """The options of torch's SummaryWriter besides the folder; reading its signature would import all of TensorBoard."""
 _ASKS_FOR_NOTHING = ("sub_dir", None)
 """Lightning's default of an option that does not exist here."""
-
-
 _BYTES_OF_A_POINT = 64
 
 
@@ -86,14 +84,14 @@ class TensorBoardLogger(RunFolderLogger):
         """The ``SummaryWriter`` of this run, for calls without a method here; does nothing on ranks other than 0."""
         if not writes():
             return Silent()  # type: ignore[return-value]
-        backlog = self._backlog
+        queue = self._backlog
         if self._file is not None and self.private and not self._file.private:
             self.close()
         if self._writer is None:
             from fabricamp.loggers.event_file import EventFile, EventWriter
 
             suffix = self._options["filename_suffix"]
-            self._file = EventFile(self.folder, backlog.lose, suffix=suffix, private=self.private)
+            self._file = EventFile(self.folder, queue.lose, suffix=suffix, private=self.private)
             self._writer = EventWriter(self.folder, self._take, self.save, self._options["purge_step"])
         return self._writer
 
@@ -107,7 +105,8 @@ class TensorBoardLogger(RunFolderLogger):
             return
         _ = self.experiment
         files: Any = importlib.import_module("fabricamp.loggers.event_file")
-        values, step = {name: float(value) for name, value in self._named(metrics).items()}, self._at(step)
+        values = {name: float(value) for name, value in self._named(metrics).items()}
+        step = self._at(step)
         self._put(Record(step, files.Scalars(step, time.time(), values), weight=len(values) * _BYTES_OF_A_POINT))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
@@ -141,7 +140,7 @@ class TensorBoardLogger(RunFolderLogger):
         precision = module.trainer.precision_plugin
         inputs = module.transfer_batch_to_device(module.on_before_batch_transfer(inputs, 0), module.device, 0)
         inputs = precision.convert_input(module.on_after_batch_transfer(inputs, 0))
-        modes = [(one, one.training) for one in model.modules()]
+        modes = [(submodule, submodule.training) for submodule in model.modules()]
         try:
             with torch.no_grad(), isolate_rng(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's writer traces by TorchScript
@@ -152,11 +151,11 @@ class TensorBoardLogger(RunFolderLogger):
             )
             raise
         finally:
-            for one, training in modes:
-                one.training = training
+            for submodule, training in modes:
+                submodule.training = training
 
     def _trace(self, model: nn.Module, inputs: Any) -> None:
-        kind = next((one.device.type for one in model.parameters()), "cpu")
+        kind = next((parameter.device.type for parameter in model.parameters()), "cpu")
         autocast: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         with torch.autocast(kind, **autocast, cache_enabled=False):  # a trace cannot hold cached weights
             self.experiment.add_graph(model, inputs, use_strict_trace=False)
@@ -189,9 +188,9 @@ class TensorBoardLogger(RunFolderLogger):
         _ = self.experiment
         if self._file is None:
             return {}
-        place, waiting = self._backlog.state()
+        position, waiting = self._backlog.state()
         files: Any = importlib.import_module("fabricamp.loggers.event_file")
-        return {"file": place.file, "bytes": place.bytes + sum(map(files.size_of, waiting))}
+        return {"file": position.file, "bytes": position.bytes + sum(map(files.size_of, waiting))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hides the events after that position in this folder; the hyper-parameters are there already."""
@@ -201,7 +200,9 @@ class TensorBoardLogger(RunFolderLogger):
         file = self._file
         assert file is not None
         self._backlog.write_soon()
-        events = self._backlog.ask(lambda: file.go_on_from(state_dict["file"], state_dict["bytes"]), patient=True)
+        events = self._backlog.call_and_wait(
+            lambda: file.continue_from(state_dict["file"], state_dict["bytes"]), patient=True
+        )
         self._goes_on = events is not None
         for event in events or ():
             self._take(event)
@@ -209,18 +210,21 @@ class TensorBoardLogger(RunFolderLogger):
     def close(self) -> None:
         """Writes the waiting events, for up to 30 seconds; values logged later go into a new file in the same folder."""
         super().close()
-        self._writer, self._file, self._goes_on = None, None, False
+        self._writer = None
+        self._file = None
+        self._goes_on = False
 
     def _take(self, event: Any) -> None:
         self._put(Record(event.step, event, weight=event.ByteSize()))
 
     def _put(self, record: Record) -> None:
-        backlog = self._backlog
-        waiting, now = backlog.add(record), time.monotonic()
+        queue = self._backlog
+        waiting = queue.add(record)
+        now = time.monotonic()
         if waiting > self._options["max_queue"] or now >= self._flushed_at + self._options["flush_secs"]:
             self._flushed_at = now
-            backlog.write_soon()
-            backlog.report(self.trouble)
+            queue.write_soon()
+            queue.report(self.trouble)
 
     def _look(self) -> Any:
         assert self._file is not None
@@ -236,7 +240,8 @@ class TensorBoardLogger(RunFolderLogger):
 
     def _begin_anew(self, records: Iterable[Record] = ()) -> None:
         super()._begin_anew(records)
-        self._writer, self._file = None, None  # one file per process
+        self._writer = None
+        self._file = None  # one file per process
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_writer": None, "_file": None}

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fabricamp.errors import ConfigError
-from fabricamp.loggers.logger_errors import Trouble
-from fabricamp.loggers.write_queue import Outbox
+from fabricamp.loggers.logger_errors import LoggerErrors
+from fabricamp.loggers.write_queue import WriteQueue
 
 UPLOAD_SECONDS = 600.0
 """How long the end of a successful fit waits for uploads of checkpoints."""
 LAST_SECONDS = 30.0
 """How long the end of a failed fit waits for uploads."""
 
-_TOLD = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
+_CALLBACK_OPTIONS = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")
 _REMOTE = -1
 
 
@@ -58,50 +58,51 @@ class Uploads:
         self._done: dict[str, int] = {}
         self._clear()
 
-    def after_save(self, callback: Any, trouble: Trouble) -> None:
-        """Notes that ``callback`` has a new file; with "all" queues the file."""
+    def after_save(self, callback: Any, errors: LoggerErrors) -> None:
+        """Records that ``callback`` has a new file; with "all" queues the file."""
         if not self.when:
             return
         self._callbacks[id(callback)] = callback
         if self.when == "all":
             self._put(callback)
-        self._outbox.report(trouble)
+        self._queue.report(errors)
 
-    def finish(self, trouble: Trouble, *, succeeded: bool) -> None:
+    def finish(self, errors: LoggerErrors, *, succeeded: bool) -> None:
         """Ends a fit; after a successful one uploads the remaining files, waiting up to ten minutes."""
-        for callback in self._callbacks.values() if succeeded else ():
-            self._put(callback)
-        outbox = self._outbox
+        if succeeded:
+            for callback in self._callbacks.values():
+                self._put(callback)
+        queue = self._queue
         self._clear()
-        outbox.close(UPLOAD_SECONDS if succeeded else LAST_SECONDS)
-        outbox.report(trouble)
+        queue.close(UPLOAD_SECONDS if succeeded else LAST_SECONDS)
+        queue.report(errors)
 
     def _put(self, callback: Any) -> None:
-        for saved in self._left(callback):
+        for saved in self._not_uploaded(callback):
             self._done[saved.path] = saved.changed_at
-            self._outbox.put(saved)
+            self._queue.put(saved)
 
     def _send(self, items: Sequence[Saved]) -> None:
         for saved in items:
             self._upload(saved)
 
-    def _left(self, callback: Any) -> list[Saved]:
+    def _not_uploaded(self, callback: Any) -> list[Saved]:
         """Returns the best and last files whose current version was not uploaded, in the order of writing."""
         scores = callback.best_k_models
         paths = dict.fromkeys([*scores, callback.best_model_path, callback.last_model_path])
-        found = [(_changed_at(path), path) for path in paths if path]
+        files = [(_changed_at(path), path) for path in paths if path]
         return [
             Saved(path, changed_at, _aliases(callback, path), _metadata(callback, path, scores.get(path)))
-            for changed_at, path in sorted(found)
+            for changed_at, path in sorted(files)
             if changed_at and self._done.get(path) != changed_at
         ]
 
     def _clear(self) -> None:
         self._callbacks: dict[int, Any] = {}
-        self._outbox: Outbox[Saved] = Outbox(self._send, most_at_once=1)
+        self._queue: WriteQueue[Saved] = WriteQueue(self._send, most_at_once=1)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_callbacks", "_outbox")  # of this process only
+        own = ("_callbacks", "_queue")  # of this process only
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,5 +128,5 @@ def _metadata(callback: Any, path: str, score: Any) -> dict[str, Any]:
     return {
         "score": None if score is None else float(score),
         "original_filename": Path(path).name,
-        "ModelCheckpoint": {name: getattr(callback, name) for name in _TOLD},
+        "ModelCheckpoint": {name: getattr(callback, name) for name in _CALLBACK_OPTIONS},
     }

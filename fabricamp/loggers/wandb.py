@@ -20,7 +20,7 @@ from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import edges_of, showable, writes
 from fabricamp.loggers.uploads import Uploads
-from fabricamp.loggers.write_queue import Call, Outbox
+from fabricamp.loggers.write_queue import Call, WriteQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,6 +70,9 @@ class WandbLogger(Logger):
         >>> logger = WandbLogger(project="digits", offline=True)
     """
 
+    _queue: WriteQueue[Call] | None = None
+    """The thread's queue during a fit."""
+
     def __init__(
         self,
         name: str | None = None,
@@ -90,16 +93,19 @@ class WandbLogger(Logger):
         self._uploads = Uploads("WandbLogger", log_model, self._upload)
         if add_file_policy not in ("mutable", "immutable"):
             raise ConfigError(f"WandbLogger(add_file_policy={add_file_policy!r}): choose 'mutable' or 'immutable'")
-        self._checkpoint_name, self._add_file_policy = checkpoint_name, add_file_policy
+        self._checkpoint_name = checkpoint_name
+        self._add_file_policy = add_file_policy
         known = inspect.signature(_package().init).parameters
         check_names("WandbLogger has no option", kwargs, (*_OWN, *known), where="WandbLogger")
         self.save_dir = os.fspath(save_dir or dir or os.environ.get("WANDB_DIR") or ".")
         self._folder = Path(self.save_dir).expanduser().absolute()
         project = project or os.environ.get("WANDB_PROJECT") or "fabricamp_logs"
         self._options = {"name": name, "project": project, "dir": str(self._folder), "resume": "allow"}
-        self._options |= (
-            ({"anonymous": "allow"} if anonymous else {}) | ({"mode": "offline"} if offline else {}) | kwargs
-        )
+        if anonymous:
+            self._options["anonymous"] = "allow"
+        if offline:
+            self._options["mode"] = "offline"
+        self._options |= kwargs
         self.name = project
         self._root = self._folder / project
         wanted = version or id or os.environ.get("WANDB_RUN_ID")
@@ -112,7 +118,6 @@ class WandbLogger(Logger):
         self._opened_by: int | None = None
         self._unreachable: str | None = None
         self._status = "success"
-        self._outbox: Outbox[Call] | None = None
         self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
 
     @property
@@ -123,7 +128,8 @@ class WandbLogger(Logger):
         if self._experiment is None:
             self._experiment = self._run()
             self._id = str(self._experiment.id)
-        watched, self._watched = self._watched, []
+        watched = self._watched
+        self._watched = []
         for model, options in watched:
             self._experiment.watch(model, **options)
         return self._experiment
@@ -163,7 +169,7 @@ class WandbLogger(Logger):
         if writes():
             with self._reaches():
                 _ = self.experiment
-            self._outbox = Outbox(self._send, most_at_once=1)  # so only the failed steps are reported as lost
+            self._queue = WriteQueue(self._send, most_at_once=1)  # so only the failed steps are reported as lost
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Logs one row of the run's history; ``step`` is ``trainer/global_step``, the axis of all charts."""
@@ -201,7 +207,10 @@ class WandbLogger(Logger):
 
     def unwatch(self, model: nn.Module | None = None) -> None:
         """Ends :meth:`watch` for ``model``; for every model if None."""
-        self._watched = [one for one in self._watched if model is not None and one[0] is not model]
+        if model is None:
+            self._watched = []
+        else:
+            self._watched = [(other, options) for other, options in self._watched if other is not model]
         if self._experiment is not None:
             self._experiment.unwatch(model)
 
@@ -235,10 +244,12 @@ class WandbLogger(Logger):
             )
         if writes():
             options = [dict(zip(kwargs, values, strict=True)) for values in zip(*kwargs.values(), strict=True)]
-            made = [
-                _package().Image(one, **with_) for one, with_ in zip(images, options or [{}] * len(images), strict=True)
+            package = _package()
+            logged = [
+                package.Image(image, **of_image)
+                for image, of_image in zip(images, options or [{}] * len(images), strict=True)
             ]
-            self._log({key: made}, step)
+            self._log({key: logged}, step)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the run's id."""
@@ -256,8 +267,8 @@ class WandbLogger(Logger):
 
     def barrier(self, step: int) -> None:
         """Returns once the package's service has all values so far; the service outlives a killed process."""
-        if self._outbox is not None:
-            self._outbox.wait()
+        if self._queue is not None:
+            self._queue.wait()
 
     def finalize(self, status: str) -> None:
         """Leaves the run open for use after ``fit``; the package ends the run with the process."""
@@ -265,11 +276,12 @@ class WandbLogger(Logger):
 
     def close(self) -> None:
         """Waits up to 30 seconds for unsent values; ends the run in a process that was started only for this fit."""
-        outbox, self._outbox = self._outbox, None
+        queue = self._queue
+        self._queue = None
         answers = True
-        if outbox is not None:
-            answers = outbox.close(LAST_SECONDS)
-            outbox.report(self.trouble)
+        if queue is not None:
+            answers = queue.close(LAST_SECONDS)
+            queue.report(self.trouble)
         self._uploads.finish(self.trouble, succeeded=answers and self._status == "success")
         opened_here = self._opened_by == os.getpid() and multiprocessing.parent_process() is not None
         if self._experiment is not None and opened_here and answers:  # else finish would wait for ever
@@ -284,16 +296,16 @@ class WandbLogger(Logger):
 
     def _do(self, call: Callable[[Any], object], step: int | None = None) -> None:
         """Calls ``call`` with the run: in a fit in the thread, otherwise at once."""
-        if self._outbox is not None:
-            self._outbox.put(Call(call, step))
-            self._outbox.report(self.trouble)
+        if self._queue is not None:
+            self._queue.put(Call(call, step))
+            self._queue.report(self.trouble)
             return
         with self._reaches():
             call(self.experiment)
 
     def _send(self, calls: Sequence[Call]) -> None:
-        for one in calls:
-            one.call(self.experiment)
+        for call in calls:
+            call.call(self.experiment)
 
     def _upload(self, saved: Saved) -> None:
         run = self.experiment
@@ -347,7 +359,7 @@ class WandbLogger(Logger):
     def __getstate__(self) -> dict[str, Any]:
         run = self._experiment  # stays in this process; the other one attaches by its id
         attach_id = self._attach_id if run is None else getattr(run, "_attach_id", None)
-        own = {"_experiment": None, "_attach_id": attach_id, "_id": self.version, "_opened_by": None, "_outbox": None}
+        own = {"_experiment": None, "_attach_id": attach_id, "_id": self.version, "_opened_by": None, "_queue": None}
         return {**self.__dict__, **own}
 
 
@@ -363,6 +375,6 @@ def _new_id() -> str:
 
 
 def _changed(folder: Path) -> float:
-    """When a run's folder, or that of its checkpoints, got or lost a file."""
-    places = (one for one in (folder, folder / "checkpoints") if one.exists())
-    return max((one.stat().st_mtime for one in places), default=0.0)
+    """Returns when a run's folder, or that of its checkpoints, got or lost a file."""
+    folders = (path for path in (folder, folder / "checkpoints") if path.exists())
+    return max((path.stat().st_mtime for path in folders), default=0.0)

@@ -1,4 +1,8 @@
-"""Delivers logged values to the host, the other ranks, the callbacks and the loggers."""
+"""Delivers logged values to the host, the other ranks, the callbacks and the loggers.
+
+:class:`Metrics` extends :class:`Recording`, which stores the value of each ``self.log`` call.  In the order of the file: flushes
+and their delivery, what users and progress bars see between them, the ends of epochs and evaluations, and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -23,38 +27,6 @@ if TYPE_CHECKING:
     from fabricamp.metrics.slots import Published
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
-
-
-# ~~~ from metrics.progress_snapshot: The latest step values for a progress bar between two flushes, copied to the host asynchronously.
-
-
-class ProgressSnapshot:
-    """This rank's own ``prog_bar`` step values, as of the last copy that has arrived; it never waits."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self._under_way: exchange.Snapshot | None = None
-
-    def look(self, table: MetricTable) -> dict[str, float]:
-        """Returns the values of ``table`` that have arrived, and starts the next copy; on the CPU a copy arrives at once."""
-        if self._under_way is None or self._arrives(self._under_way):
-            self._under_way = exchange.take_own(table, 0)
-            if self._under_way.event is None:
-                self._arrives(self._under_way)
-        return self.values
-
-    def forget(self, keys: Iterable[str]) -> None:
-        """Drops the values of ``keys``, because newer ones were published."""
-        for key in keys:
-            self.values.pop(key, None)
-
-    def _arrives(self, snapshot: exchange.Snapshot) -> bool:
-        if snapshot.event is not None and not snapshot.event.query():
-            return False
-        for published, own in exchange.read_own(snapshot).contributions():
-            if published.prog_bar and published.per_step and own.weight:
-                self.values[published.key] = own.total
-        return True
 
 
 _LAG = 2  # steps between a flush and its delivery; fixed, so every rank delivers at the same step
@@ -87,12 +59,14 @@ class Metrics(Recording):
         self._callback_view = View()
         self._logged_view = View()
         self._over = False
-        self._glance = ProgressSnapshot()
+        self._progress_snapshot = ProgressSnapshot()
         self._evaluated: list[tuple[Published, float]] = []
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
         self.due = _NOTHING_DUE
         self.before_look: Callable[[], None] | None = None
         """Called before values are shown, if several steps were launched together: restores those of the step whose hooks run."""
+
+    # -- flushes and their delivery ----------------------------------------------------------------------------------------------
 
     def flush(self, step: int) -> None:
         """Starts the transfer of the latest value of each key logged since the last flush; on a GPU it does not wait.
@@ -122,12 +96,70 @@ class Metrics(Recording):
         """Waits for all pending flushes and delivers them."""
         self._deliver_pending(_NOTHING_DUE)
 
-    def glance(self) -> dict[str, float]:
+    def _deliver_pending(self, until: int) -> None:
+        """Delivers the flushes of step ``until`` or before."""
+        while self._pending and self._pending[0].step <= until:
+            flushed = self._read(self._pending.popleft())
+            self._deliver(flushed.rows, flushed.step)
+        self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
+
+    def _read(self, flushed: exchange.Snapshot | _Arrived) -> _Arrived:
+        """Returns the flushed values, after waiting for their copy."""
+        if isinstance(flushed, _Arrived):
+            return flushed
+        rows, _ = exchange.read(flushed, self.table(MetricTable.TRAINING), self._strategy)
+        return _Arrived(flushed.step, rows)
+
+    def _deliver(self, rows: Sequence[exchange.RankValues], step: int) -> None:
+        merged = self._merged(rows)
+        for published, reduced, _ in merged:
+            if published.per_step and reduced is not None:
+                self._publish_to_callbacks(published, reduced)
+        self._publish(self._own_steps(merged), step)
+
+    def _own_steps(self, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
+        """Returns the step values that this rank shows: its own, or the reduced ones with ``sync_dist``."""
+        values: list[tuple[Published, float]] = []
+        for published, reduced, parts in merged:
+            own = parts[self._strategy.rank]
+            if not published.per_step or reduced is None:
+                continue
+            if published.sync_dist:
+                values.append((published, reduced))
+            elif own is not None and own.weight:
+                values.append((published, own.total))
+        return values
+
+    def _publish_to_callbacks(self, published: Published, value: float) -> None:
+        rounded = self._dtypes.rounded(published.key, value)
+        self.reduced[published.key] = rounded
+        self.reduced[published.plain_key] = rounded
+
+    def _publish(self, values: Sequence[tuple[Published, float]], step: int) -> dict[str, float]:
+        """Passes values to the progress bar and, on rank 0, to the loggers; returns them by key."""
+        self._show(values)
+        logged = {published.key: value for published, value in values if published.logger}
+        self.logged.update(logged)
+        if logged and self._strategy.rank == 0:
+            for sink in self.sinks:
+                sink(logged, step)
+        return {published.key: value for published, value in values}
+
+    def _show(self, values: Sequence[tuple[Published, float]]) -> None:
+        """Passes values to the progress bar, where they replace earlier values of the same keys."""
+        shown = {published.key: value for published, value in values if published.prog_bar}
+        self.progress_bar_metrics.update(shown)
+        self._progress_snapshot.forget(shown)
+
+    # -- what users and progress bars see ----------------------------------------------------------------------------------------
+
+    def progress_snapshot(self) -> dict[str, float]:
         """Returns the ``prog_bar`` values, with this rank's latest step values; never waits and uses no collective.
 
         On a GPU, step values lag by one or two calls; at an epoch's end all values are exact.
         """
-        return {**self.progress_bar_metrics, **self._glance.look(self.table(MetricTable.TRAINING))}
+        latest = self._progress_snapshot.latest(self.table(MetricTable.TRAINING))
+        return {**self.progress_bar_metrics, **latest}
 
     def callback_metrics(self) -> dict[str, Any]:
         """Returns Lightning's dict: values reduced over all ranks, replaced by this rank's values of the current step or hook.
@@ -136,7 +168,8 @@ class Metrics(Recording):
         """
         fresh = filled(self.reduced, self._dtypes, self._device)
         for published, value in self._own_latest():
-            fresh[published.key] = fresh[published.plain_key] = value
+            fresh[published.key] = value
+            fresh[published.plain_key] = value
         return self._callback_view.show(fresh)
 
     def logged_metrics(self) -> dict[str, Any]:
@@ -147,7 +180,7 @@ class Metrics(Recording):
 
     def monitored(self) -> dict[str, Any]:
         """Returns the values for monitors: those reduced over all ranks, on the host, and user entries of ``callback_metrics``."""
-        return {**self._callback_view.given, **filled(self.reduced, self._dtypes, torch.device("cpu"))}
+        return {**self._callback_view.user_entries, **filled(self.reduced, self._dtypes, torch.device("cpu"))}
 
     @property
     def _device(self) -> torch.device:
@@ -165,6 +198,8 @@ class Metrics(Recording):
             return latest_steps(table, self._dtypes)
         return latest_of_hooks(table, self._dtypes, scope)
 
+    # -- reductions over all ranks -----------------------------------------------------------------------------------------------
+
     def reduce_steps(self, step: int) -> None:
         """Updates ``reduced`` with the latest step values, and waits for them; every rank calls it; nothing goes to loggers."""
         merged = self._merged(self._gather(self.table(MetricTable.TRAINING), step))
@@ -172,11 +207,113 @@ class Metrics(Recording):
             if published.per_step and value is not None:
                 self._publish_to_callbacks(published, value)
 
+    def _gather(self, table: MetricTable, step: int) -> list[exchange.RankValues]:
+        """Returns each rank's current values; repeats the exchange if a rank has more values than fit into one."""
+        while True:
+            rows, complete = exchange.read(exchange.take(table, self._strategy, step), table, self._strategy)
+            if complete:
+                return rows
+
+    def _merged(self, rows: Sequence[exchange.RankValues]) -> list[exchange.Merged]:
+        return exchange.merge(rows, self._strategy.tensor_parallel)
+
+    def reduce_train_epoch(self, step: int) -> None:
+        """Reduces the training epoch's values over all ranks and shows them to the epoch-end hooks, which may log more."""
+        self.drain()
+        self._reduce_and_show(self.table(MetricTable.TRAINING), step)
+
+    def end_train_epoch(self, step: int) -> dict[str, float]:
+        """Publishes and returns the training epoch's values, reduced over all ranks, including those of the epoch-end hooks.
+
+        Step values that no flush has taken yet become available to monitors too: an epoch may be shorter than the flush interval.
+        """
+        self.drain()
+        table = self.table(MetricTable.TRAINING)
+        values = self._reduce_and_show(table, step)
+        table.clear_epoch()
+        return self._publish(values, step)
+
+    def clear_evaluation(self) -> None:
+        """Drops the values of an unfinished evaluation; called before each evaluation run."""
+        self._evaluated = []
+        self.table(MetricTable.EVALUATION).clear()
+
+    def reduce_evaluation(self, step: int) -> None:
+        """Reduces an evaluation's values over all ranks and shows them to its end hooks, which may log more."""
+        self._reduce_and_show(self.table(MetricTable.EVALUATION), step)
+
+    def end_evaluation(self, step: int) -> dict[str, float]:
+        """Publishes and returns an evaluation's values, all reduced over all ranks; for step values, the last step's.
+
+        The sanity check publishes nothing and returns an empty dict.
+        """
+        table = self.table(MetricTable.EVALUATION)
+        values = self._reduce_and_show(table, step)
+        table.clear()
+        if self._state.stage is RunningStage.SANITY_CHECKING:
+            return {}
+        self._evaluated = values
+        return self._publish(values, step)
+
+    def evaluation_results(self, num_dataloaders: int) -> list[dict[str, float]]:
+        """Returns the last evaluation's values, one dict per dataloader; values of no single dataloader are in every dict."""
+        return [
+            {published.key: value for published, value in self._evaluated if published.loader in (index, NO_LOADER)}
+            for index in range(num_dataloaders)
+        ]
+
+    def _reduce_and_show(self, table: MetricTable, step: int) -> list[tuple[Published, float]]:
+        """Reduces the values of ``table`` over all ranks and shows them to callbacks; returns the values to publish."""
+        merged = self._merged(self._gather(table, step))
+        training = table is self._tables.get(MetricTable.TRAINING)
+        if training:
+            self._progress_snapshot = ProgressSnapshot()  # a copy in flight would be older
+            self._show(self._own_steps(merged))
+        values = self._collect(table, merged)
+        table.mark_reduced()
+        for published, value in values:
+            self._publish_to_callbacks(published, value)
+        # Training step values are published by flushes.
+        if training:
+            values = [(published, value) for published, value in values if not published.per_step]
+        self.logged.update({published.key: value for published, value in values if published.logger})
+        return values
+
+    def _collect(self, table: MetricTable, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
+        """Returns the values over all ranks, step values before epoch values: the last one takes the plain key."""
+        values = []
+        for value in sorted(merged, key=lambda value: not value.published.per_step):
+            number = self._computed(table, value) if value.reduced is None else value.reduced
+            values.append((value.published, number))
+        return values
+
+    def _computed(self, table: MetricTable, value: exchange.Merged) -> float:
+        """Returns the value that a torchmetrics object computes over all ranks; all ranks have to call it at the same point."""
+        key = value.published.key
+        # Of each rank: 0.0 no object, 1.0 has to compute, 2.0 nothing new since the last computation.
+        states = [0.0 if part is None else part.total for part in value.parts]
+        without = [rank for rank, state in enumerate(states) if not state]
+        if without:
+            raise DistributedError(
+                f"{key!r} is a torchmetrics object that the ranks {without} have not logged, so it cannot be computed over all; "
+                "log it on every rank (each needs a batch, and rank_zero_only=False)"
+            )
+        cell = table.cells[value.published.identity]
+        if cell.computed is None or min(states) < 2:
+            if cell.computed is not None:
+                cell.metric._computed = None  # another rank has new updates: compute() is collective, all recompute
+            answer = cell.metric.compute()
+            number = float(plain_value(key, answer))
+            cell.computed = (cell.metric.update_count, number)
+            self._dtypes.note(value.published, answer.dtype if isinstance(answer, Tensor) else USUAL)
+        return cell.computed[1]
+
     def forget(self) -> None:
         """Drops everything published; called after the sanity check."""
         self.reduced.clear()
         self.logged.clear()
-        self._callback_view, self._logged_view = View(), View()
+        self._callback_view = View()
+        self._logged_view = View()
 
     def show_earlier(self, published: dict[str, Any]) -> None:
         """Shows the values that the previous run had :meth:`published`, until :meth:`forget_earlier`."""
@@ -193,129 +330,7 @@ class Metrics(Recording):
         self._callback_view.leave_device()
         self._logged_view.leave_device()
 
-    def clear_evaluation(self) -> None:
-        """Drops the values of an unfinished evaluation; called before each evaluation run."""
-        self._evaluated = []
-        self.table(MetricTable.EVALUATION).clear()
-
-    def reduce_train_epoch(self, step: int) -> None:
-        """Reduces the training epoch's values over all ranks and shows them to the epoch-end hooks, which may log more."""
-        self.drain()
-        self._make_known(self.table(MetricTable.TRAINING), step)
-
-    def end_train_epoch(self, step: int) -> dict[str, float]:
-        """Publishes and returns the training epoch's values, reduced over all ranks, including those of the epoch-end hooks.
-
-        Step values that no flush has taken yet become available to monitors too: an epoch may be shorter than the flush interval.
-        """
-        self.drain()
-        table = self.table(MetricTable.TRAINING)
-        values = self._make_known(table, step)
-        table.clear_epoch()
-        return self._publish(values, step)
-
-    def reduce_evaluation(self, step: int) -> None:
-        """Reduces an evaluation's values over all ranks and shows them to its end hooks, which may log more."""
-        self._make_known(self.table(MetricTable.EVALUATION), step)
-
-    def end_evaluation(self, step: int) -> dict[str, float]:
-        """Publishes and returns an evaluation's values, all reduced over all ranks; for step values, the last step's.
-
-        The sanity check publishes nothing and returns an empty dict.
-        """
-        table = self.table(MetricTable.EVALUATION)
-        values = self._make_known(table, step)
-        table.clear()
-        if self._state.stage is RunningStage.SANITY_CHECKING:
-            return {}
-        self._evaluated = values
-        return self._publish(values, step)
-
-    def evaluation_results(self, num_dataloaders: int) -> list[dict[str, float]]:
-        """Returns the last evaluation's values, one dict per dataloader; values of no single dataloader are in every dict."""
-        return [
-            {published.key: value for published, value in self._evaluated if published.loader in (index, NO_LOADER)}
-            for index in range(num_dataloaders)
-        ]
-
-    def _make_known(self, table: MetricTable, step: int) -> list[tuple[Published, float]]:
-        """Reduces the values of ``table`` over all ranks and shows them to callbacks; returns the values to publish."""
-        merged = self._merged(self._gather(table, step))
-        training = table is self._tables.get(MetricTable.TRAINING)
-        if training:
-            self._glance = ProgressSnapshot()  # a copy in flight would be older
-            self._show(self._own_steps(merged))
-        values = self._collect(table, merged)
-        table.note_reduced()
-        for published, value in values:
-            self._publish_to_callbacks(published, value)
-        # Training step values are published by flushes.
-        kept = [one for one in values if not (training and one[0].per_step)]
-        self.logged.update({published.key: value for published, value in kept if published.logger})
-        return kept
-
-    def _merged(self, rows: Sequence[exchange.RankValues]) -> list[exchange.Merged]:
-        return exchange.merge(rows, self._strategy.tensor_parallel)
-
-    def _collect(self, table: MetricTable, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
-        """Returns the values over all ranks, step values before epoch values: the last one takes the plain key."""
-        return [
-            (value.published, self._computed(table, value) if value.reduced is None else value.reduced)
-            for value in sorted(merged, key=lambda value: not value.published.per_step)
-        ]
-
-    def _own_steps(self, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
-        """Returns the step values that this rank shows: its own, or the reduced ones with ``sync_dist``."""
-        values: list[tuple[Published, float]] = []
-        for published, reduced, parts in merged:
-            own = parts[self._strategy.rank]
-            if not published.per_step or reduced is None:
-                continue
-            if published.sync_dist:
-                values.append((published, reduced))
-            elif own is not None and own.weight:
-                values.append((published, own.total))
-        return values
-
-    def _gather(self, table: MetricTable, step: int) -> list[exchange.RankValues]:
-        """Returns each rank's current values; repeats the exchange if a rank has more values than fit into one."""
-        while True:
-            rows, complete = exchange.read(exchange.take(table, self._strategy, step), table, self._strategy)
-            if complete:
-                return rows
-
-    def _deliver_pending(self, until: int) -> None:
-        """Delivers the flushes of step ``until`` or before."""
-        while self._pending and self._pending[0].step <= until:
-            flushed = self._read(self._pending.popleft())
-            self._deliver(flushed.rows, flushed.step)
-        self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
-
-    def _read(self, flushed: exchange.Snapshot | _Arrived) -> _Arrived:
-        """Returns the flushed values, after waiting for their copy."""
-        if isinstance(flushed, _Arrived):
-            return flushed
-        rows, _ = exchange.read(flushed, self.table(MetricTable.TRAINING), self._strategy)
-        return _Arrived(flushed.step, rows)
-
-    def _computed(self, table: MetricTable, value: exchange.Merged) -> float:
-        """Returns the value that a torchmetrics object computes over all ranks; all ranks have to call it at the same point."""
-        key, totals = value.published.key, [0.0 if part is None else part.total for part in value.parts]
-        without = [rank for rank, total in enumerate(totals) if not total]
-        if without:
-            raise DistributedError(
-                f"{key!r} is a torchmetrics object that the ranks {without} have not logged, so it cannot be computed over all; "
-                "log it on every rank (each needs a batch, and rank_zero_only=False)"
-            )
-        cell = table.cells[value.published.identity]
-        if cell.computed is None or min(totals) < 2:
-            if cell.computed is not None:
-                cell.metric._computed = None  # another rank has new updates: compute() is collective, all recompute
-            answer = cell.metric.compute()
-            number = float(plain_value(key, answer))
-            cell.computed = cell.metric.update_count, number
-            self._dtypes.note(value.published, answer.dtype if isinstance(answer, Tensor) else USUAL)
-        return cell.computed[1]
+    # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
     def published(self) -> dict[str, Any]:
         """Returns the values published last, as plain values; uses no collective."""
@@ -323,7 +338,7 @@ class Metrics(Recording):
             "callback_metrics": dict(self.reduced),
             "logged_metrics": dict(self.logged),
             "progress_bar_metrics": dict(self.progress_bar_metrics),
-            "given": as_numbers(self._callback_view.given),
+            "given": as_numbers(self._callback_view.user_entries),
             "dtypes": self._dtypes.state_dict(),
         }
 
@@ -346,11 +361,12 @@ class Metrics(Recording):
 
         ``objects`` are the torchmetrics objects of the module by name; their own states are saved separately.
         """
-        self._pending = deque(map(self._read, self._pending))
+        pending = [self._read(flushed) for flushed in self._pending]
+        self._pending = deque(pending)
         names = {id(metric): name for name, metric in objects.items()}
         return {
             "table": save_table(self.table(MetricTable.TRAINING), names),
-            "pending": [{"step": one.step, "rows": save_rows(self._read(one).rows)} for one in self._pending],
+            "pending": [{"step": flushed.step, "rows": save_rows(flushed.rows)} for flushed in pending],
             **self.published(),
         }
 
@@ -362,32 +378,35 @@ class Metrics(Recording):
         load_table(self.table(MetricTable.TRAINING), [state["table"] for state in states], objects)
         self.take_published(states[0] if states else first, first)
         if len(states) == 1:
-            self._pending.extend(_Arrived(one["step"], load_rows(one["rows"])) for one in states[0]["pending"])
+            for flushed in states[0]["pending"]:
+                self._pending.append(_Arrived(flushed["step"], load_rows(flushed["rows"])))
         self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
 
-    def _deliver(self, rows: Sequence[exchange.RankValues], step: int) -> None:
-        merged = self._merged(rows)
-        for published, reduced, _ in merged:
-            if published.per_step and reduced is not None:
-                self._publish_to_callbacks(published, reduced)
-        self._publish(self._own_steps(merged), step)
 
-    def _publish_to_callbacks(self, published: Published, value: float) -> None:
-        rounded = self._dtypes.rounded(published.key, value)
-        self.reduced[published.key] = self.reduced[published.plain_key] = rounded
+class ProgressSnapshot:
+    """This rank's own ``prog_bar`` step values between two flushes, as of the last copy that has arrived; it never waits."""
 
-    def _publish(self, values: Sequence[tuple[Published, float]], step: int) -> dict[str, float]:
-        """Passes values to the progress bar and, on rank 0, to the loggers; returns them by key."""
-        self._show(values)
-        logged = {published.key: value for published, value in values if published.logger}
-        self.logged.update(logged)
-        if logged and self._strategy.rank == 0:
-            for sink in self.sinks:
-                sink(logged, step)
-        return {published.key: value for published, value in values}
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self._in_flight: exchange.Snapshot | None = None
 
-    def _show(self, values: Sequence[tuple[Published, float]]) -> None:
-        """Passes values to the progress bar, where they replace earlier values of the same keys."""
-        shown = {published.key: value for published, value in values if published.prog_bar}
-        self.progress_bar_metrics.update(shown)
-        self._glance.forget(shown)
+    def latest(self, table: MetricTable) -> dict[str, float]:
+        """Returns the values of ``table`` that have arrived, and starts the next copy; on the CPU a copy arrives at once."""
+        if self._in_flight is None or self._arrives(self._in_flight):
+            self._in_flight = exchange.take_own(table, 0)
+            if self._in_flight.event is None:
+                self._arrives(self._in_flight)
+        return self.values
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drops the values of ``keys``, because newer ones were published."""
+        for key in keys:
+            self.values.pop(key, None)
+
+    def _arrives(self, snapshot: exchange.Snapshot) -> bool:
+        if snapshot.event is not None and not snapshot.event.query():
+            return False
+        for published, own in exchange.read_own(snapshot).contributions():
+            if published.prog_bar and published.per_step and own.weight:
+                self.values[published.key] = own.total
+        return True

@@ -9,6 +9,7 @@ If the signatures differ, the ranks exchange the meaning of their cells once, an
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,7 +82,7 @@ def take(table: MetricTable, strategy: Strategy, step: int) -> Snapshot:
         return take_own(table, step)
     numbers, weights = _on_host(table)
     copy, event = _start_copy(strategy.all_gather(_packed(table, numbers, weights)))
-    return Snapshot(step, table.published(), numbers, weights, min(len(numbers), table.wire), copy, event)
+    return Snapshot(step, table.published(), numbers, weights, min(len(numbers), table.exchange_size), copy, event)
 
 
 def take_own(table: MetricTable, step: int) -> Snapshot:
@@ -115,14 +116,14 @@ def read(snapshot: Snapshot, table: MetricTable, strategy: Strategy) -> tuple[li
         snapshot.event.synchronize()
     if strategy.world_size == 1:
         return [read_own(snapshot)], True
-    wire = (snapshot.copy.shape[1] - _HEADER) // 3
+    size = (snapshot.copy.shape[1] - _HEADER) // 3  # of this exchange; the table's may have grown since
     received = snapshot.copy.tolist()
     orders = _orders(snapshot, received, table, strategy)
     most = max(int(row[1]) for row in received)
-    if most > table.wire:
+    if most > table.exchange_size:
         table.widen(most)
-    rows = [_unpacked(order, row, wire) for order, row in zip(orders, received, strict=True)]
-    return rows, most <= wire
+    rows = [_unpacked(order, row, size) for order, row in zip(orders, received, strict=True)]
+    return rows, most <= size
 
 
 def read_own(snapshot: Snapshot) -> RankValues:
@@ -139,21 +140,25 @@ def merge(rows: Sequence[RankValues], together: int = 1) -> list[Merged]:
     for rank, row in enumerate(rows):
         for published, contribution in row.contributions():
             parts.setdefault(published, [None] * len(rows))[rank] = contribution
-    logged = ((published, own) for published, own in parts.items() if any(part and part.weight for part in own))
-    return [Merged(published, _reduce(published.mode, own[::together]), own) for published, own in logged]
+    merged = []
+    for published, of_ranks in parts.items():
+        if any(part and part.weight for part in of_ranks):
+            merged.append(Merged(published, _reduce(published.mode, of_ranks[::together]), of_ranks))
+    return merged
 
 
 def _packed(table: MetricTable, numbers: list[float], weights: list[int]) -> Tensor:
     count = len(numbers)
-    padding = [0.0] * max(0, table.wire - count)
+    size = table.exchange_size
+    padding = [0.0] * max(0, size - count)
     header = [float(table.signature()), float(count)]
-    host = [*header, *numbers[: table.wire], *padding, *weights[: table.wire], *padding]
+    host = [*header, *numbers[:size], *padding, *weights[:size], *padding]
     pinned = torch.tensor(host, dtype=torch.float64, device="cpu", pin_memory=table.device.type == "cuda")
-    return torch.cat([pinned.to(table.device, non_blocking=True), table.bank[: table.wire]])
+    return torch.cat([pinned.to(table.device, non_blocking=True), table.bank[:size]])
 
 
-def _unpacked(published: Sequence[Published], row: list[float], wire: int) -> RankValues:
-    parts = (row[_HEADER + index * wire : _HEADER + (index + 1) * wire] for index in range(3))
+def _unpacked(published: Sequence[Published], row: list[float], size: int) -> RankValues:
+    parts = (row[_HEADER + index * size : _HEADER + (index + 1) * size] for index in range(3))
     return RankValues(published, *parts)
 
 
@@ -174,7 +179,7 @@ def _orders(
         return [snapshot.published] * len(received)
     orders = strategy.all_gather_object(snapshot.published)
     agreed: dict[tuple[bool, str], Published] = {}
-    for published in (published for order in orders for published in order):
+    for published in itertools.chain.from_iterable(orders):
         other = agreed.setdefault(published.identity, published)
         if other.mode != published.mode:
             raise DistributedError(

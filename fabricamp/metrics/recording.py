@@ -1,4 +1,7 @@
-"""The hot side of ``self.log``: from the user's call into a slot, without a host read."""
+"""The hot side of ``self.log``: from the user's call into a slot, without a host read.
+
+First :class:`Recording`, then the rules by which a call is checked and its values are named; they run once per call site.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fabricamp.errors import ConfigError, nearest
-from fabricamp.metrics.slots import NO_LOADER, Arguments, Cell, MetricTable, Published, Slot
+from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Published, Slot
 from fabricamp.metrics.values import Dtypes, as_weight, batch_length, dtype_of, is_metric, plain_value, tell_of_lengths
 from fabricamp.state import RunState, Scope
 
@@ -19,93 +22,9 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
 
 
-# ~~~ from metrics.naming: The values and keys that one ``self.log`` call publishes, by Lightning's rules.
-
-
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "sync_dist", "add_dataloader_idx", "rank_zero_only")
 _MODES = ("mean", "sum", "min", "max")
 LOADER_MARK = "/dataloader_idx_"
-
-
-def full_name(arguments: Arguments, state: RunState) -> str:
-    """Returns the name within its table, with the loader's suffix if there are several evaluation loaders."""
-    return arguments.name + _suffix(arguments, state)
-
-
-def published_values(
-    arguments: Arguments, state: RunState, *, metric: bool
-) -> tuple[Published | None, Published | None]:
-    """Returns the step value and the epoch value of a call; None for a value that the call does not publish."""
-    on_step, on_epoch = _cadence(arguments, state.scope)
-    mode = _mode(arguments)
-    suffix = _suffix(arguments, state)
-    forked = on_step and on_epoch
-
-    def value(*, per_step: bool) -> Published:
-        fork = ("_step" if per_step else "_epoch") if forked else ""
-        return Published(
-            key=f"{arguments.name}{fork}{suffix}",
-            plain_key=f"{arguments.name}{suffix}",
-            per_step=per_step,
-            mode="metric" if metric and not per_step else mode,
-            prog_bar=bool(arguments.prog_bar),
-            logger=arguments.logger is None or bool(arguments.logger),
-            sync_dist=bool(arguments.sync_dist),
-            loader=state.dataloader_idx if state.scope is Scope.EVAL_STEP else NO_LOADER,
-        )
-
-    return value(per_step=True) if on_step else None, value(per_step=False) if on_epoch else None
-
-
-def check_arguments(arguments: Arguments, state: RunState) -> None:
-    """Raises :class:`ConfigError` for a call with wrong arguments, or in a hook where it cannot work."""
-    name = arguments.name
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"self.log(name={name!r}, ...): a name is a string that is not empty")
-    for flag in _FLAGS:
-        value = getattr(arguments, flag)
-        if not isinstance(value, bool | None):
-            raise ConfigError(f"self.log({name!r}, {flag}={value!r}): give True or False")
-    if LOADER_MARK in name:
-        raise ConfigError(f"self.log({name!r}, ...): {LOADER_MARK!r} is added by itself; leave it out of the name")
-    if state.scope in (Scope.NOWHERE, Scope.PREDICT):
-        raise ConfigError(
-            f"self.log({name!r}, ...) was called in {state.scope.value}; "
-            "it works in training_step, validation_step, test_step and the hooks around them"
-        )
-    if arguments.sync_dist_group is not None:
-        raise ConfigError(
-            f"self.log({name!r}, sync_dist_group=...) is not supported: values are reduced over all ranks; leave it out"
-        )
-    _mode(arguments)
-    _cadence(arguments, state.scope)
-
-
-def _cadence(arguments: Arguments, scope: Scope) -> tuple[bool, bool]:
-    """Returns ``on_step`` and ``on_epoch``; the defaults depend on the hook that calls."""
-    step = scope is Scope.TRAIN_STEP if arguments.on_step is None else bool(arguments.on_step)
-    epoch = scope is not Scope.TRAIN_STEP if arguments.on_epoch is None else bool(arguments.on_epoch)
-    if step and scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):
-        raise ConfigError(f"{arguments} was called in {scope.value}, where there is no step; use on_epoch=True alone")
-    if not step and not epoch:
-        raise ConfigError(f"{arguments} in {scope.value} would keep nothing; set on_step=True or on_epoch=True")
-    return step, epoch
-
-
-def _mode(arguments: Arguments) -> str:
-    given: Any = arguments.reduce_fx
-    mode = getattr(given, "__name__", given) if callable(given) else given
-    if mode not in _MODES:
-        raise ConfigError(
-            f"self.log({arguments.name!r}, reduce_fx={given!r}): allowed are {', '.join(map(repr, _MODES))}"
-            f"{nearest(mode, _MODES)}; for another reduction log a torchmetrics.Metric"
-        )
-    return str(mode)
-
-
-def _suffix(arguments: Arguments, state: RunState) -> str:
-    several = state.scope is Scope.EVAL_STEP and state.num_dataloaders > 1
-    return f"{LOADER_MARK}{state.dataloader_idx}" if several and arguments.add_dataloader_idx else ""
 
 
 class Recording:
@@ -141,30 +60,31 @@ class Recording:
         except TypeError:  # not hashable: an argument is wrong, and _find_slot reports it
             slot = None
         if slot is None or slot.scope is not state.scope or slot.loader != state.dataloader_idx:
-            slot = self._known[call] = self._find_slot(Arguments(*call), value, batch_size)
+            slot = self._find_slot(Arguments(*call), value, batch_size)
+            self._known[call] = slot
         if type(value) is not Tensor or value.ndim or slot.metric is not None:
             self._keep_other(slot, value, batch_size)
         elif value.is_cpu and self.reads_cpu_tensors:
-            number, cell = value.item(), slot.step
+            number = value.item()
+            cell = slot.step
             if slot.epoch is not None:
                 self._keep_number(slot, number, batch_size)
             elif cell is not None:  # _keep_number inlined, as most training steps log this way
-                cell.number, cell.weight = number, -1
+                cell.number = number
+                cell.weight = -1
         else:
             self._keep_tensor(slot, value.detach(), batch_size)
 
     def _table_name(self) -> str:
-        return (
-            MetricTable.TRAINING
-            if self._state.scope in (Scope.TRAIN_STEP, Scope.TRAIN_EPOCH)
-            else MetricTable.EVALUATION
-        )
+        trains = self._state.scope in (Scope.TRAIN_STEP, Scope.TRAIN_EPOCH)
+        return MetricTable.TRAINING if trains else MetricTable.EVALUATION
 
     def table(self, name: str) -> MetricTable:
         """Returns the table of training or of evaluation values."""
         table = self._tables.get(name)
         if table is None:
-            table = self._tables[name] = MetricTable(self._strategy.device)
+            table = MetricTable(self._strategy.device)
+            self._tables[name] = table
             self._asynchronous = table.device.type == "cuda"
         return table
 
@@ -191,7 +111,8 @@ class Recording:
         return slot
 
     def _new_slot(self, arguments: Arguments, value: Any) -> Slot:
-        state, strategy = self._state, self._strategy
+        state = self._state
+        strategy = self._strategy
         metric = value if is_metric(value) else None
         published = published_values(arguments, state, metric=metric is not None)
         if metric is None:
@@ -208,11 +129,14 @@ class Recording:
             )
         slot = Slot(arguments, state.scope, published)
         slot.metric = metric
-        for one in filter(None, published):
-            self._dtypes.note(one, dtype_of(value))
+        for step_or_epoch in published:
+            if step_or_epoch is not None:
+                self._dtypes.note(step_or_epoch, dtype_of(value))
         table = self.table(self._table_name())
         if not (arguments.rank_zero_only and strategy.rank):
-            slot.step, slot.epoch = (table.add(one, slot) if one else None for one in published)
+            of_step, of_epoch = published
+            slot.step = None if of_step is None else table.add(of_step, slot)
+            slot.epoch = None if of_epoch is None else table.add(of_epoch, slot)
             if slot.epoch is not None:
                 slot.epoch.metric = metric
         table.slots[state.scope, full_name(arguments, state)] = slot
@@ -221,7 +145,7 @@ class Recording:
     def _keep_tensor(self, slot: Slot, value: Tensor, batch_size: int | None) -> None:
         cell = slot.step
         if cell is not None:
-            cell.place.copy_(value, self._asynchronous)
+            cell.tensor.copy_(value, self._asynchronous)
             cell.weight = 1
         cell = slot.epoch
         if cell is not None:
@@ -266,17 +190,16 @@ class Recording:
                     f"self.log({name!r}, ..., on_step=True) takes the value of the metric's forward, but only its update() "
                     "was called; call the metric itself, or log it with on_step=False, on_epoch=True"
                 )
-            self._keep_for_step(slot.step, plain_value(name, latest))
+            value = plain_value(name, latest)
+            cell = slot.step
+            if isinstance(value, Tensor):
+                cell.tensor.copy_(value, self._asynchronous)
+                cell.weight = 1
+            else:
+                cell.number = value
+                cell.weight = -1
         if slot.epoch is not None:
             slot.epoch.weight = 1
-
-    def _keep_for_step(self, cell: Cell, value: Tensor | float) -> None:
-        if isinstance(value, Tensor):
-            cell.place.copy_(value, self._asynchronous)
-            cell.weight = 1
-        else:
-            cell.number = value
-            cell.weight = -1
 
     def _weight(self, slot: Slot, batch_size: int | None) -> int:
         if not slot.weighs:
@@ -291,3 +214,91 @@ def _mixed(slot: Slot, kind: type) -> ConfigError:
         f"self.log({slot.arguments.name!r}, ...) was given {before}, now something else ({kind.__name__}); "
         "log each under a name of its own"
     )
+
+
+# -- the rules, which are Lightning's: once per call site ------------------------------------------------------------------------
+
+
+def full_name(arguments: Arguments, state: RunState) -> str:
+    """Returns the name within its table, with the loader's suffix if there are several evaluation loaders."""
+    return arguments.name + _suffix(arguments, state)
+
+
+def published_values(
+    arguments: Arguments, state: RunState, *, metric: bool
+) -> tuple[Published | None, Published | None]:
+    """Returns the step value and the epoch value of a call; None for a value that the call does not publish."""
+    on_step, on_epoch = _cadence(arguments, state.scope)
+    mode = _mode(arguments)
+    suffix = _suffix(arguments, state)
+
+    def value(*, per_step: bool) -> Published:
+        fork = ""
+        if on_step and on_epoch:  # two values, so each key says which
+            fork = "_step" if per_step else "_epoch"
+        return Published(
+            key=f"{arguments.name}{fork}{suffix}",
+            plain_key=f"{arguments.name}{suffix}",
+            per_step=per_step,
+            mode="metric" if metric and not per_step else mode,
+            prog_bar=bool(arguments.prog_bar),
+            logger=arguments.logger is None or bool(arguments.logger),
+            sync_dist=bool(arguments.sync_dist),
+            loader=state.dataloader_idx if state.scope is Scope.EVAL_STEP else NO_LOADER,
+        )
+
+    of_step = value(per_step=True) if on_step else None
+    of_epoch = value(per_step=False) if on_epoch else None
+    return of_step, of_epoch
+
+
+def check_arguments(arguments: Arguments, state: RunState) -> None:
+    """Raises :class:`ConfigError` for a call with wrong arguments, or in a hook where it cannot work."""
+    name = arguments.name
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"self.log(name={name!r}, ...): a name is a string that is not empty")
+    for flag in _FLAGS:
+        value = getattr(arguments, flag)
+        if not isinstance(value, bool | None):
+            raise ConfigError(f"self.log({name!r}, {flag}={value!r}): give True or False")
+    if LOADER_MARK in name:
+        raise ConfigError(f"self.log({name!r}, ...): {LOADER_MARK!r} is added by itself; leave it out of the name")
+    if state.scope in (Scope.NOWHERE, Scope.PREDICT):
+        raise ConfigError(
+            f"self.log({name!r}, ...) was called in {state.scope.value}; "
+            "it works in training_step, validation_step, test_step and the hooks around them"
+        )
+    if arguments.sync_dist_group is not None:
+        raise ConfigError(
+            f"self.log({name!r}, sync_dist_group=...) is not supported: values are reduced over all ranks; leave it out"
+        )
+    _mode(arguments)
+    _cadence(arguments, state.scope)
+
+
+def _cadence(arguments: Arguments, scope: Scope) -> tuple[bool, bool]:
+    """Returns ``on_step`` and ``on_epoch``; the defaults depend on the hook that calls."""
+    in_train_step = scope is Scope.TRAIN_STEP
+    step = in_train_step if arguments.on_step is None else bool(arguments.on_step)
+    epoch = not in_train_step if arguments.on_epoch is None else bool(arguments.on_epoch)
+    if step and scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):
+        raise ConfigError(f"{arguments} was called in {scope.value}, where there is no step; use on_epoch=True alone")
+    if not step and not epoch:
+        raise ConfigError(f"{arguments} in {scope.value} would keep nothing; set on_step=True or on_epoch=True")
+    return step, epoch
+
+
+def _mode(arguments: Arguments) -> str:
+    reduce_fx: Any = arguments.reduce_fx
+    mode = getattr(reduce_fx, "__name__", reduce_fx) if callable(reduce_fx) else reduce_fx
+    if mode not in _MODES:
+        raise ConfigError(
+            f"self.log({arguments.name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(map(repr, _MODES))}"
+            f"{nearest(mode, _MODES)}; for another reduction log a torchmetrics.Metric"
+        )
+    return str(mode)
+
+
+def _suffix(arguments: Arguments, state: RunState) -> str:
+    several = state.scope is Scope.EVAL_STEP and state.num_dataloaders > 1
+    return f"{LOADER_MARK}{state.dataloader_idx}" if several and arguments.add_dataloader_idx else ""

@@ -42,14 +42,15 @@ def load_table(table: MetricTable, states: Sequence[dict[str, Any]], objects: di
             cell = table.restore(published)
             cell.metric = objects.get(saved["object"], cell.metric)
             if published.per_step:
-                cell.place.copy_(value)
-                cell.number, cell.weight = saved["number"], saved["weight"]
+                cell.tensor.copy_(value)
+                cell.number = saved["number"]
+                cell.weight = saved["weight"]
                 cell.sent = saved.get("sent", 0)
             elif published.mode in ("min", "max"):
                 cell.add_number(saved["number"], 0)
                 cell.add_tensor(value.to(table.device), saved["weight"])
             elif saved["weight"]:
-                cell.place.add_(value.to(table.device))
+                cell.tensor.add_(value.to(table.device))
                 cell.number += saved["number"]
                 cell.weight = 1 if published.mode == "metric" else cell.weight + saved["weight"]
 
@@ -58,7 +59,7 @@ def save_rows(rows: Sequence[RankValues]) -> list[dict[str, Any]]:
     """Returns a flush on the host as plain values."""
     return [
         {
-            "published": [one._asdict() for one in row.published],
+            "published": [published._asdict() for published in row.published],
             "numbers": list(row.numbers),
             "weights": list(row.weights),
             "device": list(row.device),
@@ -69,7 +70,9 @@ def save_rows(rows: Sequence[RankValues]) -> list[dict[str, Any]]:
 
 def load_rows(saved: Sequence[dict[str, Any]]) -> list[RankValues]:
     """Returns the rows that :func:`save_rows` saved."""
-    return [RankValues(**{**row, "published": [Published(**one) for one in row["published"]]}) for row in saved]
+    return [
+        RankValues(**{**row, "published": [Published(**published) for published in row["published"]]}) for row in saved
+    ]
 
 
 def find_objects(module: nn.Module) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def find_objects(module: nn.Module) -> dict[str, Any]:
 def save_objects(objects: dict[str, Any]) -> dict[str, Any]:
     """Returns the states of those ``objects`` that have been updated."""
     return {
-        name: {"updates": metric.update_count, "states": {key: _kept(metric, key) for key in metric._defaults}}
+        name: {"updates": metric.update_count, "states": {key: _state(metric, key) for key in metric._defaults}}
         for name, metric in objects.items()
         if metric.update_count
     }
@@ -100,25 +103,25 @@ def load_objects(objects: dict[str, Any], states: Sequence[dict[str, Any]]) -> N
         if not saved:
             continue
         for key in metric._defaults:
-            values = [_on(metric.device, one["states"][key]) for one in saved]
+            values = [_on(metric.device, of_rank["states"][key]) for of_rank in saved]
             setattr(metric, key, values[0] if len(values) == 1 else _reduced(name, metric, key, values))
-        metric._update_count = sum(one["updates"] for one in saved)
+        metric._update_count = sum(of_rank["updates"] for of_rank in saved)
         metric._computed = None
 
 
-def _kept(metric: Any, key: str) -> Any:
+def _state(metric: Any, key: str) -> Any:
     value = getattr(metric, key)
     return list(value) if isinstance(value, list) else value  # copied, because reset() empties the list in place
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    return [one.to(device) for one in value] if isinstance(value, list) else value.to(device)
+    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
 
 
 def _reduced(name: str, metric: Any, key: str, values: list[Any]) -> Any:
     """Returns the states of several ranks combined, by the metric's own reduction."""
     if isinstance(values[0], list):
-        return [one for value in values for one in value]
+        return [part for value in values for part in value]
     rule = getattr(metric._reductions[key], "__name__", "")
     if rule not in ("dim_zero_sum", "dim_zero_min", "dim_zero_max", "dim_zero_cat"):
         raise CheckpointError(

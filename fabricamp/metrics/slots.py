@@ -39,10 +39,10 @@ class Arguments(NamedTuple):
     def __str__(self) -> str:
         """Returns the call as its author probably wrote it: without arguments that equal the default."""
         default = self._field_defaults
-        given = [
+        changed = [
             f"{key}={value!r}" for key, value in self._asdict().items() if key in default and value != default[key]
         ]
-        return f"self.log({', '.join([repr(self.name), '...', *given])})"
+        return f"self.log({', '.join([repr(self.name), '...', *changed])})"
 
 
 class Published(NamedTuple):
@@ -69,18 +69,18 @@ class Published(NamedTuple):
 class Cell:
     """Storage of one published value: the latest step value, or the running epoch value.
 
-    A tensor goes to ``place`` (a view into the table's device vector), a Python number to ``number``.  ``weight`` is 0 for a value
-    that was not logged; for a step value, 1 means that the value is in ``place``, and -1 that it is in ``number``.  ``sent`` is the
-    weight of a step value at its flush, or of an epoch value at its last reduction.  ``computed`` is (number of updates, result) of
-    the last computation of the torchmetrics object ``metric``.
+    A tensor goes to ``tensor`` (a view into the table's device vector), a Python number to ``number``.  ``weight`` is 0 for a value
+    that was not logged; for a step value, 1 means that the value is in ``tensor``, and -1 that it is in ``number``.  ``sent`` is
+    the weight of a step value at its flush, or of an epoch value at its last reduction.  ``computed`` is (number of updates,
+    result) of the last computation of the torchmetrics object ``metric``.
     """
 
-    __slots__ = ("computed", "metric", "number", "owner", "per_step", "place", "published", "sent", "weight")
+    __slots__ = ("computed", "metric", "number", "owner", "per_step", "published", "sent", "tensor", "weight")
 
-    def __init__(self, published: Published, place: Tensor) -> None:
+    def __init__(self, published: Published, tensor: Tensor) -> None:
         self.published = published
         self.per_step = published.per_step
-        self.place = place
+        self.tensor = tensor
         self.owner: Slot | None = None
         self.metric: Any = None
         self.computed: tuple[int, float] | None = None
@@ -91,23 +91,24 @@ class Cell:
 
     def clear(self) -> None:
         """Drops the value."""
-        self.weight = self.sent = 0
+        self.weight = 0
+        self.sent = 0
         self.computed = None
         self.number = _NEUTRAL.get(self.published.mode, 0.0)
         if not self.per_step:
-            self.place.fill_(self.number)
+            self.tensor.fill_(self.number)
 
     def add_tensor(self, value: Tensor, weight: int) -> None:
         """Accumulates a detached 0-dim tensor into the epoch value, with one operation on the device."""
         mode = self.published.mode
         if mode == "mean":
-            self.place.add_(value, alpha=weight)
+            self.tensor.add_(value, alpha=weight)
         elif mode == "sum":
-            self.place.add_(value)
+            self.tensor.add_(value)
         elif mode == "min":
-            torch.minimum(self.place, value, out=self.place)
+            torch.minimum(self.tensor, value, out=self.tensor)
         else:
-            torch.maximum(self.place, value, out=self.place)
+            torch.maximum(self.tensor, value, out=self.tensor)
         self.weight += weight
 
     def add_number(self, value: float, weight: int) -> None:
@@ -141,14 +142,13 @@ class Slot:
 
     def follow(self, published: tuple[Published | None, Published | None]) -> bool:
         """Updates the slot to the dataloader of a call; returns False if the call differs from earlier calls in anything else."""
-        if [one and one._replace(loader=NO_LOADER) for one in published] != [
-            one and one._replace(loader=NO_LOADER) for one in self.published
-        ]:
-            return False
+        for new, earlier in zip(published, self.published, strict=True):
+            if (new and new._replace(loader=NO_LOADER)) != (earlier and earlier._replace(loader=NO_LOADER)):
+                return False
         self.published = published
-        for cell, one in zip((self.step, self.epoch), published, strict=True):
-            if cell is not None and one is not None:
-                cell.published = one
+        for cell, new in zip((self.step, self.epoch), published, strict=True):
+            if cell is not None and new is not None:
+                cell.published = new
         return True
 
     def clear(self) -> None:
@@ -174,7 +174,7 @@ class MetricTable:
         self.device = device
         self.slots: dict[tuple[Scope, str], Slot] = {}
         self.cells: dict[tuple[bool, str], Cell] = {}
-        self.wire = _INITIAL_CAPACITY  # number of cells in one exchange, equal on every rank
+        self.exchange_size = _INITIAL_CAPACITY  # number of cells in one exchange, equal on every rank
         self.bank = self._new_bank(_INITIAL_CAPACITY)
         self._signature: int | None = None
 
@@ -198,7 +198,8 @@ class MetricTable:
         """Returns the cell of ``published``; creates it without an owner, which is set by the first ``self.log`` call."""
         cell = self.cells.get(published.identity)
         if cell is None:
-            cell = self.cells[published.identity] = Cell(published, self._place(len(self.cells)))
+            cell = Cell(published, self._tensor(len(self.cells)))
+            self.cells[published.identity] = cell
             self._signature = None
         return cell
 
@@ -217,7 +218,8 @@ class MetricTable:
     def adopt(self, agreed: Sequence[Published]) -> None:
         """Reorders the cells to the order that the ranks agreed on; other cells of this rank come after them."""
         known = self.cells
-        self.bank = self._new_bank(_power_of_two(len({*known, *(other.identity for other in agreed)}), self.wire))
+        count = len({*known, *(published.identity for published in agreed)})
+        self.bank = self._new_bank(_power_of_two(count, self.exchange_size))
         self.cells = {}
         for published in agreed:
             self._settle(known.pop(published.identity, None), published)
@@ -227,8 +229,8 @@ class MetricTable:
 
     def widen(self, count: int) -> None:
         """Raises the number of cells in one exchange to at least ``count``."""
-        self.wire = _power_of_two(count, self.wire)
-        self._grow(self.wire)
+        self.exchange_size = _power_of_two(count, self.exchange_size)
+        self._grow(self.exchange_size)
 
     def clear_epoch(self) -> None:
         """Drops the epoch values, keeps the slots."""
@@ -244,9 +246,10 @@ class MetricTable:
         """Drops the step values among the first ``count`` cells, because their transfer has started."""
         for cell in islice(self.cells.values(), count):
             if cell.per_step and cell.weight:
-                cell.sent, cell.weight = cell.weight, 0
+                cell.sent = cell.weight
+                cell.weight = 0
 
-    def note_reduced(self) -> None:
+    def mark_reduced(self) -> None:
         """Marks the current epoch values as reduced."""
         for cell in self.cells.values():
             if not cell.per_step:
@@ -257,18 +260,20 @@ class MetricTable:
         self.clear_epoch()
         for cell in self.cells.values():
             if cell.per_step:
-                cell.weight = cell.sent = 0
+                cell.weight = 0
+                cell.sent = 0
 
     def _settle(self, cell: Cell | None, published: Published) -> None:
-        place = self._place(len(self.cells))
+        tensor = self._tensor(len(self.cells))
         if cell is None:
-            cell = Cell(published, place)
+            cell = Cell(published, tensor)
         else:
-            place.copy_(cell.place)
-            cell.place = place
+            tensor.copy_(cell.tensor)
+            cell.tensor = tensor
         self.cells[published.identity] = cell
 
-    def _place(self, index: int) -> Tensor:
+    def _tensor(self, index: int) -> Tensor:
+        """Returns the view of a cell into the device vector, which grows for it."""
         self._grow(index + 1)
         with torch.inference_mode(mode=False):
             return self.bank[index]
@@ -278,9 +283,9 @@ class MetricTable:
             return
         self.bank = self._new_bank(_power_of_two(count, len(self.bank)))
         for index, cell in enumerate(self.cells.values()):
-            place = self._place(index)
-            place.copy_(cell.place)
-            cell.place = place
+            tensor = self._tensor(index)
+            tensor.copy_(cell.tensor)
+            cell.tensor = tensor
 
     def _new_bank(self, capacity: int) -> Tensor:
         # A normal tensor even inside an evaluation step: an inference tensor could not be changed outside inference mode.

@@ -1,4 +1,7 @@
-"""Checks of logged values and their weights, which stay off the hot path."""
+"""Logged values: how ``self.log`` checks them and their weights, and how Lightning's dicts show them.
+
+The dicts are created on access, from device tensors and without waiting.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def as_weight(name: str, batch_size: Any) -> int:
 
 def tell_of_lengths(name: str, batch: Any) -> None:
     """Warns once if the batch size is ambiguous, because the batch's tensors are not equally long."""
-    lengths = {one.shape[0] for one in tensors_within(batch) if one.ndim}
+    lengths = {tensor.shape[0] for tensor in tensors_within(batch) if tensor.ndim}
     if len(lengths) > 1:
         say_once(
             f"self.log({name!r}, on_epoch=True) weighs each value with the length of the batch's first tensor, but its "
@@ -99,9 +102,6 @@ def batch_length(name: str, batch: Any) -> int:
             f"({type(batch).__name__}) holds no tensor to take it from; pass batch_size="
         )
     return first.shape[0] if first.ndim else 1
-
-
-# ~~~ from metrics.views: Logged values as Lightning shows them: dicts of device tensors, created on access and without waiting.
 
 
 USUAL: Final = torch.float32
@@ -160,7 +160,7 @@ class View:
         return self._shown
 
     @property
-    def given(self) -> dict[str, Any]:
+    def user_entries(self) -> dict[str, Any]:
         """The entries that user code added under other keys."""
         return {key: value for key, value in self._shown.items() if key not in self._ours}
 
@@ -170,7 +170,7 @@ class View:
 
     def leave_device(self) -> None:
         """Moves the tensors to the host at the end of a run."""
-        self._shown.update({key: one.cpu() for key, one in self._shown.items() if isinstance(one, Tensor)})
+        self._shown.update({key: value.cpu() for key, value in self._shown.items() if isinstance(value, Tensor)})
 
 
 def as_tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
@@ -193,12 +193,13 @@ def latest_steps(table: MetricTable, dtypes: Dtypes) -> Iterator[tuple[Published
     """Yields the step values that this rank has logged last, as views into one device copy per dtype."""
     copies: dict[torch.dtype, Tensor] = {}
     for index, cell in enumerate(table.cells.values()):
-        weight, published = cell.weight or cell.sent, cell.published
+        weight = cell.weight or cell.sent
+        published = cell.published
         if not cell.per_step or not weight:
             continue
         dtype = dtypes[published.key]
         with torch.inference_mode(mode=False):
-            if weight < 0:
+            if weight < 0:  # the value is a Python number
                 yield published, torch.full((), cell.number, dtype=dtype, device=table.device)
                 continue
             if dtype not in copies:
@@ -219,9 +220,9 @@ def latest_of_hooks(table: MetricTable, dtypes: Dtypes, scope: Scope) -> Iterato
         mode = cell.published.mode
         with torch.inference_mode(mode=False):
             if mode in ("min", "max"):
-                value = cell.place.clamp(**{"max" if mode == "min" else "min": cell.number})
+                value = cell.tensor.clamp(**{"max" if mode == "min" else "min": cell.number})
             else:
-                value = (cell.place + cell.number) / (cell.weight if mode == "mean" else 1)
+                value = (cell.tensor + cell.number) / (cell.weight if mode == "mean" else 1)
             yield cell.published, value.to(dtypes[cell.published.key], copy=True)
 
 

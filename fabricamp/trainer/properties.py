@@ -277,7 +277,7 @@ class TrainerProperties(TrainerLimits):
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The values that the progress bar shows: this rank's latest within a step; on a GPU they lag by one or two refreshes."""
-        return {} if self._runner.session is None else self._runner.session.metrics.glance()
+        return {} if self._runner.session is None else self._runner.session.metrics.progress_snapshot()
 
     # -- Lightning's loops --------------------------------------------------------------------------------------------------------
 

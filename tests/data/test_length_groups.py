@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback, ConfigError, TrainingModule
 from fabricamp.data import LengthGroups, wire_loader
-from fabricamp.data.position import batches_behind, enter, place_of
+from fabricamp.data.position import batches_before, enter, position_of
 from tests.small import quiet_trainer
 
 LENGTHS = torch.randint(1, 100, (403,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -113,16 +113,16 @@ def test_another_number_of_ranks_goes_on_behind_the_same_batches(samples, before
 
     order = list(LengthGroups(LENGTHS[:samples], batch_size=2))
     done = min(done, len(loader_of(0, before)))
-    place = place_of(loader_of(0, before), {}, done)
+    place = position_of(loader_of(0, before), {}, done)
     shares = []
     for rank in range(ranks):
         loader = loader_of(rank, ranks)
-        behind = batches_behind(loader, place)
+        behind = batches_before(loader, place)
         assert enter(loader, place) == 0
         shares.append([batch.tolist() for batch in loader])
         assert behind + len(shares[-1]) == len(loader)
         left = order[done * before :]
-        assert place_of(loader, place, len(shares[-1]))["groups"] >= len(order) or not left
+        assert position_of(loader, place, len(shares[-1]))["groups"] >= len(order) or not left
     rounds = [one for group in zip(*shares, strict=True) for one in group]
     assert rounds[: len(left)] == left
 

@@ -70,7 +70,7 @@ def by_feed(feed, loader, found, epochs, *, first=0, behind=0, cut=None, step=dr
     """The same with a feed; returns its state where ``cut`` = (epoch, batches) are done."""
     for epoch in range(first, epochs):
         set_epoch(loader, epoch)
-        for done, batch in enumerate(feed.behind(behind), behind + 1):
+        for done, batch in enumerate(feed.starting_at(behind), behind + 1):
             found.append((epoch, batch.tolist(), step()))
             if feed.last:
                 feed.finish()
@@ -151,7 +151,7 @@ def test_nothing_is_read_for_what_lies_behind():
         state = by_feed(feed, loader, found, 1, cut=(0, 240))
         again = wired(make(replacement=True, num_samples=1000))
         feed = Feed(again)
-        assert [*feed.behind(feed.load_state_dict(state))]
+        assert [*feed.starting_at(feed.load_state_dict(state))]
         assert len(again.dataset.read) == 40
 
 
@@ -267,7 +267,7 @@ def test_samples_have_seeds_of_their_order():
         loader = wired(loader, rank=rank, world_size=ranks, per_sample_seed=True)
         feed = Feed(loader)
         behind = feed.load_state_dict(state) if state else 0
-        batches = list(itertools.islice(feed.behind(behind), cut))
+        batches = list(itertools.islice(feed.starting_at(behind), cut))
         state = feed.state_dict(behind + len(batches))
         feed.close()
         return dict(sample for batch in batches for sample in batch), state

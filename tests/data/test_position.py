@@ -68,7 +68,7 @@ def resumed(make, count):
     feed = Feed(make())
     torch.set_rng_state(rng)
     behind = feed.load_state_dict(state)
-    return behind, [plain(batch) for batch in feed.behind(behind)]
+    return behind, [plain(batch) for batch in feed.starting_at(behind)]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -85,7 +85,7 @@ def test_workers_that_stay_draw_no_other_order_where_it_is_read_past(epoch):
             torch.set_rng_state(state["rng"])
             behind = feed.load_state_dict(state)
         for number in range(epoch if state else 0, 3):
-            for done, batch in enumerate(feed.behind(behind), behind + 1):
+            for done, batch in enumerate(feed.starting_at(behind), behind + 1):
                 found.append(plain(batch))
                 if (number, done) == cut:
                     state = {**feed.state_dict(done), "rng": torch.get_rng_state()}
@@ -153,7 +153,7 @@ def test_other_batch_sizes_and_numbers_of_ranks(batch, ranks, behind):
         loader = wired(DataLoader(Numbers(40), batch, shuffle=True), rank=rank, world_size=ranks)
         feed = Feed(loader)
         assert feed.load_state_dict(state) == behind
-        batches = [one.tolist() for one in feed.behind(behind)]
+        batches = [one.tolist() for one in feed.starting_at(behind)]
         assert behind + len(batches) == len(loader)
         shares.append([index for one in batches for index in one])
     assert [index for places in zip(*shares, strict=True) for index in places][:28] == order[12:]
@@ -167,20 +167,20 @@ def test_between_two_passes_the_next_one_begins():
     list(feed)
     again = Feed(make())
     assert again.load_state_dict(feed.state_dict(0)) == 0
-    assert len(list(again.behind(0))) == 3
+    assert len(list(again.starting_at(0))) == 3
 
 
 def test_behind_the_last_batch_there_is_nothing_left():
     feed = Feed(wired(DataLoader(Numbers(6), 2)))
-    batches = feed.behind(0)
+    batches = feed.starting_at(0)
     for _ in range(3):
         next(batches)
     state = feed.state_dict(3)
     again = Feed(wired(DataLoader(Numbers(6), 2)))
     assert again.load_state_dict(state) == 3
     assert again.last
-    assert list(again.behind(3)) == []
-    assert len(list(again.behind(0))) == 3
+    assert list(again.starting_at(3)) == []
+    assert len(list(again.starting_at(0))) == 3
 
 
 def test_a_state_of_other_loaders_is_refused():
@@ -218,7 +218,7 @@ def test_a_stream_in_workers_is_read_past():
         before = torch.get_rng_state()
         again = Feed(make())
         assert again.read_past == ["DataLoader"]
-        assert [plain(batch) for batch in again.behind(again.load_state_dict(state))] == straight[2:]
+        assert [plain(batch) for batch in again.starting_at(again.load_state_dict(state))] == straight[2:]
         assert torch.equal(torch.get_rng_state(), before), "a resumed pass draws what was drawn before, not anew"
 
 
@@ -256,7 +256,7 @@ def test_workers_stay_where_each_sample_has_its_own_random_numbers():
         feed, found, workers = Feed(loader), [], set()
         for epoch in range(3):
             set_epoch(loader, epoch)
-            found.append([plain(batch) for batch in feed.behind(0)])
+            found.append([plain(batch) for batch in feed.starting_at(0)])
             workers |= {one.pid for one in loader._iterator._workers} if loader.persistent_workers else {epoch}
         release_workers(loader)
         return found, torch.get_rng_state(), len(workers)
@@ -335,7 +335,7 @@ def test_passes_over_a_stream_that_a_number_ends(kind, cut):
     """A run that is resumed behind one has the streams where the next pass found them; two passes behind it, each of four."""
 
     def passes(feed, first):
-        return [[plain(batch) for batch in feed.behind(count)] for count in (first, 0)]
+        return [[plain(batch) for batch in feed.starting_at(count)] for count in (first, 0)]
 
     with isolate_rng():
         torch.manual_seed(2)
@@ -443,7 +443,7 @@ def test_loaders_of_several_kinds_go_on_from_anywhere(kind, mode, limit):
             again = Feed(wired(SEVERAL[kind](mode)), limit=limit)
             behind = again.load_state_dict(state)
             torch.set_rng_state(rng)
-            found = [plain(batch) for batch in again.behind(behind)]
+            found = [plain(batch) for batch in again.starting_at(behind)]
             found += [plain(batch) for _ in range(3) for batch in again if count + len(found) < len(straight)]
             assert found[: len(straight) - count] == straight[count:], count
 
@@ -469,4 +469,4 @@ def test_a_batch_that_is_out_and_not_done_is_given_again(make):
         for done, state in enumerate(states[1:], 1):
             again = Feed(wired(make()))
             assert again.load_state_dict(state) == done
-            assert [plain(batch) for batch in again.behind(done)] == straight[done:]
+            assert [plain(batch) for batch in again.starting_at(done)] == straight[done:]

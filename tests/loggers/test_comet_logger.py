@@ -97,7 +97,7 @@ def test_a_fit_is_an_experiment_that_a_thread_writes(tmp_path, monkeypatch):
     logger = offline(tmp_path / "out", project="digits", prefix="p", name="first", tags=["a"])
     threads = Threads(monkeypatch)
     fit(logger, threads, model=Owner(), enable_checkpointing=False)
-    assert threads.seen == {"fabricamp-outbox"}
+    assert threads.seen == {"fabricamp-write-queue"}
     assert (logger.name, logger.save_dir) == ("digits", str(tmp_path / "out"))
     assert logger.experiment.get_key() == logger.version
     logger.experiment.log_other("behind", "fit")

@@ -77,7 +77,7 @@ def test_checkpoints_as_artifacts(tmp_path, log_model, steps):
         """Rotation would remove the older files before a machine as busy as that of a test has read them."""
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            logger._uploads._outbox.wait()
+            logger._uploads._queue.wait()
 
     logger = MLFlowLogger(save_dir=tmp_path / "runs", log_model=log_model)
     checkpoint = ModelCheckpoint(tmp_path / "files", "{step}", monitor="step", mode="max", every_n_train_steps=2)
@@ -270,14 +270,14 @@ def test_nothing_is_drawn_from_pythons_generator(tmp_path, monkeypatch, patient)
 
 def senders():
     """The threads that wait for a server's answer."""
-    return {one for one in threading.enumerate() if one.name in ("fabricamp-question", "fabricamp-outbox")}
+    return {one for one in threading.enumerate() if one.name in ("fabricamp-question", "fabricamp-write-queue")}
 
 
 class Unanswered(Callback):
     """The last step is done, and what the first one logged has no answer yet: no step can have waited for it."""
 
     def on_train_end(self, trainer, module):
-        assert not trainer.logger._outbox.wait(0)
+        assert not trainer.logger._queue.wait(0)
 
 
 def test_a_server_that_never_answers_holds_no_step_up(monkeypatch):

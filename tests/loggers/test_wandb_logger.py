@@ -331,7 +331,7 @@ class StopsTheService(Callback):
         trainer.logger.log_metrics(self.rows, trainer.global_step)
 
     def on_train_end(self, trainer, module):
-        assert not trainer.logger._outbox.wait(0)  # a step that handed it over itself would be there yet
+        assert not trainer.logger._queue.wait(0)  # a step that handed it over itself would be there yet
 
 
 def with_a_service_that_hangs(folder):
@@ -401,7 +401,7 @@ class WaitsForUploads(Callback):
     """Rotation would remove the older files before a machine as busy as that of a test has read them."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        trainer.logger._uploads._outbox.wait()
+        trainer.logger._uploads._queue.wait()
 
 
 def test_no_checkpoint_is_uploaded_where_that_was_not_asked_for(tmp_path):

@@ -141,7 +141,7 @@ def read(batches, most, *, limit=math.inf):
     parts.feed = Feed(batches, limit=limit)
     reader = reader_of(parts, most)
     state, seen = parts.state, []
-    for batch in reader.read(parts.feed.behind(0)):
+    for batch in reader.read(parts.feed.starting_at(0)):
         group = reader.take()
         seen.append((batch, parts.feed.last, group and group.key, state.committed))
         state.batch_idx += 1
@@ -166,7 +166,7 @@ def test_a_loader_that_draws_where_steps_draw_is_an_error():
         ResidentLoader(torch.zeros(9, 2), batch_size=1, transform=lambda x: x + torch.rand(2, generator=generator))
     )
     with pytest.raises(ConfigError, match="reading a batch draws on the GPU"):
-        next(reader_of(parts, 4, generator).read(parts.feed.behind(0)))
+        next(reader_of(parts, 4, generator).read(parts.feed.starting_at(0)))
 
 
 class Failing(torch.utils.data.Dataset):
@@ -186,7 +186,7 @@ def test_an_error_of_the_loader_comes_at_its_batch():
     reader = reader_of(parts, 4)
 
     def loop():
-        for batch in reader.read(parts.feed.behind(0)):
+        for batch in reader.read(parts.feed.starting_at(0)):
             group = reader.take()
             seen.append((int(batch), group and group.batches))
             parts.state.batch_idx += 1

@@ -646,10 +646,10 @@ def test_the_bar_sees_a_steps_value_at_once_and_neither_loggers_nor_checkpoints_
     for value in (1.0, 2.0):
         run.log("loss", torch.tensor(value), prog_bar=True)
         run.log("other", torch.tensor(value))
-        assert run.metrics.glance() == {"loss": value}
+        assert run.metrics.progress_snapshot() == {"loss": value}
     assert (run.sunk, run.metrics.progress_bar_metrics, plain(run.metrics)) == ([], {}, {})
     run.metrics.flush(2)
-    assert run.metrics.glance() == {"loss": 2.0}
+    assert run.metrics.progress_snapshot() == {"loss": 2.0}
     assert run.sunk == [({"loss": 2.0, "other": 2.0}, 2)]
 
 
@@ -674,7 +674,7 @@ def test_on_a_gpu_the_bar_sees_the_values_of_the_look_before_and_never_waits(run
     for value, done, seen in ((1.0, False, {}), (2.0, False, {}), (3.0, True, 1.0), (4.0, True, 3.0)):
         run.log("loss", torch.tensor(value), prog_bar=True)
         device.done = done
-        assert run.metrics.glance() == ({"loss": seen} if seen else {})
+        assert run.metrics.progress_snapshot() == ({"loss": seen} if seen else {})
     assert device.waits == 0
 
 
@@ -683,7 +683,7 @@ def test_at_an_epochs_end_the_bar_shows_its_last_steps_own_values(run, monkeypat
     run.metrics.reads_cpu_tensors = False
     for value in (1.0, 2.0, 3.0):
         run.log("x", torch.tensor(value), on_step=True, on_epoch=True, prog_bar=True)
-        run.metrics.glance()
+        run.metrics.progress_snapshot()
     run.metrics.end_train_epoch(3)
-    assert run.metrics.glance() == {"x_step": 3.0, "x_epoch": 2.0}
+    assert run.metrics.progress_snapshot() == {"x_step": 3.0, "x_epoch": 2.0}
     assert run.sunk == [({"x_epoch": 2.0}, 3)], "a step's values go to the loggers with a flush"

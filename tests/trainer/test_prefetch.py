@@ -69,7 +69,7 @@ def test_a_run_that_was_resumed_can_be_cut_again(tmp_path):
         going = feed()
         assert going.load_state_dict(state) == done - 1
         torch.set_rng_state(rng)
-        running = going.behind(done - 1)
+        running = going.starting_at(done - 1)
         found = [*found, (next(running).item(), torch.rand(()).item())]
         state, rng = going.state_dict(done), torch.get_rng_state()
     assert found == straight[:5]

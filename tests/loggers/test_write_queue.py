@@ -11,9 +11,9 @@ import pytest
 from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.loggers import JSONLinesLogger, TensorBoardLogger, logger_collection
-from fabricamp.loggers.append_file import GrowingFile
-from fabricamp.loggers.write_queue import Backlog, Outbox
-from tests.loggers.test_logger_troubles import KINDS, csv_logger, fit, json_logger, steps_of, tensorboard_logger
+from fabricamp.loggers.append_file import AppendFile
+from fabricamp.loggers.write_queue import RecordQueue, WriteQueue
+from tests.loggers.test_logger_errors import KINDS, csv_logger, fit, json_logger, steps_of, tensorboard_logger
 
 
 class Until(Callback):
@@ -32,7 +32,7 @@ class Hanging:
 
     def __init__(self, monkeypatch):
         self.over, self.begun, self.writes = threading.Event(), threading.Event(), 0
-        append = GrowingFile.append
+        append = AppendFile.append
 
         def hangs(file, records):
             self.writes += 1
@@ -41,7 +41,7 @@ class Hanging:
             append(file, records)
 
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(GrowingFile, "append", hangs)
+        monkeypatch.setattr(AppendFile, "append", hangs)
         self._answers_within(0.2)
 
     def goes_on(self):
@@ -50,7 +50,7 @@ class Hanging:
         self.over.set()
 
     def _answers_within(self, seconds):
-        self._monkeypatch.setattr(Backlog, "SECONDS", seconds)
+        self._monkeypatch.setattr(RecordQueue, "SECONDS", seconds)
         self._monkeypatch.setattr(logger_collection, "BARRIER_SECONDS", seconds)
 
 
@@ -151,10 +151,10 @@ def test_the_writer_of_tensorboard_and_the_logger_write_one_file_in_order(tmp_pa
 
 
 def test_a_barrier_does_not_wait_for_what_comes_behind_it():
-    outbox = Outbox(lambda items: outbox.put(items[0] + 1), most_at_once=1)  # never empty
-    outbox.put(0)
-    assert outbox.wait(60)
-    assert outbox.close(60)
+    queue = WriteQueue(lambda items: queue.put(items[0] + 1), most_at_once=1)  # never empty
+    queue.put(0)
+    assert queue.wait(60)
+    assert queue.close(60)
 
 
 def test_a_csv_file_that_is_asked_for_while_its_disk_hangs_is_told_once(tmp_path, monkeypatch):
