@@ -50,7 +50,8 @@ def _with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
         old = getattr(value, field.name, None)
         new = change(old)
         if new is not old:
-            result = copy.copy(value) if result is value else result
+            if result is value:
+                result = copy.copy(value)
             object.__setattr__(result, field.name, new)  # works for frozen classes, and does not run __init__ again
     return result
 

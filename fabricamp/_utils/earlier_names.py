@@ -43,12 +43,12 @@ class _EarlierNames(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Fills the module with the objects that its names have now."""
-        for name, place in _MOVED[module.__name__].items():
-            moved_to, _, now = place.partition(":")
-            setattr(module, name, getattr(importlib.import_module(moved_to), now or name))
+        for name, target in _MOVED[module.__name__].items():
+            moved_to, _, new_name = target.partition(":")
+            setattr(module, name, getattr(importlib.import_module(moved_to), new_name or name))
 
 
 def install() -> None:
     """Makes the earlier names importable."""
-    if not any(isinstance(one, _EarlierNames) for one in sys.meta_path):
+    if not any(isinstance(finder, _EarlierNames) for finder in sys.meta_path):
         sys.meta_path.append(_EarlierNames())

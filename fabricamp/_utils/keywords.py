@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from inspect import Parameter
 from typing import Any, ParamSpec, TypeVar
 
 from fabricamp._utils.containers import own_containers
@@ -71,28 +72,30 @@ def _refuse_unknown(kind: type, owner: type, init: Callable[..., None], given: d
         return
     inits = list(_inits(kind, owner))
     if all(map(_takes_any, inits)):
-        known = [name for one in (*inits, init) for name in _keywords(one)]
+        known = [name for each_init in (*inits, init) for name in _keywords(each_init)]
     else:  # the called class, not its caller, chose the keyword and passed it on
-        kind, known = owner, list(_keywords(init))
+        kind = owner
+        known = list(_keywords(init))
     name = unknown[0]
-    by_meaning = (meant(one.__name__, name, given[name]) for one in kind.__mro__)
+    by_meaning = (meant(base.__name__, name, given[name]) for base in kind.__mro__)
     cure = next(filter(None, by_meaning), nearest(name, known)) or f" (known: {', '.join(known)})"
     raise UnknownArgumentError(f"{kind.__name__} has no argument {name!r}{cure}") from None
 
 
 def _inits(kind: type, owner: type) -> Iterator[Callable[..., None]]:
     """Yields the constructors of ``kind`` and of its parents, up to ``owner`` and without it."""
-    for one in kind.__mro__:
-        if one is owner:
+    for base in kind.__mro__:
+        if base is owner:
             return
-        if "__init__" in vars(one):
-            yield vars(one)["__init__"]
+        if "__init__" in vars(base):
+            yield vars(base)["__init__"]
 
 
 def _takes_any(init: Callable[..., None]) -> bool:
-    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(init).parameters.values())
+    return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in inspect.signature(init).parameters.values())
 
 
 def _keywords(init: Callable[..., None]) -> Iterator[str]:
     parameters = list(inspect.signature(init).parameters.values())[1:]
-    return (one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return (parameter.name for parameter in parameters if parameter.kind in kinds)

@@ -45,7 +45,8 @@ def run_as_main(arguments: list[str], command: str, what: str, prepare: Callable
     prepare()
     file, load, spec = _module(rest[0], command) if named else _script(rest[0])
     sys.argv[:] = [file if named else rest[0], *rest[1:]]
-    sys.modules["__main__"] = module = _main_module(file, spec)
+    module = _main_module(file, spec)
+    sys.modules["__main__"] = module
     exec(load(), vars(module))  # noqa: S102 - what this is for
 
 
@@ -72,7 +73,8 @@ def end_as_python_does(run: Callable[[], object], hook: str) -> None:
 
 def _main_module(file: str, spec: ModuleSpec | None) -> ModuleType:
     module = ModuleType("__main__")
-    module.__file__, module.__spec__ = file, spec
+    module.__file__ = file
+    module.__spec__ = spec
     module.__package__ = spec.parent if spec else None
     module.__loader__ = spec.loader if spec else None
     vars(module).update(__cached__=None, __builtins__=__builtins__)
@@ -136,8 +138,8 @@ def _missing(name: str) -> str:
     package, _, last = name.rpartition(".")
     if not package:
         return f"there is no module {name!r} on Python's path ({Path.cwd()} is on it)"
-    parts = [one.name for one in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", ()))]
-    return f"there is no module {last!r} in {package!r}{nearest(last, parts)}"
+    modules = [found.name for found in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", ()))]
+    return f"there is no module {last!r} in {package!r}{nearest(last, modules)}"
 
 
 def _refuse(command: str, problem: str) -> NoReturn:
@@ -147,8 +149,8 @@ def _refuse(command: str, problem: str) -> NoReturn:
 
 def _show(error: BaseException, hook: str) -> int:
     """Shows an error as Python shows that of a script; returns the exit code.  Ctrl-C ends the process by SIGINT."""
-    error.__traceback__ = shown = _of_the_script(error.__traceback__, hook)
-    sys.excepthook(type(error), error, shown)
+    error.__traceback__ = _of_the_script(error.__traceback__, hook)
+    sys.excepthook(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):  # ended by the signal, so that a shell ends its own loop too
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -162,14 +164,15 @@ def _of_the_script(traceback: TracebackType | None, hook: str) -> TracebackType 
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
-    files = [one.tb_frame.f_code.co_filename for one in frames]
-    first = max((place for place, file in enumerate(files) if file == __file__), default=-1) + 1
-    frames, files = frames[first:], files[first:]
+    files = [frame.tb_frame.f_code.co_filename for frame in frames]
+    first = max((index for index, file in enumerate(files) if file == __file__), default=-1) + 1
+    del frames[:first]
+    del files[:first]
     if hook in files:
         del frames[files.index(hook) :]
         while frames and "importlib" in frames[-1].tb_frame.f_code.co_filename:
             frames.pop()
     shown = None
-    for one in reversed(frames):
-        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    for frame in reversed(frames):
+        shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return shown

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fabricamp.launch.start import StartMethod
 
-ENDINGS = ("SIGTERM", "SIGHUP", "SIGQUIT")
+END_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals on which the agent ends its workers."""
 
 # Long, because a rank that was asked to end may have a checkpoint to write.
@@ -50,8 +50,8 @@ def run_agent(
     with _variables(num_processes, method):
         spec = _worker_spec(num_processes, entrypoint, args)
         # torch 2.11 has no such argument, and waits for 30 seconds.
-        patient = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters
-        options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if patient else {}
+        has_timeout = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters
+        options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if has_timeout else {}
         agent = LocalElasticAgent(
             spec,
             DefaultLogsSpecs(log_dir=str(folder / "ranks")),
@@ -72,7 +72,7 @@ def _unreported(agent: LocalElasticAgent) -> dict[int, ProcessFailure]:
     """Returns every rank that failed when workers run a function: there the agent reports only the first failure it saw."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    started = getattr(getattr(agent, "_pcontext", None), "_pc", None)
+    started = getattr(getattr(agent, "_pcontext", None), "_pc", None)  # None for workers that run a script
     return {
         rank: ProcessFailure(local_rank=rank, pid=process.pid, exitcode=process.exitcode, error_file="")
         for rank, process in enumerate(getattr(started, "processes", []))
@@ -104,7 +104,7 @@ def _variables(num_processes: int, method: StartMethod) -> Iterator[None]:
     os.environ[STARTED_BY] = method
     os.environ[STARTER] = str(os.getpid())
     # SIGINT is left out: on it the agent would end the workers instead of letting them finish their step.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(ENDINGS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(END_SIGNALS)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_processes)))
     # All ranks are on this machine: Gloo needs neither the host's name nor its network.
@@ -120,13 +120,13 @@ def _variables(num_processes: int, method: StartMethod) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences the agent's loggers: the caller reports a failure once."""
-    known = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     noisy = [
-        logger for logger in known if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
+        logger for logger in loggers if logger.name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
     ]
     # The agent creates this logger while it runs, and writes one line of JSON per event to it.
     noisy.append(logging.getLogger("torchelastic-events-null"))
-    noisy = [logger for logger in noisy if not logger.disabled]
+    noisy = [logger for logger in noisy if not logger.disabled]  # those that a user disabled stay so
     for logger in noisy:
         logger.disabled = True
     try:
@@ -152,12 +152,12 @@ def _signals(agent: LocalElasticAgent) -> Iterator[list[int]]:
         interrupts.append(signum)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum if len(interrupts) < 3 else signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL if len(interrupts) >= 3 else signum)
 
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
-    before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGINT", *ENDINGS)}
+    before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGINT", *END_SIGNALS)}
     if before["SIGINT"] is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, pass_on)
     try:

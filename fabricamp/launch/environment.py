@@ -1,4 +1,7 @@
-"""Reads this process's rank and world size from the starter's environment variables (torchrun, SLURM, submitit, or none)."""
+"""Reads this process's rank and world size from the starter's environment variables (torchrun, SLURM, submitit, or none).
+
+After :func:`detect` and the checks come the starters one by one; last, the request to SLURM to run this job again.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,6 @@ from fabricamp.errors import ConfigError
 from fabricamp.launch.failures import report_uncaught
 from fabricamp.launch.start import STARTED_BY, end_with_starter
 from fabricamp.strategies.base import Environment
-
-# ~~~ from launch.slurm: Requeues a SLURM job that SLURM is about to end.
-
-
-_SECONDS = 60
-
-
-def requeue_job() -> str:
-    """Asks SLURM to requeue this job, and returns the result as text; empty outside a SLURM job."""
-    variables = os.environ
-    job = variables.get("SLURM_JOB_ID")
-    if job is None:
-        return ""
-    if "SLURM_ARRAY_JOB_ID" in variables and "SLURM_ARRAY_TASK_ID" in variables:
-        job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
-    command = shutil.which("scontrol")
-    if command is None:
-        return f"job {job} is not requeued: there is no scontrol on the PATH"
-    words = [command, "requeue", job]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
-    except subprocess.TimeoutExpired:
-        return f"job {job} is not requeued: scontrol did not answer within {_SECONDS} s"
-    if done.returncode:
-        return f"job {job} is not requeued: {done.stderr.strip() or f'scontrol ended with exit code {done.returncode}'}"
-    return f"job {job} is requeued"
-
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SUBMITIT = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_JOB_ID")
@@ -56,19 +32,20 @@ def detect() -> Environment | None:
     if started_by == "script":
         report_uncaught(to_the_starter=True)
         end_with_starter()
-    environment = _found()
+    environment = _from_variables(os.environ)
     if environment is not None and started_by is None:
         report_uncaught(to_the_starter=False)
     return environment
 
 
-def _found() -> Environment | None:
-    if any(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return _torchrun(os.environ)
-    if _under_srun(os.environ):
-        return _slurm(os.environ)
-    if os.environ.get("SUBMITIT_EXECUTOR") == "local" and os.environ.get("SUBMITIT_LOCAL_NTASKS", "1") != "1":
-        return _submitits_local(os.environ)
+def _from_variables(variables: Mapping[str, str]) -> Environment | None:
+    # torchrun's come first: it may itself run in a SLURM job.
+    if any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _torchrun(variables)
+    if _under_srun(variables):
+        return _slurm(variables)
+    if variables.get("SUBMITIT_EXECUTOR") == "local" and variables.get("SUBMITIT_LOCAL_NTASKS", "1") != "1":
+        return _submitits_local(variables)
     return None
 
 
@@ -125,7 +102,8 @@ def _torchrun(variables: Mapping[str, str]) -> Environment:
         node_rank=node_rank,
         name=name,
     )
-    return _consistent(environment, variables, _TORCHRUN)
+    _check_consistent(environment, variables, _TORCHRUN)
+    return environment
 
 
 def _under_srun(variables: Mapping[str, str]) -> bool:
@@ -152,7 +130,7 @@ def _slurm(variables: Mapping[str, str]) -> Environment:
         node_rank=node_rank,
         name="slurm",
     )
-    _consistent(environment, variables, (*_SLURM, "SLURM_STEP_TASKS_PER_NODE"))
+    _check_consistent(environment, variables, (*_SLURM, "SLURM_STEP_TASKS_PER_NODE"))
     nodes = (
         variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST")
     )
@@ -166,7 +144,7 @@ def _submitits_local(variables: Mapping[str, str]) -> Environment:
     """Returns the rank data of a task of submitit's ``LocalExecutor`` on this machine; tasks of its SLURM jobs count as srun's."""
     rank, tasks, job = _numbers(variables, _SUBMITIT, "submitit")
     environment = Environment(rank=rank, local_rank=rank, world_size=tasks, local_world_size=tasks, name="submitit")
-    _consistent(environment, variables, _SUBMITIT)
+    _check_consistent(environment, variables, _SUBMITIT)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(_port_of(job)))
     return environment
@@ -217,12 +195,38 @@ def _numbers(variables: Mapping[str, str], names: tuple[str, ...], starter: str)
         raise ConfigError(f"the environment has {given}, which have to be whole numbers") from None
 
 
-def _consistent(environment: Environment, variables: Mapping[str, str], names: tuple[str, ...]) -> Environment:
-    local = 0 <= environment.local_rank < environment.local_world_size <= environment.world_size
-    if local and environment.local_rank <= environment.rank < environment.world_size:
-        return environment
+def _check_consistent(environment: Environment, variables: Mapping[str, str], names: tuple[str, ...]) -> None:
+    ranks_fit = environment.local_rank <= environment.rank < environment.world_size
+    local_ranks_fit = 0 <= environment.local_rank < environment.local_world_size
+    if ranks_fit and local_ranks_fit and environment.local_world_size <= environment.world_size:
+        return
     given = ", ".join(f"{name}={variables[name]}" for name in names if name in variables)
     raise ConfigError(
         f"the environment contradicts itself: {given} (a rank has to be below its size, a local size not above the whole); "
         f"unset what an earlier run left behind, or start with torchrun"
     )
+
+
+_REQUEUE_SECONDS = 60
+
+
+def requeue_job() -> str:
+    """Asks SLURM to requeue this job, and returns the result as text; empty outside a SLURM job."""
+    variables = os.environ
+    job = variables.get("SLURM_JOB_ID")
+    if job is None:
+        return ""
+    if "SLURM_ARRAY_JOB_ID" in variables and "SLURM_ARRAY_TASK_ID" in variables:
+        # Only this task of the array.
+        job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        return f"job {job} is not requeued: there is no scontrol on the PATH"
+    command = [scontrol, "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_SECONDS, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return f"job {job} is not requeued: scontrol did not answer within {_REQUEUE_SECONDS} s"
+    if done.returncode:
+        return f"job {job} is not requeued: {done.stderr.strip() or f'scontrol ended with exit code {done.returncode}'}"
+    return f"job {job} is requeued"

@@ -1,4 +1,7 @@
-"""Finds the rank whose failure caused the others', and reports it."""
+"""The failures of ranks: each worker records its own in a file, and the starter finds the one that caused the others.
+
+First the worker's side, with what is shown of an uncaught exception; then the starter's, from :class:`Cause` on.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,14 @@ from fabricamp.launch.start import STARTED_BY
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-
-# ~~~ from launch.recording: The worker's side of a failure: writes the error to the file in which the starter looks for it.
-
-
 OTHERS = "others.json"
 """File with what a worker knows about other ranks; separate from its error file, which torch's agent may overwrite."""
-
 
 BEFORE = "before that: "
 """Prefix of an error's note about other ranks whose end caused this rank's failure."""
 
 _EXPLAINED: dict[type[BaseException], int] = {}
+"""Exit codes of errors that are shown without a traceback."""
 _last_code = 1
 
 
@@ -69,7 +68,7 @@ def record_failure(error: BaseException, *, in_a_run: bool = False) -> None:
     error._first_recorded_ns = first_time  # type: ignore[attr-defined]
     # For other errors the script may choose any exit code.
     code = _last_code if isinstance(error, tuple(_EXPLAINED)) else None
-    _write(Path(path), f"{type(error).__name__}: {error}", told(error), first_time, code)
+    _write(Path(path), f"{type(error).__name__}: {error}", error_text(error), first_time, code)
 
 
 def exit_code_on_record() -> int:
@@ -77,7 +76,7 @@ def exit_code_on_record() -> int:
     return _last_code
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Returns the error's text and traceback; the message of a fabricamp error comes before the traceback.
 
     Python's traceback ends with the message.  That order stays for errors of the user's code, unless another rank caused them.
@@ -90,9 +89,9 @@ def told(error: BaseException) -> str:
         return f"{notes[0].removeprefix(BEFORE)}; then this rank failed:\n\n{text}"
     if not isinstance(error, FabricampError):
         return text
-    way = text.removesuffix("".join(traceback.format_exception_only(error)))
-    sentence = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    return f"{sentence}\n\n{way}"
+    frames = text.removesuffix("".join(traceback.format_exception_only(error)))
+    message = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return f"{message}\n\n{frames}"
 
 
 def _exit_code_of(error: BaseException) -> int:
@@ -102,14 +101,14 @@ def _exit_code_of(error: BaseException) -> int:
         return error.code & 0xFF if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    return next((code for kind, code in _EXPLAINED.items() if isinstance(error, kind)), 1)
+    return next((code for error_class, code in _EXPLAINED.items() if isinstance(error, error_class)), 1)
 
 
 def record_others(*, before: Sequence[int] = (), killed: Sequence[int] = ()) -> None:
     """Records which ranks had ended before this one failed, and which ranks it has to kill."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        _put(Path(path).with_name(OTHERS), {"before": list(before), "killed": list(killed)}, time.time_ns())
+        _write_json(Path(path).with_name(OTHERS), {"before": list(before), "killed": list(killed)}, time.time_ns())
 
 
 def record_end(message: str, stack: str, before: Sequence[int] = (), killed: Sequence[int] = ()) -> None:
@@ -130,11 +129,14 @@ def _write(target: Path, message: str, trace: str, nanoseconds: int, exit_code: 
     detail: dict[str, Any] = {"py_callstack": trace, "timestamp": str(nanoseconds // 1_000_000_000)}
     if exit_code is not None:
         detail["exit_code"] = exit_code
-    _put(target, {"message": {"message": message, "extraInfo": detail}}, nanoseconds)
+    _write_json(target, {"message": {"message": message, "extraInfo": detail}}, nanoseconds)
 
 
-def _put(target: Path, content: dict[str, Any], nanoseconds: int) -> None:
-    """Writes a JSON file atomically: the agent may end this process at any moment, and must not read half a file."""
+def _write_json(target: Path, content: dict[str, Any], nanoseconds: int) -> None:
+    """Writes a JSON file atomically: the agent may end this process at any moment, and must not read half a file.
+
+    The starter sorts the files by their time of modification, ``nanoseconds``.
+    """
     part = target.with_suffix(".part")
     # The failure to record may be a full disk: writing must not hide that exception.
     with contextlib.suppress(OSError):
@@ -149,28 +151,28 @@ def report_uncaught(*, to_the_starter: bool) -> None:
     In this process the message of a fabricamp error comes first, unless another ``sys.excepthook`` is already installed.
     """
     if to_the_starter:
-        sys.excepthook = _to_the_starter
+        sys.excepthook = _record_for_starter
     elif sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _sentence_first
+        sys.excepthook = _show_message_first
 
 
-def _to_the_starter(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _record_for_starter(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     record_failure(error.with_traceback(trace))
 
 
-def _sentence_first(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.stderr.write(told(error.with_traceback(trace)))
+def _show_message_first(_kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(error_text(error.with_traceback(trace)))
 
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a rank that saved after SIGTERM, or that was ended because of another rank."""
 
 _FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-
-
-_NO_FAILURE = ("SystemExit: 0", "SystemExit: None", "SystemExit: ")
-
+"""Signals that kill a process at once: from outside, or for its own fault."""
+_EXIT_0 = ("SystemExit: 0", "SystemExit: None", "SystemExit: ")
+"""The recorded messages of ``sys.exit`` with code 0."""
 _ENDED = (-signal.SIGTERM, TERMINATED)
+"""Exit codes of ranks that were ended because of another rank."""
 
 
 class Cause(NamedTuple):
@@ -188,15 +190,19 @@ class Cause(NamedTuple):
         """Returns a report of a few lines and a traceback."""
         if self.exit_code < 0:
             how = f"was killed by {signal.Signals(-self.exit_code).name}"
-            hint = " (the system kills what takes too much memory)" if self.exit_code == -signal.SIGKILL else ""
+            if self.exit_code == -signal.SIGKILL:
+                how += " (the system kills what takes too much memory)"
         elif self.exit_code == 0:
-            how, hint = "ended early with exit code 0, in the middle of its run", ""
+            how = "ended early with exit code 0, in the middle of its run"
         else:
-            how, hint = f"ended with exit code {self.exit_code}", "" if self.trace else " and left no traceback"
-        others = ", ".join(str(rank) for rank in self.ended_with_it)
-        first = f"rank {self.rank} {how}{hint}" + (f"; with it ended rank {others}" if others else "")
-        left = "\n".join(part for part in (self.trace, self.witness) if part)
-        return f"\n{first}\n\n{left}" if left else f"\n{first}\n"
+            how = f"ended with exit code {self.exit_code}"
+            if not self.trace:
+                how += " and left no traceback"
+        first_line = f"rank {self.rank} {how}"
+        if self.ended_with_it:
+            first_line += f"; with it ended rank {', '.join(map(str, self.ended_with_it))}"
+        tracebacks = "\n".join(part for part in (self.trace, self.witness) if part)
+        return f"\n{first_line}\n\n{tracebacks}" if tracebacks else f"\n{first_line}\n"
 
     @property
     def on_request(self) -> bool:
@@ -221,14 +227,18 @@ def find_cause(failures: Mapping[int, ProcessFailure], folder: Path) -> Cause | 
     files = sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
     exited = [rank for rank, failure in failures.items() if failure.exitcode not in _ENDED]
     # Only failed ranks count: the script may have caught a recorded exception.
-    written = [rank for rank in (int(file.parent.name) for file in files) if rank in failures]
+    recorded = [rank for rank in (int(file.parent.name) for file in files) if rank in failures]
     # Last come ranks that were ended by force, because of another rank.
-    written.sort(key=lambda rank: failures[rank].exitcode == TERMINATED)
-    left = [rank for rank in exited if failures[rank].exitcode > 0 and rank not in written]
-    killed = [rank for rank in exited if -failures[rank].exitcode in _FATAL and rank not in _others(folder, "killed")]
-    if not (killed or left) and (early := _early(files, folder, failures)) is not None:
-        return Cause(early, 0, *_read(files, early), [one for one in exited if one != early], _witness(files, early))
-    rank = (killed or left or written or exited or list(failures))[0]
+    recorded.sort(key=lambda rank: failures[rank].exitcode == TERMINATED)
+    called_exit = [rank for rank in exited if failures[rank].exitcode > 0 and rank not in recorded]
+    killed_by_ranks = _others(folder, "killed")
+    killed = [rank for rank in exited if -failures[rank].exitcode in _FATAL and rank not in killed_by_ranks]
+    if not (killed or called_exit):
+        early = _ended_early(files, folder, failures)
+        if early is not None:
+            message, trace = _read(files, early)
+            return Cause(early, 0, message, trace, [rank for rank in exited if rank != early], _witness(files, early))
+    rank = (killed or called_exit or recorded or exited or list(failures))[0]
     message, trace = _read(files, rank)
     code = failures[rank].exitcode
     if trace and code <= 0:
@@ -236,7 +246,9 @@ def find_cause(failures: Mapping[int, ProcessFailure], folder: Path) -> Cause | 
         # sys.exit; for other exceptions it is the code with which another rank of this script exited.
         others = (failures[other].exitcode for other in exited if failures[other].exitcode > 0)
         code = _code_on_record(files, rank) or _code_of_sys_exit(message) or next(others, 1)
-    witness = "" if trace else _witness([file for file in files if int(file.parent.name) in written], rank)
+    witness = ""
+    if not trace:
+        witness = _witness([file for file in files if int(file.parent.name) in recorded], rank)
     return Cause(rank, code, message, trace, [other for other in exited if other != rank], witness)
 
 
@@ -245,17 +257,19 @@ def as_error(cause: Cause) -> FabricampError:
 
     Its text begins with what happened: the worker's message if the error is fabricamp's, else how the worker ended.
     """
-    for kind in (ConfigError, CheckpointError, DistributedError):
-        if cause.message.startswith(f"{kind.__name__}: "):
+    for error_class in (ConfigError, CheckpointError, DistributedError):
+        prefix = f"{error_class.__name__}: "
+        if cause.message.startswith(prefix):
             # The raised error already has the message, so the report leaves it out.
-            rest = cause._replace(trace=cause.trace.removeprefix(cause.message).lstrip("\n"))
-            return kind(f"{cause.message.removeprefix(f'{kind.__name__}: ')}\n(in a worker:)\n{rest.report()}")
+            without_message = cause._replace(trace=cause.trace.removeprefix(cause.message).lstrip("\n"))
+            message = cause.message.removeprefix(prefix)
+            return error_class(f"{message}\n(in a worker:)\n{without_message.report()}")
     return DistributedError(cause.report().removeprefix("\n"))
 
 
-def _early(files: list[Path], folder: Path, failures: Mapping[int, ProcessFailure]) -> int | None:
+def _ended_early(files: list[Path], folder: Path, failures: Mapping[int, ProcessFailure]) -> int | None:
     """Returns the rank that left with exit code 0, from the first record, or from the ranks that missed a rank without a record."""
-    if files and _content(files[0])["message"] in _NO_FAILURE:
+    if files and _content(files[0])["message"] in _EXIT_0:
         return int(files[0].parent.name)
     recorded = {int(file.parent.name) for file in files}
     return next((rank for rank in _others(folder, "before") if rank not in failures and rank not in recorded), None)
@@ -268,10 +282,10 @@ def _others(folder: Path, which: str) -> list[int]:
 
 def _code_of_sys_exit(message: str) -> int | None:
     """Returns the recorded code that was given to ``sys.exit``; None if the record is of another exception."""
-    kind, _, given = message.partition(": ")
-    if kind != "SystemExit":
+    error_class, _, code = message.partition(": ")
+    if error_class != "SystemExit":
         return None
-    return int(given) & 0xFF if given.lstrip("-").isdigit() else 1
+    return int(code) & 0xFF if code.lstrip("-").isdigit() else 1
 
 
 def _code_on_record(files: list[Path], rank: int) -> int | None:
@@ -283,10 +297,14 @@ def _code_on_record(files: list[Path], rank: int) -> int | None:
 def _witness(files: list[Path], cause: int) -> str:
     """Returns the recorded traceback of the first rank other than ``cause``, with a heading; empty if there is none."""
     others = [int(file.parent.name) for file in files if file.parent.name != str(cause)]
-    return f"what rank {others[0]} left:\n{_read(files, others[0])[1]}" if others else ""
+    if not others:
+        return ""
+    _, trace = _read(files, others[0])
+    return f"what rank {others[0]} left:\n{trace}"
 
 
 def _read(files: list[Path], rank: int) -> tuple[str, str]:
+    """Returns message and traceback that the rank has recorded; empty ones if it has recorded none."""
     for file in files:
         if file.parent.name == str(rank):
             content = _content(file)

@@ -1,4 +1,7 @@
-"""Starts the ranks of this machine, by running the script again or by calling a function, and waits for them."""
+"""Starts the ranks of this machine, by running the script again or by calling a function, and waits for them.
+
+First the starter's side, then a worker's that calls a function; last, the locks of logging while a process forks loader workers.
+"""
 
 from __future__ import annotations
 
@@ -18,44 +21,14 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 
 from fabricamp.errors import ConfigError
-from fabricamp.launch.agent import ENDINGS, run_agent
+from fabricamp.launch.agent import END_SIGNALS, run_agent
 from fabricamp.launch.failures import as_error, find_cause, report_uncaught
 from fabricamp.launch.start import check_fork, end_with_starter, rerun_command
 from fabricamp.messages import LOGGER, level
 from fabricamp.rng import capture_rng, restore_rng
 
-# ~~~ from launch.forking: Holds the logging locks while this process forks a loader worker.
-
-
-_registered = False
-_held: list[logging.Handler] = []
-
-
-def hold_logging_at_fork() -> None:
-    """Makes this process fork only while no thread is writing a log line.
-
-    A writing thread holds the lock of its stream.  Python gives a forked process new handler locks, but no new stream locks: a
-    loader worker whose data set logs too would wait forever for a thread that it does not have.
-    """
-    global _registered  # noqa: PLW0603 - such a registration is for the life of the process
-    if not _registered:
-        _registered = True
-        # In the child, logging itself replaces the handlers' locks.
-        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_held.clear)
-
-
-def _hold() -> None:
-    for handler in (*logging.getLogger().handlers, *logging.getLogger("fabricamp").handlers):
-        handler.acquire()
-        _held.append(handler)
-
-
-def _let_go() -> None:
-    while _held:
-        _held.pop().release()
-
-
 _FORK_SECONDS = 60
+"""How long a forked rank waits until all are forked."""
 
 
 def run_script(num_processes: int) -> NoReturn:
@@ -68,8 +41,9 @@ def run_script(num_processes: int) -> NoReturn:
     # The agent substitutes ${local_rank} in arguments; a doubled dollar stands for a literal one.
     arguments = tuple(word.replace("$", "$$") for word in command[1:])
     with contextlib.chdir(directory), tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
-        outcome = run_agent(num_processes, command[0], arguments, "script", Path(name))
-        cause = find_cause(outcome.failures, Path(name))
+        folder = Path(name)
+        outcome = run_agent(num_processes, command[0], arguments, "script", folder)
+        cause = find_cause(outcome.failures, folder)
     if cause is None:
         sys.exit(0)
     if outcome.interrupts and not cause.trace:
@@ -93,25 +67,24 @@ def run_function(
     """
     if start_method == "spawn":
         _check_not_being_imported()
-    with _main_without_a_made_up_file(), tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
+    with _placeholder_file_hidden(), tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
         folder = Path(name)
         if start_method == "fork":
             check_fork()
-            job = _Job(
-                function, args, capture_rng(), level(), multiprocessing.get_context("fork").Barrier(num_processes)
-            )
+        job = _Job(function, args, capture_rng(), level())
+        inherited = None
+        if start_method == "fork":
+            inherited = job._replace(all_here=multiprocessing.get_context("fork").Barrier(num_processes))
         else:
-            job = _Job(function, args, capture_rng(), level())
             # Saved to a file: tensors passed to a spawned process are shared memory, and all ranks would train the same weights.
             _save_job(job, folder)
-        outcome = run_agent(
-            num_processes, _work, (folder, job if start_method == "fork" else None), start_method, folder
-        )
+        outcome = run_agent(num_processes, _work, (folder, inherited), start_method, folder)
         cause = find_cause(outcome.failures, folder)
-        if cause is None and not (folder / "result").exists():
-            sys.exit(0)  # rank 0's function called sys.exit(0)
         if cause is None:
-            return torch.load(folder / "result", weights_only=False)
+            result = folder / "result"
+            if not result.exists():
+                sys.exit(0)  # rank 0's function called sys.exit(0)
+            return torch.load(result, weights_only=False)
     if outcome.interrupts and not cause.trace:
         raise KeyboardInterrupt
     if cause.on_request:
@@ -130,7 +103,7 @@ def _check_not_being_imported() -> None:
 
 
 @contextlib.contextmanager
-def _main_without_a_made_up_file() -> Iterator[None]:
+def _placeholder_file_hidden() -> Iterator[None]:
     """Hides the main module's file name "<stdin>" in this block: spawned processes would look for a file of that name."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -158,9 +131,9 @@ class _Job(NamedTuple):
 
 
 def _work(folder: Path, job: _Job | None) -> None:
-    """Runs the job in a worker; rank 0 saves the result in ``folder``."""
+    """Runs the job (a spawned worker's is in ``folder``) in a worker; rank 0 saves the result in ``folder``."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ENDINGS:
+    for name in END_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     # Leave the terminal's process group: Ctrl-C then reaches only the starter, which passes it on once.
     os.setpgrp()
@@ -213,3 +186,31 @@ def _load_job(folder: Path) -> _Job:
             f"a spawned process cannot find what is defined in this session ({error}); put the classes and functions "
             f"into a file that can be imported, or use start_method='fork'"
         ) from error
+
+
+_registered = False
+_locked: list[logging.Handler] = []
+
+
+def hold_logging_at_fork() -> None:
+    """Makes this process fork only while no thread is writing a log line.
+
+    A writing thread holds the lock of its stream.  Python gives a forked process new handler locks, but no new stream locks: a
+    loader worker whose data set logs too would wait forever for a thread that it does not have.
+    """
+    global _registered  # noqa: PLW0603 - such a registration is for the life of the process
+    if not _registered:
+        _registered = True
+        # In the child, logging itself replaces the handlers' locks.
+        os.register_at_fork(before=_lock, after_in_parent=_unlock, after_in_child=_locked.clear)
+
+
+def _lock() -> None:
+    for handler in (*logging.getLogger().handlers, *logging.getLogger("fabricamp").handlers):
+        handler.acquire()
+        _locked.append(handler)
+
+
+def _unlock() -> None:
+    while _locked:
+        _locked.pop().release()

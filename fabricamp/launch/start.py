@@ -1,4 +1,8 @@
-"""Chooses how further processes are started: by running the script again, by fork, or by spawn."""
+"""Chooses how further processes are started: by running the script again, by fork, or by spawn.
+
+After that comes what this process is: whether its script can run again, and whether somebody waits for its result; last, the end of
+a worker together with its starter, the process that started it.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +19,11 @@ import torch
 from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError
 
-# ~~~ from launch.starter: What a worker knows about its starter, the process that started it; ends the worker together with it.
-
-
 STARTED_BY = "FABRICAMP_STARTED_BY"
 """Variable with the start method, set in workers that fabricamp started itself."""
 
 STARTER = "FABRICAMP_STARTER"
 """Variable with the process id of the starter."""
-
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
-
-
-def end_with_starter() -> None:
-    """Makes Linux kill this worker when its starter dies, because nobody else would end it; does nothing on other systems."""
-    if not sys.platform.startswith("linux") or STARTER not in os.environ:
-        return
-    if os.getppid() == int(os.environ[STARTER]):
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != int(os.environ[STARTER]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
 
 StartMethod = Literal["script", "spawn", "fork"]
 
@@ -108,3 +96,16 @@ def _in_notebook() -> bool:
 def _under_pytest() -> bool:
     """Returns whether pytest runs this; scripts that a test starts inherit the variable, but not the module."""
     return "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules
+
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+
+
+def end_with_starter() -> None:
+    """Makes Linux kill this worker when its starter dies, because nobody else would end it; does nothing on other systems."""
+    if not sys.platform.startswith("linux") or STARTER not in os.environ:
+        return
+    if os.getppid() == int(os.environ[STARTER]):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != int(os.environ[STARTER]):  # it died before the call
+            os.kill(os.getpid(), signal.SIGKILL)

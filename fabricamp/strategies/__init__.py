@@ -42,7 +42,6 @@ STRATEGIES.add("delayed_ddp", DelayedDDP)
 STRATEGIES.add("fsdp", FSDP)
 STRATEGIES.add("fault_tolerant", FaultTolerant)
 
-
 _LIGHTNINGS_FORM = re.compile(r"ddp(?:_(spawn|fork|notebook))?(?:_find_unused_parameters_(true|false))?")
 _LIGHTNINGS_NAMES = {
     "DDPStrategy": "fabricamp.strategies.ddp_strategy",
@@ -87,9 +86,10 @@ def _lightnings_form(name: str) -> Strategy | None:
     """Returns the strategy of a Lightning name with options; None for any other name."""
     if name == "single_device":
         return Strategy()
-    found = _LIGHTNINGS_FORM.fullmatch(name)
-    if found is None or name == "ddp":
+    match = _LIGHTNINGS_FORM.fullmatch(name)
+    if match is None or name == "ddp":
         return None
-    strategy = DDP(find_unused_parameters=found[2] == "true")
-    strategy.start_method = {"notebook": "fork"}.get(found[1], found[1])
+    start_method, unused = match.groups()
+    strategy = DDP(find_unused_parameters=unused == "true")
+    strategy.start_method = "fork" if start_method == "notebook" else start_method
     return strategy

@@ -1,4 +1,7 @@
-"""The interface of a strategy: the processes of a run, and the exchange of gradients and values between them."""
+"""The interface of a strategy: the processes of a run, and the exchange of gradients and values between them.
+
+:class:`Strategy` is also the strategy of one process.
+"""
 
 from __future__ import annotations
 
@@ -98,18 +101,32 @@ class Strategy(NamesKeywords):
     group: ProcessGroup | None = None
     """The process group of the ranks; None is torch's default group."""
 
-    _session: Callable[[], object] = staticmethod(lambda: None)
     start_method: str | None = None
     """How processes are started if the Trainer's ``start_method`` is "auto"; None: chosen automatically."""
+
+    _session: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.environment = Environment()
         self.device = torch.device("cpu")
 
-    @property
-    def store(self) -> Store | None:
-        """The key-value store of the rendezvous, None for one process; each thread needs its own ``clone()``."""
-        return None
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state without the reference to the last run."""
+        return {key: value for key, value in self.__dict__.items() if key != "_session"}
+
+    def attach(self, session: object) -> None:
+        """Stores a weak reference to the run, for the properties with module and optimizers; the Trainer calls it."""
+        self._session = weakref.ref(session)
+
+    # -- the ranks -----------------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self, environment: Environment, device: torch.device) -> None:
+        """Joins the run's processes and makes ``device`` the current one."""
+        self.environment = environment
+        self.device = device
+        rank_zero_only.rank = environment.rank  # type: ignore[attr-defined]  # what lightning-utilities' functions look at
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
     @property
     def rank(self) -> int:
@@ -137,16 +154,6 @@ class Strategy(NamesKeywords):
         return self.environment.rank == 0
 
     @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        return self.device
-
-    @property
-    def strategy_name(self) -> str:
-        """The strategy's name."""
-        return self.name
-
-    @property
     def world_size(self) -> int:
         """The number of processes."""
         return self.environment.world_size
@@ -162,29 +169,9 @@ class Strategy(NamesKeywords):
         return self.rank // self.tensor_parallel
 
     @property
-    def lightning_module(self) -> Any:
-        """The module of the running, or last, fit, validate, test or predict; None before the first."""
-        return getattr(self._session(), "module", None)
-
-    @property
-    def model(self) -> Any:
-        """The module."""
-        return self.lightning_module
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that ``configure_optimizers`` returned."""
-        return getattr(self._session(), "optimizers", [])
-
-    @property
-    def precision_plugin(self) -> Any:
-        """The precision."""
-        return getattr(self._session(), "precision", None)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
-        """Returns whether ``decision`` is true on all ranks, or with ``all`` False on any rank."""
-        found = self.all_gather_object(bool(decision))
-        return min(found) if all else max(found)
+    def train_share(self) -> tuple[int, int]:
+        """This process's share of the training data, as (index, number of shares)."""
+        return self.data_rank, self.data_ranks
 
     @property
     def lockstep(self) -> bool:
@@ -192,25 +179,21 @@ class Strategy(NamesKeywords):
         return self.world_size > 1
 
     @property
-    def train_share(self) -> tuple[int, int]:
-        """This process's share of the training data, as (index, number of shares)."""
-        return self.data_rank, self.data_ranks
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.device
 
-    def attach(self, session: object) -> None:
-        """Stores a weak reference to the run, for the properties with module and optimizers; the Trainer calls it."""
-        self._session = weakref.ref(session)
+    @property
+    def store(self) -> Store | None:
+        """The key-value store of the rendezvous, None for one process; each thread needs its own ``clone()``."""
+        return None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without the reference to the last run."""
-        return {key: value for key, value in self.__dict__.items() if key != "_session"}
+    @property
+    def strategy_name(self) -> str:
+        """The strategy's name."""
+        return self.name
 
-    def setup_environment(self, environment: Environment, device: torch.device) -> None:
-        """Joins the run's processes and makes ``device`` the current one."""
-        self.environment = environment
-        self.device = device
-        rank_zero_only.rank = environment.rank  # type: ignore[attr-defined]  # what lightning-utilities' functions look at
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    # -- the module, in the order of a run -----------------------------------------------------------------------------------------
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
         """Shards the module's parameters over the ranks; returns a line for the log, empty if nothing is sharded.
@@ -218,9 +201,6 @@ class Strategy(NamesKeywords):
         Called after ``configure_model``, before weights of a checkpoint are loaded.
         """
         return ""
-
-    def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
-        """Undoes :meth:`shard_module` after a run; with ``whole`` rank 0 then has the full parameters, else no rank has."""
 
     def place_module(self, module: nn.Module) -> None:
         """Moves the module to the device."""
@@ -232,11 +212,9 @@ class Strategy(NamesKeywords):
         Called before precision converts the module, so all ranks take their fp32 masters from equal values.
         """
 
-    def share_buffers(self, module: nn.Module) -> None:
-        """Broadcasts the buffers that a checkpoint would contain; called before a validation, so it evaluates the saved state."""
-
-    def settle_module(self, module: nn.Module) -> None:
-        """Removes gathered copies, so ``module`` holds the parameters that optimizers update; called before they are written."""
+    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Returns the optimizers to step, prepared for the strategy."""
+        return optimizers
 
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
@@ -256,13 +234,23 @@ class Strategy(NamesKeywords):
         """
         return step
 
-    def setup_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Returns the optimizers to step, prepared for the strategy."""
-        return optimizers
+    def share_buffers(self, module: nn.Module) -> None:
+        """Broadcasts the buffers that a checkpoint would contain; called before a validation, so it evaluates the saved state."""
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context that keeps gradients local, for every micro-batch of a step except the last."""
-        return contextlib.nullcontext()
+    def settle_module(self, module: nn.Module) -> None:
+        """Removes gathered copies, so ``module`` holds the parameters that optimizers update; called before they are written."""
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """Returns the module's state dict, the same on every rank except for local shards."""
+        return module.state_dict()
+
+    def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
+        """Undoes :meth:`shard_module` after a run; with ``whole`` rank 0 then has the full parameters, else no rank has."""
+
+    def teardown(self) -> None:
+        """Undoes :meth:`setup_environment`."""
+
+    # -- the steps -----------------------------------------------------------------------------------------------------------------
 
     def refuses_graph(self) -> str:
         """Returns why steps cannot be captured as CUDA graphs, and what to do; empty if they can."""
@@ -270,11 +258,37 @@ class Strategy(NamesKeywords):
             return ""
         return f"strategy {self.name!r} is not captured; give strategy='delayed_ddp', or 'single' with devices=1"
 
+    def join(self, state: Callable[[], Tensor]) -> Tensor | None:
+        """Joins processes that may leave and return; returns the state to continue the fit from, None to keep the own state.
+
+        ``state`` returns this run's state, for a process that joins later; it is called between two steps, from another thread.
+        """
+        return None
+
+    def begin_step(self) -> None:
+        """Called before the first batch of each step is read."""
+
+    def end_steps(self) -> None:
+        """Called after the last step of a fit that reached its limit."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context that keeps gradients local, for every micro-batch of a step except the last."""
+        return contextlib.nullcontext()
+
     def note_window(self, *, begun: bool) -> None:
         """Says whether the next forward continues an accumulation (``begun``), when the strategy cannot know it.
 
         Called in a resumed run, after an accumulation was dropped, and after a replay of a CUDA graph.
         """
+
+    def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
+        """Completes the exchange of a step's gradients; returns the gradients for the update.
+
+        ``memory`` None: the wrapped module's backward has exchanged them already.  Else the gradients in ``memory`` are still
+        local and are exchanged now: its sums, or each ``.grad`` (manual optimization, and strategies with
+        :attr:`asks_for_parameters`).
+        """
+        return IN_PLACE if memory is None else memory.local()
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Returns the full gradients of an accumulation in progress that are not scattered to shards yet, by name.
@@ -290,27 +304,7 @@ class Strategy(NamesKeywords):
     def take_whole_gradients(self, stacked: dict[str, Tensor]) -> None:
         """Resumes an accumulation from the result of :meth:`whole_gradients` on the same number of ranks."""
 
-    def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
-        """Completes the exchange of a step's gradients; returns the gradients for the update.
-
-        ``memory`` None: the wrapped module's backward has exchanged them already.  Else the gradients in ``memory`` are still
-        local and are exchanged now: its sums, or each ``.grad`` (manual optimization, and strategies with
-        :attr:`asks_for_parameters`).
-        """
-        return IN_PLACE if memory is None else memory.local()
-
-    def join(self, state: Callable[[], Tensor]) -> Tensor | None:
-        """Joins processes that may leave and return; returns the state to continue the fit from, None to keep the own state.
-
-        ``state`` returns this run's state, for a process that joins later; it is called between two steps, from another thread.
-        """
-        return None
-
-    def begin_step(self) -> None:
-        """Called before the first batch of each step is read."""
-
-    def end_steps(self) -> None:
-        """Called after the last step of a fit that reached its limit."""
+    # -- exchange of values --------------------------------------------------------------------------------------------------------
 
     def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.
@@ -335,6 +329,14 @@ class Strategy(NamesKeywords):
         """Returns ``value`` (anything that pickles) of every rank, in rank order."""
         return [value]
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
+        """Returns whether ``decision`` is true on all ranks, or with ``all`` False on any rank."""
+        decisions = self.all_gather_object(bool(decision))
+        return min(decisions) if all else max(decisions)
+
+    def barrier(self, name: str = "") -> None:
+        """Waits for every rank."""
+
     def on_rank_zero(self, action: Callable[[], Value]) -> Value:
         """Runs ``action`` on rank 0 only and returns its result (anything that pickles) on every rank.
 
@@ -343,45 +345,55 @@ class Strategy(NamesKeywords):
         """
         if self.world_size == 1:
             return action()
-        answer: Any = None
+        result: Any = None
         failure: FabricampError | None = None
         if self.rank == 0:
             try:
-                answer = action()
+                result = action()
             except FabricampError as error:
                 failure = error
             except Exception as error:  # noqa: BLE001 - the other ranks wait for the result and have to get the error
                 failure = DistributedError(f"rank 0 failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
-        answer, told = self.broadcast((answer, failure and _portable(failure)))
-        if told is not None:
-            raise failure or told
-        return cast("Value", answer)
+        result, received = self.broadcast((result, failure and _portable(failure)))
+        if received is not None:
+            raise failure or received
+        return cast("Value", result)
 
     def agree(self, problem: FabricampError | None) -> None:
         """Raises on every rank if any rank has a ``problem``: the class of the first, the messages of all.  Every rank calls it."""
-        if self.world_size == 1:
-            found = [] if problem is None else [problem]
-        else:
-            found = [one for one in self.all_gather_object(problem and _portable(problem)) if one is not None]
-        if found:
-            raise type(found[0])("; ".join(dict.fromkeys(map(str, found)))) from problem
+        gathered = [problem] if self.world_size == 1 else self.all_gather_object(problem and _portable(problem))
+        problems = [error for error in gathered if error is not None]
+        if problems:
+            raise type(problems[0])("; ".join(dict.fromkeys(map(str, problems)))) from problem
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """Returns the module's state dict, the same on every rank except for local shards."""
-        return module.state_dict()
+    # -- Lightning's names for parts of the run ------------------------------------------------------------------------------------
 
-    def barrier(self, name: str = "") -> None:
-        """Waits for every rank."""
+    @property
+    def lightning_module(self) -> Any:
+        """The module of the running, or last, fit, validate, test or predict; None before the first."""
+        return getattr(self._session(), "module", None)
 
-    def teardown(self) -> None:
-        """Undoes :meth:`setup_environment`."""
+    @property
+    def model(self) -> Any:
+        """The module."""
+        return self.lightning_module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that ``configure_optimizers`` returned."""
+        return getattr(self._session(), "optimizers", [])
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision."""
+        return getattr(self._session(), "precision", None)
 
 
 def _portable(error: FabricampError) -> FabricampError:
     """Returns ``error`` as its nearest fabricamp class, because a class of a plugin or the user may not pickle."""
     family: type[FabricampError] = next(
-        one for one in type(error).__mro__ if one.__module__ == FabricampError.__module__
+        base for base in type(error).__mro__ if base.__module__ == FabricampError.__module__
     )
     return family(str(error))
 

@@ -1,4 +1,8 @@
-"""torch's DistributedDataParallel as a strategy, with the same results, overlap and options."""
+"""torch's DistributedDataParallel as a strategy, with the same results, overlap and options.
+
+In this order: the wrapper of a run, and the next one if parameters are frozen or unfrozen; the exchange of a step; the checks of
+the options.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
 _OWN_DTYPE: Final = Transport()
 _MOST_LISTS: Final = 8
+"""Lists of parameters whose flat buffers are kept: manual optimization exchanges those of each optimizer by themselves."""
 _NEVER: Final = 2**31 - 1
 _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
@@ -59,9 +64,8 @@ class DDP(ProcessGroupStrategy):
     """
 
     name: ClassVar[str] = "ddp"
-    eager_steps: ClassVar[int] = (
-        11  # torch's wrapper records timing events in its first ten steps, which cannot be captured
-    )
+    # torch's wrapper records timing events in its first ten steps, which cannot be captured.
+    eager_steps: ClassVar[int] = 11
 
     def __init__(
         self,
@@ -99,9 +103,53 @@ class DDP(ProcessGroupStrategy):
         self._release()
         if automatic:
             return self._wrapped(_Forward(module, step))
-        has_buffers = next(module.buffers(), None) is not None
-        exchange = Exchange(1, self.bucket_cap_mb or DEFAULT_BUCKET_MB)
-        return AfterBroadcast(step, module, exchange) if has_buffers and self.broadcast_buffers else step
+        if not self.broadcast_buffers or next(module.buffers(), None) is None:
+            return step
+        return AfterBroadcast(step, module, Exchange(1, self.bucket_cap_mb or DEFAULT_BUCKET_MB))
+
+    def _check_mode(self, *, automatic: bool, accumulates: bool) -> None:
+        if not automatic:
+            if self.find_unused_parameters and self.rank == 0:
+                # Most GANs for Lightning set it, because Lightning's wrapper needs it; the result is the same without.
+                say_once(
+                    "find_unused_parameters=True changes nothing with automatic_optimization=False: parameters without gradients "
+                    "are fine there",
+                    logging.INFO,
+                )
+            of_the_wrapper = ("static_graph", "gradient_as_bucket_view", "comm_hook")
+            refused = [name for name in of_the_wrapper if getattr(self, name)]
+            if refused:
+                raise ConfigError(
+                    f"strategy=DDP({', '.join(refused)}) with automatic_optimization=False: that belongs to torch's "
+                    "wrapper, which manual optimization does without; leave it out"
+                )
+        elif self.static_graph and accumulates:
+            raise ConfigError(
+                "strategy=DDP(static_graph=True) cannot leave gradients local for a micro-batch, which "
+                "accumulate_grad_batches > 1 and fp32 sums of half gradients need; leave static_graph out, or use "
+                "find_unused_parameters=True"
+            )
+
+    def _wrapped(self, forward: _Forward) -> DistributedDataParallel:
+        named = list(forward.module.named_parameters())
+        # torch's reducer numbers the parameters in this order.
+        self._trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+        self._forward = forward
+        options: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
+        if not self.broadcast_buffers:
+            options[_buffer_option()] = False
+        self._wrapper = DistributedDataParallel(
+            forward,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            **options,
+        )
+        self._wrapper.reducer._set_ddp_runtime_logging_sample_rate(_NEVER)  # later steps can be captured
+        if self.comm_hook is not None:
+            self._wrapper.register_comm_hook(*self.comm_hook)
+        return self._wrapper
 
     def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the callable for the next epoch: a new wrapper if any rank froze or unfroze parameters, else ``step``."""
@@ -117,9 +165,14 @@ class DDP(ProcessGroupStrategy):
         self._release()
         return self._wrapped(forward)
 
+    def _unfrozen(self) -> list[str]:
+        return [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+
     def _exchange_frozen(self) -> None:
         """Averages the gradients of newly frozen parameters from an accumulation in progress; the new wrapper would not."""
-        for parameter in [one for one in self._trainable.values() if not one.requires_grad]:
+        for parameter in self._trainable.values():
+            if parameter.requires_grad:
+                continue
             begun = torch.tensor(parameter.grad is not None, dtype=torch.bool, device="cpu")
             if self.reduce(begun, "max").item():
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -169,43 +222,35 @@ class DDP(ProcessGroupStrategy):
         flat.copy_back(flat.exchange())
         return IN_PLACE
 
-    def teardown(self) -> None:
-        """Removes torch's hooks from the module, and destroys the process group if :meth:`setup_environment` made it."""
-        self._release()
-        super().teardown()
+    def _check_exchanged(self, wrapper: DistributedDataParallel) -> None:
+        try:
+            # torch checks only in the next forward, after the wrong update was made.
+            wrapper.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            match = _UNUSED.search(str(error))
+            if match is None:
+                raise
+            names = list(self._trainable)
+            raise self._unused([names[int(index)] for index in match[1].split()]) from error
+        if self._frozen and (unfrozen := self._unfrozen()):
+            raise DistributedError(
+                f"{listed(unfrozen)} got requires_grad=True in the middle of an epoch, and ddp does not exchange "
+                "their gradients yet; unfreeze at the start of an epoch (on_train_epoch_start)"
+            )
 
-    def _wrapped(self, forward: _Forward) -> DistributedDataParallel:
-        named = list(forward.module.named_parameters())
-        # torch's reducer numbers the parameters in this order.
-        self._trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self._frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
-        self._forward = forward
-        options: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
-        if not self.broadcast_buffers:
-            options[_buffer_option()] = False
-        self._wrapper = DistributedDataParallel(
-            forward,
-            find_unused_parameters=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            **options,
+    def _unused(self, names: list[str]) -> DistributedError:
+        """Returns the error for parameters without a gradient."""
+        frozen = [name for name in names if not self._trainable[name].requires_grad]
+        if frozen:
+            return DistributedError(
+                f"rank {self.rank}: {listed(frozen)} got requires_grad=False in the middle of an epoch, and ddp "
+                "waits for their gradients; freeze at the start of an epoch (on_train_epoch_start)"
+            )
+        return DistributedError(
+            f"rank {self.rank}: backward gave no gradient to {len(names)} of {len(self._trainable)} parameters: "
+            f"{listed(names)}; let the loss depend on them, freeze them before fit (requires_grad=False), or use "
+            "strategy=DDP(find_unused_parameters=True)"
         )
-        self._wrapper.reducer._set_ddp_runtime_logging_sample_rate(_NEVER)  # later steps can be captured
-        if self.comm_hook is not None:
-            self._wrapper.register_comm_hook(*self.comm_hook)
-        return self._wrapper
-
-    def _release(self) -> None:
-        """Removes the wrapper and its hooks, because a second wrapper on the same parameters must not run them too."""
-        if self._wrapper is not None:
-            self._wrapper.reducer._remove_autograd_hooks()
-            # A remaining reference to the wrapper must not keep the process group alive, which has to end with the run.
-            del self._wrapper.reducer, self._wrapper.logger, self._wrapper.process_group
-        self._forward = None
-        self._wrapper = None
-        self._trainable = {}
-        self._frozen = {}
-        self._flats.clear()
 
     def _flat_of(self, parameters: Sequence[Tensor]) -> FlatGradients:
         """Returns the flat memory to exchange ``parameters`` in; all have a slot, also those frozen in the current step."""
@@ -219,60 +264,22 @@ class DDP(ProcessGroupStrategy):
             )
         return self._flats[key]
 
-    def _unfrozen(self) -> list[str]:
-        return [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+    def teardown(self) -> None:
+        """Removes torch's hooks from the module, and destroys the process group if :meth:`setup_environment` made it."""
+        self._release()
+        super().teardown()
 
-    def _check_exchanged(self, wrapper: DistributedDataParallel) -> None:
-        try:
-            # torch checks only in the next forward, after the wrong update was made.
-            wrapper.reducer._check_reducer_finalized()
-        except RuntimeError as error:
-            found = _UNUSED.search(str(error))
-            if found is None:
-                raise
-            names = list(self._trainable)
-            raise self._unused([names[int(index)] for index in found[1].split()]) from error
-        if self._frozen and (unfrozen := self._unfrozen()):
-            raise DistributedError(
-                f"{listed(unfrozen)} got requires_grad=True in the middle of an epoch, and ddp does not exchange "
-                "their gradients yet; unfreeze at the start of an epoch (on_train_epoch_start)"
-            )
-
-    def _unused(self, names: list[str]) -> DistributedError:
-        frozen = [name for name in names if not self._trainable[name].requires_grad]
-        if frozen:
-            return DistributedError(
-                f"rank {self.rank}: {listed(frozen)} got requires_grad=False in the middle of an epoch, and ddp "
-                "waits for their gradients; freeze at the start of an epoch (on_train_epoch_start)"
-            )
-        return DistributedError(
-            f"rank {self.rank}: backward gave no gradient to {len(names)} of {len(self._trainable)} parameters: "
-            f"{listed(names)}; let the loss depend on them, freeze them before fit (requires_grad=False), or use "
-            "strategy=DDP(find_unused_parameters=True)"
-        )
-
-    def _check_mode(self, *, automatic: bool, accumulates: bool) -> None:
-        if not automatic:
-            if self.find_unused_parameters and self.rank == 0:
-                # Most GANs for Lightning set it, because Lightning's wrapper needs it; the result is the same without.
-                say_once(
-                    "find_unused_parameters=True changes nothing with automatic_optimization=False: parameters without gradients "
-                    "are fine there",
-                    logging.INFO,
-                )
-            given = ("static_graph", "gradient_as_bucket_view", "comm_hook")
-            refused = [name for name in given if getattr(self, name)]
-            if refused:
-                raise ConfigError(
-                    f"strategy=DDP({', '.join(refused)}) with automatic_optimization=False: that belongs to torch's "
-                    "wrapper, which manual optimization does without; leave it out"
-                )
-        elif self.static_graph and accumulates:
-            raise ConfigError(
-                "strategy=DDP(static_graph=True) cannot leave gradients local for a micro-batch, which "
-                "accumulate_grad_batches > 1 and fp32 sums of half gradients need; leave static_graph out, or use "
-                "find_unused_parameters=True"
-            )
+    def _release(self) -> None:
+        """Removes the wrapper and its hooks, because a second wrapper on the same parameters must not run them too."""
+        if self._wrapper is not None:
+            self._wrapper.reducer._remove_autograd_hooks()
+            # A remaining reference to the wrapper must not keep the process group alive, which has to end with the run.
+            del self._wrapper.reducer, self._wrapper.logger, self._wrapper.process_group
+        self._forward = None
+        self._wrapper = None
+        self._trainable = {}
+        self._frozen = {}
+        self._flats.clear()
 
 
 class _Forward(nn.Module):
@@ -326,7 +333,10 @@ def _checked_capacity(value: object) -> float | None:
 
 
 def _checked_hook(comm_hook: object) -> tuple[object, Callable[..., Any]]:
-    state, hook = comm_hook if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else (None, comm_hook)
+    if isinstance(comm_hook, tuple) and len(comm_hook) == 2:
+        state, hook = comm_hook
+    else:
+        state, hook = None, comm_hook
     # torch reads a hook's name and its argument "bucket", and fails with an unclear error if one is missing.
     if not (callable(hook) and hasattr(hook, "__name__") and "bucket" in inspect.signature(hook).parameters):
         raise ConfigError(

@@ -1,4 +1,8 @@
-"""apex's delayed all-reduce as a strategy: gradients are exchanged after backward in flat buffers, and the update reads these."""
+"""apex's delayed all-reduce as a strategy: gradients are exchanged after backward in flat buffers, and the update reads these.
+
+In this order: the options; a run's module (:meth:`~DelayedDDP.wrap_module`); the exchange of a step, from
+:meth:`~DelayedDDP.reduce_gradients` down; the flat buffers that it uses.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from fabricamp.gradients.memory import GradientMemory
 
 _MOST_LISTS = 8
+"""Lists of parameters whose flat buffers are kept: manual optimization exchanges those of each optimizer by themselves."""
 
 
 class DelayedDDP(ProcessGroupStrategy):
@@ -103,15 +108,20 @@ class DelayedDDP(ProcessGroupStrategy):
         self._forget()
 
     def _checked_mode(self, delay_allreduce: object) -> bool:
+        """Returns whether gradients are exchanged after backward; raises :class:`ConfigError` if the options contradict that."""
         overlapped = self.message_size is not None or bool(self.allreduce_trigger_params)
-        if delay_allreduce is not None and checked_switch("delay_allreduce", delay_allreduce) == overlapped:
-            raise ConfigError(
-                "delay_allreduce=True exchanges after backward, and message_size or allreduce_trigger_params while it runs; give "
-                "one of them"
-                if overlapped
-                else "delay_allreduce=False exchanges while backward runs, in messages of message_size elements (apex's were of "
-                "10_000_000) or by allreduce_trigger_params; give one of these"
-            )
+        if delay_allreduce is not None:
+            delayed = checked_switch("delay_allreduce", delay_allreduce)
+            if delayed and overlapped:
+                raise ConfigError(
+                    "delay_allreduce=True exchanges after backward, and message_size or allreduce_trigger_params while it runs; "
+                    "give one of them"
+                )
+            if not (delayed or overlapped):
+                raise ConfigError(
+                    "delay_allreduce=False exchanges while backward runs, in messages of message_size elements (apex's were of "
+                    "10_000_000) or by allreduce_trigger_params; give one of these"
+                )
         if not overlapped and (self.num_allreduce_streams > 1 or self.allreduce_communicators is not None):
             raise ConfigError(
                 "num_allreduce_streams and allreduce_communicators carry the messages of the overlapped mode; give message_size "
@@ -120,25 +130,24 @@ class DelayedDDP(ProcessGroupStrategy):
         return not overlapped
 
     def _forget(self) -> None:
+        """Sets what belongs to a run to its state before the first run."""
         self._module: nn.Module | None = None
-        self._trainable: list[str] = []
-        self._frozen: set[int] = set()
-        self._order: dict[int, int] = {}
+        self._automatic = True
+        # By id of the parameter; all as at the start of the epoch.
         self._names: dict[int, str] = {}
+        self._order: dict[int, int] = {}
+        self._frozen: set[int] = set()
+        self._trainable: list[str] = []
+        # The exchange: one pair for each list of parameters, by their ids.
         self._flats: dict[tuple[int, ...], tuple[FlatGradients, UnusedParamsReport]] = {}
+        self._local = Local()
         self._overlap: Overlap | None = None
         self._lanes: list[Lane] = []
-        self._local = Local()
-        self._automatic = True
+        # The module whose buffers are broadcast with each exchange.
         self._shared: nn.Module | None = None
         self._exchange_of_buffers = Exchange(1, DEFAULT_BUCKET_MB)
 
-    @property
-    def allreduce_buffers(self) -> list[Tensor]:
-        """The flat tensors with the gradients of the last update; empty unless ``retain_allreduce_buffers`` is set."""
-        if not self.retain_allreduce_buffers:
-            return []
-        return [message.result for flat, _ in self._flats.values() for message in flat.messages]
+    # -- a run's module ----------------------------------------------------------------------------------------------------------
 
     def wrap_module(
         self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
@@ -165,8 +174,11 @@ class DelayedDDP(ProcessGroupStrategy):
             )
         if not self.broadcast_buffers or next(module.buffers(), None) is None:
             return step
-        self._shared = module if automatic else None
-        return step if automatic else AfterBroadcast(step, module, self._exchange_of_buffers)
+        if not automatic:
+            # A step then has any number of exchanges, so the buffers are broadcast once, before it.
+            return AfterBroadcast(step, module, self._exchange_of_buffers)
+        self._shared = module
+        return step
 
     def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Lays the buffers out again if parameters were frozen or unfrozen on any rank; returns ``step``."""
@@ -178,13 +190,35 @@ class DelayedDDP(ProcessGroupStrategy):
             self._take_module(self._module)
         return step
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Returns a context that keeps gradients local, for every micro-batch of a step except the last."""
-        return self._local
+    def _take_module(self, module: nn.Module) -> None:
+        """Notes the module's parameters, with their order and which are frozen; drops buffers of the earlier ones."""
+        indices_of_triggers(self.allreduce_trigger_params, module, ())  # unknown names fail before the first batch
+        named = list(module.named_parameters())
+        self._module = module
+        self._trainable = _trainable(module)
+        self._frozen = {id(parameter) for _, parameter in named if not parameter.requires_grad}
+        self._order = {id(parameter): index for index, (_, parameter) in enumerate(named)}
+        self._names = {id(parameter): name for name, parameter in named}
+        self._drop_flats()
 
     def refuses_graph(self) -> str:
         """Returns an empty string: all exchanges can be captured."""
         return ""
+
+    def teardown(self) -> None:
+        """Drops buffers and hooks, and destroys the process group if :meth:`setup_environment` made it."""
+        self._release()
+        super().teardown()
+
+    def _release(self) -> None:
+        self._drop_flats()
+        self._forget()
+
+    # -- the exchange of a step --------------------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context that keeps gradients local, for every micro-batch of a step except the last."""
+        return self._local
 
     def reduce_gradients(self, memory: GradientMemory | None = None) -> Gradients:
         """Averages a step's gradients, or completes their exchange; returns the gradients for the update.
@@ -202,49 +236,63 @@ class DelayedDDP(ProcessGroupStrategy):
             self._exchange_of_buffers.broadcast(list(self._shared.buffers()))
         return gradients
 
-    def teardown(self) -> None:
-        """Drops buffers and hooks, and destroys the process group if :meth:`setup_environment` made it."""
-        self._release()
-        super().teardown()
-
     def _average(self, parameters: Sequence[Tensor] | None) -> Gradients:
-        given = parameters
-        if given is None:
-            assert self._module is not None, "wrap_module comes first"
-            given = list(self._module.parameters())
-        flat, differences = self._flat_of(given)
+        """Averages each ``.grad``; None: of the module's parameters, with the averages in ``.grad`` again."""
+        assert self._module is not None, "wrap_module comes first"
+        flat, report = self._flat_of(list(self._module.parameters()) if parameters is None else parameters)
         if flat.frozen:
             self._check_frozen(flat)
         if self.prof:
             with marked("exchange of gradients", self.device):
-                gradients = self._exchange(flat, differences)
+                gradients = self._exchange(flat, report)
         else:
-            gradients = self._exchange(flat, differences)
+            gradients = self._exchange(flat, report)
         if parameters is None or self.retain_allreduce_buffers:
             flat.write_back(gradients)
             return IN_PLACE
         return gradients
 
-    def _exchange(self, flat: FlatGradients, differences: UnusedParamsReport) -> Gradients:
+    def _exchange(self, flat: FlatGradients, report: UnusedParamsReport) -> Gradients:
         overlap = self._overlap
         if overlap is not None and overlap.flat is flat and overlap.runs:
+            # Backward has sent most messages already.
             gradients = overlap.finish()
             if flat.missing and overlap.behind:
-                differences.tell_of_delay(flat.missing, overlap.behind)
+                report.tell_of_delay(flat.missing, overlap.behind)
             return gradients
         gradients = flat.exchange()
-        differences.look()
+        report.look()
         if flat.missing:
-            differences.note(flat.present, flat.missing)
+            report.note(flat.present, flat.missing)
         if overlap is None and not self.delay_allreduce:
+            # Only now, because the flat buffers are laid out in the first exchange.
             self._overlap = Overlap(flat, self._lanes, self._local)
         return gradients
 
+    def _check_frozen(self, flat: FlatGradients) -> None:
+        unfrozen = [self._names.get(id(one), "a parameter") for one in flat.frozen if one.requires_grad]
+        if unfrozen:
+            raise DistributedError(
+                f"{listed(unfrozen)} got requires_grad=True in the middle of an epoch, and delayed_ddp does not exchange their "
+                "gradients yet; unfreeze at the start of an epoch (on_train_epoch_start)"
+            )
+
+    # -- the flat buffers --------------------------------------------------------------------------------------------------------
+
+    @property
+    def allreduce_buffers(self) -> list[Tensor]:
+        """The flat tensors with the gradients of the last update; empty unless ``retain_allreduce_buffers`` is set."""
+        if not self.retain_allreduce_buffers:
+            return []
+        return [message.result for flat, _ in self._flats.values() for message in flat.messages]
+
     def _flat_of(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, UnusedParamsReport]:
+        """Returns the flat buffers for the gradients of ``parameters``, and the report on those that backward leaves out."""
         key = tuple(map(id, parameters))
         known = self._flats.get(key)
         if known is None:
-            known = self._flats[key] = self._lay_out(parameters)
+            known = self._lay_out(parameters)
+            self._flats[key] = known
         return known
 
     def _lay_out(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, UnusedParamsReport]:
@@ -254,7 +302,9 @@ class DelayedDDP(ProcessGroupStrategy):
             self._overlap.finish()  # another rank may have sent messages already, so this rank has to send them too
         if self._automatic or len(self._flats) >= _MOST_LISTS:
             self._drop_flats()
-        order, names = self._order, self._names
+        order = self._order
+        # As at the start of the epoch: manual optimization toggles requires_grad within a step.
+        frozen_elsewhere = (id(one) for one in parameters if id(one) not in order and not one.requires_grad)
         flat = FlatGradients(
             parameters,
             self.transport,
@@ -262,38 +312,16 @@ class DelayedDDP(ProcessGroupStrategy):
             message_size=self.message_size or math.inf,
             triggers=indices_of_triggers(self.allreduce_trigger_params, module, parameters),
             key=lambda index: order.get(id(parameters[index]), -1),
-            # As at the start of the epoch: manual optimization toggles requires_grad within a step.
-            frozen={*self._frozen, *(id(one) for one in parameters if id(one) not in order and not one.requires_grad)},
+            frozen={*self._frozen, *frozen_elsewhere},
         )
-        return flat, UnusedParamsReport([names.get(id(one), f"{tuple(one.shape)}") for one in parameters], self.rank)
-
-    def _take_module(self, module: nn.Module) -> None:
-        indices_of_triggers(self.allreduce_trigger_params, module, ())  # unknown names fail before the first batch
-        named = list(module.named_parameters())
-        self._module = module
-        self._trainable = _trainable(module)
-        self._frozen = {id(parameter) for _, parameter in named if not parameter.requires_grad}
-        self._order = {id(parameter): place for place, (_, parameter) in enumerate(named)}
-        self._names = {id(parameter): name for name, parameter in named}
-        self._drop_flats()
+        names = [self._names.get(id(one), f"{tuple(one.shape)}") for one in parameters]
+        return flat, UnusedParamsReport(names, self.rank)
 
     def _drop_flats(self) -> None:
         if self._overlap is not None:
             self._overlap.detach()
         self._overlap = None
         self._flats.clear()
-
-    def _release(self) -> None:
-        self._drop_flats()
-        self._forget()
-
-    def _check_frozen(self, flat: FlatGradients) -> None:
-        unfrozen = [self._names.get(id(one), "a parameter") for one in flat.frozen if one.requires_grad]
-        if unfrozen:
-            raise DistributedError(
-                f"{listed(unfrozen)} got requires_grad=True in the middle of an epoch, and delayed_ddp does not exchange their "
-                "gradients yet; unfreeze at the start of an epoch (on_train_epoch_start)"
-            )
 
 
 def _trainable(module: nn.Module) -> list[str]:

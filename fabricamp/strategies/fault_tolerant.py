@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("fabricamp")
 _IN_FP32: Final = Transport(always_fp32=True)
-_GROUP, _GROUPS, _LIGHTHOUSE = "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"
+# The environment variables of torchft's programs.
+_GROUP = "REPLICA_GROUP_ID"
+_GROUPS = "NUM_REPLICA_GROUPS"
+_LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 
 class FaultTolerant(Strategy):
@@ -126,9 +129,8 @@ class FaultTolerant(Strategy):
         """
         if self._quorum is None or not self._begins_together or self._quorum.participants == 1:
             return
-        own = torch.frombuffer(
-            bytearray(hashlib.sha256("\n".join(described_module(module)).encode()).digest()), dtype=torch.uint8
-        )
+        digest = hashlib.sha256("\n".join(described_module(module)).encode()).digest()
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         first = own.clone()
         self._quorum.share([first])
         if not torch.equal(own, first):
@@ -156,7 +158,7 @@ class FaultTolerant(Strategy):
         """Determines the groups of the next step, and admits groups that want to join."""
         if self._quorum is not None:
             self._quorum.begin()
-            self._tell(self._quorum)
+            self._log_changes(self._quorum)
 
     def end_steps(self) -> None:
         """Waits after the last step until all groups have made it."""
@@ -175,12 +177,14 @@ class FaultTolerant(Strategy):
             gradients = memory.sum_over_ranks(_IN_FP32, 1, through=self._quorum)
         else:
             gradients = self._flat_of(memory.parameters).exchange(self._quorum)
-        self._tell(self._quorum)
+        self._log_changes(self._quorum)
         return gradients
 
     def teardown(self) -> None:
         """Leaves the other groups, which continue."""
-        quorum, self._quorum, self._flat = self._quorum, None, None
+        quorum = self._quorum
+        self._quorum = None
+        self._flat = None
         if quorum is not None:
             quorum.close()
         super().teardown()
@@ -188,16 +192,18 @@ class FaultTolerant(Strategy):
     def _flat_of(self, parameters: Sequence[Tensor]) -> FlatGradients:
         flat = self._flat
         if flat is None or list(map(id, flat.parameters)) != list(map(id, parameters)):
-            flat = self._flat = FlatGradients(parameters, _IN_FP32, 1, frozen=())
+            flat = FlatGradients(parameters, _IN_FP32, 1, frozen=())
+            self._flat = flat
         return flat
 
-    def _tell(self, quorum: Quorum) -> None:
-        now, before = quorum.participants, self._before
-        if now != before:
-            self._before = now
+    def _log_changes(self, quorum: Quorum) -> None:
+        """Logs the number of groups if it differs from that of the step before."""
+        before = self._before
+        if quorum.participants != before:
+            self._before = quorum.participants
             _LOG.warning(
                 "replica group %d: %d of %d groups make step %d, where %d made the one before",
-                self.replica_group, now, self.groups, quorum.steps, before,
+                self.replica_group, self._before, self.groups, quorum.steps, before,
             )  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""Chooses the units of a sharding strategy (submodules that are gathered one at a time), by structure or by class."""
+"""The units of a sharding strategy: submodules that are gathered one at a time.
+
+First the choice of units, by structure or by class, and its checks; then the hooks that refuse a second-order backward.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,6 @@ from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-
-# ~~~ from strategies.units: Chooses the units of a sharding strategy (submodules that are gathered one at a time), by structure or by class.
-
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LARGE = 1 / 3
@@ -36,7 +35,7 @@ class Unit(NamedTuple):
     @property
     def size(self) -> int:
         """The number of bytes of its full parameters."""
-        return sum(one.numel() * one.element_size() for one in self.parameters)
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
 
 def units_of(module: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> list[Unit]:
@@ -46,11 +45,13 @@ def units_of(module: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> list
     half of a large module's weights.
     """
     chosen = _repeated(module) if isinstance(wanted, str) else of_classes(module, wanted, "units")
-    units, taken = [], set[int]()
-    for name, one in [*reversed(chosen), ("", module)]:
-        own = [parameter for parameter in one.parameters() if id(parameter) not in taken]
-        taken.update(map(id, own))
-        units.append(Unit(name, one, own))
+    units = []
+    owned: set[int] = set()
+    # Reversed, so that inner units come first and outer ones get the parameters that are left.
+    for name, submodule in [*reversed(chosen), ("", module)]:
+        own = [parameter for parameter in submodule.parameters() if id(parameter) not in owned]
+        owned.update(map(id, own))
+        units.append(Unit(name, submodule, own))
     _check_shared(units)
     _check_sizes(module, units)
     return units
@@ -58,7 +59,7 @@ def units_of(module: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> list
 
 def own_modules(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
     """Returns the modules that belong to ``unit`` and to no unit within it."""
-    others = {id(one.module) for one in units} - {id(unit.module)}
+    others = {id(other.module) for other in units} - {id(unit.module)}
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
         yield module
@@ -71,62 +72,62 @@ def own_modules(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
 
 def of_classes(module: nn.Module, classes: Sequence[type[nn.Module]], option: str) -> list[tuple[str, nn.Module]]:
     """Returns the submodules of these classes that have parameters; raises :class:`ConfigError` for a class without submodules."""
-    kinds = tuple(classes)
-    found = [(name, one) for name, one in module.named_modules() if name and issubclass(type(one), kinds)]
-    missing = [kind.__name__ for kind in classes if not any(isinstance(one, kind) for _, one in found)]
+    submodules = [(name, submodule) for name, submodule in module.named_modules() if name]
+    matching = [(name, submodule) for name, submodule in submodules if issubclass(type(submodule), tuple(classes))]
+    missing = [wanted.__name__ for wanted in classes if not any(isinstance(match, wanted) for _, match in matching)]
     if missing:
-        there = sorted({type(one).__name__ for name, one in module.named_modules() if name and any(one.children())})
+        composite = sorted({type(submodule).__name__ for _, submodule in submodules if any(submodule.children())})
         raise ConfigError(
             f"FSDP({option}=[{', '.join(missing)}]): {type(module).__name__} has no submodule of this class; it has "
-            f"{', '.join(there) or 'none that has submodules'}, leave the others out"
+            f"{', '.join(composite) or 'none that has submodules'}, leave the others out"
         )
-    return [(name, one) for name, one in found if _has_parameters(one)]
+    return [(name, submodule) for name, submodule in matching if _has_parameters(submodule)]
 
 
 def described(units: Sequence[Unit]) -> str:
     """Returns the number of units per class, as words; the last unit counts as "the rest"."""
-    kinds = Counter(type(one.module).__name__ for one in units[:-1])
-    listed = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+    counts = Counter(type(unit.module).__name__ for unit in units[:-1])
+    listed = ", ".join(f"{number} {name}" for name, number in counts.items())
     return f"{listed} and the rest" if listed else "the module as a whole"
 
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the outermost submodules with siblings of the same class: preferably composite layers, else single layers."""
-    total = sum(one.numel() for one in module.parameters())
-    shared = _shared(module)
+    total = sum(parameter.numel() for parameter in module.parameters())
+    owners = Counter(
+        id(parameter) for submodule in module.modules() for parameter in submodule.parameters(recurse=False)
+    )
+    shared = {parameter for parameter, number in owners.items() if number > 1}
     for leaves in (False, True):
-        if found := list(_walk(module, "", total * _LARGE, leaves=leaves, shared=shared)):
-            return found
+        if repeated := list(_walk(module, "", total * _LARGE, leaves=leaves, shared=shared)):
+            return repeated
     return []
 
 
 def _walk(
     module: nn.Module, prefix: str, large: float, *, leaves: bool, shared: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    children = [(f"{prefix}{name}", one) for name, one in module.named_children() if _has_parameters(one)]
-    kinds = Counter(type(one) for _, one in children)
-    for name, one in children:
-        inner = _walk(one, f"{name}.", large, leaves=leaves, shared=shared)
-        fits = leaves or next(one.children(), None) is not None
-        if not fits or isinstance(one, _CONTAINERS) or kinds[type(one)] < 2 or _shares(one, shared):
+    """Yields the repeated submodules below ``module``; ``leaves``: single layers count too, ``shared``: ids of parameters."""
+    children = [(f"{prefix}{name}", child) for name, child in module.named_children() if _has_parameters(child)]
+    counts = Counter(type(child) for _, child in children)
+    for name, child in children:
+        inner = _walk(child, f"{name}.", large, leaves=leaves, shared=shared)
+        is_layer = (leaves or _has_children(child)) and not isinstance(child, _CONTAINERS)
+        # A shared parameter is gathered with one unit alone, so modules that share one stay in the rest.
+        shares = any(id(parameter) in shared for parameter in child.parameters())
+        if not is_layer or counts[type(child)] < 2 or shares:
             yield from inner
             continue
-        smaller = list(inner) if sum(each.numel() for each in one.parameters()) > large else []
-        yield from smaller or [(name, one)]
+        smaller = list(inner) if sum(parameter.numel() for parameter in child.parameters()) > large else []
+        yield from smaller or [(name, child)]
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _shared(module: nn.Module) -> set[int]:
-    """Returns the ids of parameters that several modules own."""
-    owners = Counter(id(one) for each in module.modules() for one in each.parameters(recurse=False))
-    return {key for key, number in owners.items() if number > 1}
-
-
-def _shares(module: nn.Module, shared: set[int]) -> bool:
-    return any(id(one) in shared for one in module.parameters())
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def _check_shared(units: Sequence[Unit]) -> None:
@@ -137,24 +138,26 @@ def _check_shared(units: Sequence[Unit]) -> None:
                 (name, other.name)
                 for other in units
                 if other is not unit
-                for each in own_modules(other, units)
-                for name, one in each.named_parameters(recurse=False)
-                if id(one) in own
+                for module in own_modules(other, units)
+                for name, parameter in module.named_parameters(recurse=False)
+                if id(parameter) in own
             ),
             None,
         )
         if outside is not None:
+            parameter_name, other_name = outside
             raise ConfigError(
-                f"FSDP: {unit.name} and {outside[1] or 'the rest'} share a parameter ({outside[0]}), which is gathered with one "
-                "unit alone; give units=[...] without the class that holds it, so that both are in the rest"
+                f"FSDP: {unit.name} and {other_name or 'the rest'} share a parameter ({parameter_name}), which is gathered with "
+                "one unit alone; give units=[...] without the class that holds it, so that both are in the rest"
             )
 
 
 def _check_sizes(module: nn.Module, units: Sequence[Unit]) -> None:
-    total, largest = sum(one.size for one in units), max(units, key=lambda one: one.size)
+    total = sum(unit.size for unit in units)
+    largest = max(units, key=lambda unit: unit.size)
     if total <= _SMALL_MODEL or largest.size <= total / 2:
         return
-    inside = Counter(type(one).__name__ for one in largest.module.modules() if next(one.children(), None) is not None)
+    inside = Counter(type(layer).__name__ for layer in largest.module.modules() if _has_children(layer))
     inside.pop(type(module).__name__, None)
     names = ", ".join(f"{name} ({number}x)" for name, number in inside.most_common(5))
     raise ConfigError(
@@ -164,38 +167,28 @@ def _check_sizes(module: nn.Module, units: Sequence[Unit]) -> None:
     )
 
 
-# ~~~ from strategies.gathering: Steps under torch's ``fully_shard``: they gather the parameters outside of all units, and refuse second-order gradients.
-
-
-def gathering(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Returns the method ``name`` wrapped by torch, with its own signature: torch's wrapper shows one argument less."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    written = getattr(module, name)
-    register_fsdp_forward_method(module, name)
-    wrapped = getattr(module, name)
-    return functools.wraps(written)(functools.partial(wrapped))
-
-
 def refuse_second_order(units: Sequence[Unit]) -> Callable[[], None]:
     """Makes a backward with ``create_graph=True`` through gathered modules raise; returns a function that removes the hooks.
 
     A unit's weights are freed after its first backward, and the second-order graph would read them: torch then ends the process.
     The last unit is the rest of the module; its modules are called one by one in a step, so each of them gets a hook.
     """
-    rest = [one for one in own_modules(units[-1], units)[1:] if next(one.parameters(recurse=False), None) is not None]
+    root = units[-1]
+    rest = [
+        module for module in own_modules(root, units)[1:] if next(module.parameters(recurse=False), None) is not None
+    ]
     watched = {*rest, *(unit.module for unit in units[:-1])}
     handles = [
-        one.register_forward_hook(functools.partial(_watch, functools.partial(_refuse, name)))
-        for name, one in units[-1].module.named_modules()
-        if one in watched
+        module.register_forward_hook(functools.partial(_watch, functools.partial(_refuse, name)))
+        for name, module in root.module.named_modules()
+        if module in watched
     ]
 
-    def take_back() -> None:
+    def remove() -> None:
         for handle in handles:
             handle.remove()
 
-    return take_back
+    return remove
 
 
 def _watch(refuse: Callable[[Tensor], None], _module: nn.Module, _inputs: Any, output: Any) -> None:

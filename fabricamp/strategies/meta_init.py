@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 def fills_others(module: nn.Module, units: Collection[nn.Module]) -> bool:
     """Returns whether an ``init_weights`` in ``module`` also fills other units; all tensors then have to exist at once."""
     return any(
-        callable(getattr(one, "init_weights", None))
-        and any(inner in units for inner in one.modules() if inner is not one)
-        for one in module.modules()
+        callable(getattr(submodule, "init_weights", None))
+        and any(inner in units for inner in submodule.modules() if inner is not submodule)
+        for submodule in module.modules()
     )
 
 
 def leave_meta(module: nn.Module) -> list[str]:
     """Moves tensors of ``module`` from the meta device to host memory and fills them; returns the names of unfilled ones."""
-    if not any(one.is_meta for one in (*module.parameters(), *module.buffers())):
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return []
-    first = FirstValues(module, torch.device("cpu"), fills=True)
-    first.give(module.modules())
-    return first.unfilled
+    first_values = FirstValues(module, torch.device("cpu"), fills=True)
+    first_values.give(module.modules())
+    return first_values.unfilled
 
 
 class FirstValues:
@@ -35,8 +35,8 @@ class FirstValues:
     def __init__(self, module: nn.Module, device: torch.device, *, fills: bool) -> None:
         self._device = device
         self._fills = fills
-        self._names = {id(one): name for name, one in (*module.named_parameters(), *module.named_buffers())}
-        self._made: dict[int, Tensor] = {}
+        self._names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        self._allocated: dict[int, Tensor] = {}  # by id of the meta tensor
         self.unfilled: list[str] = []
         """Names of the tensors that no method has filled completely."""
 
@@ -47,7 +47,7 @@ class FirstValues:
         ``reset_parameters`` of the modules with new tensors, and ``init_weights`` of all.
         """
         modules = list(modules)
-        marked = {module: own for module in modules if (own := self._allocated(module))}
+        marked = {module: own for module in modules if (own := self._allocate(module))}
         if not (marked and self._fills):
             return
         with torch.no_grad():
@@ -56,38 +56,39 @@ class FirstValues:
                 for name in fillers:
                     if callable(filler := getattr(module, name, None)):
                         filler()
-        self.unfilled += [name for own in marked.values() for name, one in own if bool(_is_mark(one).any())]
+        self.unfilled += [name for own in marked.values() for name, tensor in own if bool(_is_mark(tensor).any())]
 
-    def _allocated(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+    def _allocate(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         """Allocates the module's own meta tensors, filled with a mark; returns them with their names."""
-        return [
-            (self._names[id(one)], self._put(table, name, one))
-            for table in _tables(module)
-            for name, one in list(table.items())
-            if one is not None and one.is_meta
-        ]
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        own = []
+        for table in tables:
+            for name, tensor in list(table.items()):
+                if tensor is not None and tensor.is_meta:
+                    table[name] = self._allocated_like(tensor)
+                    own.append((self._names[id(tensor)], table[name]))
+        return own
 
-    def _put(self, table: dict[str, Any], name: str, one: Tensor) -> Tensor:
-        made = self._made.get(id(one))
-        if made is None:
-            made = torch.empty_like(one, device=self._device)
-            made.fill_(_mark(made.dtype))
-            if isinstance(one, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=one.requires_grad)
-            self._made[id(one)] = made
-        table[name] = made
-        return made
-
-
-def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
+    def _allocated_like(self, meta: Tensor) -> Tensor:
+        allocated = self._allocated.get(id(meta))
+        if allocated is None:
+            allocated = torch.empty_like(meta, device=self._device)
+            allocated.fill_(_mark(allocated.dtype))
+            if isinstance(meta, nn.Parameter):
+                allocated = nn.Parameter(allocated, requires_grad=meta.requires_grad)
+            self._allocated[id(meta)] = allocated
+        return allocated
 
 
 def _mark(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
+    if dtype == torch.bool:
+        return True
+    return torch.iinfo(dtype).max
 
 
 def _is_mark(tensor: Tensor) -> Tensor:
-    return tensor.isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _mark(tensor.dtype)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.isnan()
+    return tensor == _mark(tensor.dtype)

@@ -1,4 +1,7 @@
-"""Overlaps the all-reduce of gradients with backward: a message is sent as soon as its last gradient is ready."""
+"""Overlaps the all-reduce of gradients with backward: a message is sent as soon as its last gradient is ready.
+
+First the lanes (process groups and streams) that messages are sent through, then the hooks that send them.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +54,11 @@ def lanes_for(
         groups, streams = communicators
         return [Lane(group, stream) for group, stream in zip(groups, streams, strict=True)]
     cuda = device.type == "cuda"
-    return [
-        Lane(None if default and not number else _groups.lend(device), torch.cuda.Stream(device) if cuda else None)
-        for number in range(count)
-    ]
+    lanes = []
+    for number in range(count):
+        group = None if default and number == 0 else _groups.lend(device)
+        lanes.append(Lane(group, torch.cuda.Stream(device) if cuda else None))
+    return lanes
 
 
 def exchanges_statistics(module: nn.Module) -> bool:
@@ -77,8 +81,9 @@ class _Groups:
         if self._world is None or self._world() is not world:
             groups: list[dist.ProcessGroup] = []
             # The groups own threads, which have to end before the interpreter does: drop them with the default group.
-            self._world, self._lent = weakref.ref(world, lambda _: groups.clear()), 0
+            self._world = weakref.ref(world, lambda _: groups.clear())
             self._groups = groups
+            self._lent = 0
         if len(self._groups) < _MOST_GROUPS:
             self._groups.append(cast("dist.ProcessGroup", dist.new_group(timeout=timeout_of(world, device))))
         self._lent += 1
@@ -114,14 +119,15 @@ class Overlap:
         self.flat = flat
         self._lanes = lanes
         self._local = local
-        self._next = 0
-        self._sent: list[list[tuple[Tensor | None, int]]] = []
+        self._next = 0  # index of the next message to send
+        self._sent: list[list[tuple[Tensor | None, int]]] = []  # each sent message's gradients and their versions
         self._arrived: dict[int, int] = {}  # the order of each gradient in this backward
         self._repeated: set[int] = set()  # gradients that come several times, as in re-entrant checkpointing
         # True keeps hooks on all parameters: a .grad from an earlier backward does not show whether it was added to.
         self._counts = False
         self._handles: dict[int, RemovableHandle] = {}
-        self._listens = self._learns = True
+        self._listens = True  # all parameters have hooks
+        self._learns = True  # this backward only records the order of gradients
         self.runs = False
         """Whether a backward has begun and its messages are not all received."""
         self.behind = 0
@@ -132,7 +138,8 @@ class Overlap:
         """Starts the exchange of a backward; called at its begin, or by the hook of its ``first`` gradient."""
         if self.runs:  # a second backward through the same loss: _check_late finds gradients that it changes
             return
-        self.runs, self._next = True, 0
+        self.runs = True
+        self._next = 0
         self._arrived.clear()
         self._sent.clear()
         if self._counts or self._listens:
@@ -146,7 +153,8 @@ class Overlap:
         """Sends the remaining messages, makes the device (not the host) wait for all, and returns the received gradients."""
         messages = self.flat.messages
         self._check_late()
-        self.runs, self.behind = False, len(messages) - self._next
+        self.runs = False
+        self.behind = len(messages) - self._next
         for message in messages[self._next :]:
             self._send(message)
         gradients = self.flat.receive()
@@ -170,7 +178,8 @@ class Overlap:
 
     def _listen(self) -> None:
         """Registers hooks on all parameters, to learn the order of gradients in the next backward."""
-        self._listens = self._learns = True
+        self._listens = True
+        self._learns = True
         for message in self.flat.messages:
             for index, member in zip(message.indices, message.members, strict=True):
                 if index not in self._handles:
@@ -180,10 +189,13 @@ class Overlap:
     def _listen_to_last(self) -> None:
         """Keeps the hooks of each message's last gradient, and of the first gradient of all; removes the others."""
         self._listens = False
-        kept = {max(message.indices, key=lambda index: self._arrived.get(index, -1)) for message in self.flat.messages}
+        needed = {
+            max(message.indices, key=lambda index: self._arrived.get(index, -1)) for message in self.flat.messages
+        }
         if self._local is not None:
-            kept |= set(list(self._arrived)[:1])
-        for index in [index for index in self._handles if index not in kept]:
+            # Nobody calls begin: the first gradient of a backward does.
+            needed |= set(list(self._arrived)[:1])
+        for index in [index for index in self._handles if index not in needed]:
             self._handles.pop(index).remove()
 
     def _arrive(self, index: int, parameter: Tensor) -> None:
@@ -202,6 +214,7 @@ class Overlap:
             self._send(messages[self._next])
 
     def _is_complete(self, message: Message) -> bool:
+        # Only the end of backward shows that no further part of such a gradient comes.
         if self._repeated and not self._repeated.isdisjoint(message.indices):
             return False
         if self._listens:
@@ -219,7 +232,7 @@ class Overlap:
                 self.flat.send(message, lane.group)
         if self.runs:
             gradients = map(_grad, message.members)
-            self._sent.append([(one, 0 if one is None else one._version) for one in gradients])
+            self._sent.append([(gradient, 0 if gradient is None else gradient._version) for gradient in gradients])
 
     def _check_late(self) -> None:
         """Raises :class:`DistributedError` if a gradient has changed since its message was sent."""

@@ -1,4 +1,7 @@
-"""Several processes over torch.distributed: rendezvous, exchange of values, teardown; the base of ddp and similar strategies."""
+"""Several processes over torch.distributed: rendezvous, exchange of values, teardown; the base of ddp and similar strategies.
+
+After the strategy comes :class:`SideProcessGroup`: collectives of background threads, in a group separate from training's.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ _TRANSPORT = {
     torch.bfloat16: torch.float32,
 }
 
-_MEETINGS = itertools.count()
+_rendezvous_numbers = itertools.count()
 
 
 class ProcessGroupStrategy(Strategy):
@@ -71,12 +74,12 @@ class ProcessGroupStrategy(Strategy):
         """Joins the other processes through ``MASTER_ADDR`` and ``MASTER_PORT``, or uses the existing process group."""
         super().setup_environment(environment, device)
         if dist.is_initialized():
-            self._take_group(environment)
+            self._use_existing_group(environment)
             return
         # Its functions have the default group as a default argument.  If torch imported it later, they would keep the group alive.
         importlib.import_module("torch.distributed.nn.functional")
         backend = "nccl" if device.type == "cuda" else "gloo"
-        self._store = self._meet(environment)
+        self._store = self._rendezvous(environment)
         dist.init_process_group(
             backend,
             store=PrefixStore("process_group", self._store),
@@ -87,16 +90,23 @@ class ProcessGroupStrategy(Strategy):
         )
         self._owns_group = True
 
-    def teardown(self) -> None:
-        """Destroys the process group if :meth:`setup_environment` made it.
-
-        No reference to the group may remain.  Gloo's threads release a tensor shortly after its exchange, and need the GIL for
-        it; a thread that requests the GIL while the interpreter ends aborts the process.  The threads end with the group.
-        """
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+    def _use_existing_group(self, environment: Environment) -> None:
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        if (rank, world_size) != (environment.rank, environment.world_size):
+            raise ConfigError(
+                f"torch.distributed is already initialised as rank {rank} of {world_size}, but this run is rank "
+                f"{environment.rank} of {environment.world_size}; destroy that process group first, or ask for as many "
+                "devices"
+            )
+        self._store = default_store()
         self._owns_group = False
-        self._store = None
+
+    def _rendezvous(self, environment: Environment) -> Store:
+        if environment.world_size == 1:
+            return HashStore()
+        # A second run in the same processes must not read keys that the first one left in the store.
+        return PrefixStore(str(next(_rendezvous_numbers)), store_of(environment, self.name, self.timeout))
 
     def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.
@@ -106,14 +116,19 @@ class ProcessGroupStrategy(Strategy):
         check_reduction(reduce_op, value)
         value = value.detach()
         integral = not (value.is_floating_point() or value.is_complex())
-        travelling = value.to(
-            self._transport_device(value), _TRANSPORT.get(value.dtype, value.dtype), copy=True
-        ).contiguous()
-        dist.all_reduce(travelling, _OPERATIONS[reduce_op])
+        transport = _TRANSPORT.get(value.dtype, value.dtype)
+        reduced = value.to(self._transport_device(value), transport, copy=True).contiguous()
+        dist.all_reduce(reduced, _OPERATIONS[reduce_op])
         if reduce_op == "mean":
-            travelling = (travelling.double() if integral else travelling) / self.world_size
+            if integral:
+                reduced = reduced.double()
+            reduced = reduced / self.world_size
         keeps_transport = integral and reduce_op in ("mean", "sum")
-        return travelling.to(value.device, travelling.dtype if keeps_transport else value.dtype)
+        return reduced.to(value.device, reduced.dtype if keeps_transport else value.dtype)
+
+    def _transport_device(self, value: Tensor) -> torch.device:
+        """Returns the device to exchange on: NCCL cannot send host memory."""
+        return self.device if self.device.type == "cuda" else value.device
 
     def broadcast(self, value: Value, src: int = 0) -> Value:
         """Returns rank ``src``'s ``value`` (anything that pickles) on every rank."""
@@ -148,11 +163,23 @@ class ProcessGroupStrategy(Strategy):
             if dist.is_initialized():
                 dist.barrier(device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None)
             else:
-                self._meet_between_runs()
+                self._barrier_between_runs()
         except RuntimeError as error:
             raise DistributedError(
                 f"rank {self.rank} waited in vain for the others at {name or 'a barrier'}: {error}"
             ) from error
+
+    def _barrier_between_runs(self) -> None:
+        environment = self.environment
+        if environment.world_size == 1:
+            return
+        store = self._rendezvous(environment)
+        keys = [f"{rank} is here" for rank in range(environment.world_size)]
+        store.set(keys[environment.rank], "1")
+        store.wait(keys, self.timeout)
+        store.add("left", 1)
+        while environment.rank == 0 and store.add("left", 0) < environment.world_size:
+            time.sleep(0.01)  # rank 0 may host the store, so it leaves last
 
     def share_module(self, module: nn.Module) -> None:
         """Broadcasts rank 0's parameters and buffers, after a check that all ranks built the same module."""
@@ -188,47 +215,26 @@ class ProcessGroupStrategy(Strategy):
             "build (and freeze) the module in the same way on every rank"
         )
 
-    def _transport_device(self, value: Tensor) -> torch.device:
-        """Returns the device to exchange on: NCCL cannot send host memory."""
-        return self.device if self.device.type == "cuda" else value.device
+    def teardown(self) -> None:
+        """Destroys the process group if :meth:`setup_environment` made it.
 
-    def _take_group(self, environment: Environment) -> None:
-        found = (dist.get_rank(), dist.get_world_size())
-        if found != (environment.rank, environment.world_size):
-            raise ConfigError(
-                f"torch.distributed is already initialised as rank {found[0]} of {found[1]}, but this run is rank "
-                f"{environment.rank} of {environment.world_size}; destroy that process group first, or ask for as many "
-                "devices"
-            )
-        self._store = default_store()
+        No reference to the group may remain.  Gloo's threads release a tensor shortly after its exchange, and need the GIL for
+        it; a thread that requests the GIL while the interpreter ends aborts the process.  The threads end with the group.
+        """
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
         self._owns_group = False
-
-    def _meet_between_runs(self) -> None:
-        environment = self.environment
-        if environment.world_size == 1:
-            return
-        store = self._meet(environment)
-        others = [f"{rank} is here" for rank in range(environment.world_size)]
-        store.set(others[environment.rank], "1")
-        store.wait(others, self.timeout)
-        store.add("left", 1)
-        while environment.rank == 0 and store.add("left", 0) < environment.world_size:
-            time.sleep(0.01)  # rank 0 may host the store, so it leaves last
-
-    def _meet(self, environment: Environment) -> Store:
-        if environment.world_size == 1:
-            return HashStore()
-        # A second run in the same processes must not read keys that the first one left in the store.
-        return PrefixStore(str(next(_MEETINGS)), store_of(environment, self.name, self.timeout))
+        self._store = None
 
 
 def described_module(module: nn.Module) -> list[str]:
     """Returns a line for each parameter and buffer, with everything that has to be the same on all ranks."""
-    lines = [
+    parameters = [
         f"{name} {tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ' frozen'}"
         for name, parameter in module.named_parameters()
     ]
-    return lines + [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+    buffers = [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
+    return parameters + buffers
 
 
 def checked_timeout(name: str, timeout: float | timedelta) -> timedelta:
@@ -243,6 +249,7 @@ def checked_timeout(name: str, timeout: float | timedelta) -> timedelta:
 
 
 def _first_difference(first: list[str], other: list[str]) -> tuple[str, str]:
+    """Returns the first lines in which the two descriptions differ."""
     pairs = enumerate(zip(first, other, strict=False))
     position = next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(first), len(other)))
 
@@ -250,9 +257,6 @@ def _first_difference(first: list[str], other: list[str]) -> tuple[str, str]:
         return repr(lines[position]) if position < len(lines) else "nothing more"
 
     return described(first), described(other)
-
-
-# ~~~ from strategies.side_process_group: Collectives of background threads, one per rank, in a process group separate from training's.
 
 
 class SideProcessGroup(Strategy):
@@ -277,6 +281,7 @@ class SideProcessGroup(Strategy):
 
     def leave(self) -> None:
         """Destroys the group."""
-        group, self.group = self.group, None
+        group = self.group
+        self.group = None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

@@ -25,9 +25,9 @@ _MOST_TRIES: Final = 10
 """Maximal number of failures of a sum in a row; each retry uses the remaining groups."""
 
 
-Take = Callable[[dict[str, Any]], None]
-Give = Callable[[], dict[str, Any]]
-Connect = Callable[[Take, Give], "Connection"]
+LoadState = Callable[[dict[str, Any]], None]
+GetState = Callable[[], dict[str, Any]]
+Connect = Callable[[LoadState, GetState], "Connection"]
 
 
 class Connection(NamedTuple):
@@ -59,11 +59,12 @@ class Quorum(RankSums):
         """Returns this run's full state, between two steps; None if there is no state to send."""
         self.steps = 0
         """Number of committed sums since the first group began; 0 before this group has joined."""
-        self._open = self._within = False
-        self._received: dict[str, Any] | None = None
-        self._last: list[Tensor] = []
-        self._lacking: list[Tensor] | None = None
-        self._manager, self._hang_up, self.close = connect(self._take, self._give)
+        self._open = False  # whether the quorum of the next step has started
+        self._shrink_only = False  # whether it started without room for groups that join
+        self._received: dict[str, Any] | None = None  # another group's state
+        self._last: list[Tensor] = []  # this group's last sum, for a group that lacks it
+        self._lacking: list[Tensor] | None = None  # another group's last sum, which this group lacks
+        self._manager, self._hang_up, self.close = connect(self._load_state, self._get_state)
 
     @property
     def participants(self) -> int:
@@ -73,8 +74,8 @@ class Quorum(RankSums):
     @property
     def _failure(self) -> str:
         """The first line of this quorum's error; empty if there is none."""
-        found = self._manager.errored()
-        return "" if found is None else str(found).partition("\n")[0]
+        error = self._manager.errored()
+        return "" if error is None else str(error).partition("\n")[0]
 
     def join(self) -> tuple[bool, Tensor | None]:
         """Joins the first quorum; returns (whether all groups begin together, the state from another group or None)."""
@@ -83,7 +84,7 @@ class Quorum(RankSums):
             raise DistributedError(
                 f"this replica group could not join the others ({failure}); start it again: it then tries anew"
             )
-        received, self._received = self._received, None
+        received = self._take_received()
         begins = self._manager.current_step() == 0
         if begins:
             # At step 0 torchft makes all groups but one take that one's state, so no group stays at 0.
@@ -101,7 +102,7 @@ class Quorum(RankSums):
         if self._open:
             return
         self._start(shrink_only=shrink_only)
-        received, self._received = self._received, None
+        received = self._take_received()
         behind = 0 if received is None else received["step"] - self.steps
         if behind > 1:
             raise DistributedError(
@@ -134,17 +135,15 @@ class Quorum(RankSums):
         for tensor in tensors:
             own = tensor.detach().contiguous()
             # A sum of bytes, with zeros from the other groups, so any dtype works.
-            travelling = (
-                own.reshape(-1).view(torch.uint8)
-                if first
-                else torch.zeros(own.nbytes, dtype=torch.uint8, device=own.device)
-            )
-            self._manager.allreduce(travelling, reduce_op=ReduceOp.SUM).wait()
+            data = own.reshape(-1).view(torch.uint8)
+            if not first:
+                data = torch.zeros_like(data)
+            self._manager.allreduce(data, reduce_op=ReduceOp.SUM).wait()
             if failure := self._failure:
                 raise DistributedError(
                     f"a replica group was lost before the first step ({failure}); start this one again"
                 )
-            tensor.detach().copy_(travelling.view(own.dtype).view(own.shape))
+            tensor.detach().copy_(data.view(own.dtype).view(own.shape))
 
     def end(self) -> None:
         """Waits after the last step until groups that lack it have received it from the others."""
@@ -153,7 +152,8 @@ class Quorum(RankSums):
         self.begin(shrink_only=True)
 
     def _start(self, *, shrink_only: bool) -> None:
-        self._received, self._within = None, shrink_only
+        self._received = None
+        self._shrink_only = shrink_only
         try:
             self._manager.start_quorum(shrink_only=shrink_only)
         except (RuntimeError, TimeoutError) as error:
@@ -166,25 +166,25 @@ class Quorum(RankSums):
     def _averaged(self, own: list[Tensor]) -> bool:
         """Sets ``own`` to the average; returns False, with ``own`` unchanged, if the sum failed."""
         if self._lacking is not None:
-            arrived = [value.to(one.device) for one, value in zip(own, self._lacking, strict=True)]
+            averages = [value.to(tensor.device) for tensor, value in zip(own, self._lacking, strict=True)]
             self._lacking = None
             self.steps += 1  # the open quorum stays, for the next step
         else:
-            arrived = self._summed(own)
-        for tensor, value in zip(own, arrived, strict=False):
+            averages = self._summed(own)
+        for tensor, value in zip(own, averages, strict=False):
             tensor.copy_(value)
-        self._last = arrived
-        return bool(arrived)
+        self._last = averages
+        return bool(averages)
 
     def _summed(self, own: list[Tensor]) -> list[Tensor]:
         """Returns the average over the groups; empty if the sum failed."""
-        fits = [one.shape for one in self._last] == [one.shape for one in own]
-        travelling = self._last if fits else [torch.empty_like(one) for one in own]
+        fits = [tensor.shape for tensor in self._last] == [tensor.shape for tensor in own]
+        buffers = self._last if fits else [torch.empty_like(tensor) for tensor in own]
         # Buffers of a failed sum are not reused, because work in flight may still write to them.
         self._last = []
-        for one, value in zip(travelling, own, strict=True):
-            one.copy_(value)
-        for work in [self._manager.allreduce(one, reduce_op=ReduceOp.AVG) for one in travelling]:
+        for buffer, value in zip(buffers, own, strict=True):
+            buffer.copy_(value)
+        for work in [self._manager.allreduce(buffer, reduce_op=ReduceOp.AVG) for buffer in buffers]:
             work.wait()
         self._open = False
         if not self._manager.should_commit():
@@ -192,19 +192,25 @@ class Quorum(RankSums):
             self._hang_up()
             return []
         self.steps = self._manager.current_step()
-        return travelling
+        return buffers
 
-    def _take(self, received: dict[str, Any]) -> None:
+    def _load_state(self, received: dict[str, Any]) -> None:
         self._received = received
 
-    def _give(self) -> dict[str, Any]:
-        state = None if self._within or self.state is None else self.state()
-        return {"step": self.steps, "last": [one.clone() for one in self._last], "state": state}
+    def _take_received(self) -> dict[str, Any] | None:
+        received = self._received
+        self._received = None
+        return received
+
+    def _get_state(self) -> dict[str, Any]:
+        # Within a step, where a failed sum is repeated, the run has no state to continue from.
+        state = None if self._shrink_only or self.state is None else self.state()
+        return {"step": self.steps, "last": [tensor.clone() for tensor in self._last], "state": state}
 
 
 def connect_torchft(
-    take: Take,
-    give: Give,
+    load_state: LoadState,
+    get_state: GetState,
     *,
     group: int,
     lighthouse: str,
@@ -220,21 +226,25 @@ def connect_torchft(
     host = socket.gethostname()
     # A new store on a free port, so keys left by an earlier start are never read.
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    kind = torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo
-    exchange = kind(timeout=timeout)
-    places = {"rank": 0, "world_size": 1, "store_addr": host, "store_port": store.port, "hostname": host}
-    times = {"timeout": timeout, "connect_timeout": timeout, "quorum_timeout": quorum_timeout}
+    group_class = torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo
+    process_group = group_class(timeout=timeout)
     try:
         manager = torchft.Manager(
-            pg=exchange,
-            load_state_dict=take,
-            state_dict=give,
+            pg=process_group,
+            load_state_dict=load_state,
+            state_dict=get_state,
             min_replica_size=1,
             use_async_quorum=False,
             lighthouse_addr=lighthouse,
             replica_id=str(group),
-            **places,
-            **times,
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=store.port,
+            hostname=host,
+            timeout=timeout,
+            connect_timeout=timeout,
+            quorum_timeout=quorum_timeout,
         )
     except (RuntimeError, TimeoutError) as error:
         raise DistributedError(
@@ -242,9 +252,9 @@ def connect_torchft(
         ) from error
 
     def hang_up() -> None:
-        exchange.abort(errored=False)
+        process_group.abort(errored=False)
 
-    def close(held: object = store) -> None:  # noqa: ARG001 - keeps the store alive
+    def close(kept: object = store) -> None:  # noqa: ARG001 - keeps the store alive
         manager.shutdown()
         hang_up()
 

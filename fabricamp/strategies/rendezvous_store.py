@@ -24,22 +24,25 @@ def store_of(environment: Environment, name: str, timeout: timedelta) -> Store:
 
     ``name`` is the strategy's name, for the :class:`ConfigError` if one of these variables is missing.
     """
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [variable for variable in ("MASTER_ADDR", "MASTER_PORT") if variable not in os.environ]
     if missing:
         raise ConfigError(
             f"strategy={name!r} with {environment.world_size} processes meets through MASTER_ADDR and MASTER_PORT, but "
             f"{' and '.join(missing)} is not set; start with torchrun, or set the address of the first machine and a free port"
         )
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    return _rendezvous((address, port, environment.rank, environment.world_size, os.getpid()), timeout)
+    key = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], environment.rank, environment.world_size, os.getpid())
+    return _rendezvous(key, timeout)
 
 
 @functools.cache
-def _rendezvous(place: tuple[str, str, int, int, int], timeout: timedelta) -> Store:
-    """Returns the store of these processes; cached, because its server could not restart on the same port at once."""
-    _, _, rank, world_size, _ = place
-    found, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    store = cast("Store", found)
+def _rendezvous(key: tuple[str, str, int, int, int], timeout: timedelta) -> Store:
+    """Returns the store of these processes; cached, because its server could not restart on the same port at once.
+
+    ``key`` is (address, port, rank, world size, process id).
+    """
+    _, _, rank, world_size, _ = key
+    opened, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    store = cast("Store", opened)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return PrefixStore("fabricamp", store)  # hosted by rank 0, so it ends with this attempt
     return PrefixStore(f"fabricamp/{_attempt(store, rank, world_size, timeout)}", store)
@@ -60,32 +63,32 @@ def _attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> st
     try:
         store.wait([_answer_to(word)], timeout)
     except DistStoreError as error:
-        raise _in_vain(rank, "0", world_size, timeout) from error
+        raise _timed_out(rank, "0", world_size, timeout) from error
     attempt = store.get(_answer_to(word)).decode()
     store.set(_presence_of(rank, attempt), "1")
     return attempt
 
 
 def _named_by_first(store: Store, world_size: int, timeout: timedelta) -> str:
-    attempt, answered = uuid.uuid4().hex, dict.fromkeys(range(1, world_size), b"")
+    """Names the attempt on rank 0, and answers the other ranks' words until each rank has taken the name."""
+    attempt = uuid.uuid4().hex
+    answered = dict.fromkeys(range(1, world_size), b"")  # the last word of each rank that was answered
     deadline = time.monotonic() + timeout.total_seconds()
     while missing := [rank for rank in answered if not store.check([_presence_of(rank, attempt)])]:
         if time.monotonic() > deadline:
-            raise _in_vain(0, ", ".join(map(str, missing)), world_size, timeout)
+            raise _timed_out(0, ", ".join(map(str, missing)), world_size, timeout)
         for rank in missing:
-            _answer(store, rank, attempt, answered)
+            if not store.check([_word_of(rank)]):
+                continue
+            word = store.get(_word_of(rank))
+            if word != answered[rank]:
+                store.set(_answer_to(word.decode()), attempt)
+                answered[rank] = word
         time.sleep(_LOOK_SECONDS)
     return attempt
 
 
-def _answer(store: Store, rank: int, attempt: str, answered: dict[int, bytes]) -> None:
-    """Answers the last word of ``rank``, once."""
-    if store.check([_word_of(rank)]) and (word := store.get(_word_of(rank))) != answered[rank]:
-        store.set(_answer_to(word.decode()), attempt)
-        answered[rank] = word
-
-
-def _in_vain(rank: int, others: str, world_size: int, timeout: timedelta) -> DistributedError:
+def _timed_out(rank: int, others: str, world_size: int, timeout: timedelta) -> DistributedError:
     return DistributedError(
         f"rank {rank} waited {timeout.total_seconds():g} s for rank {others} of {world_size} to come; see what ended that process "
         "or holds it up"

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 TENSOR: str = "tp"
 """The name of the mesh dimension over which layers are split, as in torch's examples."""
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_PLAIN_TYPES = (bool, int, float, str, tuple, type(None))
 
 
-def checked(parallelize: object, tensor_parallel: object) -> int:
+def checked_tensor_parallel(parallelize: object, tensor_parallel: object) -> int:
     """Returns the number of ranks that layers are split over; raises :class:`ConfigError` for wrong options."""
     number = tensor_parallel if isinstance(tensor_parallel, int) and not isinstance(tensor_parallel, bool) else 0
     if number < 1:
@@ -41,22 +41,22 @@ def split_layers(module: nn.Module, mesh: Any, parallelize: Callable[[nn.Module,
     The attributes are plain values, such as a number of heads.  Raises :class:`ConfigError` if nothing was split, or if shards
     have different sizes.
     """
-    before = {one: _plain_values(one) for one in module.modules()}
+    before = {submodule: _plain_values(submodule) for submodule in module.modules()}
     parallelize(module, mesh)
     if not any_shard(module.parameters()):
         raise ConfigError(
             f"FSDP(parallelize=...) has split no parameter of {type(module).__name__}; call torch's parallelize_module(module.net, "
             'mesh, {"layer": ColwiseParallel()}) in it'
         )
-    for name, one in module.named_parameters():
-        _check_even(name, one, mesh)
-    changed = [(one, old) for one, values in before.items() if (old := _changed(one, values))]
+    for name, parameter in module.named_parameters():
+        _check_even(name, parameter, mesh)
+    changed = [(submodule, old) for submodule, values in before.items() if (old := _changed(submodule, values))]
 
-    def give_back() -> None:
-        for one, old in changed:
-            vars(one).update(old)
+    def restore() -> None:
+        for submodule, old in changed:
+            vars(submodule).update(old)
 
-    return give_back
+    return restore
 
 
 def _check_even(name: str, parameter: Any, mesh: Any) -> None:
@@ -69,8 +69,9 @@ def _check_even(name: str, parameter: Any, mesh: Any) -> None:
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN_TYPES}
 
 
 def _changed(module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of ``before`` that the module has no longer."""
     return {name: value for name, value in before.items() if vars(module).get(name) != value}

@@ -28,9 +28,9 @@ class UnusedParamsReport:
     def __init__(self, names: Sequence[str], rank: int) -> None:
         self._names = names
         self._rank = rank
-        self._told = False
-        self._noted: Collection[int] = ()
-        self._times = 0
+        self._warned = False
+        self._last_missing: Collection[int] = ()
+        self._times = 0  # how often the same parameters were missing in a row
         self._pending: tuple[Tensor, Collection[int], torch.cuda.Event | None] | None = None
 
     def note(self, present: Tensor, missing: Collection[int]) -> None:
@@ -38,12 +38,12 @@ class UnusedParamsReport:
 
         On a GPU, if the same parameters are missing in every step, only every 64th step is checked.
         """
-        if self._told or self._pending is not None or is_capturing(present.device):
+        if self._warned or self._pending is not None or is_capturing(present.device):
             return
         event = None
         if present.device.type == "cuda":
-            self._times = self._times + 1 if missing == self._noted else 0
-            self._noted = missing
+            self._times = self._times + 1 if missing == self._last_missing else 0
+            self._last_missing = missing
             if self._times % _LOOK_EVERY:
                 return
             event = torch.cuda.Event()
@@ -57,8 +57,8 @@ class UnusedParamsReport:
 
     def tell_of_delay(self, missing: Collection[int], behind: int) -> None:
         """Warns once that messages were sent only after backward, because some of their gradients were missing."""
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "rank %d's backward gave no gradient to %s, so %d messages left only after its end; gradients that a "
                 "rank lacks count as zeros, those that all lack are left alone (said once; without message_size and triggers "
@@ -77,7 +77,7 @@ class UnusedParamsReport:
         flags = host.tolist()
         elsewhere = [self._names[index] for index in sorted(missing) if flags[index]]
         if elsewhere:
-            self._told = True
+            self._warned = True
             logger.warning(
                 "rank %d's backward gave no gradient to %s, another rank's did; they count as zeros here, and the "
                 "average is still over all ranks (said once)",

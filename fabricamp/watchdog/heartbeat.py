@@ -17,7 +17,7 @@ from types import FrameType
 from fabricamp.state import NOT_VALIDATING, RunningStage, RunState, Scope
 from fabricamp.torch_private import starts_workers
 
-# What the main thread does; most suspicious first.
+# What the main thread does; most suspicious first in _SUSPICION.
 _DATA = "data"
 _STARTING = "starting"
 _ELSEWHERE = "elsewhere"
@@ -46,7 +46,8 @@ _WORDS = {
     _WAITING: "waiting for the other ranks",
 }
 # State letters in /proc/<pid>/stat.  A dead process is a zombie until its parent waits for it.
-_DEAD, _STOPPED = ("Z", "X"), ("T", "t")
+_DEAD = ("Z", "X")
+_STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +59,13 @@ class Heartbeat:
     """Counts up; if it stops, the rank is gone or its interpreter is stuck."""
     idle: float
     """Seconds since the main thread last made progress."""
-    place: str
+    position: str
     """Stage, epoch, step and batch, as text."""
     epoch: int
     batch: int
     """Micro-batches done in the epoch."""
-    doing: str
-    where: str
+    activity: str
+    host: str
     """Host name and PID namespace, in which ``pid`` is valid."""
     pid: int
     stack: str = ""
@@ -81,20 +82,20 @@ class Heartbeat:
     @property
     def ended(self) -> bool:
         """Whether the rank's run is over, and its watchdog has stopped."""
-        return self.doing == _ENDED
+        return self.activity == _ENDED
 
     @property
     def waits(self) -> bool:
         """Whether the rank waits for others, rather than others for this rank."""
-        return self.doing == _WAITING
+        return self.activity == _WAITING
 
     @property
     def starts(self) -> bool:
         """Whether the rank waits for the first batch of loader workers, which may have much to import and to open."""
-        return self.doing == _STARTING
+        return self.activity == _STARTING
 
     @property
-    def site(self) -> str:
+    def innermost_line(self) -> str:
         """The innermost line of the stack outside torch."""
         lines = [line for line in self.stack.splitlines() if line.startswith('  File "') and "/torch/" not in line]
         return lines[-1] if lines else ""
@@ -102,19 +103,19 @@ class Heartbeat:
     def describe(self, *, silent: bool) -> str:
         """Returns one line about the rank for the diagnosis."""
         if silent:
-            return f"rank {self.rank} gives no sign of life ({self._why_silent()}); last seen {self.place}"
-        doing = f", {_WORDS[self.doing]}" if self.doing in _WORDS else ""
-        return f"rank {self.rank}: {self.place}{doing}" + ("" if self.ended else f", for {self.idle:.0f} s")
+            return f"rank {self.rank} gives no sign of life ({self._why_silent()}); last seen {self.position}"
+        activity = f", {_WORDS[self.activity]}" if self.activity in _WORDS else ""
+        return f"rank {self.rank}: {self.position}{activity}" + ("" if self.ended else f", for {self.idle:.0f} s")
 
     @property
     def gone(self) -> bool:
         """Whether the rank's process has certainly died: it ran on this machine, and did not end its run."""
-        return not self.ended and self.where == _where() and not _lives(self.pid)
+        return not self.ended and self.host == _host() and not _lives(self.pid)
 
     @property
     def stopped(self) -> bool:
         """Whether the rank's process is certainly stopped (by SIGSTOP, Ctrl-Z or a debugger)."""
-        return not self.ended and self.where == _where() and _status(self.pid) in _STOPPED
+        return not self.ended and self.host == _host() and _status(self.pid) in _STOPPED
 
     def _why_silent(self) -> str:
         if self.gone:
@@ -137,7 +138,7 @@ class HeartbeatSource:
         self._mark: tuple[object, ...] = ()
         self._since = 0.0
         self._beat = 0
-        self._where = _where()
+        self._host = _host()
 
     def idle(self, now: float) -> float:
         """Returns the seconds since the counters last changed."""
@@ -145,7 +146,8 @@ class HeartbeatSource:
         counters = (state.epoch, state.global_step, state.batch_idx, state.batches_done, state.evaluated)
         mark = (state.fn, state.stage, state.scope, *counters)
         if mark != self._mark:
-            self._mark, self._since = mark, now
+            self._mark = mark
+            self._since = now
         return now - self._since
 
     def take(self, now: float, *, stack: bool, ended: bool = False) -> Heartbeat:
@@ -157,88 +159,36 @@ class HeartbeatSource:
             rank=self._rank,
             beat=self._beat,
             idle=idle,
-            place=place(self._state),
+            position=position_of(self._state),
             epoch=self._state.epoch,
             batch=self._state.batch_idx,
-            doing=_ENDED if ended else _doing(frame),
-            where=self._where,
+            activity=_ENDED if ended else _activity_of(frame),
+            host=self._host,
             pid=os.getpid(),
             stack="".join(traceback.format_stack(frame)) if frame is not None else "",
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """Which rank holds up the run, which rank reports it before exiting, and the report."""
-
-    rank: int
-    reporter: int
-    text: str
-    stack: str
-
-
-def judge(pulses: Sequence[Heartbeat], silent: set[int], seconds: float) -> Diagnosis | None:
-    """Returns which rank holds up a run in which no rank made progress for ``seconds``; None if no rank waits for another.
-
-    ``silent`` are the ranks whose beat has stopped.  The last running rank, if it works rather than waits, holds up nobody.
-    """
-    running = [pulse for pulse in pulses if not pulse.ended]
-    talking = [pulse for pulse in running if pulse.rank not in silent]
-    if not talking or (len(running) == 1 and not talking[0].waits):
-        return None
-    sites = collections.Counter(pulse.site for pulse in talking)
-    culprit = min(
-        pulses,
-        key=lambda one: (one.rank not in silent, _SUSPICION.index(one.doing), sites[one.site], one.rank),
-    )
-    reporter = culprit if culprit in talking else talking[0]
-    lines = [pulse.describe(silent=pulse.rank in silent) for pulse in (culprit, *_others(pulses, culprit))]
-    because = f"because of rank {culprit.rank} as it seems"
-    if culprit.waits and culprit.rank not in silent:
-        because = _why_all_wait(culprit, sites)
-    text = (
-        f"no rank has come further for {seconds:.0f} s, {because}:\n  "
-        + "\n  ".join(lines)
-        + "\nwhere that much time is normal, give the strategy more, as in DDP(timeout=3600)"
-    )
-    shown = [one for one in (culprit, *talking) if one.stack]
-    stacks = {one.rank: f"stack of rank {one.rank}:\n{one.stack}" for one in shown[:4]}
-    return Diagnosis(rank=culprit.rank, reporter=reporter.rank, text=text, stack="\n".join(stacks.values()))
-
-
-def place(state: RunState) -> str:
+def position_of(state: RunState) -> str:
     """Returns the loop's position as text."""
     if state.fn is None or state.stage is None:
         return "outside fit, validate, test and predict"
     name = state.stage if state.stage is RunningStage.SANITY_CHECKING else state.fn
-    where = f"in {name} at step {state.global_step} (epoch {state.epoch}, batch {state.batch_idx}), "
+    step = f"in {name} at step {state.global_step} (epoch {state.epoch}, batch {state.batch_idx}), "
     if state.evaluated != NOT_VALIDATING:
-        return f"{where}in validation batch {state.evaluated}"
-    return where + ("before, between or after epochs" if state.scope is Scope.NOWHERE else state.scope.value)
+        return f"{step}in validation batch {state.evaluated}"
+    if state.scope is Scope.NOWHERE:
+        return f"{step}before, between or after epochs"
+    return step + state.scope.value
 
 
-def _why_all_wait(culprit: Heartbeat, sites: collections.Counter[str]) -> str:
-    """Returns the explanation if all ranks wait: whether they wait at the same code, else which rank seems to differ."""
-    if len(sites) == 1:
-        return "and all wait at the same place, so that what is between them hangs (the network, a GPU)"
-    odd = f"rank {culprit.rank} as it seems" if len(set(sites.values())) > 1 else "the stacks show where each waits"
-    return (
-        f"because they wait for each other at different places: one has left out an exchange, or makes one more ({odd})"
-    )
-
-
-def _others(pulses: Sequence[Heartbeat], culprit: Heartbeat) -> list[Heartbeat]:
-    """Returns the other ranks, at most 15 to keep the message readable."""
-    return [pulse for pulse in pulses if pulse is not culprit][:15]
-
-
-def _doing(frame: FrameType | None) -> str:
+def _activity_of(frame: FrameType | None) -> str:
     if frame is not None and any(part in frame.f_code.co_filename for part in _INNERMOST):
         return _WAITING
     while frame is not None:
-        doing = next((doing for part, doing in _FILES if part in frame.f_code.co_filename), None)
-        if doing is not None:
-            return _STARTING if doing == _DATA and _waits_for_first_batch(frame) else doing
+        activity = next((activity for part, activity in _FILES if part in frame.f_code.co_filename), None)
+        if activity is not None:
+            return _STARTING if activity == _DATA and _waits_for_first_batch(frame) else activity
         frame = frame.f_back
     return _ELSEWHERE
 
@@ -252,8 +202,8 @@ def _waits_for_first_batch(frame: FrameType | None) -> bool:
     return False
 
 
-def _where() -> str:
-    """Returns host name and PID namespace: each container of a machine may number its processes separately."""
+def _host() -> str:
+    """Returns the host's name and PID namespace: each container of a machine may number its processes separately."""
     spaces = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {spaces.readlink() if spaces.is_symlink() else ''}"
 
@@ -274,3 +224,58 @@ def _status(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Which rank holds up the run, which rank reports it before exiting, and the report."""
+
+    rank: int
+    reporter: int
+    text: str
+    stack: str
+
+
+def judge(heartbeats: Sequence[Heartbeat], silent: set[int], seconds: float) -> Diagnosis | None:
+    """Returns which rank holds up a run in which no rank made progress for ``seconds``; None if no rank waits for another.
+
+    ``silent`` are the ranks whose beat has stopped.  The last running rank, if it works rather than waits, holds up nobody.
+    """
+    running = [heartbeat for heartbeat in heartbeats if not heartbeat.ended]
+    talking = [heartbeat for heartbeat in running if heartbeat.rank not in silent]
+    if not talking or (len(running) == 1 and not talking[0].waits):
+        return None
+    sites = collections.Counter(heartbeat.innermost_line for heartbeat in talking)
+
+    def innocence(heartbeat: Heartbeat) -> tuple[bool, int, int, int]:
+        # A silent rank first; then by activity; then a rank that waits where few others do.
+        talks = heartbeat.rank not in silent
+        return talks, _SUSPICION.index(heartbeat.activity), sites[heartbeat.innermost_line], heartbeat.rank
+
+    culprit = min(heartbeats, key=innocence)
+    reporter = culprit if culprit in talking else talking[0]
+    others = [heartbeat for heartbeat in heartbeats if heartbeat is not culprit]
+    described = [culprit, *others[:15]]  # the message has to stay readable
+    lines = [heartbeat.describe(silent=heartbeat.rank in silent) for heartbeat in described]
+    because = f"because of rank {culprit.rank} as it seems"
+    if culprit.waits and culprit.rank not in silent:
+        because = _why_all_wait(culprit, sites)
+    text = (
+        f"no rank has come further for {seconds:.0f} s, {because}:\n  "
+        + "\n  ".join(lines)
+        + "\nwhere that much time is normal, give the strategy more, as in DDP(timeout=3600)"
+    )
+    shown = [heartbeat for heartbeat in (culprit, *talking) if heartbeat.stack]
+    # By rank, as the culprit may be among the talking ranks too.
+    stacks = {heartbeat.rank: f"stack of rank {heartbeat.rank}:\n{heartbeat.stack}" for heartbeat in shown[:4]}
+    return Diagnosis(rank=culprit.rank, reporter=reporter.rank, text=text, stack="\n".join(stacks.values()))
+
+
+def _why_all_wait(culprit: Heartbeat, sites: collections.Counter[str]) -> str:
+    """Returns the explanation if all ranks wait: whether they wait at the same code, else which rank seems to differ."""
+    if len(sites) == 1:
+        return "and all wait at the same place, so that what is between them hangs (the network, a GPU)"
+    odd = f"rank {culprit.rank} as it seems" if len(set(sites.values())) > 1 else "the stacks show where each waits"
+    return (
+        f"because they wait for each other at different places: one has left out an exchange, or makes one more ({odd})"
+    )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _ASKED = "asked"
 _ENDED = float("inf")
 
-_Word = tuple[float, float]
+_Progress = tuple[float, float]
 """(last boundary that a rank has passed, last boundary at which it asked to stop)."""
 
 
@@ -50,10 +50,10 @@ class LoopRequests:
         self._reason = ""  # why this rank asks
         self._asks_at = -1.0
         self._first = ""  # why the first rank that asked does
-        self._said: _Word | None = None
-        self._words: list[_Word] = []
-        self._news = threading.Event()
-        self._lost = ""
+        self._published: _Progress | None = None
+        self._progress: list[_Progress] = []  # of all ranks
+        self._changed = threading.Event()  # for a main thread that waits: progress, or the loss of the store
+        self._lost = ""  # why the store is gone
 
     @property
     def urgent(self) -> bool:
@@ -76,30 +76,32 @@ class LoopRequests:
         self.spread()
         deadline = time.monotonic() + self._timeout
         while True:
-            self._news.clear()
+            self._changed.clear()
             decided = self._decide(boundary)
             if decided:
-                self._state.agreed, self._state.stop_reason = True, self._first
+                self._state.agreed = True
+                self._state.stop_reason = self._first
             if decided is not None:
                 return decided
-            if self._lost or not self._news.wait(max(deadline - time.monotonic(), 0)):
+            if self._lost or not self._changed.wait(max(deadline - time.monotonic(), 0)):
                 raise DistributedError(self._who_is_missing(boundary))
 
     def _decide(self, boundary: float) -> bool | None:
-        others = [word for rank, word in enumerate(self._words) if rank != self._rank]
+        """Returns whether to stop at ``boundary``; None while another rank is on the way to it."""
+        others = [progress for rank, progress in enumerate(self._progress) if rank != self._rank]
         if any(passed >= boundary for passed, _ in others):
             return False
-        return True if others and all(asks_at == boundary for _, asks_at in others) else None
+        if others and all(asks_at == boundary for _, asks_at in others):
+            return True
+        return None
 
     def _who_is_missing(self, boundary: float) -> str:
-        why = (
-            f"the store of the process group is gone ({self._lost})"
-            if self._lost
-            else f"not within {self._timeout:g} s"
-        )
+        why = f"not within {self._timeout:g} s"
+        if self._lost:
+            why = f"the store of the process group is gone ({self._lost})"
         late = [
             rank
-            for rank, (passed, asks_at) in enumerate(self._words)
+            for rank, (passed, asks_at) in enumerate(self._progress)
             if rank != self._rank and passed < boundary and asks_at != boundary
         ]
         named = f"rank {', '.join(map(str, late))}" if late else "the other ranks"
@@ -110,7 +112,7 @@ class LoopRequests:
 
     # -- for the watchdog thread -------------------------------------------------------------------------------------------------
 
-    def look(self, store: Store) -> None:
+    def poll(self, store: Store) -> None:
         """Polls the store once: publishes or learns of a request; after a request, also exchanges the ranks' progress."""
         if not self._first:
             if self._reason:
@@ -119,34 +121,36 @@ class LoopRequests:
                 return
             self._first = store.get(_ASKED).decode()
             self._state.ask(self._first)
-        self._say(store, (self._state.passed, self._asks_at))
-        keys = [_word_key(rank) for rank in range(self._world_size)]
+        self._publish(store, (self._state.passed, self._asks_at))
+        keys = [_progress_key(rank) for rank in range(self._world_size)]
         if not store.check(keys):
             return
-        words = [_parsed(word) for word in store.multi_get(keys)]
-        if words != self._words:
-            self._words = words
-            self._news.set()
+        progress = [_parsed(text) for text in store.multi_get(keys)]
+        if progress != self._progress:
+            self._progress = progress
+            self._changed.set()
 
     def leave(self, store: Store) -> None:
         """Publishes the final progress: this rank is past every boundary, unless it stopped at one by agreement."""
-        self._say(store, (self._state.passed if self._state.agreed else _ENDED, self._asks_at))
+        passed = self._state.passed if self._state.agreed else _ENDED
+        self._publish(store, (passed, self._asks_at))
 
-    def lose(self, why: str) -> None:
+    def note_store_lost(self, why: str) -> None:
         """Notes that the store is gone with its owner process, and wakes a main thread that waits in :meth:`all_ask`."""
         self._lost = why.partition("\n")[0]
-        self._news.set()
+        self._changed.set()
 
-    def _say(self, store: Store, word: _Word) -> None:
-        if word != self._said:
-            self._said = word
-            store.set(_word_key(self._rank), f"{word[0]} {word[1]}")
-
-
-def _word_key(rank: int) -> str:
-    return f"word/{rank}"
+    def _publish(self, store: Store, progress: _Progress) -> None:
+        if progress != self._published:
+            self._published = progress
+            passed, asks_at = progress
+            store.set(_progress_key(self._rank), f"{passed} {asks_at}")
 
 
-def _parsed(word: bytes) -> _Word:
-    passed, asks_at = word.split()
+def _progress_key(rank: int) -> str:
+    return f"progress/{rank}"
+
+
+def _parsed(text: bytes) -> _Progress:
+    passed, asks_at = text.split()
     return float(passed), float(asks_at)

@@ -26,10 +26,10 @@ ANSWER_SECONDS = 10.0
 
 _REQUEST = "request"
 
-_Place = tuple[int, int]
+_Position = tuple[int, int]
 """(micro-batches done, batches done of the validation after them; ``NOT_VALIDATING`` once that validation is over)."""
 
-_NOWHERE: _Place = (-1, 0)
+_BEFORE_FIRST_BATCH: _Position = (-1, 0)
 """The promise of a rank before its first batch: there is nothing to save, and nobody needs to wait for that rank."""
 
 
@@ -43,7 +43,7 @@ class StopAgreement:
             agreement.hold()
 
     and one more with ``evaluated`` and ``hold_evaluated`` in the validation within ``fit``.  With several ranks the watchdog thread
-    of each rank calls :meth:`look`.  When it finds a request, it promises a position where its main thread will hold, and publishes
+    of each rank calls :meth:`poll`.  When it finds a request, it promises a position where its main thread will hold, and publishes
     it; all ranks stop at the largest promise.  No rank can be past that position, no collective is needed, and a rank
     that waits for data or runs validation answers at once.  A rank that ends promises its last position, and nobody waits for it.
 
@@ -59,8 +59,8 @@ class StopAgreement:
     def __init__(self, state: RunState, strategy: Strategy) -> None:
         self._state = state
         self._strategy = strategy
-        self._stop_at: _Place | None = None
-        self._published = False
+        self._stop_at: _Position | None = None
+        self._promised = False
         self._store: Store | None = None
         self._settled = threading.Event()
         self.asked = ""
@@ -75,7 +75,7 @@ class StopAgreement:
         """Whether an exception already ends the run in the main thread: handlers of an abandoned run raise only once."""
         self.handled: dict[int, str] = {}
         """Signal number -> the reason that its handler passes to :meth:`request`."""
-        self.ears: int | None = None
+        self.signal_fd: int | None = None
         """File descriptor from which signal numbers can be read as soon as they arrive."""
         self.reason = ""
         """Why all ranks stop; empty until this rank has learned of a request."""
@@ -102,7 +102,8 @@ class StopAgreement:
         if self._strategy.world_size == 1:
             # With one rank there is nobody to agree with: stop at the next comparison.
             self.reason = reason
-            self._state.hold_at = self._state.hold_evaluated = 0
+            self._state.hold_at = 0
+            self._state.hold_evaluated = 0
 
     def abandon(self) -> None:
         """Marks the run to end at once, because there is nothing to save: this rank was ``opening`` at the signal."""
@@ -120,7 +121,7 @@ class StopAgreement:
             self.leaving = True
             raise KeyboardInterrupt(self.reason)
 
-    def tell_main_thread(self) -> None:
+    def interrupt_main_thread(self) -> None:
         """Simulates a signal in the main thread, which raises there; called by the watchdog thread."""
         if self.handled and not self.leaving:
             _thread.interrupt_main(signal.Signals(next(iter(self.handled))))
@@ -140,7 +141,7 @@ class StopAgreement:
                 raise KeyboardInterrupt(self.reason)
             if self._stop_at is None:
                 raise DistributedError(self.who_is_missing())
-            if self._here() < self._stop_at:
+            if self._position() < self._stop_at:
                 self._state.hold_at, self._state.hold_evaluated = self._stop_at
                 return False
         self.forget()
@@ -154,7 +155,8 @@ class StopAgreement:
 
     def forget(self) -> None:
         """Cancels the hold: the main thread runs on."""
-        self._state.hold_at = self._state.hold_evaluated = sys.maxsize
+        self._state.hold_at = sys.maxsize
+        self._state.hold_evaluated = sys.maxsize
 
     def ended_early(self, *, here: bool) -> bool:
         """Returns whether any rank was interrupted in the phase that ends now; if so, all ranks become interrupted.
@@ -177,13 +179,13 @@ class StopAgreement:
 
     # -- for the watchdog thread -------------------------------------------------------------------------------------------------
 
-    def look(self, store: Store) -> None:
+    def poll(self, store: Store) -> None:
         """Polls the store once: publishes this rank's request, answers any rank's request, reads the answers."""
         if self._settled.is_set():
             return
         self._store = store
-        self._hear()
-        if not self._published:
+        self._read_signals()
+        if not self._promised:
             if self.asked:
                 store.compare_set(_REQUEST, "", self.asked)
             if not store.check([_REQUEST]):
@@ -192,27 +194,61 @@ class StopAgreement:
             self.learned_at = time.monotonic()
             if self.opening:
                 self.abandon()
-            self._publish(store, _NOWHERE if self.abandoned else self._promise())
+            self._publish(store, _BEFORE_FIRST_BATCH if self.abandoned else self._promise())
         keys = [_promise_key(rank) for rank in range(self._strategy.world_size)]
         if store.check(keys):
-            places = [_parsed(value) for value in store.multi_get(keys)]
-            self._stop_at = max(places)
-            self.abandoned = self.abandoned or _NOWHERE in places
+            promises = [_parsed(value) for value in store.multi_get(keys)]
+            self._stop_at = max(promises)
+            self.abandoned = self.abandoned or _BEFORE_FIRST_BATCH in promises
             self._settled.set()
 
-    def _hear(self) -> None:
+    def _read_signals(self) -> None:
         """Turns a signal into a request while its handler still waits for the main thread to return from compiled code."""
-        with contextlib.suppress(BlockingIOError):
-            for number in os.read(self.ears, 64) if self.ears is not None else b"":
+        if self.signal_fd is None:
+            return
+        with contextlib.suppress(BlockingIOError):  # raised if no signal has arrived
+            for number in os.read(self.signal_fd, 64):
                 if number in self.handled and not self.abandoned:
                     self.request(self.handled[number])
 
+    def _promise(self) -> _Position:
+        """Sets and returns a position where the main thread will hold, and that it cannot have passed.
+
+        The main thread increments its count, then compares it.  If the count is still below the promise after the promise is set,
+        the comparison will see the promise.
+        """
+        while True:
+            promise = self._next_position()
+            self._state.hold_at, self._state.hold_evaluated = promise
+            if self._position() < promise:
+                return promise
+
+    def _next_position(self) -> _Position:
+        """Returns the first position after the current one."""
+        batches, evaluated = self._position()
+        if evaluated != NOT_VALIDATING:
+            return batches, evaluated + 1
+        return batches + 1, 1
+
+    def _publish(self, store: Store, promise: _Position) -> None:
+        self._promised = True
+        batches, evaluated = promise
+        store.set(_promise_key(self._strategy.rank), f"{batches} {evaluated}")
+
+    def _position(self) -> _Position:
+        """Returns the main thread's position; reads again if ``batches_done`` changed between the two reads."""
+        state = self._state
+        while True:
+            position = (state.batches_done, state.evaluated)
+            if state.batches_done == position[0]:
+                return position
+
     def leave(self, store: Store) -> None:
         """Promises the position where this rank has ended, unless it has promised another one."""
-        if not self._published:
+        if not self._promised:
             self._publish(store, (self._state.batches_done, 0))
 
-    def lose(self, why: str) -> None:
+    def note_store_lost(self, why: str) -> None:
         """Notes that the store is gone with its owner process, and wakes a main thread that waits in :meth:`hold`."""
         self.lost = why
         self._settled.set()
@@ -234,41 +270,11 @@ class StopAgreement:
             return [rank for rank in range(self._strategy.world_size) if not store.check([_promise_key(rank)])]
         return []
 
-    def _here(self) -> _Place:
-        """Returns the main thread's position; reads again if ``batches_done`` changed between the two reads."""
-        state = self._state
-        while True:
-            batches = state.batches_done
-            place = batches, state.evaluated
-            if state.batches_done == batches:
-                return place
-
-    def _promise(self) -> _Place:
-        """Sets and returns a position where the main thread will hold, and that it cannot have passed.
-
-        The main thread increments its count, then compares it.  If the count is still below the promise after the promise is set,
-        the comparison will see the promise.
-        """
-        while True:
-            promise = self._next_place()
-            self._state.hold_at, self._state.hold_evaluated = promise
-            if self._here() < promise:
-                return promise
-
-    def _next_place(self) -> _Place:
-        """Returns the first position after the current one."""
-        batches, evaluated = self._here()
-        return (batches, evaluated + 1) if evaluated != NOT_VALIDATING else (batches + 1, 1)
-
-    def _publish(self, store: Store, place: _Place) -> None:
-        self._published = True
-        store.set(_promise_key(self._strategy.rank), f"{place[0]} {place[1]}")
-
 
 def _promise_key(rank: int) -> str:
     return f"promise/{rank}"
 
 
-def _parsed(value: bytes) -> _Place:
+def _parsed(value: bytes) -> _Position:
     batches, evaluated = value.split()
     return int(batches), int(evaluated)

@@ -1,4 +1,7 @@
-"""The watchdog thread: spreads stop requests, and ends the process if the run cannot continue."""
+"""The watchdog thread: spreads stop requests, and ends the process if the run cannot continue.
+
+First what the main thread calls, then the thread: each poll of the store, and the ways in which it ends the process.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from fabricamp.launch import BEFORE, record_end
 from fabricamp.state import RunState
 from fabricamp.strategies.base import Strategy
 from fabricamp.torch_private import PrefixStore, Store, default_store
-from fabricamp.watchdog.heartbeat import Diagnosis, Heartbeat, HeartbeatSource, judge, place
+from fabricamp.watchdog.heartbeat import Diagnosis, Heartbeat, HeartbeatSource, judge, position_of
 from fabricamp.watchdog.leaving import exit_now
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code
@@ -47,7 +50,9 @@ _START_SECONDS = 300.0
 # How long a rank that lost a peer looks for which rank it was.
 _GONE_SECONDS = 0.5
 
-_FAILURE, _DIAGNOSIS = "failure", "diagnosis"
+# Keys of the store; the first rank that writes one keeps it.
+_FAILURE = "failure"
+_DIAGNOSIS = "diagnosis"
 
 
 def patience(timeout: float) -> float:
@@ -76,10 +81,10 @@ class Watchdog:
         self._patience = patience(strategy.timeout.total_seconds())
         self._beat_seconds = min(max(self._patience / 20, _BEAT_SECONDS[0]), _BEAT_SECONDS[1])
         self._next_beat = 0.0
-        self._heard: dict[int, tuple[int, float]] = {}
-        self._passes = 0
-        self._failure = ""
-        self._told = False
+        self._last_beats: dict[int, tuple[int, float]] = {}  # by rank: the last beat, and when it was first seen
+        self._passes = 0  # over a loader, so that each has keys of its own in the store
+        self._failure = ""  # of this rank
+        self._failure_published = False
         self._abandoned_at = sys.float_info.max
         self._closing = threading.Event()
         self._store: Store | None = None
@@ -91,15 +96,15 @@ class Watchdog:
             return
         token = self._strategy.broadcast(uuid.uuid4().hex)
         self._store = _own_store(f"fabricamp/watch/{token}")
-        self._taker = HeartbeatSource(self._state, self._strategy.rank)
+        self._source = HeartbeatSource(self._state, self._strategy.rank)
         # Publish here, before the thread runs: other ranks need a heartbeat of every rank, even if one dies before its first beat.
-        self._publish(self._store, self._taker.take(time.monotonic(), stack=False))
+        self._publish_heartbeat(self._store, self._source.take(time.monotonic(), stack=False))
         self._thread = threading.Thread(target=self._watch, name="fabricamp-watchdog", daemon=True)
         self._thread.start()
 
     def fail(self, error: BaseException) -> list[int]:
         """Tells the other ranks that this one has failed; returns ranks that failed or died before, and notes them on ``error``."""
-        before = self._before(error) if self._store is not None else {}
+        before = self._failed_before(error) if self._store is not None else {}
         if before:
             error.add_note(BEFORE + "; ".join(before.values()))
         self._failure = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
@@ -111,7 +116,7 @@ class Watchdog:
         Loader workers may start slowly on one rank.  The other ranks would wait in a collective, which fails after the strategy's
         timeout; here they wait as long as the watchdog finds nothing wrong.
         """
-        if self._store is None:
+        if self._store is None:  # one process
             return iter(batches)
         return itertools.chain.from_iterable(self._first_and_rest(iter(batches)))
 
@@ -140,7 +145,7 @@ class Watchdog:
                     failure = json.loads(self._store.get(_FAILURE))
                     raise DistributedError(
                         f"rank {self._strategy.rank} waited with its first batch for the others, and rank {failure['rank']} "
-                        f"failed {failure['place']}: {failure['what']}"
+                        f"failed {failure['position']}: {failure['what']}"
                     )
 
     def meet_at_end_of_data(self, batches: int) -> None:
@@ -163,15 +168,13 @@ class Watchdog:
                     self._check_even(self._store, batches)
 
     def _check_even(self, store: Store, batches: int) -> None:
-        pulses = self._pulses(store)
-        ahead = [
-            pulse
-            for pulse in pulses
-            if pulse.epoch == self._state.epoch and pulse.batch >= batches and pulse.idle >= _STUCK_SECONDS
-        ]
+        """Raises :class:`DistributedError` if another rank stands in a batch of this epoch that this rank does not have."""
+        heartbeats = self._heartbeats(store)
+        in_epoch = [heartbeat for heartbeat in heartbeats if heartbeat.epoch == self._state.epoch]
+        ahead = [heartbeat for heartbeat in in_epoch if heartbeat.batch >= batches and heartbeat.idle >= _STUCK_SECONDS]
         if ahead:
-            others = ", ".join(str(pulse.rank) for pulse in ahead)
-            places = "".join(f"\n  rank {pulse.rank}: {pulse.place}" for pulse in pulses)
+            others = ", ".join(str(heartbeat.rank) for heartbeat in ahead)
+            places = "".join(f"\n  rank {heartbeat.rank}: {heartbeat.position}" for heartbeat in heartbeats)
             raise DistributedError(
                 f"rank {self._strategy.rank} has come to the end of its loader after {batches} batches of epoch "
                 f"{self._state.epoch}, and rank {others} has more and waits in the next one:{places}\nevery rank needs as many "
@@ -179,25 +182,29 @@ class Watchdog:
                 f"or give limit_train_batches={batches}"
             )
 
-    def _pulses(self, store: Store) -> list[Heartbeat]:
-        keys = [_pulse_key(rank) for rank in range(self._strategy.world_size)]
-        return [Heartbeat.decode(text) for text in store.multi_get(keys)] if store.check(keys) else []
+    def _heartbeats(self, store: Store) -> list[Heartbeat]:
+        """Returns the last heartbeat of every rank; empty until all ranks have published one."""
+        keys = [_heartbeat_key(rank) for rank in range(self._strategy.world_size)]
+        if not store.check(keys):
+            return []
+        return [Heartbeat.decode(text) for text in store.multi_get(keys)]
 
-    def _before(self, error: BaseException) -> dict[int, str]:
+    def _failed_before(self, error: BaseException) -> dict[int, str]:
         """Returns ranks whose end may have caused ``error``, each with a description; polls, as a process takes a moment to die."""
         deadline = time.monotonic() + (_GONE_SECONDS if isinstance(error, RuntimeError) else 0.0)
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the store may be gone too
             while time.monotonic() < deadline:
                 if self._store.check([_DIAGNOSIS]):
-                    self._end_with_the_run(Diagnosis(**json.loads(self._store.get(_DIAGNOSIS))))
+                    self._end_after_diagnosis(Diagnosis(**json.loads(self._store.get(_DIAGNOSIS))))
                 if self._store.check([_FAILURE]):
                     first = json.loads(self._store.get(_FAILURE))
-                    return {first["rank"]: f"rank {first['rank']} failed {first['place']}: {first['what']}"}
-                gone = [pulse for pulse in self._pulses(self._store) if pulse.gone]
+                    return {first["rank"]: f"rank {first['rank']} failed {first['position']}: {first['what']}"}
+                gone = [heartbeat for heartbeat in self._heartbeats(self._store) if heartbeat.gone]
                 if gone:
                     return {
-                        pulse.rank: f"the process of rank {pulse.rank} ended, last seen {pulse.place}" for pulse in gone
+                        heartbeat.rank: f"the process of rank {heartbeat.rank} ended, last seen {heartbeat.position}"
+                        for heartbeat in gone
                     }
                 time.sleep(_POLL_SECONDS)
         return {}
@@ -216,151 +223,160 @@ class Watchdog:
         assert self._store is not None
         try:
             while not self._closing.wait(_URGENT_SECONDS if self.requests.urgent else _POLL_SECONDS):
-                self._look(self._store)
-            self._tell(self._store)
+                self._poll(self._store)
+            self._publish_failure(self._store)
             self.agreement.leave(self._store)
             self.requests.leave(self._store)
-            self._publish(self._store, self._taker.take(time.monotonic(), stack=False, ended=True))
+            self._publish_heartbeat(self._store, self._source.take(time.monotonic(), stack=False, ended=True))
         except RuntimeError as error:
             # The store is gone with its owner process.  A run that ends does not need it, but a waiting main thread must be woken.
-            self.agreement.lose(str(error))
-            self.requests.lose(str(error))
-            self._go_on_without_store()
+            self.agreement.note_store_lost(str(error))
+            self.requests.note_store_lost(str(error))
+            self._watch_without_store()
 
-    def _look(self, store: Store) -> None:
-        self.agreement.look(store)
-        self.requests.look(store)
-        self._tell(store)
+    def _poll(self, store: Store) -> None:
+        self.agreement.poll(store)
+        self.requests.poll(store)
+        self._publish_failure(store)
         now = time.monotonic()
         if self.agreement.abandoned:
-            self._leave(now)
+            self._end_abandoned(now)
             return
         if now < self._next_beat:
             return
         self._next_beat = now + self._beat_seconds
-        idle = self._taker.idle(now)
-        self._publish(store, self._taker.take(now, stack=idle >= self._patience / 2))
+        idle = self._source.idle(now)
+        self._publish_heartbeat(store, self._source.take(now, stack=idle >= self._patience / 2))
         if self._failure:
             self._end_failed(idle)
             return
-        self._heed_failure(store)
-        self._heed_silence(store, now)
-        self._heed_death(store)
+        self._check_failure(store)
+        self._check_answers(store, now)
+        self._check_deaths(store)
         if idle >= self._patience / 2:
-            self._listen(store, now, complete=idle >= self._patience)
+            self._check_progress(store, now, complete=idle >= self._patience)
 
-    def _tell(self, store: Store) -> None:
+    def _publish_failure(self, store: Store) -> None:
         """Publishes this rank's failure, once; the first failure of all ranks is kept."""
-        if self._failure and not self._told:
-            self._told = True
-            said = {"rank": self._strategy.rank, "what": self._failure, "place": place(self._state)}
-            store.compare_set(_FAILURE, "", json.dumps(said))
+        if self._failure and not self._failure_published:
+            self._failure_published = True
+            failure = {"rank": self._strategy.rank, "what": self._failure, "position": position_of(self._state)}
+            store.compare_set(_FAILURE, "", json.dumps(failure))
 
-    def _publish(self, store: Store, pulse: Heartbeat) -> None:
-        store.set(_pulse_key(pulse.rank), pulse.encode())
+    def _publish_heartbeat(self, store: Store, heartbeat: Heartbeat) -> None:
+        store.set(_heartbeat_key(heartbeat.rank), heartbeat.encode())
 
-    def _heed_failure(self, store: Store) -> None:
+    def _check_failure(self, store: Store) -> None:
         """Ends this process soon after another rank has failed: the main thread would wait forever for that rank."""
         if not store.check([_FAILURE]):
             return
         failure = json.loads(store.get(_FAILURE))
-        self._give_up(f"rank {failure['rank']} failed {failure['place']}: {failure['what']}", before=[failure["rank"]])
+        why = f"rank {failure['rank']} failed {failure['position']}: {failure['what']}"
+        self._give_up(why, before=[failure["rank"]])
 
     def _end_failed(self, idle: float) -> None:
         """Ends this process if its cleanup after its own failure takes too long: for example a hook that waits for other ranks."""
         if idle >= self._patience:
             exit_now(1)
 
-    def _heed_silence(self, store: Store, now: float) -> None:
+    def _check_answers(self, store: Store, now: float) -> None:
         """Ends this process if a stop was requested and a rank does not answer: no agreement is possible then."""
         agreement = self.agreement
         if agreement.settled or now < agreement.learned_at + ANSWER_SECONDS:
             return
-        gone = agreement.missing(store)
-        if gone:
-            last = [Heartbeat.decode(store.get(key)).place for key in map(_pulse_key, gone) if store.check([key])]
+        missing = agreement.missing(store)
+        if missing:
+            keys = [key for key in map(_heartbeat_key, missing) if store.check([key])]
+            last = [Heartbeat.decode(store.get(key)).position for key in keys]
             self._give_up(f"{agreement.who_is_missing()} (last seen {'; '.join(last) or 'nowhere'})")
 
-    def _heed_death(self, store: Store) -> None:
+    def _check_deaths(self, store: Store) -> None:
         """Ends this process if another rank's process on this machine has died: not every collective notices a lost peer."""
         environment = self._strategy.environment
         first = environment.rank - environment.local_rank
-        keys = [_pulse_key(rank) for rank in range(first, first + environment.local_world_size)]
+        keys = [_heartbeat_key(rank) for rank in range(first, first + environment.local_world_size)]
         if not store.check(keys):
             return
-        # Read again: a process may have published its last heartbeat after the first read, and before it was checked.
-        dead = {pulse.rank for pulse in map(Heartbeat.decode, store.multi_get(keys)) if pulse.gone}
-        for pulse in map(Heartbeat.decode, store.multi_get(keys) if dead else []):
-            if pulse.rank in dead and not pulse.ended:
-                self._give_up(f"rank {pulse.rank} has died; last seen {pulse.place}", before=[pulse.rank])
-
-    def _listen(self, store: Store, now: float, *, complete: bool) -> None:
-        """Reads all ranks' heartbeats; with ``complete`` (all patience used up), ends the run if no rank makes progress."""
-        pulses = self._pulses(store)
-        if not pulses:
+        dead = {heartbeat.rank for heartbeat in map(Heartbeat.decode, store.multi_get(keys)) if heartbeat.gone}
+        if not dead:
             return
-        for pulse in pulses:
-            if self._heard.get(pulse.rank, (-1, now))[0] != pulse.beat:
-                self._heard[pulse.rank] = (pulse.beat, now)
-        silent = {pulse.rank for pulse in pulses if not pulse.ended and self._silence(pulse, now) > self._deaf_seconds}
-        standing = all(
-            pulse.ended or pulse.rank in silent or pulse.idle + 2 * self._beat_seconds >= self._patience_with(pulse)
-            for pulse in pulses
-        )
-        diagnosis = judge(pulses, silent, self._patience) if complete and standing else None
-        if diagnosis is not None:
-            self._conclude(store, diagnosis)
+        # Read again: a process may have published its last heartbeat after the first read, and before it was checked.
+        for heartbeat in map(Heartbeat.decode, store.multi_get(keys)):
+            if heartbeat.rank in dead and not heartbeat.ended:
+                why = f"rank {heartbeat.rank} has died; last seen {heartbeat.position}"
+                self._give_up(why, before=[heartbeat.rank])
 
-    def _patience_with(self, pulse: Heartbeat) -> float:
-        """Returns how long the rank of ``pulse`` may make no progress in its current state."""
-        return max(self._patience, _START_SECONDS) if pulse.starts else self._patience
+    def _check_progress(self, store: Store, now: float, *, complete: bool) -> None:
+        """Reads all ranks' heartbeats; with ``complete`` (all patience used up), ends the run if no rank makes progress."""
+        heartbeats = self._heartbeats(store)
+        if not heartbeats:
+            return
+        for heartbeat in heartbeats:
+            if self._last_beats.get(heartbeat.rank, (-1, now))[0] != heartbeat.beat:
+                self._last_beats[heartbeat.rank] = (heartbeat.beat, now)
+        running = [heartbeat for heartbeat in heartbeats if not heartbeat.ended]
+        silent = {
+            heartbeat.rank for heartbeat in running if now - self._last_beats[heartbeat.rank][1] > self._silent_seconds
+        }
+        # A published idle time is that of the last beat.
+        stand_still = all(
+            heartbeat.rank in silent or heartbeat.idle + 2 * self._beat_seconds >= self._patience_for(heartbeat)
+            for heartbeat in running
+        )
+        if not (complete and stand_still):
+            return
+        diagnosis = judge(heartbeats, silent, self._patience)
+        if diagnosis is not None:
+            self._end_with_diagnosis(store, diagnosis)
+
+    def _patience_for(self, heartbeat: Heartbeat) -> float:
+        """Returns how long the rank of ``heartbeat`` may make no progress in its current state."""
+        return max(self._patience, _START_SECONDS) if heartbeat.starts else self._patience
 
     @property
-    def _deaf_seconds(self) -> float:
+    def _silent_seconds(self) -> float:
         """The seconds without a new beat after which a rank counts as silent."""
         return max(1.0, min(3 * self._beat_seconds + 1.0, self._patience / 3))
 
-    def _silence(self, pulse: Heartbeat, now: float) -> float:
-        return now - self._heard[pulse.rank][1]
-
-    def _conclude(self, store: Store, diagnosis: Diagnosis) -> None:
+    def _end_with_diagnosis(self, store: Store, diagnosis: Diagnosis) -> None:
         """Ends the process with the diagnosis of the rank that was first to make one."""
         store.compare_set(_DIAGNOSIS, "", json.dumps(asdict(diagnosis)))
         diagnosis = Diagnosis(**json.loads(store.get(_DIAGNOSIS)))
         if diagnosis.reporter == self._strategy.rank:
-            stopped = [pulse for pulse in self._pulses(store) if pulse.stopped]
-            record_end(f"DistributedError: {diagnosis.text}", diagnosis.stack, killed=[pulse.rank for pulse in stopped])
-            for pulse in stopped:
+            stopped = [heartbeat for heartbeat in self._heartbeats(store) if heartbeat.stopped]
+            killed = [heartbeat.rank for heartbeat in stopped]
+            record_end(f"DistributedError: {diagnosis.text}", diagnosis.stack, killed=killed)
+            for heartbeat in stopped:
                 # A stopped process does not react to SIGTERM, and its starter would wait for it.
-                os.kill(pulse.pid, signal.SIGKILL)
+                os.kill(heartbeat.pid, signal.SIGKILL)
             exit_now(1)
         time.sleep(_REPORT_SECONDS)
         exit_now(128 + signal.SIGTERM)
 
-    def _end_with_the_run(self, diagnosis: Diagnosis) -> None:
+    def _end_after_diagnosis(self, diagnosis: Diagnosis) -> None:
         """Ends this process after a diagnosis, unless it reports: its main thread failed only because the reporter is gone."""
         if diagnosis.reporter != self._strategy.rank:
             exit_now(128 + signal.SIGTERM)
 
-    def _leave(self, now: float) -> None:
+    def _end_abandoned(self, now: float) -> None:
         """Ends this process, interrupted before its first batch; by force if the main thread does not end within seconds."""
         if self._abandoned_at > now:
             self._abandoned_at = now
-            self.agreement.tell_main_thread()
+            self.agreement.interrupt_main_thread()
         if now > self._abandoned_at + _GRACE_SECONDS:
             exit_now(exit_code(self.agreement.reason))
 
-    def _go_on_without_store(self) -> None:
+    def _watch_without_store(self) -> None:
         """Watches only this rank, without the store, until the run ends."""
         while not self._closing.wait(_POLL_SECONDS):
             if self.agreement.abandoned:
-                self._leave(time.monotonic())
-            idle = self._taker.idle(time.monotonic())
+                self._end_abandoned(time.monotonic())
+            idle = self._source.idle(time.monotonic())
             if idle >= self._patience:
-                pulse = self._taker.take(time.monotonic(), stack=True)
+                heartbeat = self._source.take(time.monotonic(), stack=True)
                 self._give_up(
                     f"the store of the process group is gone ({self.agreement.lost.splitlines()[0]}) and there was no progress for "
-                    f"{idle:.0f} s", pulse.stack,
+                    f"{idle:.0f} s", heartbeat.stack,
                 )  # fmt: skip
 
     def _give_up(self, why: str, stack: str = "", before: Sequence[int] = ()) -> None:
@@ -373,14 +389,14 @@ class Watchdog:
             pass
         if self._closing.is_set() or self._failure:
             return
-        stack = stack or self._taker.take(time.monotonic(), stack=True).stack
-        text = f"rank {self._strategy.rank} is ended {place(self._state)}: {why}"
+        stack = stack or self._source.take(time.monotonic(), stack=True).stack
+        text = f"rank {self._strategy.rank} is ended {position_of(self._state)}: {why}"
         record_end(f"DistributedError: {text}", f"stack of rank {self._strategy.rank}:\n{stack}", before)
         exit_now(128 + signal.SIGTERM)
 
 
-def _pulse_key(rank: int) -> str:
-    return f"pulse/{rank}"
+def _heartbeat_key(rank: int) -> str:
+    return f"heartbeat/{rank}"
 
 
 def _own_store(prefix: str) -> Store:

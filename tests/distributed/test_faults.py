@@ -39,7 +39,7 @@ def _warm(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _slow_ranks(monkeypatch):
     """However slow the machine: a rank that talks is not taken for a silent one, and one that reports comes to its end."""
-    monkeypatch.setattr(watch.Watchdog, "_deaf_seconds", 100.0)
+    monkeypatch.setattr(watch.Watchdog, "_silent_seconds", 100.0)
     monkeypatch.setattr(watch, "_REPORT_SECONDS", 100.0)
 
 
@@ -54,13 +54,13 @@ class Impatient(Callback):
 
     def on_train_start(self, trainer, module):
         watchdog = trainer._runner.session.watchdog
-        taker = HeartbeatSource(trainer.state, trainer.global_rank)
+        source = HeartbeatSource(trainer.state, trainer.global_rank)
         store = trainer.strategy.store.clone()
 
         def look():
             for rank, *stand in self.stands:
                 if rank == trainer.global_rank:
-                    while not stands(taker.take(0.0, stack=True), *stand):
+                    while not stands(source.take(0.0, stack=True), *stand):
                         time.sleep(0.05)
                     store.set(f"{rank} stands", "")
                 store.wait([f"{rank} stands"])
@@ -91,7 +91,7 @@ class LetsGo(Impatient):
 
 
 def stands(pulse, place, doing, function):
-    return place in pulse.place and pulse.doing == doing and f"in {function}\n" in pulse.stack
+    return place in pulse.position and pulse.activity == doing and f"in {function}\n" in pulse.stack
 
 
 class Broken:
@@ -382,7 +382,7 @@ class Deaf(Callback):
 @pytest.mark.slow
 def test_a_rank_without_a_sign_of_life_is_named_by_another(tmp_path, capfd):
     def job(_armed):
-        watch.Watchdog._deaf_seconds = 1.0
+        watch.Watchdog._silent_seconds = 1.0
         fit("step", devices="auto", callbacks=[Deaf(), IN_A_STEP])
 
     assert attempt(job, tmp_path).codes == [1, 9]

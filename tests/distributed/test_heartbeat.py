@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fabricamp.state import RunningStage, RunState, Scope, TrainerFn
-from fabricamp.watchdog.heartbeat import Heartbeat, HeartbeatSource, _where, judge
+from fabricamp.watchdog.heartbeat import Heartbeat, HeartbeatSource, _host, judge
 from fabricamp.watchdog.watch import patience
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -25,11 +25,11 @@ def pulse(rank, doing, *, line=1, **options):
             "rank": rank,
             "beat": 3,
             "idle": 20.0,
-            "place": f"place {rank}",
+            "position": f"place {rank}",
             "epoch": 0,
             "batch": 0,
-            "doing": doing,
-            "where": _where(),
+            "activity": doing,
+            "host": _host(),
             "pid": os.getpid(),
             "stack": STACK.format(line),
             **options,
@@ -102,7 +102,7 @@ def test_only_a_process_that_is_certainly_dead_is_gone():
     os.waitpid(child, 0)
     assert pulse(0, "waiting", pid=child).gone
     assert not pulse(0, "ended", pid=child).gone
-    assert not pulse(0, "waiting", pid=child, where="elsewhere").gone
+    assert not pulse(0, "waiting", pid=child, host="elsewhere").gone
     assert not pulse(0, "waiting", pid=1).gone  # another user's
     assert not pulse(0, "waiting").gone
 
@@ -116,9 +116,9 @@ def test_many_ranks_are_not_all_listed():
 
 def test_any_counter_that_moves_is_progress():
     state = RunState()
-    taker = HeartbeatSource(state, 3)
-    assert taker.idle(100.0) == 0
-    assert taker.idle(107.0) == 7
+    source = HeartbeatSource(state, 3)
+    assert source.idle(100.0) == 0
+    assert source.idle(107.0) == 7
     now = 107.0
     for name, value in {
         "fn": TrainerFn.FITTING,
@@ -132,13 +132,13 @@ def test_any_counter_that_moves_is_progress():
     }.items():
         setattr(state, name, value)
         now += 5
-        assert taker.idle(now) == 0, name
-    taken = taker.take(now + 2, stack=False)
+        assert source.idle(now) == 0, name
+    taken = source.take(now + 2, stack=False)
     assert (taken.rank, taken.idle, taken.stack) == (3, 2, "")
-    assert taken.place == "in fit at step 1 (epoch 1, batch 1), in validation batch 0"
-    assert taker.take(now, stack=False).beat == taken.beat + 1
+    assert taken.position == "in fit at step 1 (epoch 1, batch 1), in validation batch 0"
+    assert source.take(now, stack=False).beat == taken.beat + 1
     assert Heartbeat.decode(taken.encode().encode()) == taken
-    assert taker.take(now, stack=True, ended=True).ended
+    assert source.take(now, stack=True, ended=True).ended
 
 
 def doing_while(hang, **options):
@@ -146,9 +146,9 @@ def doing_while(hang, **options):
     began, go_on = threading.Event(), threading.Event()
     seen = []
 
-    def look(taker):
+    def look(source):
         began.wait(100)
-        seen.append(taker.take(0.0, stack=True))
+        seen.append(source.take(0.0, stack=True))
         go_on.set()
 
     def stand():
@@ -194,10 +194,10 @@ def test_what_a_rank_is_doing_is_told_by_its_stack(tmp_path, monkeypatch):
             patch.setattr(os, "fsync", lambda file: (stand(), flush(file)))
             quiet_trainer(max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path).fit(Net(), loader(8))
 
-    assert doing_while(in_step).doing == "elsewhere"
-    assert doing_while(in_loader).doing == "data"
+    assert doing_while(in_step).activity == "elsewhere"
+    assert doing_while(in_loader).activity == "data"
     saving = doing_while(in_save)
-    assert saving.doing == "saving"
+    assert saving.activity == "saving"
     assert "write_checkpoint" in saving.stack
 
 
@@ -245,10 +245,10 @@ class Gate(torch.utils.data.Dataset):
         os.write(self.gate[1], b"." * times)
 
 
-def watched(taker, doing):
+def watched(source, doing):
     """The first pulse of that kind; a hang ends the test."""
     deadline = time.monotonic() + 60
-    while (found := taker.take(0.0, stack=True)).doing != doing:
+    while (found := source.take(0.0, stack=True)).activity != doing:
         assert time.monotonic() < deadline, found.stack
         time.sleep(0.01)
     return found
@@ -258,14 +258,14 @@ def test_a_first_batch_of_workers_is_told_from_a_later_one():
     gate = Gate()
     loader = DataLoader(gate, num_workers=1, worker_init_fn=gate.start, prefetch_factor=1)
     took = []
-    taker = HeartbeatSource(RunState(), 0)
+    source = HeartbeatSource(RunState(), 0)
     seen = []
 
     def look():
         try:
-            seen.append(watched(taker, "starting"))
+            seen.append(watched(source, "starting"))
             gate.open(2)  # the worker begins, and gives the first sample
-            seen.append(watched(taker, "data"))
+            seen.append(watched(source, "data"))
         finally:
             gate.open(20)
 

@@ -156,13 +156,13 @@ def test_who_does_not_come_is_named():
     first._state.ask("max_time")
     first.spread()
     for one in (first, second, first):
-        one.look(store)
+        one.poll(store)
     assert second._state.should_stop
     with pytest.raises(
         DistributedError, match=r"rank 0 asked to stop \(max_time\).*rank 1 did not come to it: not within 0.2 s"
     ):
         first.all_ask(3.0)
-    first.lose("connection reset\nby peer")
+    first.note_store_lost("connection reset\nby peer")
     with pytest.raises(DistributedError, match=r"the store of the process group is gone \(connection reset\)"):
         first.all_ask(3.0)
 
@@ -172,15 +172,15 @@ def test_a_rank_that_has_ended_is_past_everything_but_its_own_end():
     first, second = requests(0), requests(1)
     first._state.ask("because")
     first.spread()
-    first.look(store)
+    first.poll(store)
     second.leave(store)
-    first.look(store)
+    first.poll(store)
     assert not first.all_ask(3.0)
     assert not first._state.agreed
     # One that has stopped there, and left before this one looked, has asked there.
     second._state.agreed, second._asks_at = True, 4.0
     second.leave(store)
-    first.look(store)
+    first.poll(store)
     assert first.all_ask(4.0)
     assert (first._state.agreed, first._state.stop_reason) == (True, "because")
 
@@ -196,6 +196,6 @@ def test_nobody_pays_for_what_nobody_asks():
             return super().check(keys)
 
     store, one = Counting(), requests()
-    one.look(store)
+    one.poll(store)
     assert store.asked == 1
     assert not one.urgent
