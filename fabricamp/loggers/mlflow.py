@@ -100,6 +100,12 @@ class MLFlowLogger(Logger):
         self._goes_on = False
         self._clear()
 
+    def _clear(self) -> None:
+        self._lock = threading.RLock()
+        self._queue: WriteQueue[_Item] = WriteQueue(self._send)
+        self._mlflow_client: Any = None
+        self._begun = False
+
     # -- the run -----------------------------------------------------------------------------------------------------------------
 
     @property
@@ -333,12 +339,6 @@ class MLFlowLogger(Logger):
             self.trouble.tell(reason)
             steps = [item.step for item in items if isinstance(item, _Item) and item.metrics]
             self.trouble.lose(len(steps), steps)
-
-    def _clear(self) -> None:
-        self._lock = threading.RLock()
-        self._queue: WriteQueue[_Item] = WriteQueue(self._send)
-        self._mlflow_client: Any = None
-        self._begun = False
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_mlflow_client", "_lock", "_queue", "_begun")  # one of each per process
