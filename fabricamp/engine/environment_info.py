@@ -19,7 +19,7 @@ _SECONDS = 5.0
 """How long git may take for an answer."""
 _MOST_BYTES = 1_000_000
 _MOST_LINES = 5_000
-_SHOWN = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+_DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
 _STATUS = ("status", "--porcelain", "--untracked-files=normal")
 
 
@@ -47,38 +47,41 @@ def packages() -> dict[str, str]:
 def machine(device: torch.device) -> dict[str, Any]:
     """Returns the machine's name and hardware; asks for GPUs only if the run is on one."""
     system = os.uname()
-    found: dict[str, Any] = {
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    description: dict[str, Any] = {
         "host": system.nodename,
         "system": f"{system.sysname} {system.release} {system.machine}",
         "cpu": _cpu(),
         "cpus": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "memory_gib": round(memory / 2**30, 1),
     }
     if device.type == "cuda":
         cards = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        found["gpus"] = [f"{one.name}, {one.total_memory / 2**30:.0f} GiB" for one in cards]
-        found["cuda"] = torch.version.cuda
-    return found
+        description["gpus"] = [f"{card.name}, {card.total_memory / 2**30:.0f} GiB" for card in cards]
+        description["cuda"] = torch.version.cuda
+    return description
 
 
 @functools.cache
 def _repository(folder: str) -> dict[str, Any]:
     """Returns the state of the repository; cached, since a process runs the code as it was at the import."""
     git = shutil.which("git")
-    top = _answer(git, folder, "rev-parse", "--show-toplevel", "HEAD") if git else []
-    if not git or not top:
+    lines = _git_output(git, folder, "rev-parse", "--show-toplevel", "HEAD") if git else []
+    if not git or not lines:
         return {}
-    status = _answer(git, top[0], *_STATUS)
+    top = lines[0]
+    revision = lines[1]
+    status = _git_output(git, top, *_STATUS)
     changed = any(not line.startswith("??") for line in status)
     return {
-        "folder": top[0],
-        "revision": top[1],
+        "folder": top,
+        "revision": revision,
         "status": status,
-        "diff": _answer(git, top[0], *_SHOWN) if changed else [],
+        "diff": _git_output(git, top, *_DIFF) if changed else [],
     }
 
 
-def _answer(git: str, folder: str, *words: str) -> list[str]:
+def _git_output(git: str, folder: str, *words: str) -> list[str]:
     """Returns the lines that git prints: none if it fails; only the first ones, and a line on why, if it is cut off.
 
     Output is cut off after ``_SECONDS``, ``_MOST_BYTES`` or ``_MOST_LINES``.
