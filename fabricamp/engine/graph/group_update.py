@@ -42,7 +42,11 @@ _LOG = logging.getLogger("fabricamp")
 
 
 class GroupUpdate(GraphUpdate):
-    """Launches several steps at once if :class:`HostAgenda` allows it, and others one by one."""
+    """Launches several steps at once if :class:`HostAgenda` allows it, and others one by one.
+
+    Single steps run as in :class:`GraphUpdate`.  Once their shape has a graph (a ``CapturedStep``), the steps of a launch are
+    captured in one more graph (a ``CapturedGroup``), which does the host's work of each step as the single graph does.
+    """
 
     def __init__(self, parts: FitParts, session: Session) -> None:
         # Set before super().__init__(), which calls use().

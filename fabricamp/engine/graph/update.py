@@ -1,16 +1,18 @@
 """Automatic optimization by CUDA graph replays; the eager counterpart is :class:`~fabricamp.engine.update.Update`.
 
-:meth:`GraphUpdate.run_batch` runs each micro-batch in one of five ways::
+Each micro-batch goes through :meth:`GraphUpdate.run_batch` in one of five ways::
 
-    nothing is captured any more ------------------------------> 1  an eager step
-    no valid graph for its shape and role
-        too few such batches so far, or no room for a graph ---> 2  an eager step, watched for what no replay would do
-        may be captured now -----------------------------------> 3  captured, and run as the graph's first replay
-    a valid graph
-        ------------------------------------------------------> 4  a replay
-        a check is due (check_every) --------------------------> 5  a replay, compared with an eager step
+    the run has given up captures --------------------------> 1  an eager step
+    there is no graph for its shape and role
+        it may be captured now -----------------------------> 3  a capture, run at once as the graph's first replay
+        not yet, or there is no room for it ----------------> 2  an eager step, watched for what a replay would not do
+    there is a graph
+        what it reads has changed, so it is dropped --------> 2
+        a check is due (check_every) -----------------------> 5  a replay, compared with an eager step
+        otherwise ------------------------------------------> 4  a replay
 
-3 and 5 end in an eager step if the capture fails, or if the replay leaves other bits: what they did is undone before it.
+If the capture of 3 fails, or the replay of 3 or 5 leaves other bits than an eager step, its effects are undone and the micro-batch
+runs eagerly.  ``"auto"`` then gives up, and a required graph is an error.
 
 An accumulation has a graph for each :class:`Role`: the first, a middle and the last micro-batch.  All of them find the gradients
 at the same addresses (:class:`AccumulationGradients`).
@@ -98,7 +100,7 @@ class GraphUpdate(Update):
         self._session = session
         self._attachment = session.attachment
         self._watch = StepWatch(session, "training_step")
-        self._gradients = AccumulationGradients(parts.module)
+        self._fixed_gradients = AccumulationGradients(parts.module)
         self._consensus = CaptureConsensus(parts.strategy, options.warmup)
         self._captures_in_a_row = 0
         self.why_eager = ""
@@ -143,20 +145,22 @@ class GraphUpdate(Update):
         if key is None or self.why_eager:
             return super().run_batch(batch, batch_idx, last)
         if step is None:
-            # 3: the first captures are made, and compared, by all ranks at once.  Later each rank captures by itself, without a
-            # comparison, whose eager step would exchange gradients with ranks that make none.
+            # 3: all ranks make the first captures at the same batch, and compare them.  Later each rank captures by itself,
+            # without a comparison: its eager step would exchange gradients with ranks that make none.
             if all_ready or (self._consensus.ended and self._is_ready(key)):
                 compares = all_ready or self._consensus.alone
                 return self._run_captured(key, batch, batch_idx, last, compares=compares)
-            # 2: this shape and role has to be seen more often, or has no graph: too many shapes, or too little memory.
+            # 2: too few such batches so far, too many shapes, too little memory, or gradients of other parameters than captured.
             return self._run_watched(key, batch, batch_idx, last)
         self._captures_in_a_row = 0
-        if not is_checked:
+        if is_checked:
+            # 5: if the replay is wrong, its effects are undone and the step runs eagerly.
+            difference = self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key)
+            if difference is not None:
+                return self._run_instead(difference, batch, batch_idx, last, key)
+        else:
             # 4: nearly every batch of a run.
             step.launch(batch)
-        # 5: the replay is compared; if it is wrong, its effects are undone and the step runs eagerly.
-        elif difference := self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key):
-            return self._run_instead(difference, batch, batch_idx, last, key)
         return self._after_replay(step, role)
 
     def _key_of(self, batch: Any, role: Role) -> Key | None:
@@ -177,7 +181,7 @@ class GraphUpdate(Update):
             # One eager step adopts what has changed (another parameter, say), one is watched, and the next is captured.
             self._drop()
             return None
-        return step if step.can_continue(self._gradients) else None
+        return step if step.can_continue(self._fixed_gradients) else None
 
     def _count_capture(self, stale: CapturedStep) -> None:
         """Counts graphs that are out of date; gives up after a few in a row, since a value changes in every step then."""
@@ -296,7 +300,7 @@ class GraphUpdate(Update):
         if role.opens:
             optimizer.zero_grad(set_to_none=True)  # so the captured backward allocates them in the graph's memory
         elif memory is None:
-            self._gradients.settle()  # so the captured backward adds to them at the addresses of later accumulations
+            self._fixed_gradients.settle()  # so the captured backward adds to them at the addresses of later accumulations
         inputs = copied(batch)
         shared = self._pool_bytes if role.accumulate > 1 else 0
         shapes = len(self._other_shapes(key))
@@ -365,7 +369,7 @@ class GraphUpdate(Update):
         if self.loss is None or self.loss is self._loss_so_far:
             raise NotCapturableError("training_step returned no loss, and a captured step has one for every batch")
         if role.accumulate > 1 and not self._sums:
-            self._gradients.settle(closes=role.closes)
+            self._fixed_gradients.settle(closes=role.closes)
         if not role.closes:
             return outputs
         loss = self.loss
