@@ -40,7 +40,7 @@ class StepProfiler(Profiler):
 
     def __init__(self, title: str, *, on_gpu: bool, graph: bool) -> None:
         super().__init__()
-        self.found: Breakdown | None = None
+        self.breakdown: Breakdown | None = None
         self._title = title
         self._on_gpu = on_gpu
         self.clock = PhaseClock(_event, _seconds, graph=graph) if on_gpu else PhaseClock(graph=graph)
@@ -61,7 +61,7 @@ class StepProfiler(Profiler):
         """Computes the mean batch, and prints nothing."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        self.found = self.clock.breakdown(self._title) if self._warm else None
+        self.breakdown = self.clock.breakdown(self._title) if self._warm else None
 
 
 def bench(path: Path, overrides: Sequence[str], *, steps: int = 100, out: str | None = None) -> list[str]:
@@ -119,11 +119,11 @@ def _measured(
         trainer.loggers[:] = [DummyLogger()]
         trainer.profiler = profiler
         trainer.fit(module, datamodule=data)
-    if profiler.found is None:
+    if profiler.breakdown is None:
         raise ConfigError(
             f"the training ended within its first {WARMUP} batches, which are not measured; give it more, or fewer limits"
         )
-    return (profiler.found if trainer.is_global_zero else None), on_gpu
+    return (profiler.breakdown if trainer.is_global_zero else None), on_gpu
 
 
 def _event() -> Any:

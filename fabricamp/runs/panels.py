@@ -132,14 +132,15 @@ def _main(names: Sequence[str], *, first: bool = False) -> str | None:
 
 
 def _each(runs: Sequence[Run], find: Callable[[Sequence[str]], str | None]) -> list[tuple[Run, str]]:
-    found = [(run, find(list(run.curves))) for run in runs]
-    return [(run, name) for run, name in found if name is not None]
+    """Returns the runs that logged such a metric, with its name in each of them."""
+    names = [(run, find(list(run.curves))) for run in runs]
+    return [(run, name) for run, name in names if name is not None]
 
 
-def _panel(title: str, found: Sequence[tuple[Run, str]], smooth: float, *, logarithmic: bool = False) -> Panel:
-    lines = [_line(run.name, name, run.curves[name], smooth) for run, name in found]
+def _panel(title: str, logged: Sequence[tuple[Run, str]], smooth: float, *, logarithmic: bool = False) -> Panel:
+    lines = [_line(run.name, name, run.curves[name], smooth) for run, name in logged]
     if logarithmic:
-        skipped = [_skipped_steps(run, name) for run, name in found]
+        skipped = [_skipped_steps(run, name) for run, name in logged]
         lines = [line._replace(skipped=steps) for line, steps in zip(lines, skipped, strict=True)]
         logarithmic = all(value > 0 for line in lines for value in line.curve.values)
     return Panel(title, lines, logarithmic)

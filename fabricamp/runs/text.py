@@ -200,7 +200,8 @@ class Frame(NamedTuple):
 
 def frame_of(steps: tuple[int, int], values: Sequence[float]) -> Frame:
     """Returns the frame of a step range and finite values; its extent is never zero, even if all steps or values are equal."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
+    low = min(values, default=0.0)
+    high = max(values, default=0.0)
     margin = 0.0 if high > low else abs(high) * 0.1 or 1.0
     return Frame(steps[0], max(steps[1], steps[0] + 1), low - margin, high + margin)
 

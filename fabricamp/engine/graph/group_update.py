@@ -348,11 +348,11 @@ class GroupReader:
     def _read(self, batches: Iterator[Any], count: int) -> BatchGroup:
         """Reads up to ``count`` batches."""
         feed = self._parts.feed
-        found: list[Any] = []
+        read: list[Any] = []
         failure = None
         before = self._rng_state()
         try:
-            found.extend(itertools.islice(batches, count))
+            read.extend(itertools.islice(batches, count))
         except Exception as error:  # noqa: BLE001 - raised by _yield_group in place of the batch
             failure = error
         last = feed.last
@@ -362,8 +362,8 @@ class GroupReader:
                 "cuda_graph: reading a batch draws on the GPU (in a transform, say), and for a launch of several steps all are "
                 "read before it; draw in training_step, or give CudaGraph(steps=1)"
             )
-        key = self._key_of(found) if len(found) == count else None
-        return BatchGroup(found, key, last, failure)
+        key = self._key_of(read) if len(read) == count else None
+        return BatchGroup(read, key, last, failure)
 
 
 # -- how many steps until the host has to act --------------------------------------------------------------------------------------
