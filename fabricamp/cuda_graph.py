@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
     from fabricamp.trainer.arguments import Settings
 
-_FEWEST_WARMUPS = 3
+_FEWEST_WARMUPS = 3  # two eager steps before the capture: the first creates state, the second is checked for waits
 
 
 @dataclass(init=False)
@@ -54,8 +54,11 @@ class CudaGraph(NamesKeywords):
                 raise ConfigError(f"CudaGraph({name}={value!r}) is not allowed; give a whole number from {least}")
         if not isinstance(required, bool):
             raise ConfigError(f"CudaGraph(required={required!r}) is not allowed (allowed: True, False)")
-        self.warmup, self.shapes, self.steps = warmup, shapes, steps
-        self.check_every, self.required = check_every, required
+        self.warmup = warmup
+        self.shapes = shapes
+        self.steps = steps
+        self.check_every = check_every
+        self.required = required
 
     def one_by_one(self) -> CudaGraph:
         """Returns these options with one launch per step, for runs with hooks that look at each step."""

@@ -131,7 +131,7 @@ def record(**changes):
 )
 def test_what_differs_first_decides_the_cause(changes, place, part, cause):
     found = compare("again", [record()], [record(**changes)])
-    assert (found.place, found.part) == (place, part)
+    assert (found.position, found.part) == (place, part)
     assert f"likely cause: {cause}" in str(found) or cause in str(found)
     assert compare("again", [record()], [record()]) is None
 

@@ -40,7 +40,7 @@ class StepProfiler(Profiler):
 
     def __init__(self, title: str, *, on_gpu: bool, graph: bool) -> None:
         super().__init__()
-        self.found: Breakdown | None = None
+        self.breakdown: Breakdown | None = None
         self._title = title
         self._on_gpu = on_gpu
         self.clock = PhaseClock(_event, _seconds, graph=graph) if on_gpu else PhaseClock(graph=graph)
@@ -61,7 +61,7 @@ class StepProfiler(Profiler):
         """Computes the mean batch, and prints nothing."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        self.found = self.clock.breakdown(self._title) if self._warm else None
+        self.breakdown = self.clock.breakdown(self._title) if self._warm else None
 
 
 def bench(path: Path, overrides: Sequence[str], *, steps: int = 100, out: str | None = None) -> list[str]:
@@ -76,18 +76,20 @@ def bench(path: Path, overrides: Sequence[str], *, steps: int = 100, out: str | 
         raise ConfigError(f"--steps {steps} is not allowed; give a whole number from 1")
     if out is not None:
         check_out(out)
+    notes = []
     eager, on_gpu = _measured(path, [*overrides, "trainer.cuda_graph=false"], steps, "eager", graph=False)
-    found, said = [eager], []
+    breakdowns = [eager]
     if on_gpu:
         try:
-            found.append(_measured(path, [*overrides, "trainer.cuda_graph=true"], steps, "graph", graph=True)[0])
+            graph, _ = _measured(path, [*overrides, "trainer.cuda_graph=true"], steps, "graph", graph=True)
+            breakdowns.append(graph)
         except ConfigError as error:
-            said.append(f"graph: {error}")
-    shown = [one for one in found if one is not None]
+            notes.append(f"graph: {error}")
+    shown = [breakdown for breakdown in breakdowns if breakdown is not None]
     if out is not None and shown:
         save_bars(shown, out)
-        said.append(f"picture: {out}")
-    return [*(bars(shown).splitlines() if shown else []), *said]
+        notes.append(f"picture: {out}")
+    return [*(bars(shown).splitlines() if shown else []), *notes]
 
 
 def _measured(
@@ -109,16 +111,19 @@ def _measured(
         on_gpu = trainer.device_type == "cuda"
         profiler = StepProfiler(title, on_gpu=on_gpu, graph=graph)
         left_out = (ModelCheckpoint, ProgressBar, SaveConfig)
-        kept = (one for one in trainer.callbacks if not isinstance(one, left_out))
-        trainer.callbacks[:] = [one for one in kept if not decides_by_metrics(one)]
+        trainer.callbacks[:] = [
+            callback
+            for callback in trainer.callbacks
+            if not isinstance(callback, left_out) and not decides_by_metrics(callback)
+        ]
         trainer.loggers[:] = [DummyLogger()]
         trainer.profiler = profiler
         trainer.fit(module, datamodule=data)
-    if profiler.found is None:
+    if profiler.breakdown is None:
         raise ConfigError(
             f"the training ended within its first {WARMUP} batches, which are not measured; give it more, or fewer limits"
         )
-    return (profiler.found if trainer.is_global_zero else None), on_gpu
+    return (profiler.breakdown if trainer.is_global_zero else None), on_gpu
 
 
 def _event() -> Any:

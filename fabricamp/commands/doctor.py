@@ -46,14 +46,15 @@ def show(checks: Sequence[Check]) -> None:
 
     colours = {"ok": "green", "not here": "dim", "broken": "bold red"}
     console = Console()
-    cures = any(one.cure for one in checks)
-    table = Table("check", "found", "status", *(["cure"] if cures else []), title="fabricamp doctor")
-    for one in checks:
+    table = Table("check", "found", "status", title="fabricamp doctor")
+    if any(check.cure for check in checks):
+        table.add_column("cure")
+    for check in checks:
         # As Text: in markup, the name of an extra in brackets would be parsed as a style and disappear.
-        texts = [Text(one.name), Text(one.found), Text(one.status, colours[one.status]), Text(one.cure)]
+        texts = [Text(check.name), Text(check.found), Text(check.status, colours[check.status]), Text(check.cure)]
         table.add_row(*texts[: len(table.columns)])
     console.print(table)
-    count = sum(one.status == "broken" for one in checks)
+    count = sum(check.status == "broken" for check in checks)
     console.print(f"{count} broken; what to do is in the table" if count else "nothing is broken")
 
 

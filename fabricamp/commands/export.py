@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-WEIGHTS, GRAPHS, WHOLE = (".pt", ".safetensors"), (".pt2", ".onnx"), ".ckpt"
+WEIGHTS = (".pt", ".safetensors")
+GRAPHS = (".pt2", ".onnx")
+WHOLE = ".ckpt"
 _PACKAGES = {".safetensors": ("safetensors",), ".onnx": ("onnx", "onnxscript")}
 
 
@@ -71,22 +73,23 @@ def export(
         raise CheckpointError(
             f"{checkpoint} holds no 'state_dict' (it has {sorted(content)}); give a Trainer's checkpoint"
         )
-    if as_folder or path.suffix == WHOLE:
-        (write_whole if as_folder else write_checkpoint)(path, content)
-        return (
-            f"{path}: the checkpoint of step {content.get('global_step')} as {'a folder' if as_folder else 'one file'}"
-        )
-    wanted = _trained(content.get("amp")) if dtype is None else DTYPES[dtype]
-    weights = {name: _as(value, wanted) for name, value in weights.items()}
+    if as_folder:
+        write_whole(path, content)
+        return f"{path}: the checkpoint of step {content.get('global_step')} as a folder"
+    if path.suffix == WHOLE:
+        write_checkpoint(path, content)
+        return f"{path}: the checkpoint of step {content.get('global_step')} as one file"
+    target_dtype = _trained_dtype(content.get("amp")) if dtype is None else DTYPES[dtype]
+    weights = {name: _converted(value, target_dtype) for name, value in weights.items()}
     if path.suffix in WEIGHTS:
-        _put(path, lambda file: _write_weights(file, path.suffix, weights))
+        _write_and_rename(path, lambda file: _write_weights(file, path.suffix, weights))
         return f"{path}: {len(weights)} tensors, {_dtypes(weights)}"
     if module is None:
         raise ConfigError(
             f"{path.name} holds the module's forward too, and a checkpoint names no code: give its class (--module)"
         )
     program = _program(_module(module, str(checkpoint), weights), inputs)
-    _put(path, lambda file: _write_program(file, path.suffix, program))
+    _write_and_rename(path, lambda file: _write_program(file, path.suffix, program))
     return f"{path}: {module.__name__}.forward, {_dtypes(weights)}"
 
 
@@ -112,20 +115,20 @@ def _checked(path: Path, dtype: str | None, *, whole: bool) -> Path:
     return path
 
 
-def _trained(amp: Any) -> torch.dtype | None:
+def _trained_dtype(amp: Any) -> torch.dtype | None:
     """Returns the dtype of all floating weights at O3, else None; a file of O3 holds fp32 for weights that no step has changed."""
     if not isinstance(amp, dict) or amp.get("level") != "O3":
         return None
-    found = getattr(torch, str(amp.get("cast_model_type")), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, str(amp.get("cast_model_type")), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _as(value: Any, dtype: torch.dtype | None) -> Any:
+def _converted(value: Any, dtype: torch.dtype | None) -> Any:
     """Returns a contiguous copy on the CPU, of ``dtype`` if the tensor is floating; any other value as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    return value.detach().to(device="cpu", dtype=wanted, copy=True).contiguous()
+    target_dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return value.detach().to(device="cpu", dtype=target_dtype, copy=True).contiguous()
 
 
 def _dtypes(weights: dict[str, Any]) -> str:
@@ -143,40 +146,40 @@ def _module(kind: type[TrainingModule], checkpoint: str, weights: dict[str, Any]
 
 
 def _program(module: TrainingModule, inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
-    given: Any = tuple(inputs) or module.example_input_array
-    if given is None:
+    example: Any = tuple(inputs) or module.example_input_array
+    if example is None:
         raise ConfigError(
             f"forward of {type(module).__name__} needs an example of its inputs: give their shapes (--input 2,3,224,224), or set "
             "self.example_input_array in __init__"
         )
-    given = given if isinstance(given, tuple) else (given,)
+    tensors = example if isinstance(example, tuple) else (example,)
     dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
-    given = tuple(one.cpu().to(dtype) if one.is_floating_point() else one.cpu() for one in given)
-    _try(module, given)
-    batches: Any = tuple({0: torch.export.Dim.AUTO} if one.ndim else None for one in given)
+    arguments = tuple(one.cpu().to(dtype) if one.is_floating_point() else one.cpu() for one in tensors)
+    _check_forward(module, arguments)
+    batches: Any = tuple({0: torch.export.Dim.AUTO} if one.ndim else None for one in arguments)
     with torch.no_grad():
-        return torch.export.export(module, given, dynamic_shapes=batches)
+        return torch.export.export(module, arguments, dynamic_shapes=batches)
 
 
-def _try(module: TrainingModule, given: tuple[Tensor, ...]) -> None:
+def _check_forward(module: TrainingModule, arguments: tuple[Tensor, ...]) -> None:
     """Calls ``forward``; raises :class:`ConfigError` if it fails on the given inputs."""
     try:
         with torch.no_grad():
-            module(*given)
+            module(*arguments)
     except Exception as error:
-        taken = f"{type(module).__name__}.forward{inspect.signature(module.forward)}"
+        forward = f"{type(module).__name__}.forward{inspect.signature(module.forward)}"
         example = module.example_input_array
         fits = "" if example is None else f", such as its example_input_array: {_shapes(example)}"
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{taken} does not take an input of {_shapes(given)}: {reason}; give each input's sizes as the module takes them{fits} "
-            "(--input 2,3,224,224, once for each)"
+            f"{forward} does not take an input of {_shapes(arguments)}: {reason}; give each input's sizes as the module takes "
+            f"them{fits} (--input 2,3,224,224, once for each)"
         ) from error
 
 
-def _shapes(given: Any) -> str:
+def _shapes(inputs: Any) -> str:
     """Returns the sizes of tensors as text in the form of --input, with their dtypes."""
-    tensors = given if isinstance(given, tuple) else (given,)
+    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
     return " and ".join(
         f"{','.join(map(str, one.shape)) or 'no dimensions'} ({str(one.dtype).removeprefix('torch.')})"
         for one in tensors
@@ -204,7 +207,7 @@ def _write_program(file: Path, suffix: str, program: torch.export.ExportedProgra
     graph.save(file)
 
 
-def _put(path: Path, write: Callable[[Path], None]) -> None:
+def _write_and_rename(path: Path, write: Callable[[Path], None]) -> None:
     """Writes a temporary file with ``write``, and renames it to ``path`` when it is complete; raises CheckpointError."""
     unfinished = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fabricamp.profilers.base import PassThroughProfiler
-from fabricamp.profilers.choice import profiler_from
+from fabricamp.profilers.base import PassThroughProfiler, profiler_from
 from fabricamp.profilers.memory import MemoryProfiler
 from fabricamp.profilers.profiler import Profiler
 from fabricamp.profilers.pytorch import PyTorchProfiler

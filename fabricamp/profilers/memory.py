@@ -53,7 +53,8 @@ class MemoryProfiler(Profiler):
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Starts recording if ``wait`` is 0."""
         super().setup(stage, local_rank, log_dir)
-        self._batches, self._written = 0, ""
+        self._batches = 0
+        self._written = ""
         if self.wait == 0:
             self._begin()
 

@@ -31,10 +31,19 @@ class Breakdown(NamedTuple):
     batches: int
 
 
-class _Open(NamedTuple):
+class _OpenAction(NamedTuple):
     action: str
     phase: str
     begin: Any
+
+
+class _Interval(NamedTuple):
+    """The time of an action of ``phase``; ``outer`` is the phase that it is nested in."""
+
+    phase: str
+    outer: str | None
+    begin: Any
+    end: Any
 
 
 class PhaseClock:
@@ -56,28 +65,28 @@ class PhaseClock:
         self._between = between
         self._names = {"train_dataloader_next": "data", "run_training_epoch": "host"} if graph else _BY_ACTION
         self._graph = graph
-        self._open: list[_Open] = []
-        self._noted: list[tuple[str, str | None, Any, Any]] = []
+        self._open: list[_OpenAction] = []
+        self._intervals: list[_Interval] = []
 
     def start(self, action: str) -> None:
         """Notes the start of an action."""
         phase = self._phase_of(action)
         if phase is not None:
-            self._open.append(_Open(action, phase, self._mark()))
+            self._open.append(_OpenAction(action, phase, self._mark()))
 
     def stop(self, action: str) -> None:
         """Notes the end of an action."""
         self.batches += action == _BATCH
         if self._open and self._open[-1].action == action:
-            one = self._open.pop()
+            ended = self._open.pop()
             outer = self._open[-1].phase if self._open else None
-            self._noted.append((one.phase, outer, one.begin, self._mark()))
+            self._intervals.append(_Interval(ended.phase, outer, ended.begin, self._mark()))
 
     def restart(self) -> None:
         """Drops all measurements; open actions count from now on."""
         now = self._mark()
         self._open = [one._replace(begin=now) for one in self._open]
-        self._noted.clear()
+        self._intervals.clear()
         self.batches = 0
 
     def breakdown(self, title: str) -> Breakdown | None:
@@ -85,12 +94,12 @@ class PhaseClock:
         if not self.batches:
             return None
         totals = dict.fromkeys((*PHASES, _VALIDATION), 0.0)
-        for phase, outer, begin, end in self._noted:
-            seconds = self._between(begin, end)
-            totals[phase] += seconds
-            if outer is not None:
-                totals[outer] -= seconds
-        seen = {phase for phase, *_ in self._noted}
+        for interval in self._intervals:
+            seconds = self._between(interval.begin, interval.end)
+            totals[interval.phase] += seconds
+            if interval.outer is not None:
+                totals[interval.outer] -= seconds
+        seen = {interval.phase for interval in self._intervals}
         return Breakdown(title, {name: totals[name] / self.batches for name in PHASES if name in seen}, self.batches)
 
     def _phase_of(self, action: str) -> str | None:
@@ -109,12 +118,12 @@ def bars(breakdowns: Sequence[Breakdown]) -> str:
       data         1.000 ms   25.0 %  █████████████
       forward      3.000 ms   75.0 %  ████████████████████████████████████████
     """
-    longest = max((one for found in breakdowns for one in found.seconds.values()), default=0.0)
+    longest = max((seconds for breakdown in breakdowns for seconds in breakdown.seconds.values()), default=0.0)
     lines = []
-    for found in breakdowns:
-        whole = sum(found.seconds.values())
-        lines.append(f"{found.title}: {1e3 * whole:.3f} ms a batch (mean of {found.batches})")
-        lines += [_line(name, one, whole, longest) for name, one in found.seconds.items()]
+    for breakdown in breakdowns:
+        whole = sum(breakdown.seconds.values())
+        lines.append(f"{breakdown.title}: {1e3 * whole:.3f} ms a batch (mean of {breakdown.batches})")
+        lines += [_line(name, seconds, whole, longest) for name, seconds in breakdown.seconds.items()]
     return "\n".join(lines)
 
 

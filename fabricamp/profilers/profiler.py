@@ -70,7 +70,8 @@ class Profiler(NamesKeywords):
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Called at the start of a run of ``stage`` ("fit", "validate", "test" or "predict"); the rank is None with one process."""
-        self._stage, self._local_rank = stage, local_rank
+        self._stage = stage
+        self._local_rank = local_rank
         self.dirpath = self.dirpath or log_dir
 
     def watch(self, module: nn.Module) -> None:
@@ -95,6 +96,7 @@ class Profiler(NamesKeywords):
         """Returns the path of a file of this rank; creates the folder."""
         folder = Path(self.dirpath or ".")
         folder.mkdir(parents=True, exist_ok=True)
-        stem, dot, rest = name.partition(".")
-        parts = (self._stage, stem, None if self._local_rank is None else str(self._local_rank))
-        return folder / ("-".join(part for part in parts if part) + dot + rest)
+        stem, dot, ending = name.partition(".")
+        rank = None if self._local_rank is None else str(self._local_rank)
+        parts = [part for part in (self._stage, stem, rank) if part]
+        return folder / ("-".join(parts) + dot + ending)

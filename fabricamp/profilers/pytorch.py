@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,14 +64,13 @@ class PyTorchProfiler(Profiler):
     ) -> None:
         super().__init__(dirpath, filename)
         check_choice("sort_by_key", sort_by_key, (*_SORT_KEYS, None))
-        takes = [name for kind in (PyTorchProfiler, profile) for name in inspect.signature(kind).parameters]
-        check_names(
-            "PyTorchProfiler has no argument", profiler_kwargs, [one for one in takes if one != "profiler_kwargs"]
-        )
-        given = profiler_kwargs.get("schedule")
-        if given is not None and not callable(given):
+        arguments = [name for kind in (PyTorchProfiler, profile) for name in inspect.signature(kind).parameters]
+        arguments.remove("profiler_kwargs")
+        check_names("PyTorchProfiler has no argument", profiler_kwargs, arguments)
+        steps = profiler_kwargs.get("schedule")
+        if steps is not None and not callable(steps):
             raise ConfigError(
-                f"schedule={given!r} is no function; give torch.profiler.schedule(...), or None for the whole run"
+                f"schedule={steps!r} is no function; give torch.profiler.schedule(...), or None for the whole run"
             )
         self.profiler: Any = None
         """torch's profiler; None before a run."""
@@ -90,12 +90,12 @@ class PyTorchProfiler(Profiler):
         """Adds hooks that mark the start and end of each submodule's forward."""
         if not self._record_module_names:
             return
-        for name, one in module.named_modules():
+        for name, part in module.named_modules():
             if name:
-                label = f"[module] {name}: {type(one).__name__}"
+                label = f"[module] {name}: {type(part).__name__}"
                 self._handles += [
-                    one.register_forward_pre_hook(lambda *_, label=label: self._enter(label)),
-                    one.register_forward_hook(lambda *_, label=label: self._leave(label), always_call=True),
+                    part.register_forward_pre_hook(lambda *_, label=label: self._enter(label)),
+                    part.register_forward_hook(lambda *_, label=label: self._leave(label), always_call=True),
                 ]
 
     def start(self, action_name: str) -> None:
@@ -135,39 +135,41 @@ class PyTorchProfiler(Profiler):
             self.profiler = torch.autograd.profiler.emit_nvtx()
             self.profiler.__enter__()
             return
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         defaults = {
             "activities": activities,
             "schedule": schedule(wait=1, warmup=1, active=3, repeat=1),
             "acc_events": True,  # the table covers all windows
         }
         options = {**defaults, **self._profiler_kwargs}
-        given, windows = options.pop("on_trace_ready", None), iter(range(10**9))
+        users_handler = options.pop("on_trace_ready", None)
+        windows = itertools.count()
 
-        def ready(found: profile) -> None:
-            self._take_table(found)
+        def ready(profiled: profile) -> None:
+            self._take_table(profiled)
             if self._export_to_chrome:
-                found.export_chrome_trace(str(self._file(f"trace.{next(windows)}.pt.trace.json")))
-            if given is not None:
-                given(found)
+                profiled.export_chrome_trace(str(self._file(f"trace.{next(windows)}.pt.trace.json")))
+            if users_handler is not None:
+                users_handler(profiled)
 
         self.profiler = profile(**options, on_trace_ready=ready)
         self.profiler.start()
 
     def _close(self) -> None:
-        opened, self.profiler = self.profiler, None
+        opened = self.profiler
+        self.profiler = None
         if isinstance(opened, profile):
             opened.stop()
         elif opened is not None:
             opened.__exit__(None, None, None)
 
-    def _take_table(self, found: profile) -> None:
-        on_gpu = ProfilerActivity.CUDA in found.activities
-        table = found.key_averages(group_by_input_shape=self._group_by_input_shapes).table(
-            sort_by=self._sort_by_key or ("cuda_time_total" if on_gpu else "cpu_time_total"),
-            row_limit=self._row_limit,
-            **self._table_kwargs,
-        )
+    def _take_table(self, profiled: profile) -> None:
+        on_gpu = ProfilerActivity.CUDA in profiled.activities
+        longest = "cuda_time_total" if on_gpu else "cpu_time_total"
+        averages = profiled.key_averages(group_by_input_shape=self._group_by_input_shapes)
+        table = averages.table(sort_by=self._sort_by_key or longest, row_limit=self._row_limit, **self._table_kwargs)
         self._table = table.strip()
 
     def _enter(self, name: str) -> None:

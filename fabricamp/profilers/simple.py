@@ -62,18 +62,17 @@ class SimpleProfiler(Profiler):
         totals = {name: sum(seconds) for name, seconds in self.recorded_durations.items()}
         rows = [("action", "mean ms", "total s", "calls", "% of the time")]
         for name in sorted(totals, key=totals.__getitem__, reverse=True):
-            calls, total = len(self.recorded_durations[name]), totals[name]
+            calls = len(self.recorded_durations[name])
+            total = totals[name]
             share = f"{100 * total / whole:.1f}" if whole else ""
             rows.append((name, f"{1e3 * total / calls:.3f}", f"{total:.3f}", str(calls), share))
-        kept = [row if self.extended else row[:3] for row in rows]
-        widths = [max(len(row[column]) for row in kept) for column in range(len(kept[0]))]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-            )
-            for row in kept
-        ]
-        found = self.phases.breakdown("Training, as the host sees it")
-        steps = [] if found is None else [bars([found])]
-        head = f"Profile of {self._stage or 'the run'}: {whole:.3f} s"
-        return "\n".join([head, *(line.rstrip() for line in lines), *steps])
+        shown = [row if self.extended else row[:3] for row in rows]
+        widths = [max(len(row[column]) for row in shown) for column in range(len(shown[0]))]
+        lines = [f"Profile of {self._stage or 'the run'}: {whole:.3f} s"]
+        for row in shown:
+            numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            lines.append("  ".join([row[0].ljust(widths[0]), *numbers]).rstrip())
+        breakdown = self.phases.breakdown("Training, as the host sees it")
+        if breakdown is not None:
+            lines.append(bars([breakdown]))
+        return "\n".join(lines)

@@ -48,18 +48,19 @@ def save(panels: Sequence[Panel], out: str | Path) -> None:
     _write(figure, path)
 
 
-def save_bars(found: Sequence[Breakdown], out: str | Path) -> None:
+def save_bars(breakdowns: Sequence[Breakdown], out: str | Path) -> None:
     """Writes a stacked bar of phases for each breakdown of a batch to a .png, .svg or .pdf file."""
     path = check_out(out)
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1.4 + 0.7 * len(found)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.7 * len(breakdowns)), layout="constrained")
     axes = figure.subplots()
-    names = [name for name in PHASES if any(name in one.seconds for one in found)]
-    ends = [0.0] * len(found)
+    titles = [breakdown.title for breakdown in breakdowns]
+    names = [name for name in PHASES if any(name in breakdown.seconds for breakdown in breakdowns)]
+    ends = [0.0] * len(breakdowns)
     for name in names:
-        widths = [1e3 * max(one.seconds.get(name, 0.0), 0.0) for one in found]
-        axes.barh([one.title for one in found], widths, left=ends, label=name, color=f"C{PHASES.index(name)}")
+        widths = [1e3 * max(breakdown.seconds.get(name, 0.0), 0.0) for breakdown in breakdowns]
+        axes.barh(titles, widths, left=ends, label=name, color=f"C{PHASES.index(name)}")
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("ms a batch")
@@ -76,9 +77,8 @@ def _write(figure: Any, path: Path) -> None:
 
 def _draw(axes: Any, panel: Panel, runs: Sequence[str]) -> None:
     names = list(dict.fromkeys(line.metric for line in panel.lines))
-    axes.set_title(
-        panel.title if names == [panel.title] else f"{panel.title}: {', '.join(names)}", loc="left", size="medium"
-    )
+    title = panel.title if names == [panel.title] else f"{panel.title}: {', '.join(names)}"
+    axes.set_title(title, loc="left", size="medium")
     axes.grid(alpha=0.3)
     if panel.logarithmic:
         axes.set_yscale("log", base=2)
@@ -87,7 +87,8 @@ def _draw(axes: Any, panel: Panel, runs: Sequence[str]) -> None:
 
 
 def _draw_line(axes: Any, line: Line, colour: str) -> None:
-    steps, values = line.curve.steps, line.curve.values
+    steps = line.curve.steps
+    values = line.curve.values
     marker = "." if len(steps) == 1 else ""
     if line.smoothed:
         axes.plot(steps, values, color=colour, alpha=0.3, linewidth=0.8)

@@ -54,37 +54,40 @@ def summarise(folder: Path) -> Summary:
     with contextlib.suppress(OSError, ValueError):
         read = json.loads((folder / NAME).read_text(encoding="utf-8"))
         content = read if isinstance(read, dict) else content
-    status, reason = str(content.get("status", "unknown")), str(content.get("reason", ""))
+    status = str(content.get("status", "unknown"))
+    reason = str(content.get("reason", ""))
     if status == "running":
         status, reason = _living(content.get("process"))
-    steps, best = content.get("step"), content.get("best")
+    steps = content.get("step")
+    best = content.get("best")
     if steps is None or not best:
         logged_steps, logged_best = _from_logs(folder)
-        steps, best = logged_steps if steps is None else steps, best or logged_best
-    others = tuple((folder / str(one)).resolve() for one in content.get("other_log_folders", ()))
+        steps = logged_steps if steps is None else steps
+        best = best or logged_best
+    others = tuple((folder / str(path)).resolve() for path in content.get("other_log_folders", ()))
     return Summary(folder, others, str(content.get("started", "")), steps, best, status, reason)
 
 
 def show(folder: str | Path) -> None:
     """Prints the table of the runs below ``folder``; raises :class:`ConfigError` if there are none."""
     root = Path(folder).expanduser()
-    found = [summarise(one) for one in find_runs(root)] if root.is_dir() else []
-    if not found:
+    runs = [summarise(path) for path in find_runs(root)] if root.is_dir() else []
+    if not runs:
         raise ConfigError(
             f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is no folder'}; give the folder of runs"
         )
-    others = {one for run in found for one in run.others}
-    found = [run for run in found if run.folder.resolve() not in others]
-    found.sort(key=lambda run: run.started)
-    names = [str(one.folder.relative_to(root)) if one.folder != root else str(one.folder) for one in found]
-    started = [one.started[:_TIME].replace("T", " ") for one in found]
-    steps = ["" if one.steps is None else str(one.steps) for one in found]
-    ended = [_ending(one) for one in found]
+    others = {path for run in runs for path in run.others}
+    runs = [run for run in runs if run.folder.resolve() not in others]
+    runs.sort(key=lambda run: run.started)
+    names = [str(run.folder.relative_to(root)) if run.folder != root else str(run.folder) for run in runs]
+    started = [run.started[:_TIME].replace("T", " ") for run in runs]
+    steps = ["" if run.steps is None else str(run.steps) for run in runs]
+    ended = [_ending(run) for run in runs]
     console = Console(highlight=False)
     others_width = _TIME + _width(["steps", *steps]) + _BETWEEN
-    best = ["\n".join(f"{metric} {value:.4g}" for metric, value in one.best.items()) for one in found]
+    best = ["\n".join(f"{metric} {value:.4g}" for metric, value in run.best.items()) for run in runs]
     if _width(names) + others_width + _width(best) + _width(" ".join(ended).split()) > console.width:
-        best = [one.replace(" ", "\n") for one in best]
+        best = [lines.replace(" ", "\n") for lines in best]
     # Times, metrics and short names stay on one line; in a narrow terminal the last column wraps.
     fits = _width(names) + others_width + _width(best) + _LEAST <= console.width
     table = Table(show_edge=False, pad_edge=False)
@@ -93,14 +96,14 @@ def show(folder: str | Path) -> None:
     table.add_column("steps", no_wrap=True, justify="right")
     table.add_column("best", no_wrap=True)
     table.add_column("how it ended", overflow="fold")
-    for name, time, step, metrics, end, one in zip(names, started, steps, best, ended, found, strict=True):
-        table.add_row(Text(name), time, step, Text(metrics), Text(end, _STYLES.get(one.status, "yellow")))
+    for name, time, step, metrics, end, run in zip(names, started, steps, best, ended, runs, strict=True):
+        table.add_row(Text(name), time, step, Text(metrics), Text(end, _STYLES.get(run.status, "yellow")))
     console.print(table)
 
 
-def _width(lines: Iterable[str]) -> int:
-    """Returns the width of a column with these lines."""
-    return max((len(one) for lines_of_one in lines for one in lines_of_one.splitlines()), default=0)
+def _width(cells: Iterable[str]) -> int:
+    """Returns the width of a column with these cells, which may have several lines."""
+    return max((len(line) for cell in cells for line in cell.splitlines()), default=0)
 
 
 def _ending(run: Summary) -> str:
@@ -112,7 +115,7 @@ def _ending(run: Summary) -> str:
 
 def _first_written(folder: Path) -> str:
     """Returns the earliest modification time of a folder's files; empty if it has none."""
-    times = [one.stat().st_mtime for one in folder.iterdir() if one.is_file()]
+    times = [path.stat().st_mtime for path in folder.iterdir() if path.is_file()]
     return datetime.fromtimestamp(min(times)).astimezone().isoformat() if times else ""
 
 

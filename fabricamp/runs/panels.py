@@ -75,7 +75,8 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
     means = []
     for value in values:
         if abs(value) < float("inf"):
-            total, norm = total * weight + value, norm * weight + 1
+            total = total * weight + value
+            norm = norm * weight + 1
         means.append(total / norm if norm else value)
     return means
 
@@ -131,23 +132,23 @@ def _main(names: Sequence[str], *, first: bool = False) -> str | None:
 
 
 def _each(runs: Sequence[Run], find: Callable[[Sequence[str]], str | None]) -> list[tuple[Run, str]]:
-    found = [(run, find(list(run.curves))) for run in runs]
-    return [(run, name) for run, name in found if name is not None]
+    """Returns the runs that logged such a metric, with its name in each of them."""
+    names = [(run, find(list(run.curves))) for run in runs]
+    return [(run, name) for run, name in names if name is not None]
 
 
-def _panel(title: str, found: Sequence[tuple[Run, str]], smooth: float, *, logarithmic: bool = False) -> Panel:
-    lines = [_line(run.name, name, run.curves[name], smooth) for run, name in found]
+def _panel(title: str, logged: Sequence[tuple[Run, str]], smooth: float, *, logarithmic: bool = False) -> Panel:
+    lines = [_line(run.name, name, run.curves[name], smooth) for run, name in logged]
     if logarithmic:
-        lines = [
-            line._replace(skipped=_skipped_steps(run, name)) for line, (run, name) in zip(lines, found, strict=True)
-        ]
+        skipped = [_skipped_steps(run, name) for run, name in logged]
+        lines = [line._replace(skipped=steps) for line, steps in zip(lines, skipped, strict=True)]
         logarithmic = all(value > 0 for line in lines for value in line.curve.values)
     return Panel(title, lines, logarithmic)
 
 
 def _line(run: str, name: str, curve: Curve, smooth: float) -> Line:
-    worth_it = smooth > 0 and len(curve.values) >= _FEWEST_TO_SMOOTH
-    return Line(run, name, curve, smoothed(curve.values, smooth) if worth_it else [], [])
+    is_smoothed = smooth > 0 and len(curve.values) >= _FEWEST_TO_SMOOTH
+    return Line(run, name, curve, smoothed(curve.values, smooth) if is_smoothed else [], [])
 
 
 def _skipped_steps(run: Run, scale: str) -> list[int]:
@@ -155,9 +156,13 @@ def _skipped_steps(run: Run, scale: str) -> list[int]:
     counted = next((curve for name, curve in run.curves.items() if name.endswith("skipped_steps")), None)
     if counted is None:
         curve = run.curves[scale]
-        return [curve.steps[at] for at, (before, value) in enumerate(pairwise(curve.values), 1) if value < before]
-    grew = zip(counted.steps, pairwise([0.0, *counted.values]), strict=True)
-    return [step for step, (before, value) in grew if value > before]
+        return [
+            step
+            for step, (before, value) in zip(curve.steps[1:], pairwise(curve.values), strict=True)
+            if value < before
+        ]
+    counts = zip(counted.steps, pairwise([0.0, *counted.values]), strict=True)
+    return [step for step, (before, value) in counts if value > before]
 
 
 def _throughput(runs: Sequence[Run], smooth: float) -> Panel:
@@ -180,12 +185,14 @@ def _by_the_clock(run: Run) -> Curve:
     if longest is None or len(longest.steps) < 3:
         return pace
     least = (longest.times[-1] - longest.times[0]) / len(longest.times) / 2
-    step, time = longest.steps[0], longest.times[0]
+    step = longest.steps[0]
+    time = longest.times[0]
     for next_step, next_time in zip(longest.steps, longest.times, strict=True):
         if next_time - time <= max(least, 0.0):
             continue
         if next_step > step:
             pace.steps.append(next_step)
             pace.values.append((next_step - step) / (next_time - time))
-        step, time = next_step, next_time
+        step = next_step
+        time = next_time
     return pace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,8 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-CSV_FILE, JSON_FILE = "metrics.csv", "metrics.jsonl"
+CSV_FILE = "metrics.csv"
+JSON_FILE = "metrics.jsonl"
 _EVENTS = "*tfevents*"
 _DEPTH = 3
 """Depth of the search for runs below the given folder: ``runs/name/version_0``."""
@@ -35,27 +37,32 @@ class Run(NamedTuple):
     curves: dict[str, Curve]
 
 
-def read_runs(places: Sequence[str | Path]) -> list[Run]:
+def read_runs(folders_or_files: Sequence[str | Path]) -> list[Run]:
     """Returns the runs in these folders or files; raises :class:`ConfigError` if nothing was logged."""
-    paths = [Path(place).expanduser() for place in places]
+    paths = [Path(path).expanduser() for path in folders_or_files]
     return [Run(name, read_curves(path)) for name, path in zip(_names(paths), paths, strict=True)]
 
 
-def read_curves(place: Path) -> dict[str, Curve]:
+def read_curves(path: Path) -> dict[str, Curve]:
     """Returns the curves that were logged into a folder, or into one log file, by metric name."""
-    if not place.exists():
-        raise ConfigError(f"{str(place)!r} is not there; give the folder of a run, such as runs/version_0")
-    events = sorted(place.glob(_EVENTS)) if place.is_dir() else [place] if "tfevents" in place.name else []
-    files = [place / CSV_FILE, place / JSON_FILE] if place.is_dir() else [place]
+    if not path.exists():
+        raise ConfigError(f"{str(path)!r} is not there; give the folder of a run, such as runs/version_0")
+    if path.is_dir():
+        events = sorted(path.glob(_EVENTS))
+        files = [path / CSV_FILE, path / JSON_FILE]
+    else:
+        events = [path] if "tfevents" in path.name else []
+        files = [path]
     readers = {".csv": _from_table, ".jsonl": _from_lines}
     try:
         if events:
             return _curves(_from_events(events))
-        for file in (one for one in files if one.is_file() and one.suffix in readers):
-            return _curves(readers[file.suffix](file))
+        for file in files:
+            if file.is_file() and file.suffix in readers:
+                return _curves(readers[file.suffix](file))
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{place} cannot be read as a log: {str(error) or type(error).__name__}") from error
-    raise ConfigError(f"{place} holds no log{_why_no_log(place)}")
+        raise ConfigError(f"{path} cannot be read as a log: {str(error) or type(error).__name__}") from error
+    raise ConfigError(f"{path} holds no log{_why_no_log(path)}")
 
 
 def is_run(folder: Path) -> bool:
@@ -65,40 +72,42 @@ def is_run(folder: Path) -> bool:
 
 def find_runs(folder: Path) -> list[Path]:
     """Returns the run folders in ``folder``, including ``folder`` itself, oldest first."""
-    return sorted(_found(folder, _DEPTH), key=lambda one: (one.stat().st_mtime, str(one)))
+    return sorted(_runs_within(folder, _DEPTH), key=lambda path: (path.stat().st_mtime, str(path)))
 
 
-def _found(folder: Path, depth: int) -> Iterator[Path]:
+def _runs_within(folder: Path, depth: int) -> Iterator[Path]:
     with contextlib.suppress(OSError):  # a folder that may not be listed has no run of this user
         if is_run(folder):
             yield folder
         for inner in folder.iterdir() if depth else ():
             if inner.is_dir() and not inner.is_symlink() and not inner.name.startswith("."):
-                yield from _found(inner, depth - 1)
+                yield from _runs_within(inner, depth - 1)
 
 
-def _why_no_log(place: Path) -> str:
+def _why_no_log(path: Path) -> str:
     """Returns why there is no log: a fit logged no value, or else the files and folders that were searched."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads((place / NAME).read_text(encoding="utf-8"))
-        every, steps = int(content["trainer"]["log_every_n_steps"]), int(content["step"]) - int(content["first_step"])
+        content = json.loads((path / NAME).read_text(encoding="utf-8"))
+        every = int(content["trainer"]["log_every_n_steps"])
+        steps = int(content["step"]) - int(content["first_step"])
         return f": its run of {steps} steps logged no value, with log_every_n_steps={every}"
-    return f": TensorBoard's events, {CSV_FILE} or {JSON_FILE}{_runs_below(place)}"
+    return f": TensorBoard's events, {CSV_FILE} or {JSON_FILE}{_runs_below(path)}"
 
 
-def _runs_below(place: Path) -> str:
-    found = [one for one in find_runs(place) if one != place] if place.is_dir() else []
-    found = [one for one in found if (one / NAME).is_file()] or found  # prefer fits to test and predict runs
-    return f"; runs below it: {', '.join(str(one) for one in found[-3:])}" if found else "; give the folder of a run"
+def _runs_below(path: Path) -> str:
+    """Returns the end of a message: which runs are below a folder, or what to give."""
+    runs = [run for run in find_runs(path) if run != path] if path.is_dir() else []
+    runs = [run for run in runs if (run / NAME).is_file()] or runs  # prefer fits to test and predict runs
+    return f"; runs below it: {', '.join(str(run) for run in runs[-3:])}" if runs else "; give the folder of a run"
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """Returns the paths without their common leading folders."""
     parts = [path.absolute().parts for path in paths]
     common = 0
-    while all(len(one) > common + 1 and one[common] == parts[0][common] for one in parts):
+    while all(len(names) > common + 1 and names[common] == parts[0][common] for names in parts):
         common += 1
-    return ["/".join(one[common:]) for one in parts]
+    return ["/".join(names[common:]) for names in parts]
 
 
 def _curves(points: Iterator[tuple[str, int, float, float | None]]) -> dict[str, Curve]:
@@ -121,9 +130,9 @@ def _from_events(files: Sequence[Path]) -> Iterator[tuple[str, int, float, float
 
     valid: list[Any] = []
     try:
-        for event in (one for file in files for one in read_events(file)):
+        for event in chain.from_iterable(map(read_events, files)):
             if event.HasField("session_log") and event.session_log.status == SessionLog.START:
-                valid = [one for one in valid if one.step < event.step]
+                valid = [earlier for earlier in valid if earlier.step < event.step]
             elif event.HasField("summary"):
                 valid.append(event)
     except DecodeError as error:
@@ -146,6 +155,7 @@ def _from_table(file: Path) -> Iterator[tuple[str, int, float, float | None]]:
 def _from_lines(file: Path) -> Iterator[tuple[str, int, float, float | None]]:
     with file.open(encoding="utf-8") as text:
         for row in map(json.loads, text):
-            step, time = int(row.pop("step")), row.pop("time", None)
+            step = int(row.pop("step"))
+            time = row.pop("time", None)
             for name, value in row.items():
                 yield name, step, float(value), time

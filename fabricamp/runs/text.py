@@ -1,4 +1,7 @@
-"""Draws pictures in the terminal: lines of braille dots, or of one character per run if there are no colours."""
+"""Draws pictures in the terminal: lines of braille dots, or of one character per run if there are no colours.
+
+:func:`show` prints panels.  A :class:`Canvas` turns the lines of one panel into characters.
+"""
 
 from __future__ import annotations
 
@@ -16,84 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from fabricamp.runs.panels import Line, Panel
-
-
-# ~~~ from runs.canvas: Draws lines in a grid of characters with two by four dots each.
-
-
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bit of a dot in a braille character, by row and column."""
-
-
-class Cell(NamedTuple):
-    """One character: its visible layer, and the bits of its braille dots."""
-
-    layer: int
-    dots: int
-
-
-class Frame(NamedTuple):
-    """The values at the edges of the grid."""
-
-    left: float
-    right: float
-    low: float
-    high: float
-
-
-def frame_of(steps: tuple[int, int], values: Sequence[float]) -> Frame:
-    """Returns the frame of a step range and finite values; its extent is never zero, even if all steps or values are equal."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    margin = 0.0 if high > low else abs(high) * 0.1 or 1.0
-    return Frame(steps[0], max(steps[1], steps[0] + 1), low - margin, high + margin)
-
-
-class Canvas:
-    """A grid of ``width`` by ``height`` characters within a frame; in each character the last drawn layer is visible."""
-
-    def __init__(self, width: int, height: int, frame: Frame) -> None:
-        self._width, self._height, self._frame = width, height, frame
-        self._cells: dict[tuple[int, int], Cell] = {}
-
-    def column(self, x: float) -> int:
-        """Returns the column of a value on the x axis."""
-        return self._across(x) // 2
-
-    def draw(self, points: Sequence[tuple[float, float]], layer: int) -> None:
-        """Draws lines between points; points that are not finite leave a gap."""
-        dots = [(self._across(x), self._up(y)) if math.isfinite(y) else None for x, y in points]
-        for dot in dots:
-            if dot is not None:
-                self._set(*dot, layer)
-        for before, after in pairwise(dots):
-            if before is not None and after is not None and before != after:
-                self._join(before, after, layer)
-
-    def rows(self) -> list[list[Cell | None]]:
-        """Returns the characters, top row first."""
-        return [[self._cells.get((column, row)) for column in range(self._width)] for row in range(self._height)]
-
-    def _across(self, x: float) -> int:
-        frame, last = self._frame, 2 * self._width - 1
-        return round((x - frame.left) / (frame.right - frame.left) * last)
-
-    def _up(self, y: float) -> int:
-        frame, last = self._frame, 4 * self._height - 1
-        return round((frame.high - y) / (frame.high - frame.low) * last)
-
-    def _join(self, before: tuple[int, int], after: tuple[int, int], layer: int) -> None:
-        steps = max(abs(after[0] - before[0]), abs(after[1] - before[1]))
-        for step in range(1, steps):
-            share = step / steps
-            x, y = (round(one + (other - one) * share) for one, other in zip(before, after, strict=True))
-            self._set(x, y, layer)
-
-    def _set(self, x: int, y: int, layer: int) -> None:
-        place = (x // 2, y // 4)
-        there = self._cells.get(place)
-        dots = there.dots if there is not None and there.layer == layer else 0
-        self._cells[place] = Cell(layer, dots | _DOTS[y % 4][x % 2])
-
 
 _COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 _HEIGHTS = (9, 5)
@@ -158,19 +83,21 @@ class _Picture:
         for row, cells in enumerate(canvas.rows()):
             share = 1 - row / (height - 1)
             value = frame.low + (frame.high - frame.low) * share
-            label = _number(2**value if panel.logarithmic else value) if row in (0, height // 2, height - 1) else ""
+            label = ""
+            if row in (0, height // 2, height - 1):
+                label = _number(2**value if panel.logarithmic else value)
             yield self._row(label, cells, styles)
-        ends = f"{int(frame.left)}", f"step {int(frame.right)}"
-        between = self._glyphs.dash * max(self._width - sum(map(len, ends)) - 2, 1)
-        yield Text(f"{'':>{_LABEL}} {self._glyphs.corner}{ends[0]} {between} {ends[1]}", "dim")
+        first = f"{int(frame.left)}"
+        last = f"step {int(frame.right)}"
+        between = self._glyphs.dash * max(self._width - len(first) - len(last) - 2, 1)
+        yield Text(f"{'':>{_LABEL}} {self._glyphs.corner}{first} {between} {last}", "dim")
         yield from self._skips(panel, canvas)
 
     def _title(self, panel: Panel) -> Iterator[Text]:
         """Yields the panel's title, and each run's last value and its lowest or highest value."""
-        several = len(self._runs) > 1
         names = list(dict.fromkeys(line.metric for line in panel.lines))
         head = Text.assemble((panel.title, "bold"), "" if names == [panel.title] else f"  {', '.join(names)}")
-        if not several:
+        if len(self._runs) <= 1:
             yield Text.assemble(head, *((f"  {_summary(line)}", "dim") for line in panel.lines))
             return
         yield head
@@ -186,9 +113,8 @@ class _Picture:
                 text.append(" ")
                 continue
             run, is_raw = styles[cell.layer]
-            text.append(
-                self._glyph(run, cell.dots, is_raw=is_raw), f"dim {self._colour(run)}" if is_raw else self._colour(run)
-            )
+            colour = self._colour(run)
+            text.append(self._glyph(run, cell.dots, is_raw=is_raw), f"dim {colour}" if is_raw else colour)
         text.rstrip()
         return text
 
@@ -232,14 +158,103 @@ def _summary(line: Line) -> str:
     ]
     if not finite:
         return "no finite value"
-    low, high = (pick(finite, key=itemgetter(0)) for pick in (min, max))
-    word, (value, step) = ("lowest", low) if is_better_low(line.metric) else ("highest", high)
+    low = min(finite, key=itemgetter(0))
+    high = max(finite, key=itemgetter(0))
     parts = [f"last {_number(line.curve.values[-1])}"]
     if high > low:
+        word = "lowest" if is_better_low(line.metric) else "highest"
+        value, step = low if is_better_low(line.metric) else high
         parts.append(f"{word} {_number(value)} at step {step}")
     missing = len(line.curve.values) - len(finite)
-    return ", ".join([*parts, *([f"{missing} not finite"] if missing else [])])
+    if missing:
+        parts.append(f"{missing} not finite")
+    return ", ".join(parts)
 
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
+# -- the canvas --------------------------------------------------------------------------------------------------------------------
+
+
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The bit of a dot in a braille character, by row and column."""
+
+
+class Cell(NamedTuple):
+    """One character: its visible layer, and the bits of its braille dots."""
+
+    layer: int
+    dots: int
+
+
+class Frame(NamedTuple):
+    """The values at the edges of the grid."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+
+def frame_of(steps: tuple[int, int], values: Sequence[float]) -> Frame:
+    """Returns the frame of a step range and finite values; its extent is never zero, even if all steps or values are equal."""
+    low = min(values, default=0.0)
+    high = max(values, default=0.0)
+    margin = 0.0 if high > low else abs(high) * 0.1 or 1.0
+    return Frame(steps[0], max(steps[1], steps[0] + 1), low - margin, high + margin)
+
+
+class Canvas:
+    """A grid of ``width`` by ``height`` characters within a frame; in each character the last drawn layer is visible."""
+
+    def __init__(self, width: int, height: int, frame: Frame) -> None:
+        self._width = width
+        self._height = height
+        self._frame = frame
+        self._cells: dict[tuple[int, int], Cell] = {}
+
+    def column(self, x: float) -> int:
+        """Returns the column of a value on the x axis."""
+        return self._across(x) // 2
+
+    def draw(self, points: Sequence[tuple[float, float]], layer: int) -> None:
+        """Draws lines between points; points that are not finite leave a gap."""
+        dots = [(self._across(x), self._up(y)) if math.isfinite(y) else None for x, y in points]
+        for dot in dots:
+            if dot is not None:
+                self._set(*dot, layer)
+        for before, after in pairwise(dots):
+            if before is not None and after is not None and before != after:
+                self._join(before, after, layer)
+
+    def rows(self) -> list[list[Cell | None]]:
+        """Returns the characters, top row first."""
+        return [[self._cells.get((column, row)) for column in range(self._width)] for row in range(self._height)]
+
+    def _across(self, x: float) -> int:
+        frame = self._frame
+        last = 2 * self._width - 1
+        return round((x - frame.left) / (frame.right - frame.left) * last)
+
+    def _up(self, y: float) -> int:
+        frame = self._frame
+        last = 4 * self._height - 1
+        return round((frame.high - y) / (frame.high - frame.low) * last)
+
+    def _join(self, before: tuple[int, int], after: tuple[int, int], layer: int) -> None:
+        steps = max(abs(after[0] - before[0]), abs(after[1] - before[1]))
+        for step in range(1, steps):
+            share = step / steps
+            x = round(before[0] + (after[0] - before[0]) * share)
+            y = round(before[1] + (after[1] - before[1]) * share)
+            self._set(x, y, layer)
+
+    def _set(self, x: int, y: int, layer: int) -> None:
+        position = (x // 2, y // 4)
+        cell = self._cells.get(position)
+        dots = (
+            cell.dots if cell is not None and cell.layer == layer else 0
+        )  # a later layer hides the dots of earlier ones
+        self._cells[position] = Cell(layer, dots | _DOTS[y % 4][x % 2])

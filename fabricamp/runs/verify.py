@@ -54,7 +54,7 @@ class Difference(NamedTuple):
     """The first difference: the comparison, the position, the part (data, rng or state), and the names."""
 
     comparison: str
-    place: str
+    position: str
     step: int
     part: str
     names: list[str]
@@ -64,15 +64,17 @@ class Difference(NamedTuple):
         words = {"again": "a second run from the start", "resumed": "the run that was killed and resumed"}[
             self.comparison
         ]
-        when = "before its first batch" if self.part == START else f"at {_named(self.place)}, step {self.step}"
-        what = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")
+        when = "before its first batch" if self.part == START else f"at {_named(self.position)}, step {self.step}"
+        what = ", ".join(self.names[:3])
+        if len(self.names) > 3:
+            what += f" and {len(self.names) - 3} more"
         rank = f" on rank {self.rank}" if self.rank else ""
         return f"not equal: {words} differs {when}{rank}: {what}\nlikely cause: {_CAUSES[self.comparison, self.part]}"
 
 
-def _named(place: str) -> str:
+def _named(position: str) -> str:
     """Returns a position as text, batch and epoch counted from 0."""
-    epoch, batch = place.split("/")
+    epoch, batch = position.split("/")
     return f"batch {batch} of epoch {epoch}"
 
 
@@ -85,20 +87,22 @@ def verify(script: Path, arguments: Sequence[str] = (), batches: int = 20) -> tu
     command = [sys.executable, str(script), *arguments]
     with tempfile.TemporaryDirectory(prefix="fabricamp-verify-") as name:
         straight = _run(command, VerificationPlan(f"{name}/straight", batches))
-        places = [place for place in straight[0] if place not in (START, DONE)]
-        if len(places) < _FEWEST:
-            raise ConfigError(f"{script} trains on {len(places)} batches; {_FEWEST} or more can be cut in two")
-        saved = len(places) // 2 - 1
-        save_at, kill_at = places[saved], places[saved + 2]
+        positions = [position for position in straight[0] if position not in (START, DONE)]
+        if len(positions) < _FEWEST:
+            raise ConfigError(f"{script} trains on {len(positions)} batches; {_FEWEST} or more can be cut in two")
+        saved = len(positions) // 2 - 1
+        save_at = positions[saved]
+        kill_at = positions[saved + 2]
         killed = _run(command, VerificationPlan(f"{name}/killed", batches, save_at, kill_at))
-        found = compare("again", straight, killed)
+        difference = compare("again", straight, killed)
         ranks = "1 process" if len(straight) == 1 else f"{len(straight)} processes"
-        what = f"{len(places)} batches on {ranks}, killed after {_named(kill_at)}, resumed after {_named(save_at)}"
-        if found is None:
-            rest = len(places) - saved - 1
-            resumed = _run(command, VerificationPlan(f"{name}/resumed", rest, resume_from=f"{name}/killed/saved.ckpt"))
-            found = compare("resumed", straight, resumed, begun_at=save_at)
-    return found, what
+        what = f"{len(positions)} batches on {ranks}, killed after {_named(kill_at)}, resumed after {_named(save_at)}"
+        if difference is None:
+            remaining = len(positions) - saved - 1
+            checkpoint = f"{name}/killed/saved.ckpt"
+            resumed = _run(command, VerificationPlan(f"{name}/resumed", remaining, resume_from=checkpoint))
+            difference = compare("resumed", straight, resumed, begun_at=save_at)
+    return difference, what
 
 
 def compare(
@@ -109,12 +113,14 @@ def compare(
         names = _differing(lines[begun_at]["state"], others[START]["state"])
         if names:
             return Difference(comparison, begun_at, 0, START, names, rank)
-    for place in (one for one in other[0] if one not in (START, DONE)):
+    for position in other[0]:
+        if position in (START, DONE):
+            continue
         for part in _PARTS:
             for rank, (lines, others) in enumerate(zip(straight, other, strict=True)):
-                names = _differing(lines.get(place, {}).get(part, {}), others[place][part])
+                names = _differing(lines.get(position, {}).get(part, {}), others[position][part])
                 if names:
-                    return Difference(comparison, place, others[place]["step"], part, names, rank)
+                    return Difference(comparison, position, others[position]["step"], part, names, rank)
     return None
 
 

@@ -15,7 +15,7 @@ from fabricamp.engine.update import forward_train_batches
 from fabricamp.engine.workers import start_workers
 from fabricamp.errors import CheckpointError
 from fabricamp.precision import precision_from
-from fabricamp.profilers.choice import profiler_from
+from fabricamp.profilers.base import profiler_from
 from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies import strategy_from
 from fabricamp.trainer.arguments import (
@@ -27,8 +27,7 @@ from fabricamp.trainer.arguments import (
 )
 from fabricamp.trainer.given_parts import as_callbacks, as_loggers, default_callbacks, of_plugins
 from fabricamp.trainer.properties import TrainerProperties
-from fabricamp.tuner.finders import search_first
-from fabricamp.tuner.tuning import Tuner
+from fabricamp.tuner.tuning import Tuner, search_first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -30,12 +30,12 @@ def scale_batch_size(trainer: Trainer, options: BatchSizeFinder, module: Trainin
     """Returns the largest batch size found; restores module, data, Trainer and batch size afterwards."""
     holders = setting_refs(options.batch_arg_name, module, source.datamodule)
     _check(trainer, module, source, options.batch_arg_name, found=bool(holders))
-    before = [one.value for one in holders]
+    before = [holder.value for holder in holders]
     run = train if source.fn is TrainerFn.FITTING else evaluate
 
     def fits(size: int) -> bool:
-        for one in holders:
-            one.value = size
+        for holder in holders:
+            holder.value = size
         guard = _Guard()
         run(trainer, module, source, options.steps_per_trial, within=guard)
         _free_memory(collect=not guard.fits)
@@ -48,8 +48,8 @@ def scale_batch_size(trainer: Trainer, options: BatchSizeFinder, module: Trainin
             if options.mode == "binsearch":
                 size = max(1, int(search.halved() * (1 - options.margin)))
     finally:
-        for one, value in zip(holders, before, strict=True):
-            one.value = value
+        for holder, value in zip(holders, before, strict=True):
+            holder.value = value
     return size
 
 
@@ -69,7 +69,8 @@ class _Search:
         size = int(min(size, self._most))
         while self._try(size):
             self._most = min(self._most, self._num_samples())
-            if self._left == 0 or size >= self._most or (self._high is not None and 2 * size >= self._high):
+            is_known_too_large = self._high is not None and 2 * size >= self._high
+            if self._left == 0 or size >= self._most or is_known_too_large:
                 return self._low
             size = int(min(2 * size, self._most))
         if self._low:
@@ -107,13 +108,13 @@ class _Guard:
         try:
             run()
         except (RuntimeError, MemoryError) as error:
-            if not _is_of_memory(error):
+            if not _is_out_of_memory(error):
                 raise
             self.fits = False
         return self.fits
 
 
-def _is_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 

@@ -1,4 +1,4 @@
-"""Searches for a learning rate: a short training with a rate that grows at each step, and its result."""
+"""Searches for a learning rate: the result, and the search, a short training with a rate that grows at each step."""
 
 from __future__ import annotations
 
@@ -20,32 +20,6 @@ if TYPE_CHECKING:
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
-
-
-# ~~~ from tuner.curve: Draws a curve as text for a terminal.
-
-
-_LABEL, _WIDTH, _HEIGHT = 10, 60, 12
-
-
-def drawn(values: Sequence[float], *, marked: int | None) -> list[str]:
-    """Returns the text lines of a plot of ``values``: ``*`` is a column's mean, ``O`` the column of index ``marked``."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ["(no finite value)"]
-    low, high = min(finite), max(finite)
-    width = min(_WIDTH, len(values))
-    rows = [[" "] * width for _ in range(_HEIGHT)]
-    for column in range(width):
-        first, last = column * len(values) // width, (column + 1) * len(values) // width
-        within = [value for value in values[first:last] if math.isfinite(value)]
-        if within:
-            share = (sum(within) / len(within) - low) / ((high - low) or 1.0)
-            is_marked = marked is not None and first <= marked < last
-            rows[round((1 - share) * (_HEIGHT - 1))][column] = "O" if is_marked else "*"
-    labels = {0: f"{high:.4g}", _HEIGHT - 1: f"{low:.4g}"}
-    return [f"{labels.get(index, ''):>{_LABEL}} |{''.join(row).rstrip()}" for index, row in enumerate(rows)]
-
 
 _SMOOTHING = 0.98
 
@@ -86,8 +60,8 @@ class LRFinder:
             skip_begin: number of rates at the beginning that are not used.
             skip_end: number of rates at the end that are not used.
         """
-        place = self._steepest(skip_begin, skip_end)
-        return None if place is None else self.results["lr"][place]
+        index = self._steepest(skip_begin, skip_end)
+        return None if index is None else self.results["lr"][index]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
         """Draws loss over rate with matplotlib (``pip install 'fabricamp[plot]'``); returns the figure, which has ``savefig``.
@@ -107,7 +81,8 @@ class LRFinder:
                 "plot() draws with matplotlib, which is not installed; pip install 'fabricamp[plot]', or print(finder), "
                 "which draws the curve as text"
             ) from error
-        rates, losses = self.results["lr"], self.results["loss"]
+        rates = self.results["lr"]
+        losses = self.results["loss"]
         if ax is None:
             _, ax = plt.subplots()
         ax.plot(rates, losses)
@@ -115,74 +90,66 @@ class LRFinder:
             ax.set_xscale("log")
         ax.set_xlabel("learning rate")
         ax.set_ylabel("loss")
-        place = self._steepest() if suggest else None
-        if place is not None:
-            ax.plot(rates[place], losses[place], marker="o", markersize=10, color="red")
+        index = self._steepest() if suggest else None
+        if index is not None:
+            ax.plot(rates[index], losses[index], marker="o", markersize=10, color="red")
         if show:
             plt.show()
         return ax.figure
 
     def __str__(self) -> str:
         """Returns the curve as text, with the suggested rate marked."""
-        rates, place = self.results["lr"], self._steepest()
+        rates = self.results["lr"]
         if not rates:
             return "no learning rate was tried"
-        lines = drawn(self.results["loss"], marked=place)
+        index = self._steepest()
+        lines = _drawn(self.results["loss"], marked=index)
         scale = "logarithmic" if self.mode == "exponential" else "linear"
-        found = "no suggestion: too few losses" if place is None else f"suggestion O: {rates[place]:.4g}"
-        return "\n".join([*lines, f"{'loss':>10}  learning rate {rates[0]:.4g} to {rates[-1]:.4g}, {scale}; {found}"])
+        suggestion = "no suggestion: too few losses" if index is None else f"suggestion O: {rates[index]:.4g}"
+        last_line = f"{'loss':>{_LABEL}}  learning rate {rates[0]:.4g} to {rates[-1]:.4g}, {scale}; {suggestion}"
+        return "\n".join([*lines, last_line])
 
     def _steepest(self, skip_begin: int = 10, skip_end: int = 1) -> int | None:
-        rates, losses = self.results["lr"], self.results["loss"]
-        places = [place for place in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[place])]
-        if len(places) < 2:
+        """Returns the index of the rate at which the loss falls fastest; None if fewer than two losses are finite."""
+        rates = self.results["lr"]
+        losses = self.results["loss"]
+        finite = [index for index in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[index])]
+        if len(finite) < 2:
             return None
-        values = torch.tensor([losses[place] for place in places], dtype=torch.float32, device="cpu")
-        spacing = torch.tensor([rates[place] for place in places], dtype=torch.float32, device="cpu")
+        values = torch.tensor([losses[index] for index in finite], dtype=torch.float32, device="cpu")
+        spacing = torch.tensor([rates[index] for index in finite], dtype=torch.float32, device="cpu")
         slopes = torch.gradient(values, spacing=[spacing])[0]
-        return places[int(slopes.argmin())]
+        return finite[int(slopes.argmin())]
 
 
-class _Sweep(Callback):
-    """Sets the next rate before each update, and records the update's loss: the mean over its micro-batches and all ranks."""
+_LABEL = 10
+_WIDTH = 60
+_HEIGHT = 12
 
-    def __init__(self, rates: list[float], early_stop_threshold: float | None) -> None:
-        self.rates = rates
-        self.losses: list[float] = []
-        self.groups: list[dict[str, Any]] = []
-        self._threshold = early_stop_threshold
-        self._window: list[Tensor] = []
-        self._average = 0.0
-        self._best = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
-        rate = self.rates[trainer.global_step]
-        for group in self.groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+def _drawn(values: Sequence[float], *, marked: int | None) -> list[str]:
+    """Returns the text lines of a plot of ``values``: ``*`` is a column's mean, ``O`` the column of index ``marked``."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ["(no finite value)"]
+    low = min(finite)
+    high = max(finite)
+    width = min(_WIDTH, len(values))
+    rows = [[" "] * width for _ in range(_HEIGHT)]
+    for column in range(width):
+        first = column * len(values) // width
+        last = (column + 1) * len(values) // width
+        within = [value for value in values[first:last] if math.isfinite(value)]
+        if within:
+            mean = sum(within) / len(within)
+            share = (mean - low) / ((high - low) or 1.0)
+            is_marked = marked is not None and first <= marked < last
+            rows[round((1 - share) * (_HEIGHT - 1))][column] = "O" if is_marked else "*"
+    labels = {0: f"{high:.4g}", _HEIGHT - 1: f"{low:.4g}"}
+    return [f"{labels.get(index, ''):>{_LABEL}} |{''.join(row).rstrip()}" for index, row in enumerate(rows)]
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if outputs:
-            self._window.append(outputs["loss"].float())
-        if trainer.global_step == len(self.losses):
-            return
-        mean, self._window = torch.stack(self._window).mean(), []
-        self._note(trainer, trainer.strategy.reduce(mean).item())
 
-    def _note(self, trainer: Trainer, loss: float) -> None:
-        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
-        step = len(self.losses) + 1
-        smoothed = self._average / (1 - _SMOOTHING ** (step + 1))
-        self.losses.append(smoothed)
-        # `not <=` instead of `>`: nan ends the search too.
-        if self._threshold is not None and step > 1 and not smoothed <= self._threshold * self._best:
-            trainer.stop("the loss grows")
-        if step == 1 or smoothed < self._best:
-            self._best = smoothed
+# -- the search --------------------------------------------------------------------------------------------------------------------
 
 
 def lr_find(trainer: Trainer, options: LearningRateFinder, module: TrainingModule, source: GivenData) -> LRFinder:
@@ -202,7 +169,9 @@ def lr_find(trainer: Trainer, options: LearningRateFinder, module: TrainingModul
 
 
 def _rates(options: LearningRateFinder) -> list[float]:
-    first, last, count = options.min_lr, options.max_lr, options.num_training_steps
+    first = options.min_lr
+    last = options.max_lr
+    count = options.num_training_steps
     shares = [0.0, *((step + 1) / count for step in range(1, count))]
     if options.mode == "linear":
         return [first + share * (last - first) for share in shares]
@@ -210,7 +179,8 @@ def _rates(options: LearningRateFinder) -> list[float]:
 
 
 def _check_optimizers(session: Session) -> None:
-    name, count = type(session.module).__name__, len(session.optimizers)
+    name = type(session.module).__name__
+    count = len(session.optimizers)
     if not session.module.automatic_optimization:
         raise ConfigError(
             f"lr_find sets the rate of the steps that the Trainer makes, but {name} has automatic_optimization=False; try a few "
@@ -230,3 +200,46 @@ def _until_not_finite(run: Callable[[], Any]) -> bool:
     except NonFiniteError:
         return False
     return True
+
+
+class _Sweep(Callback):
+    """Sets the next rate before each update, and records the update's loss: the mean over its micro-batches and all ranks."""
+
+    def __init__(self, rates: list[float], early_stop_threshold: float | None) -> None:
+        self.rates = rates
+        self.losses: list[float] = []
+        self.groups: list[dict[str, Any]] = []
+        self._threshold = early_stop_threshold
+        self._losses_of_step: list[Tensor] = []
+        self._average = 0.0
+        self._best = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+        rate = self.rates[trainer.global_step]
+        for group in self.groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if outputs:
+            self._losses_of_step.append(outputs["loss"].float())
+        if trainer.global_step == len(self.losses):  # the accumulation goes on
+            return
+        mean = torch.stack(self._losses_of_step).mean()
+        self._losses_of_step = []
+        self._note(trainer, trainer.strategy.reduce(mean).item())
+
+    def _note(self, trainer: Trainer, loss: float) -> None:
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
+        step = len(self.losses) + 1
+        smoothed = self._average / (1 - _SMOOTHING ** (step + 1))
+        self.losses.append(smoothed)
+        # `not <=` instead of `>`: nan ends the search too.
+        if self._threshold is not None and step > 1 and not smoothed <= self._threshold * self._best:
+            trainer.stop("the loss grows")
+        if step == 1 or smoothed < self._best:
+            self._best = smoothed

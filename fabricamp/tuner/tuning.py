@@ -1,18 +1,31 @@
-"""The Tuner: Lightning's names for the searches before a fit."""
+"""Searches before a fit, and what becomes of their results.
+
+:class:`Tuner` has Lightning's names for them; :func:`search_first` runs those of the Trainer's callbacks.  Both end in
+:func:`find_learning_rate` and :func:`find_batch_size`, which set the values that were found.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from fabricamp import launch
 from fabricamp._utils.keywords import names_keywords
+from fabricamp._utils.say_once import say_once
 from fabricamp.arguments.checks import check_choice
+from fabricamp.callbacks.base import Callback
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.lr_finder import LearningRateFinder
+from fabricamp.callbacks.model_summary import ModelSummary
+from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.errors import ConfigError
+from fabricamp.hooks import overrides
 from fabricamp.lightning.given import adopted, hand_back, searches_alone
 from fabricamp.state import TrainerFn
-from fabricamp.tuner.finders import find_batch_size, find_learning_rate
+from fabricamp.tuner.batch_size_scaling import scale_batch_size
+from fabricamp.tuner.lr_finder import lr_find
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +36,8 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
     from fabricamp.tuner.lr_finder import LRFinder
+
+_LOG = logging.getLogger("fabricamp")
 
 
 class Tuner:
@@ -148,7 +163,7 @@ class Tuner:
         if isinstance(options, BatchSizeFinder):
             find_batch_size(self._trainer, options, module, source)
         else:
-            find_learning_rate(self._trainer, options, module, source, self._somewhere)
+            find_learning_rate(self._trainer, options, module, source, self._run_in_processes)
 
     def _check(
         self, method: str, model: TrainingModule, train: Any, val: Any, others: Any, datamodule: DataModule | None
@@ -158,11 +173,10 @@ class Tuner:
             raise ConfigError("method='fit' takes train_dataloaders and val_dataloaders, not dataloaders")
         if method != "fit" and (train is not None or val is not None):
             raise ConfigError(f"method={method!r} takes dataloaders, not train_dataloaders and val_dataloaders")
-        return self._trainer._runner.check_call(
-            TrainerFn(method), model, train, val if method == "fit" else others, datamodule
-        )
+        second = val if method == "fit" else others
+        return self._trainer._runner.check_call(TrainerFn(method), model, train, second, datamodule)
 
-    def _somewhere(self, search: Callable[[Trainer], Any]) -> Any:
+    def _run_in_processes(self, search: Callable[[Trainer], Any]) -> Any:
         """Runs the search here, or in processes that the Trainer starts; with "script" each one runs the script again."""
         runner = self._trainer._runner
         if not runner.launches:
@@ -176,3 +190,79 @@ class Tuner:
 def _in_worker(runner: Runner, search: Callable[[Trainer], Any]) -> Any:
     runner.become_worker()
     return search(runner.trainer)
+
+
+# -- the searches ------------------------------------------------------------------------------------------------------------------
+
+
+def search_first(trainer: Trainer, module: TrainingModule, source: GivenData, ckpt_path: object) -> None:
+    """Runs the searches of the Trainer's callbacks in order; none in a resumed run, whose checkpoint has the values."""
+    if ckpt_path not in (None, "auto"):
+        return
+    for callback in [*trainer.callbacks]:
+        if not isinstance(callback, LearningRateFinder | BatchSizeFinder) or overrides(
+            callback, "on_fit_start", Callback
+        ):
+            continue
+        if isinstance(callback, BatchSizeFinder):
+            find_batch_size(trainer, callback, module, source)
+        elif source.fn is TrainerFn.FITTING:
+            find_learning_rate(trainer, callback, module, source, lambda search: search(trainer))
+
+
+def find_learning_rate(
+    trainer: Trainer,
+    options: LearningRateFinder,
+    module: TrainingModule,
+    source: GivenData,
+    run: Callable[[Callable[[Trainer], Any]], Any],
+) -> None:
+    """Searches for the learning rate by ``options`` through ``run``, stores the result in ``options``, and sets the attribute."""
+    if _is_trial(trainer, "lr_find"):
+        return
+    names = (options.attr_name,) if options.attr_name else ("lr", "learning_rate")
+    name = next((name for name in names if setting_refs(name, module, source.datamodule)), None)
+    if options.update_attr and name is None:
+        raise ConfigError(
+            f"{type(module).__name__} and its hparams have no {' or '.join(map(repr, names))} that lr_find could set; keep the "
+            "rate there and make the optimizer with it, or give attr_name= its name, or update_attr=False"
+        )
+    finder = run(functools.partial(lr_find, options=options, module=module, source=source))
+    options.optimal_lr = finder
+    rate = finder.suggestion()
+    tried = finder.results["lr"]
+    if rate is None:
+        _report(trainer, f"lr_find: {len(tried)} learning rates are too few for a suggestion; raise num_training")
+        return
+    if options.update_attr and name is not None:
+        options.found = {"name": name, "rate": rate}
+        for holder in setting_refs(name, module, source.datamodule):
+            holder.value = rate
+    _report(
+        trainer, f"lr_find: {len(tried)} learning rates from {tried[0]:.3g} to {tried[-1]:.3g}, suggestion {rate:.3g}"
+    )
+
+
+def find_batch_size(trainer: Trainer, options: BatchSizeFinder, module: TrainingModule, source: GivenData) -> None:
+    """Searches for the batch size by ``options``, stores the result in ``options``, and sets the attribute."""
+    if _is_trial(trainer, "scale_batch_size"):
+        return
+    size = scale_batch_size(trainer, options, module, source)
+    options.optimal_batch_size = size
+    for holder in setting_refs(options.batch_arg_name, module, source.datamodule):
+        holder.value = size
+    _report(trainer, f"scale_batch_size: {size} samples a batch")
+
+
+def _is_trial(trainer: Trainer, what: str) -> bool:
+    if trainer.fast_dev_run:
+        say_once(f"{what} is left out under fast_dev_run")
+    return trainer.fast_dev_run > 0
+
+
+def _report(trainer: Trainer, line: str) -> None:
+    """Logs the line on rank 0 if the Trainer has a progress bar or a model summary."""
+    if trainer.is_global_zero and any(
+        isinstance(callback, ProgressBar | ModelSummary) for callback in trainer.callbacks
+    ):
+        _LOG.info(line)

@@ -184,7 +184,7 @@ def test_what_a_step_takes_is_about_what_its_graph_reserves():
                 self.reserved = sum(pooled().values()) - sum(before.values())
                 graphs = trainer._runner.session.graphs
                 (key,) = graphs.update._steps
-                self.takes = graphs.room.takes(key)
+                self.takes = graphs.memory_budget.eager_bytes(key)
 
     gc.collect()  # graphs of earlier tests have pools too
     before, look = pooled(), Look()

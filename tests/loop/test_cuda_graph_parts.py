@@ -24,7 +24,7 @@ from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copie
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import without_collection
 from fabricamp.engine.graph.host_effects import (
-    Attributes,
+    AttributeSnapshot,
     CapturedConstantsGuard,
     LogReplay,
     LogWatch,
@@ -33,7 +33,7 @@ from fabricamp.engine.graph.host_effects import (
     host_generators,
 )
 from fabricamp.engine.graph.refusals import graph_refusal
-from fabricamp.engine.graph.update import Role, WindowGradients
+from fabricamp.engine.graph.update import AccumulationGradients, Role
 from fabricamp.engine.run_context import gathered
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.metrics import Metrics
@@ -149,41 +149,41 @@ def test_what_is_refused_before_the_first_batch(optimizer, options, words):
     assert reason.startswith(words) if words else not reason
 
 
-# -- windows ----------------------------------------------------------------------------------------------------------------------
+# -- accumulations -----------------------------------------------------------------------------------------------------------------
 
 
-def test_gradients_of_a_window_have_a_place_each():
+def test_gradients_of_an_accumulation_have_an_address_each():
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    window = WindowGradients(module)
-    assert window.settle() == [None] * 4
+    gradients = AccumulationGradients(module)
+    assert gradients.settle() == [None] * 4
     module(torch.ones(1, 3)).sum().backward()
     own = [one.grad.clone() for one in module.parameters()]
-    places = window.settle()
+    fixed = gradients.settle()
     assert all(
-        one.grad is place and torch.equal(place, was)
-        for one, place, was in zip(module.parameters(), places, own, strict=True)
+        one.grad is address and torch.equal(address, was)
+        for one, address, was in zip(module.parameters(), fixed, own, strict=True)
     )
-    assert window.bring(places)
+    assert gradients.prepare(fixed)
     module[0].weight.grad = torch.full((3, 3), 7.0)
-    assert window.bring(places)
-    assert module[0].weight.grad is places[0]
-    assert places[0].eq(7).all()
+    assert gradients.prepare(fixed)
+    assert module[0].weight.grad is fixed[0]
+    assert fixed[0].eq(7).all()
     module[1].weight.grad = None
-    assert not window.bring(places)
+    assert not gradients.prepare(fixed)
     module.zero_grad()
-    assert window.bring([None] * 4)
-    assert not window.bring(places)
+    assert gradients.prepare([None] * 4)
+    assert not gradients.prepare(fixed)
 
 
-def test_views_of_what_was_exchanged_stay_where_a_window_closes():
+def test_views_of_what_was_exchanged_stay_at_the_end_of_an_accumulation():
     module = nn.Linear(3, 2)
-    window, bucket = WindowGradients(module), torch.ones(8)
+    gradients, bucket = AccumulationGradients(module), torch.ones(8)
     module.weight.grad, module.bias.grad = bucket[:6].view(2, 3), torch.ones(2)
-    weight, bias = window.settle(closes=True)
+    weight, bias = gradients.settle(closes=True)
     assert weight.data_ptr() == bucket.data_ptr()
     assert bias is module.bias.grad
     assert not bias._is_view()
-    assert window.settle()[0].data_ptr() != bucket.data_ptr()
+    assert gradients.settle()[0].data_ptr() != bucket.data_ptr()
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -231,17 +231,17 @@ def meeting(stages):
     strategy = DDP()
     environment = Environment(rank=int(os.environ["RANK"]), world_size=2)
     strategy.setup_environment(environment, torch.device("cpu"))
-    together = CaptureConsensus(strategy, warmup=3)
+    consensus = CaptureConsensus(strategy, warmup=3)
     found = []
     for stage in stages[environment.rank]:
-        found.append((together.meet(stage, 2), together.settled))
-        if together.settled:
+        found.append((consensus.all_ready(stage, 2), consensus.ended))
+        if consensus.ended:
             break
-    agreed = [together.all(flag) for flag in (True, environment.rank == 0)]
+    agreed = [consensus.all(flag) for flag in (True, environment.rank == 0)]
     role = Role(1, opens=True, closes=True)
-    checked = [together.checks(3, role, replays=number > 4 or environment.rank == 0) for number in range(9)]
-    together.settled = False
-    checked.append(together.checks(1, role, replays=True))
+    checked = [consensus.should_check(3, role, replays=number > 4 or environment.rank == 0) for number in range(9)]
+    consensus.ended = False
+    checked.append(consensus.should_check(1, role, replays=True))
     strategy.teardown()
     return found, agreed, checked
 
@@ -302,11 +302,11 @@ def test_room_for_a_graph_and_for_steps_beside_it(required, options, enough, mon
     one = memory_budget.GraphMemoryBudget(torch.device("cuda", 0), state, required=required)
     assert one.measured("small", lambda: card.step(100)) == 100
     assert one.measured("large", lambda: card.step(300)) == 300
-    assert (one.takes("small"), one.takes("large"), one.takes("unseen")) == (100, 300, 0)
+    assert (one.eager_bytes("small"), one.eager_bytes("large"), one.eager_bytes("unseen")) == (100, 300, 0)
     assert state.peak_bytes == 5000
     card.free = enough
     one.check("small", **options)
-    assert (one.has(enough), one.has(enough - 1)) == (False, True)
+    assert (one.has_free(enough), one.has_free(enough - 1)) == (False, True)
     if not enough:
         return
     card.free = enough - 1
@@ -419,7 +419,7 @@ EFFECTS = {
 @pytest.mark.parametrize("name", EFFECTS)
 def test_effects_are_named(name):
     owner = Owner()
-    before = Attributes(owner.modules())
+    before = AttributeSnapshot(owner.modules())
     assert before.changed() is None
     owner.count.add_(1)
     owner.layer.weight.data.add_(1)  # on the device: a replay does it too
@@ -495,34 +495,34 @@ def weights(one):
     return {key: (cell.weight, cell.number) for key, cell in one.table(MetricTable.TRAINING).cells.items()}
 
 
-def test_a_tape_gives_the_weights_of_an_eager_step():
-    eager, taped = metrics(), metrics()
-    for one in (eager, taped):
+def test_a_log_replay_gives_the_weights_of_an_eager_step():
+    eager, replayed = metrics(), metrics()
+    for one in (eager, replayed):
         log(one, 1.0)
         one.keep(call("before"), torch.tensor(1.0))
-    tape = LogReplay(taped)
-    log(taped, 2.0)
-    tape.take()
+    log_replay = LogReplay(replayed)
+    log(replayed, 2.0)
+    log_replay.record()
     log(eager, 2.0)
-    assert weights(eager) == weights(taped)
+    assert weights(eager) == weights(replayed)
     for _ in range(3):
-        tape.play()
+        log_replay.repeat()
         log(eager, 2.0)
-    assert weights(eager) == weights(taped)
-    assert tape.holds()
-    taped.table(MetricTable.TRAINING).widen(1000)
-    assert not tape.holds()
+    assert weights(eager) == weights(replayed)
+    assert log_replay.is_valid()
+    replayed.table(MetricTable.TRAINING).widen(1000)
+    assert not log_replay.is_valid()
 
 
-def test_a_tape_sets_the_weight_of_a_torchmetrics_object_again():
+def test_a_log_replay_sets_the_weight_of_a_torchmetrics_object_again():
     one, metric = metrics(), torchmetrics.MeanMetric()
     for _ in range(2):
         metric.update(torch.ones(2))
-        tape = LogReplay(one)
+        log_replay = LogReplay(one)
         one.keep(call("mean", on_epoch=True, on_step=False), metric)
-        tape.take()
+        log_replay.record()
     one.table(MetricTable.TRAINING).clear_epoch()
-    tape.play()
+    log_replay.repeat()
     (cell,) = one.table(MetricTable.TRAINING).cells.values()
     assert cell.weight == 1
 
@@ -535,28 +535,28 @@ def test_states_of_metrics_stay_in_their_places():
     states = MetricStates(module)
     places = [module.error.sum_squared_error, module.error.total]
     module.error.update(torch.ones(2), torch.zeros(2))
-    states.settle()
-    states.take()
+    states.rebind_in_capture()
+    states.record()
     assert [module.error.sum_squared_error, module.error.total][0] is places[0]
     assert [one.item() for one in places] == [5, 5]
     before = states.copy()
     module.error.reset()
     module.error.update(torch.full((1,), 2.0), torch.zeros(1))
     assert states.difference(before) == "the state 'sum_squared_error' of a MeanSquaredError"
-    assert states.bring()
+    assert states.rebind()
     assert [one.item() for one in places] == [4, 1]
     assert module.error.total is places[1]
-    states.play()
+    states.repeat()
     assert module.error.update_count == 2
     assert module.error.compute() == 4
-    states.play()
+    states.repeat()
     assert module.error._computed is None
     states.put_back(before)
     assert module.error.update_count == 2
     assert states.difference(before) == ""
     module.error.to(torch.float64)
     module.error.set_dtype(torch.float64)
-    assert not states.bring()
+    assert not states.rebind()
 
 
 def test_what_metrics_count_is_no_effect_and_what_they_list_is_one():
@@ -564,7 +564,7 @@ def test_what_metrics_count_is_no_effect_and_what_they_list_is_one():
     module.error, module.listed = torchmetrics.MeanSquaredError(), torchmetrics.CatMetric()
     for one in (module.error, module.listed):  # the first update may set more
         one.update(*[torch.ones(3)] * (2 if one is module.error else 1))
-    attributes, constants = Attributes(module.modules()), CapturedConstantsGuard(module, {})
+    attributes, constants = AttributeSnapshot(module.modules()), CapturedConstantsGuard(module, {})
     module.error.update(torch.ones(3), torch.zeros(3))
     assert attributes.changed() is None
     assert constants.hold()
@@ -572,14 +572,14 @@ def test_what_metrics_count_is_no_effect_and_what_they_list_is_one():
     assert str(attributes.changed()) == "CatMetric.value"
 
 
-def test_a_tape_forgets_a_step_that_did_not_run():
+def test_a_log_replay_forgets_a_step_that_did_not_run():
     one = metrics()
     log(one, 1.0)
     before = weights(one)
-    tape = LogReplay(one)
+    log_replay = LogReplay(one)
     log(one, 2.0)
     one.keep(call("new", on_epoch=True), torch.tensor(1.0))
-    tape.undo()
+    log_replay.undo()
     after = weights(one)
     assert {key: after[key] for key in before} == before
     assert {weight for key, (weight, _) in after.items() if key not in before} == {0}

@@ -25,7 +25,7 @@ from fabricamp.callbacks import (
 )
 from fabricamp.callbacks.base import waits_between_steps
 from fabricamp.data import Feed, ResidentLoader
-from fabricamp.engine.graph.group_update import GroupReader, Horizon
+from fabricamp.engine.graph.group_update import GroupReader, HostAgenda
 from fabricamp.engine.graph.lr_table import LrTable
 from fabricamp.engine.graph.refusals import group_refusal
 from fabricamp.engine.optimizer_setup import SchedulerConfig
@@ -91,7 +91,7 @@ def test_no_boundary_falls_inside_a_launch_and_all_steps_are_made(plan):
     state.global_step = state.batches_done = begin
     state.epoch, state.batch_idx = divmod(begin, length)
     cadence.start(begin)
-    horizon = Horizon(parts, most, [lambda step: max(cadence.next_look, step + 1)])
+    agenda = HostAgenda(parts, most, [lambda step: max(cadence.next_look, step + 1)])
     end = min(3 * length, plan["max_steps"] if plan["max_steps"] > 0 else 10**6)
 
     def is_boundary(step):
@@ -107,7 +107,7 @@ def test_no_boundary_falls_inside_a_launch_and_all_steps_are_made(plan):
         return step % plan["log"] == 0 or validates or saves or limits
 
     while state.global_step < end:
-        count = horizon.steps(length)
+        count = agenda.launch_size(length)
         assert count in (1, most)
         places = range(state.global_step + 1, state.global_step + count + 1)
         assert not any(is_boundary(step) for step in places[:-1])
@@ -123,16 +123,16 @@ def test_no_boundary_falls_inside_a_launch_and_all_steps_are_made(plan):
 
 @pytest.mark.parametrize("length", [math.inf, 7])
 def test_a_loader_of_unknown_length_or_a_short_one_is_read_step_by_step(length):
-    assert Horizon(parts_of(), 8, []).steps(length) == 1
-    assert Horizon(parts_of(), 7, []).steps(length) == (7 if length == 7 else 1)
+    assert HostAgenda(parts_of(), 8, []).launch_size(length) == 1
+    assert HostAgenda(parts_of(), 7, []).launch_size(length) == (7 if length == 7 else 1)
 
 
 # -- the batches of a launch ------------------------------------------------------------------------------------------------------
 
 
 def reader_of(parts, most, generator=None):
-    draws = (generator or torch.Generator()).get_state
-    return GroupReader(parts, Horizon(parts, most, []), ready=lambda: True, look=len, draws=draws)
+    rng_state = (generator or torch.Generator()).get_state
+    return GroupReader(parts, HostAgenda(parts, most, []), ready=lambda: True, key_of=len, rng_state=rng_state)
 
 
 def read(batches, most, *, limit=math.inf):
@@ -558,15 +558,15 @@ def test_the_rates_of_a_launch_are_those_of_single_steps(name, follows, frequenc
             found.append(one.rate)
             one.launch(flags[0])
         else:
-            assert rates.hold()
-            rates.foresee()
+            assert rates.is_valid()
+            rates.predict()
             rates.begin()
             for number, flag in enumerate(flags):
-                rates.bring(number)
+                rates.write(number)
                 found.append(one.rate)
                 one.launch(flag)
-                rates.note(number)
-            rates.leave()
+                rates.note_applied(number)
+            rates.restore()
         for _ in flags:
             one.note()
             seen.append(one.rate)
@@ -589,9 +589,9 @@ def test_a_schedule_that_is_a_method_of_the_module_copies_no_module():
     config = SchedulerConfig(torch.optim.lr_scheduler.LambdaLR(one.optimizer, module.factor), interval="step")
     one.schedules = Schedules([config], module, None, one.state)
     rates = LrTable(one.optimizer, one.schedules, one.state, None, 3)
-    rates.foresee()
+    rates.predict()
     for number in range(3):
-        rates.bring(number)
+        rates.write(number)
         assert one.rate == pytest.approx(0.1 * (number + 1) / 8)
 
 
@@ -608,7 +608,7 @@ def test_a_schedule_that_cannot_be_foreseen_is_an_error(is_number, monkeypatch):
     )
     one.schedules = Schedules([config], Classifier(), None, one.state)
     rates = LrTable(one.optimizer, one.schedules, one.state, None, 3)
-    rates.foresee()
+    rates.predict()
     for _ in range(3):
         one.note()
     with pytest.raises(ConfigError, match="a schedule came to other numbers"):

@@ -34,27 +34,32 @@ class CaptureConsensus:
     def __init__(self, strategy: Strategy, warmup: int) -> None:
         self._strategy = strategy
         self.alone = strategy.world_size == 1
-        self.settled = self.alone
+        self.ended = self.alone
         """Whether the agreement has ended: the ranks no longer exchange their stages."""
         self._warmup = warmup
-        self._meetings = self._replays = 0
-        self._batches: Counter[Role] = Counter()
+        self._exchanges = 0
+        self._replays_in_a_row = 0
+        self._batches_by_role: Counter[Role] = Counter()
 
-    def meet(self, stage: Stage, accumulate: int) -> bool:
+    def all_ready(self, stage: Stage, accumulate: int) -> bool:
         """Exchanges the ranks' stages; returns whether all ranks are ready to capture.  Waits for the device."""
         stages = self._strategy.all_gather(torch.tensor(stage, dtype=torch.int64, device="cpu")).tolist()
-        self._replays = self._replays + 1 if all(one == Stage.REPLAY for one in stages) else 0
-        self._meetings += 1
+        if all(one == Stage.REPLAY for one in stages):
+            self._replays_in_a_row += 1
+        else:
+            self._replays_in_a_row = 0
+        self._exchanges += 1
+        # Done once all ranks have replayed an accumulation: its graphs are captured, and their first replays compared.
         patience = _PATIENCE * (self._warmup + (1 + self._strategy.eager_steps) * accumulate)
-        self.settled = self._replays > accumulate or self._meetings >= patience
+        self.ended = self._replays_in_a_row > accumulate or self._exchanges >= patience
         return all(one == Stage.READY for one in stages)
 
-    def checks(self, every: int, role: Role, *, replays: bool) -> bool:
+    def should_check(self, every: int, role: Role, *, replays: bool) -> bool:
         """Returns whether to compare this replay: every ``every`` micro-batches of a role, if all ranks replay that one."""
-        if not self.settled:
+        if not self.ended:
             return False
-        self._batches[role] += 1
-        return self._batches[role] % every == 0 and self.all(replays)
+        self._batches_by_role[role] += 1
+        return self._batches_by_role[role] % every == 0 and self.all(replays)
 
     def all(self, flag: bool) -> bool:
         """Returns whether ``flag`` is set on every rank."""

@@ -1,4 +1,15 @@
-"""A captured call: a CUDA graph, the memory that it reads and writes, and the host's work for each replay."""
+"""A captured call: a CUDA graph, the memory that it reads and writes, and the host's work for each replay.
+
+Each of the three classes is a case of the one before it:
+
+- :class:`Captured`: a call for batches of one shape, such as a step of an evaluation.
+- :class:`CapturedStep`: a micro-batch of training.  It also looks after the gradients and the optimizer's hyper-parameters.
+- :class:`CapturedGroup`: the micro-batches of several steps, in one graph.  Memory and launch are those of a ``CapturedStep``.
+  The host's work comes once per step and is that of ``single``, the ``CapturedStep`` of the same shape.
+
+All are used in the same order: ``capture`` once, then for each launch ``is_valid``, ``launch``, and ``after_replay``
+(``after_step`` for each step of a group).  If the first replay after a capture does not happen, ``undo`` comes in its place.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +26,7 @@ from torch import Tensor
 from fabricamp._utils.containers import with_parts
 from fabricamp.engine.graph.batches import NotCapturableError, copied, tensors_of
 from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generators, LogReplay, MetricStates
+from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
 from fabricamp.ops.copies import Copies
 from fabricamp.torch_private import end_failed_capture
@@ -23,16 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import nn
-    from torch.optim import Optimizer
 
     from fabricamp.engine.graph.lr_table import LrTable
-    from fabricamp.engine.graph.update import Role, WindowGradients
+    from fabricamp.engine.graph.update import AccumulationGradients, Role
     from fabricamp.gradients.memory import GradientMemory
     from fabricamp.metrics import Metrics
 
-
-_OWN_FOLDER = str(Path(__file__).parents[2])
-_TORCHS_FOLDER = str(Path(torch.__file__).parent)
+_grad: Final = operator.attrgetter("grad")
 
 
 class Captured:
@@ -41,11 +50,11 @@ class Captured:
     The graph reads ``inputs`` and writes ``outputs``; this object keeps both alive.
     """
 
-    def __init__(self, module: nn.Module, inputs: Any, tape: LogReplay) -> None:
+    def __init__(self, module: nn.Module, inputs: Any, log_replay: LogReplay) -> None:
         self.outputs: Any = None
         self.replays = 0
         self._copy_inputs = Copies(tensors_of(inputs))
-        self.tape = tape
+        self.log_replay = log_replay
         self._graph = torch.cuda.CUDAGraph()
         self.generators = Generators(module)
         self.metric_states = MetricStates(module)
@@ -65,26 +74,21 @@ class Captured:
                 captured,
             ):
                 self.outputs = run()
-                self.metric_states.settle()
+                self.metric_states.rebind_in_capture()
         except BaseException:
-            self.withdraw()
+            self.undo()
             raise
-        self.tape.take()
-        self.metric_states.take()
+        self.log_replay.record()
+        self.metric_states.record()
 
-    def withdraw(self) -> None:
+    def undo(self) -> None:
         """Restores the host's state from before the capture; called if its first replay does not happen."""
-        self.tape.undo()
-        self.metric_states.withdraw()
+        self.log_replay.undo()
+        self.metric_states.undo()
 
-    @property
-    def logged(self) -> torch.Tensor | None:
-        """The tensor with the values that the call logs."""
-        return self.tape.table.bank
-
-    def fits(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether all tensors of the graph still have their addresses, and all captured numbers their values."""
-        return self.constants.hold() and self.tape.holds() and self.metric_states.bring()
+        return self.constants.hold() and self.log_replay.is_valid() and self.metric_states.rebind()
 
     def launch(self, batch: Any) -> None:
         """Copies the batch into the graph's inputs and replays the graph."""
@@ -92,7 +96,7 @@ class Captured:
         self._graph.replay()
         self.replays += 1
 
-    def follow(self, *, first: bool) -> Any:
+    def after_replay(self, *, first: bool) -> Any:
         """Does the host's work after a replay, which the capture has done for the ``first``; returns copies of the outputs."""
         if not first:
             self.count()
@@ -100,8 +104,213 @@ class Captured:
 
     def count(self) -> None:
         """Updates the host's counters as the call does: weights of logged values, and counts of torchmetrics objects."""
-        self.tape.play()
-        self.metric_states.play()
+        self.log_replay.repeat()
+        self.metric_states.repeat()
+
+
+class CapturedStep(Captured):
+    """A captured micro-batch of one shape and one ``role`` in its accumulation.
+
+    ``memory`` is the memory in which gradients are summed; None if they are summed in ``.grad``.
+    """
+
+    def __init__(
+        self, module: nn.Module, inputs: Any, role: Role, log_replay: LogReplay, memory: GradientMemory | None
+    ) -> None:
+        super().__init__(module, inputs, log_replay)
+        self.loss: Tensor | None = None
+        """The loss, if the micro-batch does not finish its accumulation."""
+        self.note: Callable[[], None] | None = None
+        """Callback after a replay; it records which parameters the gradient statistics belong to."""
+        self.upload: Callable[[], bool] = lambda: True
+        """Prepares the optimizer's hyper-parameters, see :func:`hyperparameter_upload`."""
+        self._role = role
+        self._memory = memory
+        self._flat = None if memory is None else memory.flat
+        self._parameters = list(module.parameters())
+        self._gradients_before: list[Tensor | None] = []
+        self._gradients: list[Tensor | None] = []
+        self._presence = [] if memory is None else [memory.presence]
+        """Which parameters have summed gradients: before the step and, once it is captured, after it."""
+
+    def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
+        """Captures ``run`` and records the gradients before and after it."""
+        self._gradients_before = list(map(_grad, self._parameters))
+        super().capture(run, stream, pool)
+        # These references keep the graph's memory for the gradients from being reused.
+        self._gradients = list(map(_grad, self._parameters))
+        if self._memory is not None:
+            self._presence.append(self._memory.presence)
+
+    def undo(self) -> None:
+        """Also restores the gradients."""
+        super().undo()
+        self.restore_gradients()
+
+    def restore_gradients(self) -> None:
+        """Restores the host's gradients from before the step: a capture has already put the graph's own into ``.grad``."""
+        self._put(self._gradients_before)
+        if self._memory is not None:
+            self._memory.presence = self._presence[0]
+
+    def is_valid(self) -> bool:
+        """Also checks the gradient memory and the optimizer's tensors, and uploads its hyper-parameters."""
+        return (self._memory is None or self._memory.flat is self._flat) and super().is_valid() and self.upload()
+
+    def can_continue(self, gradients: AccumulationGradients) -> bool:
+        """Prepares the accumulation in progress for the graph; False if other parameters have gradients than in the capture."""
+        if self._memory is not None and self._memory.presence != self._presence[0]:
+            return False
+        return self._role.opens or gradients.prepare(self._gradients_before)
+
+    def launch(self, batch: Any) -> None:
+        """Runs the step on the device; ``.grad`` has the graph's gradients afterwards."""
+        super().launch(batch)
+        self.show_gradients()
+        if self._memory is not None:
+            self._memory.presence = self._presence[1]
+
+    def show_gradients(self) -> None:
+        """Puts the graph's gradients into ``.grad``, unless they are there; an eager step or a validation may have put others."""
+        if not all(map(operator.is_, map(_grad, self._parameters), self._gradients)):
+            self._put(self._gradients)
+
+    def _put(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def after_replay(self, *, first: bool) -> Any:
+        """Also records which parameters the gradient statistics belong to."""
+        if not first and self.note is not None:
+            self.note()
+        return super().after_replay(first=first)
+
+
+class CapturedGroup(CapturedStep):
+    """The steps of one launch, captured in one graph.
+
+    ``single`` is the graph of one such step; it has the host's work after each step.  ``lr_table`` is None unless a schedule
+    follows steps.  ``shows_logs``: each step's logged values are restored before its hooks run.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: list[Any],
+        role: Role,
+        metrics: Metrics,
+        single: CapturedStep,
+        *,
+        lr_table: LrTable | None,
+        shows_logs: bool,
+    ) -> None:
+        super().__init__(module, inputs, role, LogReplay(metrics), None)
+        self.lr_table = lr_table
+        self.notes: list[Callable[[], None]] = []
+        """One callback per step; it records which parameters the step's gradient statistics belong to."""
+        self._single = single
+        self._steps = len(inputs)
+        # During the capture: each step's outputs.  Then the graph's own memory: each output, stacked over the steps.
+        self._each: list[list[Tensor]] = []
+        self._stacked: list[Tensor] = []
+        self._rows: list[tuple[Tensor, ...]] = []
+        """The outputs of the last launch, one row per step."""
+        self._names: tuple[str, ...] | None = None
+        """The keys of the outputs, if they are a dict of tensors: a fast path for the usual form."""
+        self._metrics = metrics
+        self._next_weights: list[int] = []
+        self._step = 0
+        """The step of the launch that the host is at."""
+        self._step_in_bank = 0
+        """The step whose logged values are in the bank."""
+        self._logged_cells: Tensor | None = None
+        """The indices in the bank of the cells that a step logs to; None if their values are not restored."""
+        if shows_logs and single.log_replay.cells:
+            table = single.log_replay.table
+            index = {cell: number for number, cell in enumerate(table.cells.values())}
+            indices = [index[cell] for cell in single.log_replay.cells]
+            self._logged_cells = torch.tensor(indices, dtype=torch.int64, device=table.device)
+            self._logged = torch.zeros(self._steps, len(indices), dtype=torch.float64, device=table.device)
+
+    def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
+        """Captures ``run``, which calls :meth:`keep` after each step; restores the host's state."""
+        super().capture(run, stream, pool)
+        # The host does each step's work in after_step(), also after the first replay.
+        self.log_replay.undo()
+        self.metric_states.undo()
+        if type(self.outputs) is dict and all(isinstance(value, Tensor) for value in self.outputs.values()):
+            self._names = tuple(self.outputs)
+
+    def keep(self, number: int, outputs: Any) -> None:
+        """Captures copies of a step's outputs and logged values, which the next step overwrites."""
+        self.metric_states.rebind_in_capture()
+        if outputs is not None:
+            self._each.append(tensors_of(outputs))
+        if self._logged_cells is not None:
+            torch.index_select(self._single.log_replay.table.bank, 0, self._logged_cells, out=self._logged[number])
+        if number == self._steps - 1:  # stacked, so that launch() copies an output of all steps by one clone
+            self._stacked = [torch.stack(column) for column in zip(*self._each, strict=True)]
+            self._each.clear()
+
+    def is_valid(self) -> bool:
+        """Also checks that the learning-rate table is still valid."""
+        return super().is_valid() and (self.lr_table is None or self.lr_table.is_valid())
+
+    def launch(self, batch: list[Any]) -> None:
+        """Runs one step per batch, all in one replay."""
+        super().launch(batch)
+        self._rows = list(zip(*[one.clone().unbind() for one in self._stacked], strict=True))
+
+    def after_step(self, number: int) -> Any:
+        """Does the host's work after a step of the launch; returns the step's outputs."""
+        if self.notes:
+            self.notes[number]()
+        if self._logged_cells is not None:
+            self._restore_logs(number)
+        self._single.count()
+        return None if self.outputs is None else self._outputs_of(number)
+
+    def _outputs_of(self, number: int) -> Any:
+        row = self._rows[number] if self._rows else ()
+        if self._names is not None:
+            return dict(zip(self._names, row, strict=True))
+        return _filled(self.outputs, iter(row))
+
+    # -- logged values, one row a step -------------------------------------------------------------------------------------------
+
+    def _restore_logs(self, number: int) -> None:
+        """Lets the hooks of a step see the values that it logged: they are written into the bank when something looks at them."""
+        log_replay = self._single.log_replay
+        if number and log_replay.accumulated_weights() != self._next_weights:
+            names = ", ".join(sorted({repr(cell.published.key) for cell in log_replay.cells}))
+            raise ConfigError(
+                f"cuda_graph: a batch hook logs what training_step logs too (one of {names}), which would be in another order "
+                "in a launch of several steps; log it under a name of its own, or give CudaGraph(steps=1)"
+            )
+        self._next_weights = log_replay.next_accumulated_weights()
+        self._step = number
+        if number == 0:
+            self._step_in_bank = self._steps - 1
+            self._metrics.before_look = self._write_logs
+        elif number == self._steps - 1:
+            self._write_logs()
+            self._metrics.before_look = None
+
+    def _write_logs(self) -> None:
+        """Writes the current step's logged values into the bank, where a launch leaves those of its last step."""
+        if self._step_in_bank != self._step and self._logged_cells is not None:
+            self._single.log_replay.table.bank.index_copy_(0, self._logged_cells, self._logged[self._step])
+            self._step_in_bank = self._step
+
+
+def _filled(outputs: Any, tensors: Iterator[Tensor]) -> Any:
+    """Returns ``outputs`` with its tensors replaced, in the order of :func:`~fabricamp.engine.graph.batches.tensors_of`."""
+    if isinstance(outputs, Tensor):
+        return next(tensors)
+    return with_parts(outputs, lambda part: _filled(part, tensors))
+
+
+# -- around a capture --------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -127,39 +336,15 @@ def _ended_on_failure(device: torch.device, pool: Any) -> Iterator[None]:
         raise
 
 
-def place_of(error: BaseException) -> str:
-    """Returns the line of user code that raised the first exception of the chain; an empty string if there is none."""
-    seen: set[int] = set()
-    while (earlier := error.__cause__ or error.__context__) is not None and id(earlier) not in seen:
-        seen.add(id(earlier))
-        error = earlier
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_OWN_FOLDER, _TORCHS_FOLDER, "<")):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
+def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
+    """Returns the call that prepares the optimizer's hyper-parameters for a replay; it returns whether the graph may be replayed.
 
-
-def reason_of(error: BaseException) -> str:
-    """Returns the reason of a failed capture in one line, with the line of user code."""
-    if isinstance(error, NotCapturableError):
-        return str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return "the graph's memory does not fit beside what is allocated; give a smaller batch"
-    place = place_of(error)
-    first = str(error).partition("\n")[0]
-    where = f" at {place}" if place else ""
-    return f"the step does what a capture cannot hold{where} ({type(error).__name__}: {first})"
-
-
-# ~~~ from engine.graph.captured_step: A captured micro-batch of training: the captured call with its gradients and the optimizer's hyper-parameters.
-
-
-_grad: Final = operator.attrgetter("grad")
-_NUMBERS: Final = (bool, int, float, str, tuple)
-
-
-def unchanged(optimizer: Optimizer) -> Callable[[], bool]:
-    """Returns a check that the hyper-parameters of ``optimizer``, constants in a graph, are unchanged since this call."""
+    A fused optimizer uploads them, as long as it still has the tensors of the capture.  For others they are constants in the graph,
+    and are compared with those of now.
+    """
+    if is_fused(optimizer):
+        upload: Callable[[], bool] = optimizer.upload
+        return upload
     groups = optimizer.param_groups
 
     def numbers() -> list[dict[str, Any]]:
@@ -169,196 +354,32 @@ def unchanged(optimizer: Optimizer) -> Callable[[], bool]:
     return lambda: numbers() == captured
 
 
-class CapturedStep(Captured):
-    """A captured micro-batch of one shape and one ``role`` in its accumulation.
-
-    ``memory`` is the memory in which gradients are summed; None if they are summed in ``.grad``.
-    """
-
-    def __init__(
-        self, module: nn.Module, inputs: Any, role: Role, tape: LogReplay, memory: GradientMemory | None
-    ) -> None:
-        super().__init__(module, inputs, tape)
-        self.loss: Tensor | None = None
-        """The loss, if the micro-batch does not finish its accumulation."""
-        self.note: Callable[[], None] | None = None
-        """Callback after a replay; it records which parameters the gradient statistics belong to."""
-        self.upload: Callable[[], bool] = lambda: True
-        """Uploads the optimizer's hyper-parameters; returns whether the optimizer still uses the tensors of the capture."""
-        self._role = role
-        self._memory = memory
-        self._flat = None if memory is None else memory.flat
-        self._parameters = list(module.parameters())
-        self._before: list[Tensor | None] = []
-        self._gradients: list[Tensor | None] = []
-        self._presence = [] if memory is None else [memory.presence]
-
-    def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
-        """Captures ``run`` and records the gradients before and after it."""
-        self._before = list(map(_grad, self._parameters))
-        super().capture(run, stream, pool)
-        # These references keep the graph's memory for the gradients from being reused.
-        self._gradients = list(map(_grad, self._parameters))
-        if self._memory is not None:
-            self._presence.append(self._memory.presence)
-
-    def withdraw(self) -> None:
-        """Also restores the gradients."""
-        super().withdraw()
-        self.ready()
-
-    def fits(self) -> bool:
-        """Also checks the gradient memory and the optimizer's tensors, and uploads its hyper-parameters."""
-        return (self._memory is None or self._memory.flat is self._flat) and super().fits() and self.upload()
-
-    def takes_over(self, window: WindowGradients) -> bool:
-        """Prepares the accumulation in progress for the graph; False if other parameters have gradients than in the capture."""
-        if self._memory is not None and self._memory.presence != self._presence[0]:
-            return False
-        return self._role.opens or window.bring(self._before)
-
-    def ready(self) -> None:
-        """Restores the host's gradients from before the step: a capture has already put the graph's own into ``.grad``."""
-        self._put(self._before)
-        if self._memory is not None:
-            self._memory.presence = self._presence[0]
-
-    def launch(self, batch: Any) -> None:
-        """Runs the step on the device; ``.grad`` has the graph's gradients afterwards."""
-        super().launch(batch)
-        self.show_gradients()
-        if self._memory is not None:
-            self._memory.presence = self._presence[1]
-
-    def show_gradients(self) -> None:
-        """Puts the graph's gradients into ``.grad``, unless they are there; an eager step or a validation may have put others."""
-        if not all(map(operator.is_, map(_grad, self._parameters), self._gradients)):
-            self._put(self._gradients)
-
-    def _put(self, gradients: list[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-
-    def follow(self, *, first: bool) -> Any:
-        """Also records which parameters the gradient statistics belong to."""
-        if not first and self.note is not None:
-            self.note()
-        return super().follow(first=first)
+_NUMBERS: Final = (bool, int, float, str, tuple)
 
 
-# ~~~ from engine.graph.captured_group: Several steps in one graph, each with separate inputs, outputs and logged values.
+def reason_of_failure(error: BaseException) -> str:
+    """Returns the reason of a failed capture in one line, with the line of user code."""
+    if isinstance(error, NotCapturableError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the graph's memory does not fit beside what is allocated; give a smaller batch"
+    line = _line_of_user_code(error)
+    first = str(error).partition("\n")[0]
+    where = f" at {line}" if line else ""
+    return f"the step does what a capture cannot hold{where} ({type(error).__name__}: {first})"
 
 
-class CapturedGroup(CapturedStep):
-    """The steps of one launch, captured in one graph.
-
-    ``single`` is the graph of one such step; it has the host's work after each step.  ``rates`` is None unless a schedule follows
-    steps.  ``shows_logs``: each step's logged values are restored before its hooks run.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: list[Any],
-        role: Role,
-        metrics: Metrics,
-        single: CapturedStep,
-        *,
-        rates: LrTable | None,
-        shows_logs: bool,
-    ) -> None:
-        super().__init__(module, inputs, role, LogReplay(metrics), None)
-        self.rates = rates
-        self.notes: list[Callable[[], None]] = []
-        """One callback per step; it records which parameters the step's gradient statistics belong to."""
-        self._single = single
-        self._steps = len(inputs)
-        self._each: list[list[Tensor]] = []
-        self._stacked: list[Tensor] = []
-        self._rows: list[tuple[Tensor, ...]] = []
-        self._names: tuple[str, ...] | None = None
-        """The keys of the outputs, if they are a dict of tensors: a fast path for the usual form."""
-        self._metrics = metrics
-        self._sums: list[int] = []
-        self._number = self._shown = 0
-        self._places: Tensor | None = None
-        if shows_logs and single.tape.cells:
-            table = single.tape.table
-            index = {cell: number for number, cell in enumerate(table.cells.values())}
-            places = [index[cell] for cell in single.tape.cells]
-            self._places = torch.tensor(places, dtype=torch.int64, device=table.device)
-            self._logged = torch.zeros(self._steps, len(places), dtype=torch.float64, device=table.device)
-
-    def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
-        """Captures ``run``, which calls :meth:`keep` after each step; restores the host's state."""
-        super().capture(run, stream, pool)
-        self.tape.undo()
-        self.metric_states.withdraw()
-        if type(self.outputs) is dict and all(isinstance(one, Tensor) for one in self.outputs.values()):
-            self._names = tuple(self.outputs)
-
-    def keep(self, number: int, outputs: Any) -> None:
-        """Captures copies of a step's outputs and logged values, which the next step overwrites."""
-        self.metric_states.settle()
-        if outputs is not None:
-            self._each.append(tensors_of(outputs))
-        if self._places is not None:
-            torch.index_select(self._single.tape.table.bank, 0, self._places, out=self._logged[number])
-        if number == self._steps - 1:  # stacked, so that launch() copies an output of all steps by one clone
-            self._stacked = [torch.stack(column) for column in zip(*self._each, strict=True)]
-            self._each.clear()
-
-    def fits(self) -> bool:
-        """Also checks that the learning-rate table is still valid."""
-        return super().fits() and (self.rates is None or self.rates.hold())
-
-    def launch(self, batch: list[Any]) -> None:
-        """Runs one step per batch, all in one replay."""
-        super().launch(batch)
-        self._rows = list(zip(*[one.clone().unbind() for one in self._stacked], strict=True))
-
-    def follow_one(self, number: int) -> Any:
-        """Does the host's work after a step of the launch; returns the step's outputs."""
-        if self.notes:
-            self.notes[number]()
-        if self._places is not None:
-            self._follow_logs(number)
-        self._single.count()
-        return None if self.outputs is None else self._outputs_of(number)
-
-    def _outputs_of(self, number: int) -> Any:
-        row = self._rows[number] if self._rows else ()
-        if self._names is not None:
-            return dict(zip(self._names, row, strict=True))
-        return _filled(self.outputs, iter(row))
-
-    # -- logged values, one row a step -------------------------------------------------------------------------------------------
-
-    def _follow_logs(self, number: int) -> None:
-        tape = self._single.tape
-        if number and tape.sums() != self._sums:
-            names = ", ".join(sorted({repr(cell.published.key) for cell in tape.cells}))
-            raise ConfigError(
-                f"cuda_graph: a batch hook logs what training_step logs too (one of {names}), which would be in another order "
-                "in a launch of several steps; log it under a name of its own, or give CudaGraph(steps=1)"
-            )
-        self._sums = tape.sums_behind()
-        self._number = number
-        if number == 0:
-            self._shown, self._metrics.before_look = self._steps - 1, self._show_logs
-        elif number == self._steps - 1:
-            self._show_logs()
-            self._metrics.before_look = None
-
-    def _show_logs(self) -> None:
-        """Writes the current step's logged values into the bank, where a launch leaves those of its last step."""
-        if self._shown != self._number and self._places is not None:
-            self._single.tape.table.bank.index_copy_(0, self._places, self._logged[self._number])
-            self._shown = self._number
+_OWN_FOLDER = str(Path(__file__).parents[2])
+_TORCHS_FOLDER = str(Path(torch.__file__).parent)
 
 
-def _filled(outputs: Any, tensors: Iterator[Tensor]) -> Any:
-    """Returns ``outputs`` with its tensors replaced, in the order of :func:`~fabricamp.engine.graph.batches.tensors_of`."""
-    if isinstance(outputs, Tensor):
-        return next(tensors)
-    return with_parts(outputs, lambda part: _filled(part, tensors))
+def _line_of_user_code(error: BaseException) -> str:
+    """Returns the line of user code that raised the first exception of the chain; an empty string if there is none."""
+    seen: set[int] = set()
+    while (earlier := error.__cause__ or error.__context__) is not None and id(earlier) not in seen:
+        seen.add(id(earlier))
+        error = earlier
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_OWN_FOLDER, _TORCHS_FOLDER, "<")):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""

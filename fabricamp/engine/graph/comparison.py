@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fabricamp.engine.graph.host_effects import same_bits
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -19,92 +17,6 @@ if TYPE_CHECKING:
     from fabricamp.engine.update import LossWeights
     from fabricamp.gradients.memory import GradientMemory, Presence
     from fabricamp.precision.step_results import StepResults
-
-
-class StateCopies(NamedTuple):
-    """StateCopies of all that a step may write."""
-
-    tensors: dict[str, Tensor]
-    gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
-    """(parameter, its ``.grad``, a copy of its ``.grad``) for each parameter."""
-    presence: Presence | None
-    metrics: MetricCopies
-    generators: list[Tensor]
-
-
-class ComparedState:
-    """All that a step writes: weights, buffers, metric and optimizer states, loss scale, step status, the device's generators.
-
-    With ``window``, also the gradients of an accumulation in progress, in ``.grad`` or in ``memory``.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        verdicts: StepResults | None,
-        device: torch.device,
-        metric_states: MetricStates,
-        generators: Generators,
-        *,
-        memory: GradientMemory | None = None,
-        weights: LossWeights | None = None,
-        window: bool = False,
-    ) -> None:
-        found = dict(_named(module, optimizer, verdicts))
-        if weights is not None:
-            found |= {"the weight of the losses": weights.total, "the mean weight of the losses": weights.reference}
-        if memory is not None:
-            found |= {f"sums of gradients {number}": one for number, one in enumerate(memory.tensors)}
-        self._tensors = {name: one for name, one in found.items() if one.device == device}
-        self._parameters = list(module.parameters()) if window else []
-        self._memory = memory
-        self._metric_states = metric_states
-        self._generators = generators
-
-    @property
-    def bytes(self) -> int:
-        """The number of bytes that a copy takes."""
-        tensors = [*self._tensors.values(), *self._parameters]
-        return sum(one.numel() * one.element_size() for one in tensors)
-
-    def copy(self) -> StateCopies:
-        """Returns copies of everything."""
-        return StateCopies(
-            {name: one.detach().clone() for name, one in self._tensors.items()},
-            [(one, one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters],
-            None if self._memory is None else self._memory.presence,
-            self._metric_states.copy(),
-            self._generators.states(),
-        )
-
-    @torch.no_grad()
-    def put_back(self, copies: StateCopies) -> None:
-        """Restores the state from ``copies``."""
-        for name, one in self._tensors.items():
-            one.copy_(copies.tensors[name])
-        for parameter, gradient, values in copies.gradients:
-            parameter.grad = gradient
-            if gradient is not None and values is not None:
-                gradient.copy_(values)
-        if self._memory is not None and copies.presence is not None:
-            self._memory.presence = copies.presence
-        self._metric_states.put_back(copies.metrics)
-        self._generators.put_back(copies.generators)
-
-    def difference(self, copies: StateCopies) -> str:
-        """Returns the name of the first tensor or generator that differs from ``copies`` in any bit; empty if none does."""
-        for name, one in self._tensors.items():
-            if not same_bits(one, copies.tensors[name]):
-                return name
-        for number, (parameter, _, values) in enumerate(copies.gradients):
-            if (parameter.grad is None) != (values is None):
-                return f"whether parameter {number} has a gradient"
-            if parameter.grad is not None and values is not None and not same_bits(parameter.grad, values):
-                return f"the gradient of parameter {number}"
-        if changed := self._metric_states.difference(copies.metrics):
-            return changed
-        return "" if self._generators.are(copies.generators) else "the state of a random generator on the device"
 
 
 def compare(
@@ -128,21 +40,121 @@ def compare(
         if state.difference(first):
             difference = ""
         agreed = everywhere(not difference)
-    state.put_back(replayed if agreed else before)
-    return "" if agreed else difference or "what another rank has"
+    if agreed:
+        state.put_back(replayed)
+        return ""
+    state.put_back(before)
+    return difference or "what another rank has"
 
 
-def _named(module: nn.Module, optimizer: Optimizer, verdicts: StepResults | None) -> Iterator[tuple[str, Tensor]]:
+class ComparedState:
+    """All that a step writes: weights, buffers, metric and optimizer states, loss scale, step status, the device's generators.
+
+    With ``accumulates``, also the gradients of an accumulation in progress, in ``.grad`` or in ``memory``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        verdicts: StepResults | None,
+        device: torch.device,
+        metric_states: MetricStates,
+        generators: Generators,
+        *,
+        memory: GradientMemory | None = None,
+        weights: LossWeights | None = None,
+        accumulates: bool = False,
+    ) -> None:
+        tensors = dict(_named_tensors(module, optimizer, verdicts))
+        if weights is not None:
+            tensors["the weight of the losses"] = weights.total
+            tensors["the mean weight of the losses"] = weights.reference
+        if memory is not None:
+            tensors |= {f"sums of gradients {number}": sums for number, sums in enumerate(memory.tensors)}
+        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
+        self._parameters = list(module.parameters()) if accumulates else []
+        self._memory = memory
+        self._metric_states = metric_states
+        self._generators = generators
+
+    @property
+    def bytes(self) -> int:
+        """The number of bytes that a copy takes."""
+        tensors = [*self._tensors.values(), *self._parameters]
+        return sum(one.numel() * one.element_size() for one in tensors)
+
+    def copy(self) -> StateCopies:
+        """Returns copies of everything."""
+        return StateCopies(
+            {name: tensor.detach().clone() for name, tensor in self._tensors.items()},
+            [(one, one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters],
+            None if self._memory is None else self._memory.presence,
+            self._metric_states.copy(),
+            self._generators.states(),
+        )
+
+    @torch.no_grad()
+    def put_back(self, copies: StateCopies) -> None:
+        """Restores the state from ``copies``."""
+        for name, tensor in self._tensors.items():
+            tensor.copy_(copies.tensors[name])
+        for parameter, gradient, values in copies.gradients:
+            parameter.grad = gradient
+            if gradient is not None and values is not None:
+                gradient.copy_(values)
+        if self._memory is not None and copies.presence is not None:
+            self._memory.presence = copies.presence
+        self._metric_states.put_back(copies.metrics)
+        self._generators.put_back(copies.generators)
+
+    def difference(self, copies: StateCopies) -> str:
+        """Returns the name of the first tensor or generator that differs from ``copies`` in any bit; empty if none does."""
+        for name, tensor in self._tensors.items():
+            if not same_bits(tensor, copies.tensors[name]):
+                return name
+        for number, (parameter, _, values) in enumerate(copies.gradients):
+            if (parameter.grad is None) != (values is None):
+                return f"whether parameter {number} has a gradient"
+            if parameter.grad is not None and values is not None and not same_bits(parameter.grad, values):
+                return f"the gradient of parameter {number}"
+        if changed := self._metric_states.difference(copies.metrics):
+            return changed
+        return "" if self._generators.are(copies.generators) else "the state of a random generator on the device"
+
+
+class StateCopies(NamedTuple):
+    """Copies of all that a step may write."""
+
+    tensors: dict[str, Tensor]
+    gradients: list[tuple[Tensor, Tensor | None, Tensor | None]]
+    """(parameter, its ``.grad``, a copy of its ``.grad``) for each parameter."""
+    presence: Presence | None
+    metrics: MetricCopies
+    generators: list[Tensor]
+
+
+def _named_tensors(
+    module: nn.Module, optimizer: Optimizer, verdicts: StepResults | None
+) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-    names = {id(one): name for name, one in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     number = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names.get(id(parameter), f"master {number}")
             yield name, parameter
             state = optimizer.state.get(parameter, {})
-            yield from ((f"{key} of {name}", one) for key, one in state.items() if isinstance(one, Tensor))
+            yield from ((f"{key} of {name}", value) for key, value in state.items() if isinstance(value, Tensor))
             number += 1
     if verdicts is not None:
-        yield from ((f"the loss scaler's {key}", one) for key, one in verdicts.scaler.tensors.items())
+        yield from ((f"the loss scaler's {key}", tensor) for key, tensor in verdicts.scaler.tensors.items())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same bytes; waits for the device."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    left, right = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(left, right)

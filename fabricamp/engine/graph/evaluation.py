@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
-from fabricamp.engine.graph.captured import Captured, reason_of
-from fabricamp.engine.graph.host_effects import FEWEST_SIGHTS, MOST_IN_A_ROW, LogReplay, StepWatch, same_bits
+from fabricamp.engine.graph.captured import Captured, reason_of_failure
+from fabricamp.engine.graph.comparison import same_bits
+from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.refusals import refused
 from fabricamp.metrics.slots import MetricTable
@@ -36,11 +37,11 @@ class GraphEvaluation:
         self._step = "predict_step" if kind == "predict" else f"{kind}_step"
         self._watch = StepWatch(session, self._step)
         self._table = session.metrics.table(MetricTable.EVALUATION)
-        self._seen: dict[Hashable, int] = {}
+        self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._stream = torch.cuda.current_stream(session.strategy.device)
-        self._room = session.graphs.room
-        self._left_out: set[Hashable] = set()
+        self._memory_budget = session.graphs.memory_budget
+        self._too_large: set[Hashable] = set()
         self._captures_in_a_row = 0
         self.why_eager = ""
         """Why the evaluation captures nothing and runs eagerly; empty while it captures or replays."""
@@ -55,7 +56,7 @@ class GraphEvaluation:
             self._give_up(str(error))
             return self._forward(*arguments)
         graph = self._graphs.get(key)
-        if graph is None or not graph.fits():
+        if graph is None or not graph.is_valid():
             return self._run_without_graph(key, arguments)
         self._captures_in_a_row = 0
         every = self._options.check_every
@@ -63,88 +64,99 @@ class GraphEvaluation:
             self._launch_checked(graph, key, arguments)
         else:
             graph.launch(arguments[0])
-        return graph.follow(first=False)
+        return graph.after_replay(first=False)
 
     def _run_without_graph(self, key: Hashable, arguments: tuple[Any, ...]) -> Any:
-        if key in self._graphs:
+        """Runs a step for which there is no valid graph: eagerly, watched for the first calls of a key; then captures it."""
+        if key in self._graphs:  # out of date
             self._captures_in_a_row += 1
-            if self._captures_in_a_row > MOST_IN_A_ROW:
+            if self._captures_in_a_row > MOST_CAPTURES_IN_A_ROW:
                 self._give_up(f"what {self._step} reads is another one in each call; change a buffer in place")
             self.close(waits=True)
             # Two watched eager calls come before the next capture.
-            self._seen = dict.fromkeys(self._seen, self._options.warmup - FEWEST_SIGHTS - 1)
-        seen = self._seen[key] = self._seen.get(key, 0) + 1
-        full = len(self._graphs) >= self._options.shapes or key in self._left_out
-        if self.why_eager or (seen >= self._options.warmup and full):
+            self._calls = dict.fromkeys(self._calls, self._options.warmup - FEWEST_EAGER_CALLS - 1)
+        calls = self._calls.get(key, 0) + 1
+        self._calls[key] = calls
+        full = len(self._graphs) >= self._options.shapes or key in self._too_large
+        if self.why_eager or (calls >= self._options.warmup and full):
             return self._forward(*arguments)
-        if seen < self._options.warmup:
-            return self._run_watched(key, arguments, seen)
+        if calls < self._options.warmup:
+            return self._run_watched(key, arguments, calls)
         try:
             graph = self._capture(key, arguments)
         except GraphMemoryError as error:
             self._leave_out(key, error)
             return self._forward(*arguments)
         except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _give_up
-            self._give_up(reason_of(error), error)
+            self._give_up(reason_of_failure(error), error)
             return self._forward(*arguments)
         self._graphs[key] = graph
         self._launch_checked(graph, key, arguments)
-        return graph.follow(first=True)
+        return graph.after_replay(first=True)
 
-    def _run_watched(self, key: Hashable, arguments: tuple[Any, ...], seen: int) -> Any:
-        looks, call = seen == self._options.warmup - 1, partial(self._forward, *arguments)
-        if looks:
-            call = partial(self._room.measured, key, call)
-        outputs, reason = self._watch.run(call, compares=seen > 1, looks=looks)
+    def _run_watched(self, key: Hashable, arguments: tuple[Any, ...], calls: int) -> Any:
+        """Runs an eager step and looks for what a replay would not repeat; the last one before a capture is measured, too."""
+        is_last = calls == self._options.warmup - 1
+        call = partial(self._forward, *arguments)
+        if is_last:
+            call = partial(self._memory_budget.measured, key, call)
+        outputs, reason = self._watch.run(call, compares=calls > 1, looks_for_waits=is_last)
         if reason:
             self._give_up(reason)
         return outputs
 
     def _capture(self, key: Hashable, arguments: tuple[Any, ...]) -> Captured:
-        session, state = self._session, self._state
+        """Captures the step of these arguments without running it on the device."""
+        session = self._session
         inputs = copied(arguments[0])
-        if not all(one.device == self._stream.device for one in tensors_of(inputs)):
+        if not all(tensor.device == self._stream.device for tensor in tensors_of(inputs)):
             raise NotCapturableError(
                 "the batch holds tensors that are not on the GPU; move them there, or leave them out"
             )
-        self._room.check(key, shapes=len(self._graphs))
-        given = (inputs, BatchIndex(self._step), *arguments[2:])[: len(arguments)]
+        self._memory_budget.check(key, shapes=len(self._graphs))
+        captured_arguments = (inputs, BatchIndex(self._step), *arguments[2:])[: len(arguments)]
         graph = Captured(session.module, inputs, LogReplay(session.metrics, MetricTable.EVALUATION))
-        session.run_context.metrics, state.capturing = self._watch.log_watch(), True
+        session.run_context.metrics = self._watch.log_watch()
+        self._state.capturing = True
         try:
-            graph.capture(lambda: self._forward(*given), self._stream, torch.cuda.graph_pool_handle())
+            graph.capture(lambda: self._forward(*captured_arguments), self._stream, torch.cuda.graph_pool_handle())
         finally:
-            session.run_context.metrics, state.capturing = session.metrics, False
+            session.run_context.metrics = session.metrics
+            self._state.capturing = False
         return graph
 
     def _launch_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...]) -> None:
         """Runs a replay and compares its outputs, logged values and metric states with those of an eager step."""
-        if not self._room.has(self._room.takes(key)):
+        if not self._memory_budget.has_free(self._memory_budget.eager_bytes(key)):
             _LOG.warning("a replay of %s is not compared with an eager call, for which there is no memory", self._step)
             graph.launch(arguments[0])
             return
-        states, bank, before = graph.metric_states, self._table.bank, self._table.bank.clone()
-        generators, drawn_before = graph.generators, graph.generators.states()
-        metrics_before = states.copy()
+        states = graph.metric_states
+        generators = graph.generators
+        bank = self._table.bank
+        bank_before = bank.clone()
+        states_before = states.copy()
+        drawn_before = generators.states()
         graph.launch(arguments[0])
         replayed = [*map(torch.clone, tensors_of(graph.outputs)), bank.clone()]
-        metrics, drawn = states.copy(), generators.states()
+        states_replayed = states.copy()
+        drawn_replayed = generators.states()
         weights = [(cell, cell.weight) for cell in self._table.cells.values()]
 
-        def eager() -> list[torch.Tensor]:
-            bank.copy_(before)
-            states.put_back(metrics_before)
+        def run_eagerly() -> list[torch.Tensor]:
+            bank.copy_(bank_before)
+            states.put_back(states_before)
             generators.put_back(drawn_before)
             outputs = self._forward(*arguments)
             return [*tensors_of(outputs), bank.clone()]
 
-        found = eager()
-        difference = states.difference(metrics) or _difference(found, replayed)
-        if difference and _difference(eager(), found):
+        eager = run_eagerly()
+        difference = states.difference(states_replayed) or _difference(eager, replayed)
+        if difference and _difference(run_eagerly(), eager):
             difference = ""  # two eager calls differ, too: the step's kernels are not deterministic
         bank.copy_(replayed[-1])
-        states.put_back(metrics)
-        generators.put_back(drawn)
+        states.put_back(states_replayed)
+        generators.put_back(drawn_replayed)
         for cell, weight in weights:
             cell.weight = weight
         if difference:
@@ -164,23 +176,23 @@ class GraphEvaluation:
         if self._options.required or not self._graphs:
             self._give_up(str(error), error)
             return
-        self._left_out.add(key)
+        self._too_large.add(key)
         if self._session.strategy.rank == 0:
             _LOG.warning("cuda_graph='auto' runs %s of one shape eagerly: %s", self._step, error)
 
     def close(self, *, waits: bool) -> None:
         """Frees the graphs, after a wait for the device with ``waits``."""
-        self._left_out.clear()
+        self._too_large.clear()
         if self._graphs and waits:
             torch.cuda.synchronize(self._stream.device)
         self._graphs.clear()
 
 
-def _difference(found: list[torch.Tensor], replayed: list[torch.Tensor]) -> str:
+def _difference(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> str:
     """Returns which output, or the logged values (the last tensor), differs in any bit; an empty string if none does."""
-    if len(found) != len(replayed):
+    if len(tensors) != len(others):
         return "the number of its outputs"
-    for number, (one, other) in enumerate(zip(found, replayed, strict=True)):
-        if not same_bits(one, other):
-            return "a logged value" if number == len(found) - 1 else f"output {number}"
+    for number, (tensor, other) in enumerate(zip(tensors, others, strict=True)):
+        if not same_bits(tensor, other):
+            return "a logged value" if number == len(tensors) - 1 else f"output {number}"
     return ""

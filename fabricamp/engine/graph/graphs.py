@@ -18,27 +18,56 @@ if TYPE_CHECKING:
     from fabricamp.engine.session import Session
 
 
-# ~~~ from engine.graph.stream: The side stream of a run with captured steps.
+class Graphs:
+    """Creates and frees the CUDA graphs of ``session``; does nothing if no graph was asked for, or without a GPU."""
 
+    def __init__(self, session: Session) -> None:
+        self.update: GraphUpdate | None = None
+        """Captures the steps of a fit; None if they are not captured."""
+        self._session = session
+        self._evaluations: dict[str, GraphEvaluation] = {}
+        self._stream: SideStream | None = None
 
-_FREE: Final[dict[torch.device, list[torch.cuda.Stream]]] = {}
+    @property
+    def _wanted(self) -> bool:
+        return self._session.settings.cuda_graph is not None and self._session.strategy.device.type == "cuda"
 
+    @cached_property
+    def memory_budget(self) -> GraphMemoryBudget:
+        """The memory measurements of the session's eager steps."""
+        options = self._session.settings.cuda_graph
+        return GraphMemoryBudget(
+            self._session.strategy.device,
+            self._session.trainer.state,
+            required=options is not None and options.required,
+        )
 
-def _lend_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream for exclusive use, until it is put back into ``_FREE``.
+    def enter_stream(self) -> None:
+        """Makes a side stream current, since the default stream cannot be captured."""
+        if self._wanted and self._stream is None:
+            self._stream = SideStream(self._session.strategy.device)
 
-    Takes the streams of earlier runs first, since cuBLAS keeps a workspace for every stream that it ran on, for good.  Takes none
-    of torch's 32 streams, which are dealt out in turn: work of another thread on the stream of a capture would break the capture.
-    """
-    free = _FREE.get(device)
-    if free:
-        return free.pop()
-    if not runs_kernels(device):  # there is no CuPy
-        return torch.cuda.Stream(device)
-    from cupy.cuda import Device, runtime
+    def evaluation(self, kind: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function to call for a step of an evaluation of ``kind``: ``forward``, or its captured form."""
+        if not self._wanted or self._session.strategy.refuses_graph():
+            return forward
+        if kind not in self._evaluations:  # a later loop, over reloaded loaders, uses the same graphs
+            self.enter_stream()  # outside of a fit, the evaluation is still on the default stream
+            self._evaluations[kind] = GraphEvaluation(self._session, kind, forward)
+        return self._evaluations[kind]
 
-    with Device(device.index):
-        return torch.cuda.ExternalStream(runtime.streamCreateWithFlags(runtime.streamNonBlocking), device)
+    def close(self, *, failed: bool) -> None:
+        """Frees the graphs and leaves the side stream; a process group cannot end before the graphs that use its collectives.
+
+        After a failure with several ranks, the device may wait for a rank that is gone, so the host does not wait for the device:
+        CUDA frees a running graph when it has finished.
+        """
+        waits = not failed or self._session.strategy.world_size == 1
+        for owner in (self.update, *self._evaluations.values()):
+            if owner is not None:
+                owner.close(waits=waits)
+        if self._stream is not None:
+            self._stream.leave(wait=waits)
 
 
 class SideStream:
@@ -63,51 +92,21 @@ class SideStream:
             _FREE.setdefault(self.stream.device, []).append(self.stream)
 
 
-class Graphs:
-    """Creates and frees the CUDA graphs of ``session``; does nothing if no graph was asked for, or without a GPU."""
+_FREE: Final[dict[torch.device, list[torch.cuda.Stream]]] = {}
 
-    def __init__(self, session: Session) -> None:
-        self.update: GraphUpdate | None = None
-        """Captures the steps of a fit; None if they are not captured."""
-        self._session = session
-        self._evaluations: dict[str, GraphEvaluation] = {}
-        self._stream: SideStream | None = None
 
-    @property
-    def _wanted(self) -> bool:
-        return self._session.settings.cuda_graph is not None and self._session.strategy.device.type == "cuda"
+def _lend_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns a stream for exclusive use, until it is put back into ``_FREE``.
 
-    @cached_property
-    def room(self) -> GraphMemoryBudget:
-        """The memory measurements of the session's eager steps."""
-        options, state = self._session.settings.cuda_graph, self._session.trainer.state
-        return GraphMemoryBudget(
-            self._session.strategy.device, state, required=options is not None and options.required
-        )
+    Takes the streams of earlier runs first, since cuBLAS keeps a workspace for every stream that it ran on, for good.  Takes none
+    of torch's 32 streams, which are dealt out in turn: work of another thread on the stream of a capture would break the capture.
+    """
+    free = _FREE.get(device)
+    if free:
+        return free.pop()
+    if not runs_kernels(device):  # there is no CuPy
+        return torch.cuda.Stream(device)
+    from cupy.cuda import Device, runtime
 
-    def enter_stream(self) -> None:
-        """Makes a side stream current, since the default stream cannot be captured."""
-        if self._wanted and self._stream is None:
-            self._stream = SideStream(self._session.strategy.device)
-
-    def evaluation(self, kind: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function to call for a step of an evaluation of ``kind``: ``forward``, or its captured form."""
-        if not self._wanted or self._session.strategy.refuses_graph():
-            return forward
-        if kind not in self._evaluations:  # a later loop, over reloaded loaders, uses the same graphs
-            self.enter_stream()  # outside of a fit, the evaluation is still on the default stream
-            self._evaluations[kind] = GraphEvaluation(self._session, kind, forward)
-        return self._evaluations[kind]
-
-    def close(self, *, failed: bool) -> None:
-        """Frees the graphs and leaves the side stream; a process group cannot end before the graphs that use its collectives.
-
-        After a failure with several ranks, the device may wait for a rank that is gone, so the host does not wait for the device:
-        CUDA frees a running graph when it has finished.
-        """
-        waits = not failed or self._session.strategy.world_size == 1
-        for one in (self.update, *self._evaluations.values()):
-            if one is not None:
-                one.close(waits=waits)
-        if self._stream is not None:
-            self._stream.leave(wait=waits)
+    with Device(device.index):
+        return torch.cuda.ExternalStream(runtime.streamCreateWithFlags(runtime.streamNonBlocking), device)

@@ -1,4 +1,14 @@
-"""CUDA graphs of several steps: :class:`~fabricamp.engine.graph.update.GraphUpdate` for ``CudaGraph(steps=...)``."""
+"""CUDA graphs of several steps: :class:`~fabricamp.engine.graph.update.GraphUpdate` for ``CudaGraph(steps=...)``.
+
+All steps of a launch start on the device at the launch's first batch.  The loop still goes from batch to batch, and does the host's
+work of each step (hooks, counters, logs) at the step's batch::
+
+    host     read 4 | launch, work of step 1 | read 4 more | work of step 2 | of step 3 | of step 4 | launch, work of step 5 ...
+    device            step 1     step 2     step 3     step 4                                         step 5     step 6 ...
+
+In order: :class:`GroupUpdate` runs the batches.  :class:`GroupReader` reads those of a launch together.  :class:`HostAgenda` says
+whether the host has to act (log, validate, save, stop) before all steps of a launch are done; then they are launched one by one.
+"""
 
 from __future__ import annotations
 
@@ -14,214 +24,52 @@ from torch import Tensor
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import ResidentLoader
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature
-from fabricamp.engine.graph.captured import CapturedGroup, reason_of, unchanged
-from fabricamp.engine.graph.host_effects import MOST_IN_A_ROW
+from fabricamp.engine.graph.captured import CapturedGroup, hyperparameter_upload, reason_of_failure
+from fabricamp.engine.graph.host_effects import MOST_CAPTURES_IN_A_ROW
 from fabricamp.engine.graph.lr_table import LrTable
-from fabricamp.engine.graph.refusals import upload_of
+from fabricamp.engine.graph.refusals import BATCH_HOOKS
 from fabricamp.engine.graph.update import GraphUpdate, Key, Role
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from fabricamp.engine.parts import FitParts
     from fabricamp.engine.session import Session
 
-
-# ~~~ from engine.graph.horizon: The number of steps that one launch may make: up to the next step after which the host has to act.
-
-
-def steps_of_a_launch(most: int, distances: Iterable[float]) -> int:
-    """Returns ``most`` if all boundaries are at least ``most`` steps away, else 1."""
-    return most if min(distances, default=math.inf) >= most else 1
-
-
-def to_next(done: int, every: float) -> float:
-    """Returns the number of steps from ``done`` to the next multiple of ``every``; inf if ``every`` is 0 or inf (never)."""
-    return every - done % every if 0 < every < math.inf else math.inf
-
-
-class Horizon:
-    """Computes the distance to the next boundary of a fit.
-
-    ``holds``: functions from a step to the next step after which a callback's hooks have to run before another step does.
-    """
-
-    def __init__(self, parts: FitParts, most: int, holds: Sequence[Callable[[int], float]]) -> None:
-        self._parts = parts
-        self._state = parts.state
-        self._settings = parts.limits.settings
-        self._most = most
-        self._holds = holds
-
-    def steps(self, length: float, ahead: int = 0) -> int:
-        """Returns the number of steps of the next launch, or of the launch ``ahead`` steps later.
-
-        ``length``: the number of batches of the epoch; inf if unknown.
-        """
-        state, settings = self._state, self._settings
-        left = length - state.batch_idx - ahead
-        if not self._most <= left < math.inf:
-            return 1
-        step = state.global_step + ahead
-        distances = [
-            to_next(step, settings.log_every_n_steps),
-            self._to_validation(ahead),
-            *(hold(step) - step for hold in self._holds),
-        ]
-        distances += [limit - step for limit in (settings.max_steps, settings.min_steps) if limit > step]
-        return steps_of_a_launch(self._most, distances)
-
-    def _to_validation(self, ahead: int) -> float:
-        """Returns the number of steps before the next validation, except those by time and at the end of an epoch.
-
-        These are checked between launches anyway.
-        """
-        limits, state, every_epochs = self._parts.limits, self._state, self._settings.check_val_every_n_epoch
-        if self._parts.validate is None:
-            return math.inf
-        if limits.validation_times is not None:
-            return to_next(state.global_step + ahead, limits.validation_times.steps)
-        if every_epochs is None:
-            return to_next(state.batches_done + ahead, limits.validate_every)
-        if (state.epoch + 1) % every_epochs:
-            return math.inf
-        return to_next(state.batch_idx + ahead, limits.validate_every)
-
-
-# ~~~ from engine.graph.reading: Reads the batches of an epoch for launches of several steps: those of a launch together.
-
-
-_END: Final = object()
-
-
-class Read(NamedTuple):
-    """Batches that were read together.
-
-    ``key`` is the result of the reader's ``look`` for them.  ``last``: they are the last of the epoch.  ``failure``: the exception
-    that was raised in place of the next batch.
-    """
-
-    batches: list[Any]
-    key: Any
-    last: bool
-    failure: Exception | None
-
-
-class GroupReader:
-    """Yields batches to the loop one by one, and keeps those of one launch until :meth:`take`.
-
-    ``ready`` returns whether steps can be launched together now.  ``look`` is called with the batches that were read together.
-    ``draws`` returns the state of the generator that steps draw from.
-    """
-
-    def __init__(
-        self,
-        parts: FitParts,
-        horizon: Horizon,
-        *,
-        ready: Callable[[], bool],
-        look: Callable[[list[Any]], Any],
-        draws: Callable[[], Tensor],
-    ) -> None:
-        self._parts = parts
-        self._state = parts.state
-        self._horizon = horizon
-        self._ready = ready
-        self._look = look
-        self._draws = draws
-        self._group: Read | None = None
-
-    def take(self) -> Read | None:
-        """Returns the batches of a launch if the loop is at its first one; None for a batch that is run alone."""
-        group, self._group = self._group, None
-        return group
-
-    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields ``batches``, which come from the feed; sets the feed's ``last`` for the batch that is yielded."""
-        feed = self._parts.feed
-        length = feed.length
-        ahead: Read | None = None
-        while True:
-            count = self._horizon.steps(length) if self._ready() else 1
-            if count > 1 or ahead is not None:
-                ahead, whole = yield from self._together(batches, count, length, ahead)
-                if not whole:
-                    return
-                continue
-            batch = next(batches, _END)
-            if batch is _END:
-                return
-            yield batch
-
-    def _together(
-        self, batches: Iterator[Any], count: int, length: float, ahead: Read | None
-    ) -> Generator[Any, None, tuple[Read | None, bool]]:
-        """Yields the batches of a launch, or those that were read ``ahead`` for a launch that is not made.
-
-        Returns the batches read ahead for the next launch, while this one runs, and whether there may be more batches.  Raises an
-        error of the loader in place of its batch.
-        """
-        feed, state = self._parts.feed, self._state
-        read = self._read(batches, count) if ahead is None else ahead
-        steps, ahead = len(read.batches), None
-        if count == steps and read.failure is None:
-            self._group = read
-            state.committed = state.batches_done + steps
-        for number, batch in enumerate(read.batches, 1):
-            feed.last = read.last and number == steps
-            yield batch
-            goes_on = number == 1 < count and feed.counts_alone and not state.should_stop
-            if goes_on and self._horizon.steps(length, ahead=count - 1) == count:
-                ahead = self._read(batches, count)
-        if read.failure is not None:
-            raise read.failure
-        return ahead, steps >= count
-
-    def _read(self, batches: Iterator[Any], count: int) -> Read:
-        feed, failure = self._parts.feed, None
-        found: list[Any] = []
-        before = self._draws()
-        try:
-            found.extend(itertools.islice(batches, count))
-        except Exception as error:  # noqa: BLE001 - raised by _together in place of the batch
-            failure = error
-        last, feed.last = feed.last, False
-        if not torch.equal(before, self._draws()):
-            raise ConfigError(
-                "cuda_graph: reading a batch draws on the GPU (in a transform, say), and for a launch of several steps all are "
-                "read before it; draw in training_step, or give CudaGraph(steps=1)"
-            )
-        return Read(found, self._look(found) if len(found) == count else None, last, failure)
-
-
 _LOG = logging.getLogger("fabricamp")
-_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
 class GroupUpdate(GraphUpdate):
-    """Launches several steps at once if :class:`~fabricamp.engine.graph.group_update.Horizon` allows it, and others one by one.
+    """Launches several steps at once if :class:`HostAgenda` allows it, and others one by one.
 
-    All steps of a launch start at its first batch.  The loop then goes through the batches and does the host's work of each step at
-    the step's batch.
+    Single steps run as in :class:`GraphUpdate`.  Once their shape has a graph (a ``CapturedStep``), the steps of a launch are
+    captured in one more graph (a ``CapturedGroup``), which does the host's work of each step as the single graph does.
     """
 
     def __init__(self, parts: FitParts, session: Session) -> None:
+        # Set before super().__init__(), which calls use().
         self._groups: dict[Key, CapturedGroup] = {}
-        self._under_way: CapturedGroup | None = None
-        self._followed = 0
+        self._launched: CapturedGroup | None = None
+        """The group that was launched last, until the host has done the work of all its steps."""
+        self._steps_done = 0
+        """The number of its steps that the host has done the work of."""
         self.why_single = ""
         """Why all steps are launched one by one; empty while steps are launched together."""
-        self._stale = 0
+        self._stale_in_a_row = 0
         super().__init__(parts, session)
-        hooked = [one for one in session.trainer.callbacks if any(overrides(one, name, Callback) for name in _HOOKS)]
-        horizon = Horizon(parts, self._options.steps, [one.holds_at for one in hooked])
+        callbacks = session.trainer.callbacks
+        hooked = [one for one in callbacks if any(overrides(one, name, Callback) for name in BATCH_HOOKS)]
         generator = torch.cuda.default_generators[parts.strategy.device.index or 0]
         self._reader = GroupReader(
-            parts, horizon, ready=self._is_ready_for_groups, look=self._common_key, draws=generator.get_state
+            parts,
+            HostAgenda(parts, self._options.steps, [callback.holds_at for callback in hooked]),
+            ready=self._is_ready_for_groups,
+            key_of=self._common_key,
+            rng_state=generator.get_state,
         )
-        self._shows_logs = any(not type(one).__module__.startswith("fabricamp.") for one in hooked)
+        self._shows_logs = any(not type(callback).__module__.startswith("fabricamp.") for callback in hooked)
         self._role = Role(1, opens=True, closes=True)
         if parts.precision.verdicts is not None:
             parts.precision.verdicts.resize_ring(self._options.steps)
@@ -241,108 +89,114 @@ class GroupUpdate(GraphUpdate):
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a step: does the host's work if the step is launched, or launches a group, or runs the step alone."""
-        if self._under_way is None:
+        if self._launched is None:
             read = self._reader.take()
-            if read is None or read.key is None or not self._launches(read.key, read.batches, batch_idx):
+            if read is None or read.key is None or not self._launch_group(read.key, read.batches, batch_idx):
                 return super().run_batch(batch, batch_idx, last)
-        assert self._under_way is not None
-        return self._follow_one(self._under_way)
-
-    def _follow_one(self, group: CapturedGroup) -> Any:
-        outputs = group.follow_one(self._followed)
-        self._note_replay()
-        self._followed += 1
-        if self._followed == self._options.steps:
-            self._under_way = None
-            if group.rates is not None:
-                group.rates.check()
+        group = self._launched
+        assert group is not None
+        outputs = group.after_step(self._steps_done)
+        self._note_replayed_update()
+        self._steps_done += 1
+        if self._steps_done == self._options.steps:
+            self._launched = None
+            if group.lr_table is not None:
+                group.lr_table.check()
         return outputs
 
     # -- a launch ----------------------------------------------------------------------------------------------------------------
 
-    def _launches(self, key: Key, batches: list[Any], batch_idx: int) -> bool:
+    def _launch_group(self, key: Key, batches: list[Any], batch_idx: int) -> bool:
         """Launches the steps of ``batches`` together; returns whether that was possible."""
-        group, every = self._group_for(key, batches), self._options.check_every
+        group = self._group_for(key, batches)
         if group is None:
             return False
+        every = self._options.check_every
+        difference = None
         if group.replays == 0 or (every and group.replays % every == 0):
-            difference = self._launch_checked(group, batches, partial(self._run_each, group, batches, batch_idx), key)
+            eager = partial(self._run_each_eagerly, group, batches, batch_idx)
+            difference = self._launch_checked(group, batches, eager, key)
         else:
-            difference = None
             group.launch(batches)
-        if group.rates is not None:
-            group.rates.leave()
+        if group.lr_table is not None:
+            group.lr_table.restore()
         if difference is not None:
             self._launch_singly(str(difference))
             return False
-        self._under_way, self._followed = group, 0
+        self._launched = group
+        self._steps_done = 0
         return True
 
     def _group_for(self, key: Key, batches: list[Any]) -> CapturedGroup | None:
         """Returns the graph of these steps, captured now if necessary, with uploaded learning rates; None if there is none."""
-        single, group = self._steps.get(key), self._groups.get(key)
-        if single is None or not (group or single).fits():
+        single = self._steps.get(key)
+        group = self._groups.get(key)
+        if single is None or not (group or single).is_valid():
             if group is not None:
-                self._let_go(key)
+                self._drop_group(key)
             return None
         if group is None:
-            return self._captured_now(key, batches)
-        self._stale = 0
-        if group.rates is not None:
-            group.rates.foresee()
+            try:
+                group = self._capture_group(key, batches)
+            except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _launch_singly
+                self._launch_singly(reason_of_failure(error), error)
+                return None
+            self._groups[key] = group
+            return group
+        self._stale_in_a_row = 0
+        if group.lr_table is not None:
+            group.lr_table.predict()
         return group
 
-    def _run_each(self, group: CapturedGroup, batches: list[Any], batch_idx: int) -> None:
-        _each(group.rates, len(batches), lambda number: self._launch(batches[number], batch_idx + number, self._role))
+    def _drop_group(self, key: Key) -> None:
+        """Drops an out-of-date group: these steps run one by one and adopt the change; the next group is captured again."""
+        del self._groups[key]
+        self._stale_in_a_row += 1
+        if self._stale_in_a_row > MOST_CAPTURES_IN_A_ROW:
+            self._launch_singly("a value or tensor that the steps use changes after each launch")
 
     def _common_key(self, batches: list[Any]) -> Key | None:
         """Returns the key of the graph for these batches; None if their signatures differ."""
         try:
             first = signature(batches[0])
-            alike = all(signature(one) == first for one in batches[1:])
+            alike = all(signature(batch) == first for batch in batches[1:])
         except NotCapturableError:  # run_batch reports it at that batch
             return None
         return (first, self._role) if alike else None
-
-    def _let_go(self, key: Key) -> None:
-        """Drops an out-of-date group: these steps run one by one and adopt the change; the next group is captured again."""
-        del self._groups[key]
-        self._stale += 1
-        if self._stale > MOST_IN_A_ROW:
-            self._launch_singly("a value or tensor that the steps use changes after each launch")
-
-    def _captured_now(self, key: Key, batches: list[Any]) -> CapturedGroup | None:
-        try:
-            group = self._groups[key] = self._capture_group(key, batches)
-        except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _launch_singly
-            self._launch_singly(reason_of(error), error)
-            return None
-        return group
 
     # -- a capture ---------------------------------------------------------------------------------------------------------------
 
     def _capture_group(self, key: Key, batches: list[Any]) -> CapturedGroup:
         """Captures the steps of ``batches`` without running them on the device."""
-        parts, optimizer = self._parts, self._optimizer
+        parts = self._parts
+        optimizer = self._optimizer
         assert optimizer is not None
         optimizer.zero_grad(set_to_none=True)
-        inputs, rates = copied(batches), None
+        inputs = copied(batches)
+        lr_table = None
         if self.schedules.follow_steps:
-            rates = LrTable(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
-            rates.foresee()
-        self._room.check(key, kept=self._kept(self._role))
-        single = self._steps[key]
+            lr_table = LrTable(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
+            lr_table.predict()
+        self._memory_budget.check(key, kept=self._kept_bytes(self._role))
         group = CapturedGroup(
-            parts.module, inputs, self._role, parts.metrics, single, rates=rates, shows_logs=self._shows_logs
+            parts.module,
+            inputs,
+            self._role,
+            parts.metrics,
+            self._steps[key],
+            lr_table=lr_table,
+            shows_logs=self._shows_logs,
         )
-        group.upload = upload_of(optimizer) or unchanged(optimizer)
+        group.upload = hyperparameter_upload(optimizer)
         pool = torch.cuda.graph_pool_handle()
-        used = self._captured(group, lambda: self._capture_steps(group, inputs), pool)
-        self._tell(batches[0], self._role, used, f" {len(batches)} at a time")
+        used = self._capture_launches(group, lambda: self._capture_each(group, inputs), pool)
+        self._report(batches[0], self._role, used, f" {len(batches)} at a time")
         return group
 
-    def _capture_steps(self, group: CapturedGroup, inputs: list[Any]) -> Any:
-        optimizer, verdicts = self._optimizer, self._parts.precision.verdicts
+    def _capture_each(self, group: CapturedGroup, inputs: list[Any]) -> Any:
+        """Captures step after step, and what the host needs of each one afterwards."""
+        optimizer = self._optimizer
+        verdicts = self._parts.precision.verdicts
         assert optimizer is not None
 
         def launch(number: int) -> Any:
@@ -350,11 +204,20 @@ class GroupUpdate(GraphUpdate):
             if verdicts is not None:
                 verdicts.keep_statistics(optimizer)
                 note = verdicts.repeated(optimizer)
-                group.notes += [note] if note is not None else []
+                if note is not None:
+                    group.notes.append(note)
             group.keep(number, outputs)
             return outputs
 
-        return _each(group.rates, len(inputs), launch)
+        return _launch_each(group.lr_table, len(inputs), launch)
+
+    def _run_each_eagerly(self, group: CapturedGroup, batches: list[Any], batch_idx: int) -> None:
+        """Runs the steps of a launch eagerly, for the comparison with its replay."""
+
+        def launch(number: int) -> Any:
+            return self._launch(batches[number], batch_idx + number, self._role)
+
+        _launch_each(group.lr_table, len(batches), launch)
 
     # -- giving up ---------------------------------------------------------------------------------------------------------------
 
@@ -369,20 +232,195 @@ class GroupUpdate(GraphUpdate):
         _LOG.warning("CudaGraph(steps=%d) launches step by step: %s", self._options.steps, reason)
 
     def _drop(self, *, waits: bool = True) -> None:
+        """Also frees the graphs of several steps."""
         super()._drop(waits=waits)
         self._groups.clear()
-        self._under_way = self._parts.metrics.before_look = None
+        self._launched = None
+        self._parts.metrics.before_look = None
 
 
-def _each(rates: LrTable | None, steps: int, launch: Callable[[int], Any]) -> Any:
+def _launch_each(lr_table: LrTable | None, steps: int, launch: Callable[[int], Any]) -> Any:
     """Calls ``launch`` with the number of each step, under the step's learning rates; returns the last result."""
     outputs = None
-    if rates is not None:
-        rates.begin()
+    if lr_table is not None:
+        lr_table.begin()
     for number in range(steps):
-        if rates is not None:
-            rates.bring(number)
+        if lr_table is not None:
+            lr_table.write(number)
         outputs = launch(number)
-        if rates is not None:
-            rates.note(number)
+        if lr_table is not None:
+            lr_table.note_applied(number)
     return outputs
+
+
+# -- the batches of a launch -------------------------------------------------------------------------------------------------------
+
+
+_END: Final = object()
+
+
+class BatchGroup(NamedTuple):
+    """Batches that were read together.
+
+    ``key`` is the result of the reader's ``key_of`` for them.  ``last``: they are the last of the epoch.  ``failure``: the
+    exception that was raised in place of the next batch.
+    """
+
+    batches: list[Any]
+    key: Any
+    last: bool
+    failure: Exception | None
+
+
+class GroupReader:
+    """Yields batches to the loop one by one, and keeps those of one launch until :meth:`take`.
+
+    ``ready`` returns whether steps can be launched together now.  ``key_of`` is called with the batches that were read together.
+    ``rng_state`` returns the state of the generator that steps draw from.
+    """
+
+    def __init__(
+        self,
+        parts: FitParts,
+        agenda: HostAgenda,
+        *,
+        ready: Callable[[], bool],
+        key_of: Callable[[list[Any]], Any],
+        rng_state: Callable[[], Tensor],
+    ) -> None:
+        self._parts = parts
+        self._state = parts.state
+        self._agenda = agenda
+        self._ready = ready
+        self._key_of = key_of
+        self._rng_state = rng_state
+        self._group: BatchGroup | None = None
+
+    def take(self) -> BatchGroup | None:
+        """Returns the batches of a launch if the loop is at its first one; None for a batch that is run alone."""
+        group = self._group
+        self._group = None
+        return group
+
+    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields ``batches``, which come from the feed; sets the feed's ``last`` for the batch that is yielded."""
+        length = self._parts.feed.length
+        read_ahead: BatchGroup | None = None
+        while True:
+            count = self._agenda.launch_size(length) if self._ready() else 1
+            if count > 1 or read_ahead is not None:
+                read_ahead, may_go_on = yield from self._yield_group(batches, count, length, read_ahead)
+                if not may_go_on:
+                    return
+                continue
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    def _yield_group(
+        self, batches: Iterator[Any], count: int, length: float, read_ahead: BatchGroup | None
+    ) -> Generator[Any, None, tuple[BatchGroup | None, bool]]:
+        """Yields the batches of a launch, or those that were ``read_ahead`` for a launch that is not made.
+
+        Returns the batches read ahead for the next launch, while this one runs, and whether there may be more batches.  Raises an
+        error of the loader in place of its batch.
+        """
+        feed = self._parts.feed
+        state = self._state
+        group = read_ahead or self._read(batches, count)
+        read_ahead = None
+        steps = len(group.batches)
+        if count == steps and group.failure is None:
+            self._group = group
+            state.committed = state.batches_done + steps
+        for number, batch in enumerate(group.batches, 1):
+            feed.last = group.last and number == steps
+            yield batch
+            # The launch has been made, at its first batch: the host reads the next batches while the device runs it.
+            reads_ahead = number == 1 < count and feed.counts_alone and not state.should_stop
+            if reads_ahead and self._agenda.launch_size(length, ahead=count - 1) == count:
+                read_ahead = self._read(batches, count)
+        if group.failure is not None:
+            raise group.failure
+        return read_ahead, steps >= count
+
+    def _read(self, batches: Iterator[Any], count: int) -> BatchGroup:
+        """Reads up to ``count`` batches."""
+        feed = self._parts.feed
+        read: list[Any] = []
+        failure = None
+        before = self._rng_state()
+        try:
+            read.extend(itertools.islice(batches, count))
+        except Exception as error:  # noqa: BLE001 - raised by _yield_group in place of the batch
+            failure = error
+        last = feed.last
+        feed.last = False  # until the loop is at the last one of these batches
+        if not torch.equal(before, self._rng_state()):
+            raise ConfigError(
+                "cuda_graph: reading a batch draws on the GPU (in a transform, say), and for a launch of several steps all are "
+                "read before it; draw in training_step, or give CudaGraph(steps=1)"
+            )
+        key = self._key_of(read) if len(read) == count else None
+        return BatchGroup(read, key, last, failure)
+
+
+# -- how many steps until the host has to act --------------------------------------------------------------------------------------
+
+
+class HostAgenda:
+    """Knows the steps of a fit after which the host has to act: it logs, validates, saves, stops, or runs a callback's hooks.
+
+    ``most``: the number of steps of a full launch.  ``holds``: functions from a step to the next step after which a callback's
+    hooks have to run before another step does.
+    """
+
+    def __init__(self, parts: FitParts, most: int, holds: Sequence[Callable[[int], float]]) -> None:
+        self._parts = parts
+        self._state = parts.state
+        self._settings = parts.limits.settings
+        self._most = most
+        self._holds = holds
+
+    def launch_size(self, length: float, ahead: int = 0) -> int:
+        """Returns the number of steps of the next launch, or of the launch ``ahead`` steps later: ``most``, or else 1.
+
+        ``length``: the number of batches of the epoch; inf if unknown.
+        """
+        state = self._state
+        settings = self._settings
+        batches_left = length - state.batch_idx - ahead
+        if not self._most <= batches_left < math.inf:
+            return 1
+        step = state.global_step + ahead
+        distances = [
+            _to_multiple(step, settings.log_every_n_steps),
+            self._to_validation(ahead),
+            *(hold(step) - step for hold in self._holds),
+        ]
+        distances += [limit - step for limit in (settings.max_steps, settings.min_steps) if limit > step]
+        return self._most if min(distances) >= self._most else 1
+
+    def _to_validation(self, ahead: int) -> float:
+        """Returns the number of steps before the next validation, except those by time and at the end of an epoch.
+
+        These are checked between launches anyway.
+        """
+        limits = self._parts.limits
+        state = self._state
+        every_epochs = self._settings.check_val_every_n_epoch
+        if self._parts.validate is None:
+            return math.inf
+        if limits.validation_times is not None:
+            return _to_multiple(state.global_step + ahead, limits.validation_times.steps)
+        if every_epochs is None:  # val_check_interval counts batches across epochs
+            return _to_multiple(state.batches_done + ahead, limits.validate_every)
+        if (state.epoch + 1) % every_epochs:
+            return math.inf
+        return _to_multiple(state.batch_idx + ahead, limits.validate_every)
+
+
+def _to_multiple(done: int, every: float) -> float:
+    """Returns the number of steps from ``done`` to the next multiple of ``every``; inf if ``every`` is 0 or inf (never)."""
+    return every - done % every if 0 < every < math.inf else math.inf

@@ -1,4 +1,8 @@
-"""Learning rates of steps that are launched together: predicted on the host, selected on the device by each step's status."""
+"""Learning rates of steps that are launched together: predicted on the host, selected on the device by each step's status.
+
+The methods of :class:`LrTable` are called in this order: ``predict`` before a launch; within it ``begin``, and ``write`` and
+``note_applied`` for each step; after it ``restore``, and ``check`` once the schedules have advanced.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
 
 _APPLIED: Final = ops.StepState.word("applied")
-_BEHIND: Final = LAG + 1
+_ROWS_BEFORE: Final = LAG + 1
 """Number of rows before those of the launch's steps: before a step, schedules know the status of all steps but the last ``LAG``."""
 
 
@@ -46,89 +50,92 @@ class LrTable:
         self._state = state
         self._verdicts = verdicts if verdicts is not None and verdicts.schedules_follow else None
         self._steps = steps
-        self._places = _places(optimizer)
-        self._tables = [torch.zeros(steps + 1, one.numel(), dtype=one.dtype, device=one.device) for one in self._places]
+        self._targets = _device_values(optimizer)
+        # One table per tensor that a step reads: a row per step, and one for after the last.
+        self._tables = [
+            torch.zeros(steps + 1, one.numel(), dtype=one.dtype, device=one.device) for one in self._targets
+        ]
         self._uploaded = b""
-        self._looked = False
-        self._foreseen: list[list[Any]] = []
-        self._begun = 0
+        self._predicted: list[list[Any]] = []
+        """The values of each row; None for a learning rate in a tensor, which only the tables have."""
+        self._compared_tensors = False
+        self._steps_before = 0
+        """The number of steps that the schedules knew of before the launch."""
         if self._verdicts is not None:
             device = self._verdicts.scaler.ring.device
-            self._behind = torch.arange(-_BEHIND, 0, dtype=torch.int32, device=device)
-            self._rows = torch.zeros(_BEHIND + steps, dtype=torch.int32, device=device)
-            self._first = torch.zeros((), dtype=torch.int32, device=device)
+            self._slots_back = torch.arange(-_ROWS_BEFORE, 0, dtype=torch.int32, device=device)
+            self._rows = torch.zeros(_ROWS_BEFORE + steps, dtype=torch.int32, device=device)
+            self._first_applied = torch.zeros((), dtype=torch.int32, device=device)
 
-    def hold(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether schedules still follow steps, and the optimizer's values on the device still have the same addresses."""
-        places = _places(self._optimizer)
+        targets = _device_values(self._optimizer)
         return (
             self._schedules.follow_steps
-            and len(places) == len(self._places)
-            and all(map(operator.eq, map(Tensor.data_ptr, places), map(Tensor.data_ptr, self._places)))
+            and len(targets) == len(self._targets)
+            and all(map(operator.eq, map(Tensor.data_ptr, targets), map(Tensor.data_ptr, self._targets)))
         )
 
     # -- on the host, before and after a launch ----------------------------------------------------------------------------------
 
-    def foresee(self) -> None:
+    def predict(self) -> None:
         """Uploads the values of the next steps, computed with copies of the schedulers, which themselves advance as usual."""
-        self._begun = self._stepped()
-        self._foreseen = []
+        self._steps_before = self._known_steps()
+        self._predicted = []
         numbers = _numbers_of(self._optimizer)
-        for row, groups in enumerate(self._groups()):
-            found = numbers(groups)
-            self._foreseen.append([None if isinstance(one, Tensor) else one for one in found])
-            self._bring_tensors(row, found)
-        if None not in self._foreseen[0]:
-            self._upload(np.asarray(self._foreseen[: self._steps], np.float64))
+        for row, groups in enumerate(self._future_groups()):
+            values = numbers(groups)
+            self._predicted.append([None if isinstance(value, Tensor) else value for value in values])
+            for table, value in zip(self._tables, values, strict=False):
+                if isinstance(value, Tensor):
+                    table[row].copy_(value.reshape(1), non_blocking=True)
+        if None not in self._predicted[0]:
+            self._upload(np.asarray(self._predicted[: self._steps], np.float64))
 
     def _upload(self, values: np.ndarray) -> None:
+        """Uploads the rows, unless the tables have them."""
         content = values.tobytes()
         if content != self._uploaded:
             self._uploaded = content
             for table in self._tables:
                 upload(values, table[: self._steps])
 
-    def _bring_tensors(self, row: int, found: list[float | Tensor]) -> None:
-        for table, one in zip(self._tables, found, strict=False):
-            if isinstance(one, Tensor):
-                table[row].copy_(one.reshape(1), non_blocking=True)
-
-    def _groups(self) -> Iterator[Sequence[dict[str, Any]]]:
+    def _future_groups(self) -> Iterator[Sequence[dict[str, Any]]]:
         """Yields the optimizer's groups before each of the next steps and after the last, if all of these are applied."""
-        twins, groups = _twins(self._optimizer, self._schedules)
+        schedulers, groups = _copies(self._optimizer, self._schedules)
         yield groups
-        for done in range(self._begun + 1, self._begun + self._steps + 1):
-            for scheduler, frequency in twins:
+        for done in range(self._steps_before + 1, self._steps_before + self._steps + 1):
+            for scheduler, frequency in schedulers:
                 if done % frequency == 0:
                     scheduler.step()
             yield groups
 
-    def _stepped(self) -> int:
+    def _known_steps(self) -> int:
         """Returns the number of steps that the schedules know of."""
         return self._state.global_step if self._verdicts is None else self._verdicts.applied_steps
 
-    def leave(self) -> None:
+    def restore(self) -> None:
         """Resets the values on the device after a launch, which has overwritten them: the schedules advance from those before."""
         if isinstance(self._optimizer, FusedOptimizer):
             for table in self._optimizer.tables:
                 table.forget_scalars()
             return
-        for place, rates in zip(self._places, self._tables, strict=True):
-            place.copy_(rates[0])
+        for target, rows in zip(self._targets, self._tables, strict=True):
+            target.copy_(rows[0])
 
     def check(self) -> None:
         """Raises if the schedules, advanced by the steps of a launch, differ from the prediction.
 
         Learning rates in tensors are only compared after the first launch, since that waits for the device.
         """
-        row = self._stepped() - self._begun
-        found = _numbers_of(self._optimizer)(self._optimizer.param_groups)
-        same = [None if isinstance(one, Tensor) else one for one in found] == self._foreseen[row]
-        if not self._looked and None in self._foreseen[row]:
+        row = self._known_steps() - self._steps_before
+        values = _numbers_of(self._optimizer)(self._optimizer.param_groups)
+        same = [None if isinstance(value, Tensor) else value for value in values] == self._predicted[row]
+        if not self._compared_tensors and None in self._predicted[row]:
             same = same and all(
-                torch.equal(one, table[row]) for one, table in zip(self._places, self._tables, strict=True)
+                torch.equal(target, table[row]) for target, table in zip(self._targets, self._tables, strict=True)
             )
-        self._looked = True
+        self._compared_tensors = True
         if not same:
             raise ConfigError(
                 "cuda_graph: a schedule came to other numbers than its copy did before the launch, so it depends on more than its "
@@ -141,38 +148,43 @@ class LrTable:
         """Reads, before the first step, the number of applied steps before each of the steps that schedules do not know of yet."""
         if self._verdicts is None:
             return
-        state, ring = self._verdicts.scaler.state, self._verdicts.scaler.ring
-        slots = (self._behind + (state.applied + state.skipped)) % len(ring)
+        state = self._verdicts.scaler.state
+        ring = self._verdicts.scaler.ring
+        slots = (self._slots_back + (state.applied + state.skipped)) % len(ring)
         applied = ring[:, _APPLIED].index_select(0, slots)
-        self._first.copy_(applied[0])
-        torch.sub(applied, self._first, out=self._rows[:_BEHIND])
+        self._first_applied.copy_(applied[0])
+        torch.sub(applied, self._first_applied, out=self._rows[:_ROWS_BEFORE])
 
-    def bring(self, number: int) -> None:
+    def write(self, number: int) -> None:
         """Copies the values for a step of the launch to the optimizer."""
-        for place, table in zip(self._places, self._tables, strict=True):
+        for target, table in zip(self._targets, self._tables, strict=True):
             if self._verdicts is None:
-                place.copy_(table[number])
+                target.copy_(table[number])
             else:
-                torch.index_select(table, 0, self._rows[number : number + 1], out=place.view(1, -1))
+                torch.index_select(table, 0, self._rows[number : number + 1], out=target.view(1, -1))
 
-    def note(self, number: int) -> None:
+    def note_applied(self, number: int) -> None:
         """Records, after a step, the number of applied steps."""
         if self._verdicts is not None:
-            torch.sub(self._verdicts.scaler.state.applied, self._first, out=self._rows[number + _BEHIND])
+            applied = self._verdicts.scaler.state.applied
+            torch.sub(applied, self._first_applied, out=self._rows[number + _ROWS_BEFORE])
 
 
-def _places(optimizer: Optimizer) -> list[Tensor]:
+def _device_values(optimizer: Optimizer) -> list[Tensor]:
     """Returns the tensors, flat, from which a step reads its hyper-parameters on the device."""
     if isinstance(optimizer, FusedOptimizer):
-        return [one.scalars.view(-1) for one in optimizer.tables]
+        return [table.scalars.view(-1) for table in optimizer.tables]
     return [group["lr"].view(1) for group in optimizer.param_groups]
 
 
 def _numbers_of(optimizer: Optimizer) -> Any:
-    return optimizer.numbers if isinstance(optimizer, FusedOptimizer) else lambda groups: [one["lr"] for one in groups]
+    """Returns the function from an optimizer's groups to the values that a step reads on the device."""
+    if isinstance(optimizer, FusedOptimizer):
+        return optimizer.numbers
+    return lambda groups: [group["lr"] for group in groups]
 
 
-def _twins(optimizer: Optimizer, schedules: Schedules) -> tuple[list[tuple[Any, int]], list[dict[str, Any]]]:
+def _copies(optimizer: Optimizer, schedules: Schedules) -> tuple[list[tuple[Any, int]], list[dict[str, Any]]]:
     """Returns (copies of the step schedulers with their frequencies, copies of the optimizer's groups that they work on).
 
     The module is not copied; a schedule may call its methods.
@@ -182,6 +194,6 @@ def _twins(optimizer: Optimizer, schedules: Schedules) -> tuple[list[tuple[Any, 
         for group in optimizer.param_groups
     ]
     stand_in = SimpleNamespace(param_groups=groups, step=optimizer.step, _opt_called=True)
-    memory: dict[int, Any] = {id(getattr(one.scheduler, "optimizer", optimizer)): stand_in for one in schedules.by_step}
-    memory[id(schedules.module)] = schedules.module
-    return [(copy.deepcopy(one.scheduler, memory), one.frequency) for one in schedules.by_step], groups
+    memo: dict[int, Any] = {id(getattr(one.scheduler, "optimizer", optimizer)): stand_in for one in schedules.by_step}
+    memo[id(schedules.module)] = schedules.module
+    return [(copy.deepcopy(one.scheduler, memo), one.frequency) for one in schedules.by_step], groups

@@ -32,23 +32,24 @@ class GraphMemoryBudget:
         self._device = device
         self._state = state
         self._required = required
-        self._takes: dict[Hashable, int] = {}
+        self._eager_bytes: dict[Hashable, int] = {}
 
     def measured(self, key: Hashable, call: Callable[[], Result]) -> Result:
         """Returns the result of ``call``, an eager step with ``key``, and records its peak of allocated memory."""
-        state, device = self._state, self._device
+        state = self._state
+        device = self._device
         state.peak_bytes = max(state.peak_bytes, torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         result = call()
-        self._takes[key] = torch.cuda.max_memory_allocated(device) - before
+        self._eager_bytes[key] = torch.cuda.max_memory_allocated(device) - before
         return result
 
-    def takes(self, key: Hashable) -> int:
+    def eager_bytes(self, key: Hashable) -> int:
         """Returns the bytes that an eager step with ``key`` takes; 0 if none was measured."""
-        return self._takes.get(key, 0)
+        return self._eager_bytes.get(key, 0)
 
-    def has(self, size: int) -> bool:
+    def has_free(self, size: int) -> bool:
         """Whether more than ``size`` bytes are free."""
         return size < free_memory(self._device)
 
@@ -58,12 +59,12 @@ class GraphMemoryBudget:
         ``kept``: bytes that the capture allocates and does not free.  ``shared``: bytes of other graphs' memory that it may use.
         ``shapes``: the number of other captured shapes.
         """
-        needed = max(self.takes(key) + kept - shared, 0)
-        beside = 0 if self._required and not shapes else max(self._takes.values(), default=0)
+        needed = max(self.eager_bytes(key) + kept - shared, 0)
+        beside_it = 0 if self._required and not shapes else max(self._eager_bytes.values(), default=0)
         free = free_memory(self._device)
-        if needed + beside <= free:
+        if needed + beside_it <= free:
             return
-        more = f" and steps that run eagerly beside it {_amount(beside)}" if beside else ""
+        more = f" and steps that run eagerly beside it {_amount(beside_it)}" if beside_it else ""
         fewer = f", or CudaGraph(shapes={shapes})" if shapes else ""
         raise GraphMemoryError(
             f"a graph of the step would take {_amount(needed)}{more}, and {_amount(free)} of {self._device} are free; give a "

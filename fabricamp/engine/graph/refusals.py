@@ -1,9 +1,9 @@
-"""Reasons, known before the first batch, why a fit's steps cannot be captured as a CUDA graph."""
+"""Reasons, known before the first batch, why a fit's steps cannot be captured as a CUDA graph, or not several in one launch."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from fabricamp.optimizers import LARC, FusedOptimizer
 from fabricamp.precision.stepper import demands_closure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from fabricamp.engine.parts import FitParts
 
@@ -42,7 +42,7 @@ def graph_refusal(parts: FitParts) -> str:
 
 def _hook_in_a_step(parts: FitParts) -> str:
     bound = resolve_hooks(parts, parts.optimizers[0], steps_alone=False)
-    middle = {
+    hooks = {
         "on_before_zero_grad": bound.before_zero_grad,
         "optimizer_zero_grad": bound.zero_grad,
         "on_before_backward": bound.before_backward,
@@ -51,21 +51,15 @@ def _hook_in_a_step(parts: FitParts) -> str:
         "configure_gradient_clipping": bound.clipping,
         "optimizer_step": bound.step,
     }
-    hook = next((name for name, found in middle.items() if found), "")
+    hook = next((name for name, is_bound in hooks.items() if is_bound), "")
     return f"{hook} runs in the middle of a step; leave it out" if hook else ""
-
-
-def upload_of(optimizer: Any) -> Callable[[], bool] | None:
-    """Returns the call that prepares a fused optimizer for a replay; None for other optimizers."""
-    fused = isinstance(optimizer.optim if isinstance(optimizer, LARC) else optimizer, FusedOptimizer)
-    return optimizer.upload if fused else None
 
 
 def _refusal_of(optimizer: Any, *, schedules: bool) -> str:
     name = type(optimizer).__name__
     if demands_closure(optimizer):
         return f"{name} runs the forward itself; take an optimizer that steps once"
-    if upload_of(optimizer) is not None:
+    if is_fused(optimizer):
         return ""
     if not all(group.get("capturable") for group in optimizer.param_groups):
         return (
@@ -77,15 +71,22 @@ def _refusal_of(optimizer: Any, *, schedules: bool) -> str:
     return ""
 
 
-# ~~~ from engine.graph.group_refusals: Reasons, known before the first batch, why steps of a fit cannot be launched together.
+def is_fused(optimizer: Any) -> bool:
+    """Whether the optimizer is one of fabricamp's fused ones, or a :class:`LARC` around one: these have ``upload``."""
+    return isinstance(optimizer.optim if isinstance(optimizer, LARC) else optimizer, FusedOptimizer)
 
 
-_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+# -- several steps in one launch ---------------------------------------------------------------------------------------------------
+
+
+BATCH_HOOKS: Final = ("on_train_batch_start", "on_train_batch_end")
+"""The hooks that run between two steps."""
 
 
 def group_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
     """Returns why steps of this fit cannot be launched together, and what to change; an empty string if they can be."""
-    settings, feed = parts.limits.settings, parts.feed
+    settings = parts.limits.settings
+    feed = parts.feed
     refusals = {
         "several processes launch step by step": parts.strategy.world_size > 1,
         "accumulate_grad_batches above 1 is replayed batch by batch": settings.most_accumulated > 1,
@@ -96,19 +97,19 @@ def group_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
             feed.hooks_between
         ),
     }
-    found = next((words for words, holds in refusals.items() if holds), "")
-    return found or _hook_refusal(parts, callbacks) or _schedule_refusal(parts)
+    reason = next((words for words, holds in refusals.items() if holds), "")
+    return reason or _hook_refusal(parts, callbacks) or _schedule_refusal(parts)
 
 
 def _hook_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
-    for one in callbacks:
-        hook = next((name for name in _HOOKS if overrides(one, name, Callback)), "")
-        if hook and waits_between_steps(one):
+    for callback in callbacks:
+        hook = next((name for name in BATCH_HOOKS if overrides(callback, name, Callback)), "")
+        if hook and waits_between_steps(callback):
             return (
-                f"{type(one).__name__}.{hook} may look at each step's weights; override holds_at(self, global_step) in its class "
-                "to say after which step it has to run, or leave the callback out"
+                f"{type(callback).__name__}.{hook} may look at each step's weights; override holds_at(self, global_step) in its "
+                "class to say after which step it has to run, or leave the callback out"
             )
-    hook = next((name for name in _HOOKS if parts.hooks.module(name)), "")
+    hook = next((name for name in BATCH_HOOKS if parts.hooks.module(name)), "")
     name = type(parts.module).__name__
     return f"{name}.{hook} may look at each step's weights; put it into a callback with a holds_at" if hook else ""
 
@@ -125,9 +126,9 @@ def _schedule_refusal(parts: FitParts) -> str:
         return "lr_scheduler_step runs after each step; leave it out"
     rates = [group["lr"] for group in optimizer.param_groups]
     if isinstance(optimizer, FusedOptimizer):
-        tensors = any(isinstance(one, Tensor) for one in rates)
+        tensors = any(isinstance(rate, Tensor) for rate in rates)
         return f"{name} has a tensor as its lr, which a schedule changes; give it a number" if tensors else ""
-    if not all(isinstance(one, Tensor) and one.device == parts.strategy.device for one in rates):
+    if not all(isinstance(rate, Tensor) and rate.device == parts.strategy.device for rate in rates):
         return (
             f"{name} has an lr that is not a tensor on the GPU, where a schedule changes it; give torch.tensor(..., "
             "device='cuda'), or take a fused optimizer such as FusedAdam"

@@ -1,4 +1,22 @@
-"""Automatic optimization by CUDA graph replays; the eager counterpart is :class:`~fabricamp.engine.update.Update`."""
+"""Automatic optimization by CUDA graph replays; the eager counterpart is :class:`~fabricamp.engine.update.Update`.
+
+Each micro-batch goes through :meth:`GraphUpdate.run_batch` in one of five ways::
+
+    the run has given up captures --------------------------> 1  an eager step
+    there is no graph for its shape and role
+        it may be captured now -----------------------------> 3  a capture, run at once as the graph's first replay
+        not yet, or there is no room for it ----------------> 2  an eager step, watched for what a replay would not do
+    there is a graph
+        what it reads has changed, so it is dropped --------> 2
+        a check is due (check_every) -----------------------> 5  a replay, compared with an eager step
+        otherwise ------------------------------------------> 4  a replay
+
+If the capture of 3 fails, or the replay of 3 or 5 leaves other bits than an eager step, its effects are undone and the micro-batch
+runs eagerly.  ``"auto"`` then gives up, and a required graph is an error.
+
+An accumulation has a graph for each :class:`Role`: the first, a middle and the last micro-batch.  All of them find the gradients
+at the same addresses (:class:`AccumulationGradients`).
+"""
 
 from __future__ import annotations
 
@@ -14,11 +32,11 @@ from torch import Tensor
 
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
-from fabricamp.engine.graph.captured import CapturedStep, reason_of, unchanged
+from fabricamp.engine.graph.captured import CapturedStep, hyperparameter_upload, reason_of_failure
 from fabricamp.engine.graph.comparison import ComparedState, compare
-from fabricamp.engine.graph.host_effects import FEWEST_SIGHTS, MOST_IN_A_ROW, LogReplay, StepWatch
+from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
-from fabricamp.engine.graph.refusals import refused, upload_of
+from fabricamp.engine.graph.refusals import refused
 from fabricamp.engine.update import Update
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.ops.uploads import lasting_like
@@ -31,12 +49,10 @@ if TYPE_CHECKING:
 
     from fabricamp.engine.parts import FitParts
     from fabricamp.engine.session import Session
+    from fabricamp.gradients.memory import GradientMemory
 
-
-# ~~~ from engine.graph.window: An accumulation that several graphs work on: the role of each micro-batch, and the addresses of the shared gradients.
-
-
-_grad: Final = operator.attrgetter("grad")
+_LOG = logging.getLogger("fabricamp")
+_GIB = 2**30
 
 
 class Role(NamedTuple):
@@ -47,66 +63,36 @@ class Role(NamedTuple):
     closes: bool
 
     @property
-    def place(self) -> str:
+    def in_words(self) -> str:
         """The role in words, to follow "batches" in a message; empty without accumulation."""
         if self.accumulate == 1:
             return ""
-        does = "end" if self.closes else "begin" if self.opens else "continue"
+        if self.closes:
+            does = "end"
+        elif self.opens:
+            does = "begin"
+        else:
+            does = "continue"
         return f" that {does} an accumulation of {self.accumulate}"
 
 
-class WindowGradients:
-    """The ``.grad`` of an accumulation in progress, at the same addresses in every graph, outside of the graphs' shared memory."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._places: dict[Tensor, Tensor] = {}
-
-    @torch.no_grad()
-    def settle(self, *, closes: bool = False) -> list[Tensor | None]:
-        """Copies every gradient to its fixed address, makes that ``.grad``, now or in a capture, and returns all gradients.
-
-        At the end of an accumulation (``closes``), views into the buckets of torch's DDP stay where they are: kernels may sum a
-        copy with another alignment in another order.
-        """
-        moved: list[tuple[Tensor, Tensor]] = []
-        parameters = list(self._module.parameters())
-        for parameter in parameters:
-            gradient, place = parameter.grad, self._places.get(parameter)
-            if gradient is None or gradient is place or (closes and gradient._is_view()):
-                continue
-            if place is None or place.dtype != gradient.dtype:
-                place = self._places[parameter] = lasting_like(gradient)
-            moved.append((place, gradient))
-            parameter.grad = place
-        if moved:
-            torch._foreach_copy_([place for place, _ in moved], [gradient for _, gradient in moved])
-        return list(map(_grad, parameters))
-
-    def bring(self, captured: Sequence[Tensor | None]) -> bool:
-        """Prepares the gradients for a graph that adds to the ``captured`` ones; returns False if other gradients are missing."""
-        present = map(_grad, self._module.parameters())
-        return all(map(operator.is_, present, captured)) or all(map(operator.is_, self.settle(), captured))
-
-
-_LOG = logging.getLogger("fabricamp")
-_GIB = 2**30
 Key: TypeAlias = tuple[Hashable, Role]
+"""What a graph is kept by: the signature of its batches, and their role."""
 
 
 class GraphUpdate(Update):
     """Runs the first batches of each shape eagerly, then captures the step and replays it.
 
-    The first, a middle and the last micro-batch of an accumulation have separate graphs.  All work of the fit runs on a
-    :class:`~fabricamp.engine.graph.graphs.SideStream`.
+    All work of the fit runs on a :class:`~fabricamp.engine.graph.graphs.SideStream`.
     """
 
     def __init__(self, parts: FitParts, session: Session) -> None:
+        # Set before super().__init__(), which calls use().
         self._steps: dict[Key, CapturedStep] = {}
-        self._sights: dict[Hashable, int] = {}
-        self._seen: dict[Key, int] = {}
-        self._weights_seen: dict[Key, float | None] = {}
-        self._closed = 0
+        self._eager_by_shape: dict[Hashable, int] = {}
+        self._eager_by_key: dict[Key, int] = {}
+        self._weight_by_key: dict[Key, float | None] = {}
+        self._eager_updates = 0
         super().__init__(parts)
         options = session.settings.cuda_graph
         assert options is not None
@@ -114,26 +100,27 @@ class GraphUpdate(Update):
         self._session = session
         self._attachment = session.run_context
         self._watch = StepWatch(session, "training_step")
-        self._window = WindowGradients(parts.module)
-        self._together = CaptureConsensus(parts.strategy, options.warmup)
+        self._fixed_gradients = AccumulationGradients(parts.module)
+        self._consensus = CaptureConsensus(parts.strategy, options.warmup)
         self._captures_in_a_row = 0
         self.why_eager = ""
         """Why the run captures nothing and stays eager; empty while it captures or replays."""
         device = parts.strategy.device
-        self._open = torch.zeros((), dtype=torch.float32, device=device)
+        self._loss_so_far = torch.zeros((), dtype=torch.float32, device=device)
         """Placeholder for the loss of an accumulation in progress during a capture."""
         self._pool: Any = None
         self._pool_bytes = 0
-        self._room = session.graphs.room
-        self._left_out: set[Key] = set()
+        self._memory_budget = session.graphs.memory_budget
+        self._too_large: set[Key] = set()
+        """The keys whose graphs do not fit into memory."""
         self._stream = torch.cuda.current_stream(device)
         self._state.runs_as = "eager"
 
     def use(self, step: Callable[..., Any]) -> None:
         """Sets another step to run; it is captured again after it has run eagerly."""
         super().use(step)
-        self._sights.clear()
-        self._closed = 0  # the step may come with a new torch DDP wrapper, which needs some eager steps
+        self._eager_by_shape.clear()
+        self._eager_updates = 0  # the step may come with a new torch DDP wrapper, which needs some eager steps
         if self._steps:
             self._drop()
 
@@ -152,22 +139,32 @@ class GraphUpdate(Update):
         key = None if self.why_eager else self._key_of(batch, role)
         step = None if key is None else self._replayable(key)
         # Both may be collectives: every rank calls them, also a rank that runs this micro-batch eagerly.
-        together = not self._together.settled and self._meet(key, step)
-        checks = self._is_checked(step, role)
+        all_ready = not self._consensus.ended and self._are_all_ready(key, step)
+        is_checked = self._is_checked(step, role)
+        # 1: the run has given up, now (in _key_of or _replayable) or earlier.
         if key is None or self.why_eager:
             return super().run_batch(batch, batch_idx, last)
         if step is None:
-            if together or (self._together.settled and self._is_ready(key)):
-                return self._run_captured(key, batch, batch_idx, last, compares=together or self._together.alone)
+            # 3: all ranks make the first captures at the same batch, and compare them.  Later each rank captures by itself,
+            # without a comparison: its eager step would exchange gradients with ranks that make none.
+            if all_ready or (self._consensus.ended and self._is_ready(key)):
+                compares = all_ready or self._consensus.alone
+                return self._run_captured(key, batch, batch_idx, last, compares=compares)
+            # 2: too few such batches so far, too many shapes, too little memory, or gradients of other parameters than captured.
             return self._run_watched(key, batch, batch_idx, last)
         self._captures_in_a_row = 0
-        if not checks:
+        if is_checked:
+            # 5: if the replay is wrong, its effects are undone and the step runs eagerly.
+            difference = self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key)
+            if difference is not None:
+                return self._run_instead(difference, batch, batch_idx, last, key)
+        else:
+            # 4: nearly every batch of a run.
             step.launch(batch)
-        elif difference := self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key):
-            return self._run_instead(difference, batch, batch_idx, last, key)
-        return self._follow(step, role)
+        return self._after_replay(step, role)
 
     def _key_of(self, batch: Any, role: Role) -> Key | None:
+        """Returns the key of the graph for a batch; gives up and returns None for a batch whose tensors cannot be found."""
         try:
             return signature(batch), role
         except NotCapturableError as error:
@@ -179,20 +176,46 @@ class GraphUpdate(Update):
         step = self._steps.get(key)
         if step is None:
             return None
-        if not step.fits():
+        if not step.is_valid():
             self._count_capture(step)
             # One eager step adopts what has changed (another parameter, say), one is watched, and the next is captured.
             self._drop()
             return None
-        return step if step.takes_over(self._window) else None
+        return step if step.can_continue(self._fixed_gradients) else None
+
+    def _count_capture(self, stale: CapturedStep) -> None:
+        """Counts graphs that are out of date; gives up after a few in a row, since a value changes in every step then."""
+        self._captures_in_a_row += 1
+        if self._captures_in_a_row > MOST_CAPTURES_IN_A_ROW:
+            name = stale.constants.changed()
+            what = f"the attribute {name!r}" if name else "a tensor that the step uses"
+            self._give_up(
+                f"{what} is another one in each step, so each would be captured anew; change a buffer in place"
+            )
+
+    def _are_all_ready(self, key: Key | None, step: CapturedStep | None) -> bool:
+        """Returns whether all ranks capture now; every rank has to call it until the ranks have agreed on the first captures."""
+        if step is not None:
+            stage = Stage.REPLAY
+        elif key is not None and self._is_ready(key):
+            stage = Stage.READY
+        else:
+            stage = Stage.EAGER
+        return self._consensus.all_ready(stage, self._accumulate)
 
     def _is_ready(self, key: Key) -> bool:
         """Whether this micro-batch may be captured: enough of the same key have run eagerly."""
-        settled = self._closed >= self._parts.strategy.eager_steps and key not in self._left_out
-        enough = self._sights.get(key[0], 0) + 1 >= self._options.warmup and self._seen.get(key, 0) >= FEWEST_SIGHTS
-        return settled and enough and key not in self._steps and len(self._other_shapes(key)) < self._options.shapes
+        if self._eager_updates < self._parts.strategy.eager_steps or key in self._too_large:
+            return False
+        shape = key[0]
+        if self._eager_by_shape.get(shape, 0) + 1 < self._options.warmup:
+            return False
+        if self._eager_by_key.get(key, 0) < FEWEST_EAGER_CALLS:
+            return False
+        return key not in self._steps and len(self._other_shapes(key)) < self._options.shapes
 
     def _other_shapes(self, key: Key) -> set[Hashable]:
+        """Returns the shapes that have graphs, without that of ``key``."""
         return {shape for shape, _ in self._steps} - {key[0]}
 
     def _is_checked(self, step: CapturedStep | None, role: Role) -> bool:
@@ -200,89 +223,26 @@ class GraphUpdate(Update):
         every = self._options.check_every
         if not every:
             return False
-        if self._together.alone:
+        if self._consensus.alone:
             return step is not None and step.replays % every == 0
-        return self._together.checks(every, role, replays=step is not None)
+        return self._consensus.should_check(every, role, replays=step is not None)
 
-    def _meet(self, key: Key | None, step: CapturedStep | None) -> bool:
-        """Returns whether all ranks capture now; every rank has to call it until the ranks have agreed on the first captures."""
-        stage = Stage.REPLAY
-        if step is None:
-            stage = Stage.READY if key is not None and self._is_ready(key) else Stage.EAGER
-        return self._together.meet(stage, self._accumulate)
-
-    def _run_captured(self, key: Key, batch: Any, batch_idx: int, last: bool, *, compares: bool) -> Any:
-        """Captures the micro-batch and runs it as the first replay; ``compares``, equal on all ranks, checks that replay."""
-        role, loss = key[1], self.loss
-        step, error = None, None
-        try:
-            step = self._capture(key, batch)
-        except Exception as raised:  # noqa: BLE001 - a step may raise anything; reported or raised below
-            error = raised
-        if compares and not self._together.all(error is None):
-            error = error or NotCapturableError("another rank cannot capture its step")
-        if step is None or error is not None:
-            assert error is not None
-            if step is not None:
-                step.withdraw()
-            self.loss = loss
-            return self._run_instead(error, batch, batch_idx, last, key)
-        if not compares:
-            step.launch(batch)
-        elif difference := self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key):
-            step.withdraw()
-            self.loss = loss
-            return self._run_instead(difference, batch, batch_idx, last, key)
-        return self._follow(step, role, first=True)
-
-    def _run_instead(
-        self, why: NotCapturableError | Exception, batch: Any, batch_idx: int, last: bool, key: Key
-    ) -> Any:
-        """Runs a micro-batch eagerly after a failed capture or a wrong replay, whose effects the caller has undone."""
-        others = bool(self._steps) and self._together.settled
-        if isinstance(why, GraphMemoryError) and others and not self._options.required:
-            self._left_out.add(key)
-            _LOG.warning("cuda_graph='auto' runs steps of one shape eagerly: %s", why)
-        else:
-            self._give_up(reason_of(why), why)
-        self._parts.strategy.note_window(begun=not key[1].opens)
-        return super().run_batch(batch, batch_idx, last)
-
-    def _follow(self, step: CapturedStep, role: Role, *, first: bool = False) -> Any:
-        """Does the host's work after a replay and returns the outputs; the capture has done part of it for the ``first`` replay."""
-        outputs = step.follow(first=first)
-        if not self._together.alone:
-            check_peers()  # a layer's kernel may have given up waiting for another rank
-            self._parts.strategy.note_window(begun=not role.closes)
-        if not role.closes:
-            self.loss, self._batch_complete = step.loss, True
-            self._state.open_batches += 1
-            return outputs
-        self._note_replay()
-        return outputs
-
-    def _note_replay(self) -> None:
-        """Does the host's bookkeeping of a step whose update the device has launched."""
-        self.loss, self._state.open_batches = None, 0
-        if self._hooks.plain_step is None:
-            self._note_update()
-        else:
-            self._state.global_step += 1
-            self.stepped = True
-
-    # -- eager steps, watched ----------------------------------------------------------------------------------------------------
+    # -- 2: an eager step, watched -----------------------------------------------------------------------------------------------
 
     def _run_watched(self, key: Key, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs an eager step; the first ``warmup`` of a key are watched for what a replay would not repeat."""
-        self._sights[key[0]] = self._sights.get(key[0], 0) + 1
-        self._closed += key[1].closes
-        seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if seen > self._options.warmup:
+        shape, role = key
+        self._eager_by_shape[shape] = self._eager_by_shape.get(shape, 0) + 1
+        self._eager_updates += role.closes
+        calls = self._eager_by_key.get(key, 0) + 1
+        self._eager_by_key[key] = calls
+        if calls > self._options.warmup:
             return super().run_batch(batch, batch_idx, last)
         call = partial(super().run_batch, batch, batch_idx, last)
-        if seen == FEWEST_SIGHTS:
-            call = partial(self._room.measured, key, call)
-        outputs, reason = self._watch.run(call, compares=seen > 1, looks=seen == FEWEST_SIGHTS)
+        looks_closely = calls == FEWEST_EAGER_CALLS
+        if looks_closely:
+            call = partial(self._memory_budget.measured, key, call)
+        outputs, reason = self._watch.run(call, compares=calls > 1, looks_for_waits=looks_closely)
         reason = reason or self._changing_weight(key)
         if reason:
             self._give_up(reason)
@@ -291,60 +251,85 @@ class GraphUpdate(Update):
     def _changing_weight(self, key: Key) -> str:
         """Returns why the loss weight cannot be captured, if it is a number that changed; else an empty string."""
         number = None if self.weights is None else self.weights.number
-        if self._weights_seen.setdefault(key, number) == number:
+        if self._weight_by_key.setdefault(key, number) == number:
             return ""
         return (
             "training_step returns (sum, weight) with a number that is another one in batches of one shape, which no replay would "
             "see; give a tensor on the device, such as mask.sum()"
         )
 
-    # -- a capture ---------------------------------------------------------------------------------------------------------------
+    # -- 3: a capture and its first replay ---------------------------------------------------------------------------------------
+
+    def _run_captured(self, key: Key, batch: Any, batch_idx: int, last: bool, *, compares: bool) -> Any:
+        """Captures the micro-batch and runs it as the first replay; ``compares``, equal on all ranks, checks that replay."""
+        role = key[1]
+        loss = self.loss
+        step: CapturedStep | None = None
+        failure: Exception | None = None
+        try:
+            step = self._capture(key, batch)
+        except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _run_instead
+            failure = error
+        # If one rank cannot capture, no rank replays: the comparison exchanges gradients once more, on all ranks or on none.
+        if compares and not self._consensus.all(failure is None):
+            failure = failure or NotCapturableError("another rank cannot capture its step")
+        if step is not None and failure is None:
+            if compares:
+                failure = self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key)
+            else:
+                step.launch(batch)
+            if failure is None:
+                return self._after_replay(step, role, first=True)
+        if step is not None:
+            step.undo()
+        self.loss = loss
+        assert failure is not None
+        return self._run_instead(failure, batch, batch_idx, last, key)
 
     def _capture(self, key: Key, batch: Any) -> CapturedStep:
         """Captures the step of ``batch`` without running it on the device, and returns the graph."""
-        parts, optimizer, role = self._parts, self._optimizer, key[1]
+        parts = self._parts
+        optimizer = self._optimizer
+        role = key[1]
         assert optimizer is not None
-        if not all(one.device == self._stream.device for one in tensors_of(batch)):
+        if not all(tensor.device == self._stream.device for tensor in tensors_of(batch)):
             raise NotCapturableError(
                 "the batch holds tensors that are not on the GPU; move them there, or leave them out"
             )
-        memory = self._memory() if self._sums and self._memory is not None else None
+        memory = self._summing_memory()
         if role.opens:
             optimizer.zero_grad(set_to_none=True)  # so the captured backward allocates them in the graph's memory
         elif memory is None:
-            self._window.settle()
+            self._fixed_gradients.settle()  # so the captured backward adds to them at the addresses of later accumulations
         inputs = copied(batch)
         shared = self._pool_bytes if role.accumulate > 1 else 0
-        self._room.check(key, kept=self._kept(role), shared=shared, shapes=len(self._other_shapes(key)))
-        tape = LogReplay(parts.metrics)
-        step = CapturedStep(parts.module, inputs, role, tape, memory)
-        used = self._captured(step, lambda: self._launch_captured(inputs, role), self._pool_of(role))
+        shapes = len(self._other_shapes(key))
+        self._memory_budget.check(key, kept=self._kept_bytes(role), shared=shared, shapes=shapes)
+        step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory)
+        used = self._capture_launches(step, lambda: self._launch_captured(inputs, role), self._pool_of(role))
         step.loss = None if self.loss is None else self.loss.detach()
         verdicts = parts.precision.verdicts
-        step.note = verdicts.repeated(optimizer) if role.closes and verdicts is not None else None
-        step.upload = upload_of(optimizer) or unchanged(optimizer)
+        if role.closes and verdicts is not None:
+            step.note = verdicts.repeated(optimizer)
+        step.upload = hyperparameter_upload(optimizer)
         self._steps[key] = step
         self._state.runs_as = "graph"
-        self._pool_bytes += used if role.accumulate > 1 else 0
-        self._tell(batch, role, used)
+        if role.accumulate > 1:
+            self._pool_bytes += used
+        self._report(batch, role, used)
         return step
 
-    def _captured(self, step: CapturedStep, run: Callable[[], Any], pool: Any) -> int:
-        """Captures what ``run`` launches; returns the bytes of memory that the graph reserves."""
-        self._attachment.metrics, self._state.capturing = self._watch.log_watch(), True
-        before = torch.cuda.memory_reserved(self._stream.device)
-        try:
-            step.capture(run, self._stream, pool)
-        finally:
-            self._attachment.metrics, self._state.capturing = self._parts.metrics, False
-        return torch.cuda.memory_reserved(self._stream.device) - before
+    def _summing_memory(self) -> GradientMemory | None:
+        """Returns the memory in which the gradients of an accumulation are summed; None if they are summed in ``.grad``."""
+        return self._memory() if self._sums and self._memory is not None else None
 
-    def _kept(self, role: Role) -> int:
+    def _kept_bytes(self, role: Role) -> int:
         """Returns the bytes of gradients that a graph keeps; twice with accumulation, whose graphs share one more copy of them."""
         if self._sums or not role.opens:
             return 0
-        trained = [one for one in self._parts.module.parameters() if one.requires_grad]
-        return sum(one.numel() * one.element_size() for one in trained) * (1 if role.accumulate == 1 else 2)
+        trained = [parameter for parameter in self._parts.module.parameters() if parameter.requires_grad]
+        size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        return size if role.accumulate == 1 else 2 * size
 
     def _pool_of(self, role: Role) -> Any:
         """Returns the graph's memory pool; graphs of an accumulation share one, as they run in turn and leave nothing in it."""
@@ -354,11 +339,17 @@ class GraphUpdate(Update):
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def _tell(self, batch: Any, role: Role, used: int, how: str = "") -> None:
-        shapes = ", ".join(str(tuple(one.shape)) for one in tensors_of(batch))
-        self._session.run_summary.say(
-            f"CUDA graph: steps of batches {shapes}{role.place} are replayed{how} from here on, with {used / _GIB:.2f} GiB"
-        )
+    def _capture_launches(self, step: CapturedStep, run: Callable[[], Any], pool: Any) -> int:
+        """Captures what ``run`` launches; returns the bytes of memory that the graph reserves."""
+        self._attachment.metrics = self._watch.log_watch()
+        self._state.capturing = True
+        before = torch.cuda.memory_reserved(self._stream.device)
+        try:
+            step.capture(run, self._stream, pool)
+        finally:
+            self._attachment.metrics = self._parts.metrics
+            self._state.capturing = False
+        return torch.cuda.memory_reserved(self._stream.device) - before
 
     def _launch_captured(self, batch: Any, role: Role) -> Any:
         """Runs a step for the capture and copies its gradient statistics out of the memory that other graphs write to."""
@@ -371,21 +362,31 @@ class GraphUpdate(Update):
     def _launch(self, batch: Any, batch_idx: Any, role: Role) -> Any:
         """Launches a step's work on the device; returns what hooks get."""
         self._parts.strategy.note_window(begun=not role.opens)
-        self.loss = None if role.opens else self._open
-        with contextlib.nullcontext() if role.closes and not self._sums else self._parts.strategy.no_sync():
+        self.loss = None if role.opens else self._loss_so_far
+        exchanges_in_backward = role.closes and not self._sums
+        with contextlib.nullcontext() if exchanges_in_backward else self._parts.strategy.no_sync():
             outputs = self._forward_backward(batch, batch_idx)
-        if self.loss is None or self.loss is self._open:
+        if self.loss is None or self.loss is self._loss_so_far:
             raise NotCapturableError("training_step returned no loss, and a captured step has one for every batch")
         if role.accumulate > 1 and not self._sums:
-            self._window.settle(closes=role.closes)
+            self._fixed_gradients.settle(closes=role.closes)
         if not role.closes:
             return outputs
-        loss, self.loss = self.loss, None
+        loss = self.loss
+        self.loss = None
         if self._hooks.plain_step is None:
             self._launch_update(loss, batch_idx)
         else:
             self._hooks.plain_step()
         return outputs
+
+    def _report(self, batch: Any, role: Role, used: int, how: str = "") -> None:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(batch))
+        self._session.run_summary.say(
+            f"CUDA graph: steps of batches {shapes}{role.in_words} are replayed{how} from here on, with {used / _GIB:.2f} GiB"
+        )
+
+    # -- 3 and 5: a replay, compared with an eager step --------------------------------------------------------------------------
 
     def _launch_checked(
         self, step: CapturedStep, batch: Any, eager: Callable[[], Any], key: Key
@@ -394,46 +395,81 @@ class GraphUpdate(Update):
 
         Returns None, or an error that names the first difference; the state is as before the replay then.
         """
-        parts, optimizer, device, role = self._parts, self._optimizer, self._stream.device, key[1]
+        parts = self._parts
+        optimizer = self._optimizer
         assert optimizer is not None
-        memory = self._memory() if self._sums and self._memory is not None else None
-        window = role.accumulate > 1
-        verdicts, states = parts.precision.verdicts, step.metric_states
         state = ComparedState(
-            parts.module, optimizer, verdicts, device, states, step.generators,
-            memory=memory, weights=self.weights, window=window,
-        )  # fmt: skip
+            parts.module,
+            optimizer,
+            parts.precision.verdicts,
+            self._stream.device,
+            step.metric_states,
+            step.generators,
+            memory=self._summing_memory(),
+            weights=self.weights,
+            accumulates=key[1].accumulate > 1,
+        )
         # Up to three copies: before the replay, after it, and after a first eager step.
-        if not self._together.all(self._room.has(3 * state.bytes + self._room.takes(key))):
+        needed = 3 * state.bytes + self._memory_budget.eager_bytes(key)
+        if not self._consensus.all(self._memory_budget.has_free(needed)):
             _LOG.warning("the replay is not compared with an eager step, for which there is no memory")
             step.launch(batch)
             return None
-        step.ready()
-        logged = None if step.logged is None else step.logged.clone()
+        step.restore_gradients()
+        logged = step.log_replay.table.bank.clone()
         before = state.copy()
         step.launch(batch)
-        metrics, loss = parts.metrics, self.loss
-        metrics.muted, muted = True, metrics.muted
+        loss = self.loss
+        muted = parts.metrics.muted
+        parts.metrics.muted = True
         try:
-            difference = compare(state, before, eager, self._together.all)
+            difference = compare(state, before, eager, self._consensus.all)
         finally:
-            metrics.muted, self.loss = muted, loss
+            parts.metrics.muted = muted
+            self.loss = loss
         if not difference:
             step.show_gradients()
             return None
-        if logged is not None and step.logged is not None:
-            step.logged.copy_(logged)
+        step.log_replay.table.bank.copy_(logged)
         return NotCapturableError(f"a replay leaves other bits than an eager step, first in {difference}")
 
-    def _count_capture(self, stale: CapturedStep) -> None:
-        """Counts graphs that are out of date; gives up after a few in a row, since a value changes in every step then."""
-        self._captures_in_a_row += 1
-        if self._captures_in_a_row > MOST_IN_A_ROW:
-            name = stale.constants.changed()
-            what = f"the attribute {name!r}" if name else "a tensor that the step uses"
-            self._give_up(
-                f"{what} is another one in each step, so each would be captured anew; change a buffer in place"
-            )
+    def _run_instead(self, why: Exception, batch: Any, batch_idx: int, last: bool, key: Key) -> Any:
+        """Runs a micro-batch eagerly after a failed capture or a wrong replay, whose effects the caller has undone."""
+        # Once the ranks capture by themselves, a graph that does not fit leaves those of other shapes alone.
+        others_stay = bool(self._steps) and self._consensus.ended
+        if isinstance(why, GraphMemoryError) and others_stay and not self._options.required:
+            self._too_large.add(key)
+            _LOG.warning("cuda_graph='auto' runs steps of one shape eagerly: %s", why)
+        else:
+            self._give_up(reason_of_failure(why), why)
+        self._parts.strategy.note_window(begun=not key[1].opens)
+        return super().run_batch(batch, batch_idx, last)
+
+    # -- 3 to 5: after a replay --------------------------------------------------------------------------------------------------
+
+    def _after_replay(self, step: CapturedStep, role: Role, *, first: bool = False) -> Any:
+        """Does the host's work after a replay and returns the outputs; the capture has done part of it for the ``first`` replay."""
+        outputs = step.after_replay(first=first)
+        if not self._consensus.alone:
+            check_peers()  # a layer's kernel may have given up waiting for another rank
+            self._parts.strategy.note_window(begun=not role.closes)
+        if role.closes:
+            self._note_replayed_update()
+        else:
+            self.loss = step.loss
+            self._batch_complete = True
+            self._state.open_batches += 1
+        return outputs
+
+    def _note_replayed_update(self) -> None:
+        """Does the host's bookkeeping of a step whose update the device has launched."""
+        self.loss = None
+        self._state.open_batches = 0
+        if self._hooks.plain_step is None:
+            self._note_update()
+        else:
+            self._state.global_step += 1
+            self.stepped = True
 
     # -- giving up ---------------------------------------------------------------------------------------------------------------
 
@@ -447,17 +483,61 @@ class GraphUpdate(Update):
             _LOG.warning("cuda_graph='auto' runs eagerly: %s", reason)
 
     def _drop(self, *, waits: bool = True) -> None:
+        """Frees all graphs; those of now have to be seen again before the next capture."""
         if self._steps and waits:
             self._stream.synchronize()
         self._steps.clear()
-        self._seen.clear()
-        self._weights_seen.clear()
-        self._left_out.clear()
-        self._pool, self._pool_bytes = None, 0
+        self._eager_by_key.clear()
+        self._weight_by_key.clear()
+        self._too_large.clear()
+        self._pool = None
+        self._pool_bytes = 0
         self._state.runs_as = "eager"
         if isinstance(self._optimizer, FusedOptimizer | LARC):
-            self._optimizer.forget()
+            self._optimizer.forget()  # it would refuse other parameters or state while a graph may still be replayed
 
     def close(self, *, waits: bool) -> None:
         """Frees the graphs, after a wait for the device with ``waits``."""
         self._drop(waits=waits)
+
+
+_grad: Final = operator.attrgetter("grad")
+
+
+class AccumulationGradients:
+    """The ``.grad`` of an accumulation in progress, at the same addresses in every graph, outside of the graphs' shared memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._fixed: dict[Tensor, Tensor] = {}
+        """The tensor at the fixed address, for each parameter."""
+
+    @torch.no_grad()
+    def settle(self, *, closes: bool = False) -> list[Tensor | None]:
+        """Copies every gradient to its fixed address, makes that ``.grad``, now or in a capture, and returns all gradients.
+
+        At the end of an accumulation (``closes``), views into the buckets of torch's DDP stay where they are: kernels may sum a
+        copy with another alignment in another order.
+        """
+        fixed_tensors: list[Tensor] = []
+        gradients: list[Tensor] = []
+        parameters = list(self._module.parameters())
+        for parameter in parameters:
+            gradient = parameter.grad
+            fixed = self._fixed.get(parameter)
+            if gradient is None or gradient is fixed or (closes and gradient._is_view()):
+                continue
+            if fixed is None or fixed.dtype != gradient.dtype:
+                fixed = lasting_like(gradient)
+                self._fixed[parameter] = fixed
+            fixed_tensors.append(fixed)
+            gradients.append(gradient)
+            parameter.grad = fixed
+        if gradients:
+            torch._foreach_copy_(fixed_tensors, gradients)
+        return list(map(_grad, parameters))
+
+    def prepare(self, captured: Sequence[Tensor | None]) -> bool:
+        """Prepares the gradients for a graph that adds to the ``captured`` ones; returns False if other gradients are missing."""
+        present = map(_grad, self._module.parameters())
+        return all(map(operator.is_, present, captured)) or all(map(operator.is_, self.settle(), captured))
