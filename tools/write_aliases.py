@@ -28,11 +28,18 @@ def _text(doc: str, names: list[str]) -> str:
         imports[module].append((original, alias or original))
     lines = [HEAD, f'"""{doc}"""', ""]
     for module, pairs in sorted(imports.items()):
-        lines += [f"from {module} import {original} as {alias}" for original, alias in sorted(pairs)]
+        lines += [f"from {module} import {original} as {alias}" for original, alias in sorted(pairs, key=_isort_key)]
     if renamed:  # without it a type checker takes `A as B` for private
         exported = sorted(alias for pairs in imports.values() for _, alias in pairs)
         lines += ["", f"__all__ = {exported}".replace("'", '"')]
     return "\n".join(lines) + "\n"
+
+
+def _isort_key(pair: tuple[str, str]) -> tuple[int, str]:
+    """The order of ruff and isort: constants, classes, functions; each without regard to case."""
+    name = pair[0]
+    kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
+    return kind, name.lower()
 
 
 if __name__ == "__main__":

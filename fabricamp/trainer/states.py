@@ -1,8 +1,8 @@
 # Written by tools/write_aliases.py
 """Lightning's path to the class of ``trainer.state``, and to the enums in it."""
 
-from fabricamp.state import RunState as TrainerState
 from fabricamp.state import RunningStage as RunningStage
+from fabricamp.state import RunState as TrainerState
 from fabricamp.state import TrainerFn as TrainerFn
 from fabricamp.state import TrainerStatus as TrainerStatus
 
