@@ -600,6 +600,36 @@ def test_evaluation_and_torchmetrics_have_the_bits_of_eager_ones(precision):
             assert equal(value, right[name]), name
 
 
+class OtherwiseMeasured(Measured):
+    """Does something else in validation while it is captured."""
+
+    def validation_step(self, batch, batch_idx):
+        if not torch.cuda.is_current_stream_capturing():
+            return super().validation_step(batch, batch_idx)
+        x, y = batch
+        return super().validation_step((x * 1.5, y), batch_idx)
+
+
+def test_a_wrong_replay_of_an_evaluation_is_no_batch_of_the_run():
+    """The eager call that it is compared with takes its place: outputs, logged values and torchmetrics objects."""
+    with pytest.raises(ConfigError, match="a replay of validation_step gives other bits than an eager call"):
+        fit(CudaGraph(warmup=4), module=OtherwiseMeasured(), validation=images(12), max_epochs=1)
+    found = []
+    for graph in (False, "auto"):
+        watch = Validated()
+        fitted = fit(graph, module=OtherwiseMeasured(), validation=images(12), max_epochs=2, callbacks=[watch])
+        found.append((fitted, watch))
+    (one, first), (other, second) = found
+    same(one, other)
+    assert len(first.outputs) == len(second.outputs)
+    for left, right in zip(first.outputs, second.outputs, strict=True):
+        assert equal(left, right)
+    for left, right in zip(first.values, second.values, strict=True):
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            assert equal(value, right[name]), name
+
+
 def test_an_evaluation_that_is_replayed():
     class Look(Callback):
         def on_validation_epoch_end(self, trainer, module):

@@ -61,9 +61,8 @@ class GraphEvaluation:
         self._captures_in_a_row = 0
         every = self._options.check_every
         if every and graph.replays % every == 0:
-            self._launch_checked(graph, key, arguments)
-        else:
-            graph.launch(arguments[0])
+            return self._run_checked(graph, key, arguments, first=False)
+        graph.launch(arguments[0])
         return graph.after_replay(first=False)
 
     def _run_without_graph(self, key: Hashable, arguments: tuple[Any, ...]) -> Any:
@@ -91,8 +90,7 @@ class GraphEvaluation:
             self._give_up(reason_of_failure(error), error)
             return self._forward(*arguments)
         self._graphs[key] = graph
-        self._launch_checked(graph, key, arguments)
-        return graph.after_replay(first=True)
+        return self._run_checked(graph, key, arguments, first=True)
 
     def _run_watched(self, key: Hashable, arguments: tuple[Any, ...], calls: int) -> Any:
         """Runs an eager step and looks for what a replay would not repeat; the last one before a capture is measured, too."""
@@ -125,12 +123,15 @@ class GraphEvaluation:
             self._state.capturing = False
         return graph
 
-    def _launch_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...]) -> None:
-        """Runs a replay and compares its outputs, logged values and metric states with those of an eager step."""
+    def _run_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...], *, first: bool) -> Any:
+        """Runs a replay, and compares its outputs, logged values and metric states with those of an eager step.
+
+        Returns the outputs of the replay; those of the eager step, whose values and states stay as well, if the replay is wrong.
+        """
         if not self._memory_budget.has_free(self._memory_budget.eager_bytes(key)):
             _LOG.warning("a replay of %s is not compared with an eager call, for which there is no memory", self._step)
             graph.launch(arguments[0])
-            return
+            return graph.after_replay(first=first)
         states = graph.metric_states
         generators = graph.generators
         bank = self._table.bank
@@ -143,24 +144,29 @@ class GraphEvaluation:
         drawn_replayed = generators.states()
         weights = [(cell, cell.weight) for cell in self._table.cells.values()]
 
-        def run_eagerly() -> list[torch.Tensor]:
+        def run_eagerly() -> tuple[Any, list[torch.Tensor]]:
             bank.copy_(bank_before)
             states.put_back(states_before)
             generators.put_back(drawn_before)
             outputs = self._forward(*arguments)
-            return [*tensors_of(outputs), bank.clone()]
+            return outputs, [*tensors_of(outputs), bank.clone()]
 
-        eager = run_eagerly()
+        outputs, eager = run_eagerly()
+        states_eager = states.copy()
+        drawn_eager = generators.states()
         difference = states.difference(states_replayed) or _difference(eager, replayed)
-        if difference and _difference(run_eagerly(), eager):
+        if difference and _difference(run_eagerly()[1], eager):
             difference = ""  # two eager calls differ, too: the step's kernels are not deterministic
-        bank.copy_(replayed[-1])
-        states.put_back(states_replayed)
-        generators.put_back(drawn_replayed)
+        bank.copy_(eager[-1] if difference else replayed[-1])
+        states.put_back(states_eager if difference else states_replayed)
+        generators.put_back(drawn_eager if difference else drawn_replayed)
         for cell, weight in weights:
             cell.weight = weight
-        if difference:
-            self._give_up(f"a replay of {self._step} gives other bits than an eager call, first in {difference}")
+        replayed_outputs = graph.after_replay(first=first)
+        if not difference:
+            return replayed_outputs
+        self._give_up(f"a replay of {self._step} gives other bits than an eager call, first in {difference}")
+        return outputs
 
     def _give_up(self, reason: str, error: BaseException | None = None) -> None:
         """Runs eagerly from now on and logs ``reason``; raises if a graph is required."""
