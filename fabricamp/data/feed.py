@@ -386,7 +386,8 @@ class Feed:
         exhausted = batch is _END and self._failure is None
         if exhausted and self._ends_with_loader and self._continues and self._combined is not None:
             # A pass over several loaders may end within some of their streams, and the next pass continues there.
-            self._limit_snapshot = snapshot
+            # Empty for a pass without a batch: nothing was read that the next pass could continue.
+            self._limit_snapshot = snapshot or None
             self._ends_with_loader = False
         self._queue.append((batch, snapshot))
 

@@ -426,3 +426,37 @@ class TestPrefetch:
             results.append(batch.amax() + batch.amin() + 0 * junk[0])
             del batch
         assert torch.stack(results).tolist() == [2.0 * index for index in range(32)]
+
+
+class Countdown:
+    """A stream that knows where it is, and does not begin again."""
+
+    def __init__(self, left):
+        self.left = left
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.left == 0:
+            raise StopIteration
+        self.left -= 1
+        return self.left
+
+    def state_dict(self):
+        return {"left": self.left}
+
+    def load_state_dict(self, state):
+        self.left = state["left"]
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "sequential"])
+def test_a_pass_without_a_batch_over_streams_that_are_at_their_end_can_be_saved(mode):
+    feed = Feed(CombinedLoader([Countdown(2), Countdown(3)], mode))
+    assert len(list(feed)) > 1
+    assert list(feed) == []
+    state = feed.state_dict(0)
+    assert "ended" not in state
+    resumed = Feed(CombinedLoader([Countdown(0), Countdown(0)], mode))
+    resumed.load_state_dict(state)
+    assert list(resumed) == []
