@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OTHERS = "others.json"
 """File with what a worker knows about other ranks; separate from its error file, which torch's agent may overwrite."""
 
-BEFORE = "before that: "
+PEER_FAILURE_NOTE = "before that: "
 """Prefix of an error's note about other ranks whose end caused this rank's failure."""
 
 _EXPLAINED: dict[type[BaseException], int] = {}
@@ -84,9 +84,9 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, tuple(_EXPLAINED)):
         return f"{type(error).__name__}: {error}\n"
     text = "".join(traceback.format_exception(error))
-    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(BEFORE)]
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(PEER_FAILURE_NOTE)]
     if notes:
-        return f"{notes[0].removeprefix(BEFORE)}; then this rank failed:\n\n{text}"
+        return f"{notes[0].removeprefix(PEER_FAILURE_NOTE)}; then this rank failed:\n\n{text}"
     if not isinstance(error, FabricampError):
         return text
     frames = text.removesuffix("".join(traceback.format_exception_only(error)))

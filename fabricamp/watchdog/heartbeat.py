@@ -179,7 +179,7 @@ def position_of(state: RunState) -> str:
         return f"{step}in validation batch {state.evaluated}"
     if state.scope is Scope.NOWHERE:
         return f"{step}before, between or after epochs"
-    return step + state.scope.value
+    return f"{step}{state.scope.value}"
 
 
 def _activity_of(frame: FrameType | None) -> str:
