@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import select
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
+
+from tests.distributed.forked import start_forked
+from tests.distributed.ranks import run_ranks
 
 
 @pytest.mark.parametrize("turn", ["first", "second"])
@@ -36,6 +42,42 @@ def left():
     thread = Late()
     thread.start()
     return thread
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda folder, wait: start_forked(folder, "waits.py").communicate(600),
+        lambda folder, wait: run_ranks(wait, 2, backend=None),
+    ],
+    ids=["a script", "ranks"],
+)
+def test_what_a_test_has_forked_ends_with_its_process(tmp_path, begin):
+    """As where pytest-timeout ends a worker: who waits for it waits for all that hold its pipe open."""
+    (tmp_path / "waits.py").write_text("from pathlib import Path\nimport time\nPath('here').touch()\ntime.sleep(600)")
+
+    def wait():
+        (tmp_path / "here").touch()
+        time.sleep(600)
+
+    read, write = os.pipe()
+    if (worker := os.fork()) == 0:
+        threading.Thread(target=ends_after, args=(tmp_path / "here",), daemon=True).start()
+        try:
+            begin(tmp_path, wait)
+        finally:
+            os._exit(1)
+    os.close(write)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
+    assert select.select([read], [], [], 100)[0], "somebody still holds the pipe"
+    assert os.read(read, 1) == b""
+    os.close(read)
+
+
+def ends_after(file):
+    while not file.exists():
+        time.sleep(0.01)
+    os._exit(0)
 
 
 def test_a_thread_that_was_left_logs_into_no_later_test(left, caplog):
