@@ -26,7 +26,8 @@ from fabricamp.launch import PEER_FAILURE_NOTE, record_end
 from fabricamp.state import RunState
 from fabricamp.strategies.base import Strategy
 from fabricamp.torch_private import PrefixStore, Store, default_store
-from fabricamp.watchdog.heartbeat import Diagnosis, Heartbeat, HeartbeatSource, judge, position_of
+from fabricamp.watchdog.hang_diagnosis import Diagnosis, judge
+from fabricamp.watchdog.heartbeat import Heartbeat, HeartbeatSource, position_of
 from fabricamp.watchdog.leaving import exit_now
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code
