@@ -25,6 +25,12 @@ from tests.small import Classifier, loader, quiet_trainer
 WHOLE = {"backend": "eager", "fullgraph": True}  # a break of the graph is an error
 
 
+@pytest.fixture(autouse=True)
+def _no_code_of_earlier_tests():
+    """torch keeps eight compiled forms of one function in a process, and with fullgraph a ninth is an error."""
+    torch.compiler.reset()
+
+
 class Logs(Classifier):
     """Has BatchNorm and dropout, and logs in every way, a value too that it changes behind the call."""
 
