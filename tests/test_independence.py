@@ -6,12 +6,16 @@ import logging
 import os
 import random
 import select
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.distributed.forked import start_forked
 from tests.distributed.ranks import run_ranks
@@ -22,6 +26,27 @@ def test_each_begins_with_the_same_random_numbers(turn):
     found = random.random(), np.random.random(), torch.rand(()).item()
     first = torch.rand((), generator=torch.Generator().manual_seed(0)).item()
     assert found == (random.Random(0).random(), np.random.RandomState(0).random(), first)
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_each_begins_with_python_s_own_hook_for_errors(turn):
+    """A process group leaves one behind that puts the rank before each line."""
+    assert sys.excepthook is sys.__excepthook__
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert sys.excepthook is not sys.__excepthook__
+
+
+def threads_of_autograd():
+    torch.ones(1, requires_grad=True).sum().backward()
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("pt_autograd") for name in names)
+
+
+def test_what_is_forked_after_a_fake_tensor_has_no_more_threads_than_devices():
+    with FakeTensorMode():
+        torch.ones(1)
+    assert run_ranks(threads_of_autograd, 1, backend=None) == [torch.cuda.device_count()]
 
 
 class Late(threading.Thread):
