@@ -73,12 +73,6 @@ def _leaves_no_process_group():
 
 
 @pytest.fixture(autouse=True)
-def _keeps_the_excepthook(monkeypatch):
-    """Each process group of torch's sets one more that names the rank; a process that a later test forks would print them all."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-
-
-@pytest.fixture(autouse=True)
 def _catches_what_its_own_threads_log(caplog):
     """A client that an earlier test gave up may say at any time that its server is gone."""
     earlier = set(threading.enumerate()) - {threading.current_thread()}
