@@ -28,9 +28,10 @@ class ExportMixin:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if ExportMixin in cls.__bases__:  # TrainingModule alone: forwards may use properties of its subclasses
+        is_training_module = ExportMixin in cls.__bases__
+        if is_training_module:
+            # torch.jit.script would compile each property.  It may compile those of users' subclasses: their forward may read them.
             names = [name for name in dir(cls) if isinstance(getattr(cls, name, None), property)]
-            # Else torch.jit.script would look at each property, and compile it.
             cls.__jit_unused_properties__ = names  # type: ignore[attr-defined]  # torch's name
             cls.__jit_ignored_attributes__ = [*names, "_attachment"]  # type: ignore[attr-defined]  # likewise
 
@@ -112,10 +113,11 @@ class ExportMixin:
         module = cast("nn.Module", self)
         modes = [(submodule, submodule.training) for submodule in module.modules()]
         run_context = cast("Any", self)._attachment
-        # torch reads every attribute, and treats one that raises AttributeError as missing; reading this trainer's raises it.
-        nowhere = RunContext()
-        nowhere.trainer = cast("Any", object())
-        object.__setattr__(module, "_attachment", nowhere)
+        # torch reads every attribute of the module, and takes one for missing if it raises AttributeError.  Properties such as
+        # current_epoch read the trainer: this one has no attributes, where no trainer at all would raise another error.
+        no_run = RunContext()
+        no_run.trainer = cast("Any", object())
+        object.__setattr__(module, "_attachment", no_run)
         try:
             with torch.no_grad():
                 yield module.eval()
