@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_command(word: str) -> None:
     if word not in COMMANDS and not word.startswith("-"):
-        raise ConfigError(f"{word!r} is no command{nearest(word, COMMANDS)} (known: {', '.join(COMMANDS)})")
+        raise ConfigError(f"{word!r} is not a command{nearest(word, COMMANDS)} (known: {', '.join(COMMANDS)})")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
             nargs="*",
             default=[],
             metavar="key=value",
-            help="values in place of, or beside, the file's: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
+            help="values that replace, or are added to, those of the file: trainer.max_epochs=3, module.lr=1e-3, ckpt_path=FILE",
         )
         if name == "predict":
             about = "write predictions as one JSON to stdout, all else to stderr, and no predictions.pt; nan and inf are null"
@@ -407,7 +407,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # a tensor, or NumPy's array or number
         return _plain(value.tolist())
     raise ConfigError(
-        f"predict_step returned a value of class {type(value).__name__}, for which JSON has no form; return tensors, numbers, "
+        f"predict_step returned a value of class {type(value).__name__}, which JSON cannot hold; return tensors, numbers, "
         "strings, lists and dicts of them, or leave --json out, for predictions.pt"
     )
 

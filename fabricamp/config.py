@@ -85,7 +85,7 @@ def check_config(content: Mapping[str, Any]) -> None:
     """Raises :class:`ConfigError` for a key or class that does not exist or an argument that is missing; builds nothing."""
     for key in content:
         if key not in SECTIONS:
-            raise ConfigError(f"{key!r} is no section of a configuration{_section_meant(key)}")
+            raise ConfigError(f"{key!r} is not a section of a configuration{_section_meant(key)}")
     for name in ("trainer", "module", "data"):
         section = content.get(name)
         if not isinstance(section, dict | None):
@@ -213,7 +213,7 @@ def _put(content: Any, override: str) -> None:
             raise ConfigError(
                 "give the file without --config, before the overrides, as in: fabricamp fit FILE key=value"
             )
-        raise ConfigError(f"{override!r} is no override; write key=value without spaces or dashes, as in {example}")
+        raise ConfigError(f"{override!r} is not an override; write key=value without spaces or dashes, as in {example}")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except yaml.YAMLError as error:
@@ -239,7 +239,7 @@ def _check_way(content: Any, key: str, override: str) -> None:
         way = ".".join(words[:depth])
         if isinstance(node, list) and not (word.isdecimal() and int(word) < len(node)):
             raise ConfigError(
-                f"{override!r}: {way} has {len(node)} element(s), numbered from 0, so {word!r} is none of them"
+                f"{override!r}: {way} has {len(node)} element(s), numbered from 0; {word!r} is not one of them"
             )
         if node is None or (isinstance(node, str) and node.startswith("${")):
             return
@@ -272,7 +272,7 @@ def _check_node(node: Any, where: str, kind: type | None = None) -> None:
         target = locate(node[TARGET], f"{where}.{TARGET}")
         if kind is not None and isinstance(target, type) and not issubclass(target, kind):
             raise ConfigError(
-                f"{where}.{TARGET}={node[TARGET]!r} is no {kind.__name__}; derive the class from fabricamp.{kind.__name__}"
+                f"{where}.{TARGET}={node[TARGET]!r} is not a {kind.__name__}; derive the class from fabricamp.{kind.__name__}"
             )
         _check_arguments(target, {key: value for key, value in node.items() if key != TARGET}, where)
     for key, value in _children(node):
@@ -309,7 +309,7 @@ def locate(target: Any, where: str) -> Callable[..., Any]:
     """Returns the class or function with the dotted name ``target``, found at key ``where``; raises :class:`ConfigError`."""
     words = target.split(".") if isinstance(target, str) else []
     if len(words) < 2 or not all(word.isidentifier() for word in words):
-        raise ConfigError(f"{where}={target!r} is no dotted name; write package.module.Class")
+        raise ConfigError(f"{where}={target!r} is not a dotted name; write package.module.Class")
     found, rest = _import_longest(words, where)
     for word in rest:
         if not hasattr(found, word):

@@ -193,5 +193,5 @@ def _checked(seed: Any, name: str) -> int:
     except (TypeError, ValueError):
         number = -1
     if not 0 <= number <= _LARGEST_SEED:
-        raise ConfigError(f"{name}={seed!r} is no seed; it has to be an integer from 0 to {_LARGEST_SEED}")
+        raise ConfigError(f"{name}={seed!r} is not a seed; it has to be an integer from 0 to {_LARGEST_SEED}")
     return number

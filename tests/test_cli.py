@@ -245,7 +245,7 @@ def test_what_json_cannot_hold_is_named(capfd):
     os.write(1, b"stdout is back")
     out, err = capfd.readouterr()
     assert out == "stdout is back"
-    assert "predict_step returned a value of class object, for which JSON has no form" in err
+    assert "predict_step returned a value of class object, which JSON cannot hold" in err
     assert "leave --json out" in err
 
 

@@ -138,7 +138,10 @@ def test_links_between_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) == (0, 1))
     monkeypatch.setattr(doctor, "_nvidia_smi", lambda *_: TOPOLOGY)
     (check,) = check_links()
-    assert check.found == "1 of 3 pairs directly (NV18, SYS); the others exchange through the host: slower, but right"
+    assert (
+        check.found
+        == "1 of 3 pairs directly (NV18, SYS); the others exchange through the host: slower, with the same results"
+    )
     assert check.status == "ok"
 
 

@@ -35,7 +35,7 @@ if __name__ == "__main__":
 """
 SAID = [
     "CPU, 1 process, strategy single, precision O0",
-    "Misspelt.on_train_epoch_ends is no hook; did you mean 'on_train_epoch_end'?",
+    "Misspelt.on_train_epoch_ends is not a hook; did you mean 'on_train_epoch_end'?",
     "Checkpoints: checkpoints",
     "Name  Type        Params  Trainable",
     "epoch 1/1  step 4",

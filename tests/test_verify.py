@@ -126,7 +126,7 @@ def record(**changes):
         ({"start_state": "x", "first_data": "x"}, "start", "start", "drawn without a seed"),
         ({"first_state": "x", "first_data": "x"}, "0/0", "data", "an order or augmentation"),
         ({"second_rng": "x", "second_state": "x"}, "0/1", "rng", "drew random numbers"),
-        ({"second_state": "x"}, "0/1", "state", "the step draws from a generator of its own"),
+        ({"second_state": "x"}, "0/1", "state", "the step draws from its own generator"),
     ],
 )
 def test_what_differs_first_decides_the_cause(changes, place, part, cause):
@@ -146,7 +146,7 @@ def test_a_resumed_run_begins_where_the_straight_one_was_saved():
     resumed = {"start": saved | {"at": "start"}, "0/1": record()["0/1"]}
     assert compare("resumed", [record()], [resumed], begun_at="0/0") is None
     resumed["start"] = saved | {"state": {"state": "x"}}
-    assert "the checkpoint gives these back with other values" in str(
+    assert "the checkpoint restores these with other values" in str(
         compare("resumed", [record()], [resumed], begun_at="0/0")
     )
 

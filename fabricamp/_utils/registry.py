@@ -38,7 +38,7 @@ class Registry(Generic[Part]):
         if builder is None and (cure := meant(self._argument, name)):
             raise ConfigError(f"{self._argument}={name!r} is not known{cure}")
         if builder is None:
-            known = ", ".join(repr(other) for other in self.names()) or "no name so far"
+            known = ", ".join(repr(other) for other in self.names()) or "none"
             raise ConfigError(
                 f"{self._argument}={name!r} is not known{nearest(name, self._builders)} "
                 f"(known: {known}; or pass an object with options)"

@@ -119,7 +119,7 @@ def _module(name: str, command: str) -> _Program:
         _refuse(command, _missing(name))
     get_code = getattr(spec.loader, "get_code", None)
     if get_code is None:
-        _refuse(command, f"{name!r} is no module of Python's that could be run")
+        _refuse(command, f"{name!r} is not a Python module that can be run")
     return str(spec.origin), partial(get_code, spec.name), spec
 
 
@@ -130,7 +130,7 @@ def _find(name: str, command: str) -> ModuleSpec | None:
         if not f"{name}.".startswith(f"{error.name}."):
             raise  # a parent package imports a module that does not exist
         _refuse(
-            command, f"there is no module {error.name!r} on Python's path, to run {name} of it ({Path.cwd()} is on it)"
+            command, f"Python's path has no module {error.name!r}, the package of {name} ({Path.cwd()} is on the path)"
         )
 
 

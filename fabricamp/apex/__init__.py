@@ -63,7 +63,7 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     if version >= required_cudnn_version:
         return True
     found = f"cuDNN {version}" if version else "no cuDNN"
-    warnings.warn(f"{global_option} needs cuDNN {required_cudnn_version}, and there is {found}", stacklevel=2)
+    warnings.warn(f"{global_option} needs cuDNN {required_cudnn_version}; found: {found}", stacklevel=2)
     return False
 
 

@@ -98,6 +98,6 @@ class _FullOnSave:
         """Warns once if a script wrote into a state dict's fp32 copies, most likely to average weights: the model keeps its own."""
         if self._widened is not None and self._widened._version:
             say_once(
-                "the state dict of a half model has fp32 copies, and what was written into them does not reach the "
-                "model; average the weights in a copy.deepcopy(model) made before the model became half"
+                "the state dict of a half model returns fp32 copies, and writing into them does not change the model; "
+                "average the weights in a copy.deepcopy(model) made before the model became half"
             )

@@ -61,8 +61,8 @@ def mixed_with_lightnings_trainer(callback: str) -> str:
     if theirs is not None and hasattr(theirs, callback):
         other = f", or {callback} of Lightning: from {theirs.__name__} import {callback}"
     return (
-        f"{callback} of {own} was given to Lightning's Trainer, and a run is of one package; change the import of the Trainer: "
-        f"from fabricamp import Trainer (and of the module: LightningModule){other}"
+        f"{callback} of {own} was given to Lightning's Trainer, and both have to come from one package; change the import of "
+        f"the Trainer: from fabricamp import Trainer (and of the module: LightningModule){other}"
     )
 
 

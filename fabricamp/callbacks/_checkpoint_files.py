@@ -49,7 +49,7 @@ class FileNameTemplate:
             self._pieces = [(text, name, spec or "") for text, name, spec, _ in string.Formatter().parse(template)]
         except ValueError as error:
             raise ConfigError(
-                f"filename={template!r} is no template ({error}); write it like '{{epoch}}-{{val_loss:.2f}}'"
+                f"filename={template!r} is not a template ({error}); write it like '{{epoch}}-{{val_loss:.2f}}'"
             ) from error
         for _, name, spec in self._pieces:
             if name is not None:

@@ -114,7 +114,7 @@ class AmpState(Callback):
         checkpoint = read_together(str(path), trainer.strategy)
         if checkpoint.get("source") != "apex":
             raise CheckpointError(
-                f"{path} is not apex's file with 'model', 'optimizer' and 'amp'; give it to fit(ckpt_path=...)"
+                f"{path} is not an apex file with 'model', 'optimizer' and 'amp'; give it to fit(ckpt_path=...)"
             )
         trainer.record.restore(checkpoint, str(path), *_SECTIONS)
 
@@ -148,4 +148,4 @@ def _prefix_of(module: nn.Module, model: nn.Module | None) -> str:
     for name, child in module.named_modules():
         if child is model:
             return f"{name}."
-    raise ConfigError(f"AmpState.save got a {type(model).__name__} that is no submodule of {type(module).__name__}")
+    raise ConfigError(f"AmpState.save got a {type(model).__name__} that is not a submodule of {type(module).__name__}")

@@ -64,7 +64,7 @@ class BatchSizeFinder(Callback):
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Raises :class:`ConfigError`: no search is possible within a run."""
         raise ConfigError(
-            "scale_batch_size was called within a run, which a search would disturb; end the fit "
+            "scale_batch_size was called within a run, and a search would change that run; end the fit "
             "(max_epochs), call Tuner(trainer).scale_batch_size(module), raise trainer.fit_loop.max_epochs and fit again"
         )
 

@@ -48,8 +48,8 @@ class DeviceStatsMonitor(Callback):
         if trainer.loggers and wants_cpu(trainer.strategy.device, self.cpu_stats):
             if importlib.util.find_spec("psutil") is None:
                 raise ConfigError(
-                    f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) logs the CPU's numbers by the package psutil, which is not "
-                    "installed: pip install psutil, or give cpu_stats=False"
+                    f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) logs the CPU's numbers with the package psutil, which is "
+                    "not installed: pip install psutil, or give cpu_stats=False"
                 )
             read_cpu()  # psutil reports the load since the previous call
 

@@ -89,7 +89,8 @@ def _message(step: int, names: list[str], by_rank: list[list[int]]) -> str:
     differing = [name for name, own, other in zip(names, by_rank[rank], majority, strict=True) if own != other]
     other_rank = next(rank for rank, sums in enumerate(by_rank) if sums == majority)
     return (
-        f"DivergenceCheck: after step {step} rank {rank} has other parameters than rank {other_rank}: {differing[0]} is the first "
-        f"of {len(differing)} that differ (of {len(names)}). Look for what only some ranks do: code under `if rank == 0`, "
-        "gradients or parameters changed in a hook, an optimizer step that one rank skips, random numbers that should be the same"
+        f"DivergenceCheck: after step {step} the parameters of rank {rank} differ from those of rank {other_rank}: {differing[0]} "
+        f"is the first of {len(differing)} that differ (of {len(names)}). Look for work that only some ranks do: code under "
+        "`if rank == 0`, gradients or parameters changed in a hook, an optimizer step that one rank skips, random numbers that "
+        "should be the same"
     )

@@ -244,7 +244,7 @@ class EarlyStopping(Callback):
         checks = "1 check" if self.wait_count == 1 else f"{self.wait_count} checks"
         return (
             EarlyStoppingReason.PATIENCE_EXHAUSTED,
-            f"{self.monitor} has not got better than {self._best:.6g}{by} in {checks}",
+            f"{self.monitor} has not improved on {self._best:.6g}{by} in {checks}",
         )
 
     def _better(self, value: float, than: float) -> bool:

@@ -133,8 +133,8 @@ class BaseFinetuning(Callback):
         new = [parameter for parameter in parameters if id(parameter) not in known]
         if len(new) < len(parameters):
             _LOG.warning(
-                "%s updates %d of %d parameters already, and they stay in their group; give it those that require "
-                "gradients alone: %s(filter(lambda p: p.requires_grad, self.parameters()), ...)",
+                "%s updates %d of %d parameters already, and they stay in their group; give it only parameters that "
+                "require gradients: %s(filter(lambda p: p.requires_grad, self.parameters()), ...)",
                 type(optimizer).__name__, len(parameters) - len(new), len(parameters), type(optimizer).__name__,
             )  # fmt: skip
         return new
@@ -179,7 +179,7 @@ class BaseFinetuning(Callback):
         for optimizer in trainer.optimizers:
             if demands_closure(optimizer):
                 raise ConfigError(
-                    f"{type(self).__name__} adds groups of parameters, and {type(optimizer).__name__} takes one; use another "
+                    f"{type(self).__name__} adds parameter groups, and {type(optimizer).__name__} takes only one; use another "
                     "optimizer, or leave the callback out"
                 )
         self._restore()
@@ -315,8 +315,8 @@ class BackboneFinetuning(BaseFinetuning):
         """Freezes the backbone, except for its BatchNorm."""
         if not isinstance(getattr(pl_module, "backbone", None), Module):
             raise ConfigError(
-                f"BackboneFinetuning trains {type(pl_module).__name__}.backbone, which is no module; call the part that is trained "
-                "later `backbone`, or derive from BaseFinetuning"
+                f"BackboneFinetuning trains {type(pl_module).__name__}.backbone, which is not a module; call the part that is "
+                "trained later `backbone`, or derive from BaseFinetuning"
             )
         self.freeze(pl_module.backbone)
 

@@ -29,11 +29,11 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., object] | None) -> None:
         for name, call in hooks.items():
             if name not in _HOOKS:
-                raise UnknownArgumentError(f"LambdaCallback: {name!r} is no hook{nearest(name, _HOOKS)}")
+                raise UnknownArgumentError(f"LambdaCallback: {name!r} is not a hook{nearest(name, _HOOKS)}")
             if call is None:
                 continue
             if not callable(call):
                 raise ConfigError(
-                    f"LambdaCallback({name}={call!r}) is no function; give one that takes the hook's arguments"
+                    f"LambdaCallback({name}={call!r}) is not a function; give one that takes the hook's arguments"
                 )
             setattr(self, name, call)

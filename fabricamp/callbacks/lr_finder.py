@@ -55,7 +55,7 @@ class LearningRateFinder(Callback):
         if not 0 < min_lr < max_lr:
             raise ConfigError(f"min_lr={min_lr!r} and max_lr={max_lr!r}: give rates above 0, the smaller one as min_lr")
         if num_training_steps < 1:
-            raise ConfigError(f"the search takes 1 step or more, and was given {num_training_steps!r}")
+            raise ConfigError(f"num_training_steps={num_training_steps!r}: give 1 or more")
         self.min_lr = min_lr
         self.max_lr = max_lr
         self.num_training_steps = num_training_steps
@@ -71,7 +71,7 @@ class LearningRateFinder(Callback):
     def lr_find(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Raises :class:`ConfigError`: no search is possible within a fit."""
         raise ConfigError(
-            "lr_find was called within a run, which a search would disturb; end the fit (max_epochs), call "
+            "lr_find was called within a run, and a search would change that run; end the fit (max_epochs), call "
             "Tuner(trainer).lr_find(module), raise trainer.fit_loop.max_epochs and fit again"
         )
 

@@ -304,7 +304,7 @@ def _counted(name: str, value: Any) -> int:
     if isinstance(value, Tensor) or not isinstance(value, int):
         raise ConfigError(
             f"ThroughputMonitor({name}=...) returned a {type(value).__name__}; return an int, such as batch.shape[0] or "
-            "batch.numel(), for which nothing waits"
+            "batch.numel(), which the host does not wait for"
         )
     return value
 

@@ -97,8 +97,8 @@ def read_checkpoint(
         if isinstance(state, dict):
             held = f"a dict with the keys {', '.join(map(repr, state))}"
         raise CheckpointError(
-            f"{path} is no checkpoint of a Trainer: it holds {held:.500}, and no 'state_dict' that is a dict; "
-            "weights alone are loaded with module.load_state_dict(torch.load(path, weights_only=True))"
+            f"{path} is not a checkpoint of a Trainer: it holds {held:.500}, and no dict as 'state_dict'; load "
+            "weights alone with module.load_state_dict(torch.load(path, weights_only=True))"
         )
     return state
 
@@ -150,7 +150,7 @@ def _replace(target: str, fill: Callable[[IO[bytes]], None], *, private: bool) -
             retry_if_folder_is_removed(lambda: _replace_local_file(Path(target), fill, private=private))
     except Exception as error:  # a remote file system may raise any exception type
         raise CheckpointError(
-            f"cannot write checkpoint {target}: {_reason(error)}; what stood there before is untouched. "
+            f"cannot write checkpoint {target}: {_reason(error)}; an earlier one there is unchanged. "
             "Free space or choose another folder (ModelCheckpoint(dirpath=...))"
         ) from error
 
@@ -242,8 +242,8 @@ def _check_unchanged(state: dict[str, Any], path: str, *, sealed: bool) -> None:
     expected = _SEALED + digest if sealed else digest
     if written != expected:
         raise CheckpointError(
-            f"{path} is not as it was written: keys, values, shapes or members in it were changed. Use another one; or, where the "
-            f"change was meant, remove its key {CHECKSUM!r} (torch.load, del, torch.save)"
+            f"{path} was changed after it was written: keys, values, shapes or members differ. Use another one; or, if you changed "
+            f"it on purpose, remove its key {CHECKSUM!r} (torch.load, del, torch.save)"
         )
 
 
@@ -269,7 +269,7 @@ def _no_file(path: str) -> str:
     except OSError as error:
         return f"cannot read checkpoint {path}: {_reason(error)}"
     if stat.S_ISDIR(mode):
-        return f"{path} is a folder without {storage.STATE}; a checkpoint has that, or is a file, named like 'epoch=3.ckpt'"
+        return f"{path} is a folder without {storage.STATE}; give a folder with this file, or a file named like 'epoch=3.ckpt'"
     return "" if stat.S_ISREG(mode) else f"{path} is a pipe, a socket or a device, not a file; give a file"
 
 
@@ -293,12 +293,12 @@ def _why_unreadable(path: str, error: Exception) -> str:
         )
     message = f"{str(error).partition('. ')[0]:.200}"
     if not _begins_as_one(path):
-        why = "it does not begin as one"
+        why = "its first bytes are not those of a checkpoint"
     elif " " in message and "weights_only" not in message:
         why = message
     else:  # one word says too little; a message about weights_only advises loading untrusted files
         why = type(error).__name__
-    return f"{path} is damaged or no checkpoint ({why}); use an older one from the same folder"
+    return f"{path} is damaged or not a checkpoint ({why}); use an older one from the same folder"
 
 
 def _begins_as_one(path: str) -> bool:

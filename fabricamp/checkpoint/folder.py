@@ -74,8 +74,8 @@ def write_split(
     path = storage.normalized(path)
     if storage.is_remote(path):
         raise CheckpointError(
-            f"cannot write checkpoint {path}: a sharded one is written into a folder of this machine, or one that all machines "
-            "have mounted (ModelCheckpoint(dirpath=...))"
+            f"cannot write checkpoint {path}: a sharded one needs a folder of this machine, or one that all machines have "
+            "mounted (ModelCheckpoint(dirpath=...))"
         )
     for attempt in range(1, ATTEMPTS + 1):
         writer = _FolderWriter(Path(path), private=bool(unsharded.get(PRIVATE)))
@@ -159,9 +159,7 @@ class _FolderWriter:
             self._open.close()
             _remove_others(self.target, self._folder.name)
         if self.removed():  # before write_checkpoint, which then created the outer folder again
-            raise CheckpointError(
-                f"cannot write checkpoint {self.target}: somebody has removed it while it was written"
-            )
+            raise CheckpointError(f"cannot write checkpoint {self.target}: it was removed while it was being written")
 
     def removed(self) -> bool:
         """Returns whether the folder was removed since its creation, also if DCP has created another one of the same name."""
@@ -354,6 +352,6 @@ def _explained_errors(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot write checkpoint {target}: {error.strerror or error}; what stood there before is untouched. Free space or "
+            f"cannot write checkpoint {target}: {error.strerror or error}; an earlier one there is unchanged. Free space or "
             "choose another folder (ModelCheckpoint(dirpath=...))"
         ) from error

@@ -33,7 +33,7 @@ def translated(state: dict[str, Any]) -> dict[str, Any]:
             return _from_apex(state)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"a checkpoint with the keys {', '.join(map(repr, state)):.300} is not laid out as its library does "
+            f"a checkpoint with the keys {', '.join(map(repr, state)):.300} does not have its library's layout "
             f"({type(error).__name__}: {error}); use an older one"
         ) from error
     return state

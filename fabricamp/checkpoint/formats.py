@@ -32,7 +32,7 @@ def upgraded(state: dict[str, Any], path: str) -> dict[str, Any]:
             step(state)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is not laid out as format {written} is ({type(error).__name__}: {error!s:.300}); use an older one"
+            f"{path} does not have the layout of format {written} ({type(error).__name__}: {error!s:.300}); use an older one"
         ) from error
     state["format"] = FORMAT
     return state

@@ -244,7 +244,7 @@ def _selected(arguments: dict[str, Any], names: tuple[Any, ...]) -> dict[str, An
         if name not in arguments:
             known = ", ".join(repr(argument) for argument in arguments) or "none"
             raise ConfigError(
-                f"save_hyperparameters({name!r}): __init__ has no such argument"
+                f"save_hyperparameters({name!r}): __init__ has no argument of this name"
                 f"{nearest(name, arguments)} (known: {known})"
             )
     return {name: arguments[name] for name in names} if names else arguments

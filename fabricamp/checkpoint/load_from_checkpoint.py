@@ -113,7 +113,9 @@ def arguments_for(
         values = {key: value for key, value in values.items() if key in named}
         for unknown in (key for key in overrides if key not in named):
             cure = nearest(unknown, named) or "; leave it out"
-            raise CheckpointError(f"load_from_checkpoint({unknown}=...): {owner.__name__} has no such argument{cure}")
+            raise CheckpointError(
+                f"load_from_checkpoint({unknown}=...): {owner.__name__} has no argument of this name{cure}"
+            )
     return {**values, **overrides}
 
 
@@ -146,7 +148,7 @@ def _check_references(arguments: Mapping[str, Any], path: str) -> None:
     for name, value in arguments.items():
         if reference := first_reference(value):
             raise CheckpointError(
-                f"{path} holds {reference} for the hyper-parameter {name!r}, and not the value that it had: pass it, as in "
+                f"{path} holds {reference} for the hyper-parameter {name!r} instead of its value: pass the value, as in "
                 f"load_from_checkpoint(path, {name}=...)"
             )
 
@@ -181,9 +183,7 @@ def rebuilt(values: Mapping[str, Any], notes: Any, types: Iterable[type]) -> Reb
     try:
         by_keys = {tuple(note["at"]): (str(note["kind"]), str(note["type"])) for note in notes}
     except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"its notes of types are not laid out as such ({type(error).__name__}: {error})"
-        ) from None
+        raise CheckpointError(f"its recorded types cannot be read ({type(error).__name__}: {error})") from None
     rebuilder = _Rebuilder(by_keys, tuple(types), {})
     if by_keys.get((), ("",))[0] == "config":
         for key, value in values.items():
@@ -247,7 +247,7 @@ class _Rebuilder:
         """Returns the value with the keys ``at`` in its original type; the plain value, recorded as missing, if that fails."""
         kind, name = self.notes.get(at, ("", ""))
         if kind in _NAME_ALONE:
-            self._add_missing(at, f"{_NAME_ALONE[kind]} {name}, of which a checkpoint holds no more than that")
+            self._add_missing(at, f"{_NAME_ALONE[kind]} {name}, of which a checkpoint holds only the name")
             return value
         if isinstance(value, dict):
             value = {key: self.rebuild(item, (*at, key)) for key, item in value.items()}
@@ -279,7 +279,7 @@ class _Rebuilder:
             return typed.make(named, value)
         except Exception as error:  # noqa: BLE001 - the user's own class, which may have changed since
             self._add_missing(
-                at, f"of {name}, which cannot be made of {value!r:.200} ({type(error).__name__}: {error})"
+                at, f"of {name}, which cannot be built from {value!r:.200} ({type(error).__name__}: {error})"
             )
             return value
 

@@ -97,7 +97,8 @@ class Record:
             except Exception as error:  # the file may hold anything, and the loaders are torch's and the user's
                 raise CheckpointError(
                     f"{path} does not fit: its {section.name} cannot be restored here ({type(error).__name__}: {error!s:.300}); "
-                    "it is damaged, or of another module, other optimizers or callbacks: give the checkpoint that this script wrote"
+                    "it is damaged, or belongs to another module, other optimizers or callbacks: give the checkpoint that this "
+                    "script wrote"
                 ) from error
 
     def _selected(self, names: Sequence[str]) -> list[Section]:

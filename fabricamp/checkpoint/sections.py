@@ -110,8 +110,8 @@ def restore_weights(
         differences = {"missing": missing, "unexpected": unexpected, "other shape": sorted(shapes)}
         details = "; ".join(f"{label} {_first_five(names)}" for label, names in differences.items() if names)
         raise CheckpointError(
-            f"{path} is a checkpoint of another model than this {type(module).__name__}: {details or error}; "
-            "give the checkpoint that this class was trained to, or load what fits with load_state_dict(..., strict=False)"
+            f"{path} does not fit the model of this {type(module).__name__}: {details or error}; "
+            "give a checkpoint of this class, or load what fits with load_state_dict(..., strict=False)"
         ) from error
 
 
@@ -136,8 +136,9 @@ class Optimizers(Section):
         states = checkpoint.get("optimizer_states")
         if states is None:
             raise CheckpointError(
-                f"{path} holds weights only, so training cannot go on from it; load the weights with "
-                "TrainingModule.load_from_checkpoint and start anew, or give a checkpoint saved with save_weights_only=False"
+                f"{path} holds weights only, and training cannot resume from it; load the weights with "
+                "TrainingModule.load_from_checkpoint and start from the beginning, or give a checkpoint saved with "
+                "save_weights_only=False"
             )
         _check_number(path, "optimizers", states, self.optimizers)
         states = sharded_states(checkpoint, path, self.optimizers, states)

@@ -169,9 +169,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         pattern = _KNOWN.get(module)
         if pattern is None or not pattern.fullmatch(name):
-            raise CheckpointError(
-                f"it names {module}.{name}, which is no part of a list of tensors, so it is not loaded"
-            )
+            raise CheckpointError(f"it names {module}.{name}, which is not part of a list of tensors; it is not loaded")
         return super().find_class(module, name)
 
 
@@ -188,9 +186,9 @@ class _Reader(FileSystemReader):
             metadata = _Unpickler(file).load()
         for stored in metadata.storage_data.values():
             if stored.relative_path not in self._files:
-                raise CheckpointError(f"it leads to {stored.relative_path!r}, which is no file of this checkpoint")
+                raise CheckpointError(f"it leads to {stored.relative_path!r}, which is not a file of this checkpoint")
             if getattr(stored, "transform_descriptors", None):
-                raise CheckpointError("its tensors are packed in a way that is not read")
+                raise CheckpointError("its tensors are packed in an unknown format")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -105,7 +105,7 @@ def _measured(
         trainer, module, data, _ = build_parts(content)
         if trainer._runner.launches:
             raise ConfigError(
-                f"bench measures in processes that are there already, and this configuration starts {trainer.world_size}; give "
+                f"bench starts no processes, and this configuration asks for {trainer.world_size}; give "
                 "trainer.devices=1, or: torchrun --nproc-per-node 2 -m fabricamp bench ..."
             )
         on_gpu = trainer.device_type == "cuda"
@@ -121,7 +121,8 @@ def _measured(
         trainer.fit(module, datamodule=data)
     if profiler.breakdown is None:
         raise ConfigError(
-            f"the training ended within its first {WARMUP} batches, which are not measured; give it more, or fewer limits"
+            f"the training ended within its first {WARMUP} batches, which bench does not measure; give it more batches, or "
+            "raise its limits"
         )
     return (profiler.breakdown if trainer.is_global_zero else None), on_gpu
 

@@ -106,7 +106,7 @@ def check_gpus() -> list[Check]:
         try:
             torch.ones(1, dtype=torch.float32, device=f"cuda:{index}").add_(1).cpu()
         except RuntimeError as error:
-            cure = "end what else uses it, or install a torch build with code for this card"
+            cure = "end the other processes that use it, or install a torch build with code for this card"
             checks.append(Check(f"GPU {index}", f"{found}: {_first_line(error)}", "broken", cure))
         else:
             checks.append(Check(f"GPU {index}", found))
@@ -122,7 +122,9 @@ def check_links() -> list[Check]:
     direct = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
     kinds = sorted(_link_kinds(_nvidia_smi("topo", "-m"), count))
     found = f"{len(direct)} of {len(pairs)} pairs directly" + (f" ({', '.join(kinds)})" if kinds else "")
-    others = "" if len(direct) == len(pairs) else "; the others exchange through the host: slower, but right"
+    others = (
+        "" if len(direct) == len(pairs) else "; the others exchange through the host: slower, with the same results"
+    )
     return [Check("links", found + others)]
 
 
@@ -146,7 +148,7 @@ def check_cupy(packages: dict[str, str], torch_cuda: str | None) -> Check:
     if not major or not torch.cuda.is_available():
         return Check("CuPy", f"{found}; not used without a GPU", "ok" if packages else "not here")
     if not packages:
-        return Check("CuPy", f"{found}: torch does its work, slower", "not here", install)
+        return Check("CuPy", f"{found}: torch's slower operations are used", "not here", install)
     if len(packages) > 1:
         names = " ".join(packages)
         return Check("CuPy", f"{found}: they overwrite each other", "broken", f"pip uninstall -y {names}; {install}")

@@ -86,7 +86,7 @@ def export(
         return f"{path}: {len(weights)} tensors, {_dtypes(weights)}"
     if module is None:
         raise ConfigError(
-            f"{path.name} holds the module's forward too, and a checkpoint names no code: give its class (--module)"
+            f"{path.name} holds the module's forward too, which a checkpoint does not contain: give the module's class (--module)"
         )
     program = _program(_module(module, str(checkpoint), weights), inputs)
     _write_and_rename(path, lambda file: _write_program(file, path.suffix, program))
@@ -192,7 +192,7 @@ def _write_weights(file: Path, suffix: str, weights: dict[str, Any]) -> None:
         return
     others = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
     if others:
-        raise ConfigError(f"safetensors holds tensors alone, and {', '.join(others)} is none; write a .pt file")
+        raise ConfigError(f"safetensors holds only tensors, not {', '.join(others)}; write a .pt file")
     from safetensors.torch import save_file
 
     save_file(weights, file, metadata={"format": "pt"})

@@ -71,8 +71,8 @@ class LengthGroups(NamesKeywords, Sampler[list[int]]):
                 raise ConfigError(f"LengthGroups({name}={value!r}): give a whole number from 1")
         if (batch_size is None) == (max_tokens is None):
             raise ConfigError(
-                f"LengthGroups(batch_size={batch_size}, max_tokens={max_tokens}): give one of them, samples in a batch or what a "
-                "padded batch has at most"
+                f"LengthGroups(batch_size={batch_size}, max_tokens={max_tokens}): give one of them: the samples of a batch, or "
+                "the most tokens of a padded batch"
             )
         if max_tokens is not None and self.lengths and max(self.lengths) > max_tokens:
             longest = self.lengths.index(max(self.lengths))

@@ -104,15 +104,15 @@ def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: An
     if len({rank_length for rank_length, _ in ranks}) > 1:
         counts = ", ".join(f"rank {rank}: {_count(rank_length)}" for rank, (rank_length, _) in enumerate(ranks))
         raise DistributedError(
-            f"{name} has different numbers of batches on the ranks ({counts}), so some would wait for ever for others; "
-            "give each rank the same number of samples, or set a limit (int) that is at most the smallest number"
+            f"{name} has different numbers of batches on the ranks ({counts}), and some ranks would wait for ever for "
+            "others; give each rank the same number of samples, or set a limit (int) that is at most the smallest number"
         )
     if any(rank_shared != shared for _, rank_shared in ranks):
         samples = ", ".join(f"rank {rank}: {_sharing(rank_shared)}" for rank, (_, rank_shared) in enumerate(ranks))
         raise DistributedError(
-            f"{name} cannot be shared out between the ranks: they have different datasets or seeds ({samples}); "
+            f"{name} cannot be sharded over the ranks: they have different datasets or seeds ({samples}); "
             "give every rank the same dataset and seed_everything the same seed, "
-            "or pass use_distributed_sampler=False where each has its own part"
+            "or pass use_distributed_sampler=False if each rank has its own shard"
         )
 
 

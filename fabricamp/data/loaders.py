@@ -317,12 +317,12 @@ def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: boo
         # In training, look_for_doubles compares the first batches of the ranks.
         name = type(dataset).__name__
         say_once(
-            f"{name} is evaluated as it is: each rank sees all that it gives there, which is every sample unless it shares itself "
-            f"out by rank; DataLoader(Sharded({name}(...))) of fabricamp.data does that for any stream"
+            f"{name} is evaluated as it is: each rank evaluates every sample that it yields there, so all of them unless it shards "
+            f"itself by rank; DataLoader(Sharded({name}(...))) of fabricamp.data shards any stream"
         )
     elif unshared and not _shards_itself(loader):
         say_once(
-            f"{type(loader).__name__} is used as it is: each rank reads what it gives there; shard it by rank "
+            f"{type(loader).__name__} is used as it is: each rank reads all batches that it yields there; shard it by rank "
             "(a DistributedSampler does), or pass torch's DataLoader with its default sampler"
         )
     if overfit and not isinstance(loader, list | tuple):

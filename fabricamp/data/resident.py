@@ -59,7 +59,7 @@ class ResidentLoader(NamesKeywords):
         check_number("ResidentLoader: batch_size", batch_size, least=1)
         check_count("ResidentLoader: seed", seed, least=0, optional=True)
         if transform is not None and not callable(transform):
-            raise ConfigError(f"ResidentLoader: transform={transform!r} is no function; give one that takes a batch")
+            raise ConfigError(f"ResidentLoader: transform={transform!r} is not a function; give one that takes a batch")
         self.batch_size = batch_size
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
@@ -170,7 +170,7 @@ def _checked(value: Any) -> Any:
             cure = "torch.as_tensor(array)"
         else:
             cure = "tensors, or a collection of tensors"
-        raise ConfigError(f"ResidentLoader: {type(value).__name__} among its data is no tensor; give {cure}")
+        raise ConfigError(f"ResidentLoader: {type(value).__name__} among its data is not a tensor; give {cure}")
     if value.layout is not torch.strided or value.is_nested:
         raise ConfigError(
             f"ResidentLoader got a tensor of layout {value.layout}, whose samples cannot be gathered; give a dense one"

@@ -120,7 +120,7 @@ def _compared(batches: Iterator[Any], workers: int, strategy: Strategy | None, n
 def _doubles(what: str, name: str) -> ConfigError:
     return ConfigError(
         f"{what} of {name}: each sample would be seen several times. Give DataLoader(Sharded({name}(...))) of fabricamp.data, or "
-        "let the stream share itself out by rank and get_worker_info(); with use_distributed_sampler=False every rank reads all"
+        "let the stream shard itself by rank and get_worker_info(); with use_distributed_sampler=False every rank reads all"
     )
 
 

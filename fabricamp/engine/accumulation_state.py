@@ -77,8 +77,8 @@ class AccumulationState(Section):
         if loop.get("failed") and self._strategy.rank == 0:
             _LOG.warning(
                 "the checkpoint was written when an exception ended the run: the run continues after the last complete "
-                "micro-batch, but what a step, a validation or hooks had changed by then stays, so it need not equal a run without "
-                "the exception"
+                "micro-batch, but changes that a step, a validation or hooks had made by then remain, and its results may differ "
+                "from those of a run without the exception"
             )
         if self.update is not None:
             self.update.reference = loop.get("loss_reference")
@@ -93,7 +93,7 @@ class AccumulationState(Section):
         if problem and self._strategy.rank == 0:
             _LOG.warning(
                 "the checkpoint was written within an accumulation step, and the gradients of its %s micro-batches "
-                "are left out: %s",
+                "are dropped: %s",
                 loop["open_batches"], problem,
             )  # fmt: skip
 
@@ -189,7 +189,7 @@ def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Upda
         gradients = {name: _unstacked(stacked, rank) for name, stacked in gradients.items()}
     for name, gradient in gradients.items():
         if name not in parameters or parameters[name].shape != gradient.shape:
-            return f"it has a gradient of {name}, and this module no such parameter"
+            return f"it has a gradient of {name}, and this module has no parameter of this name"
     tensors = [_unstacked(stacked, rank) for stacked in accumulation["tensors"]]
     problem = update.load_accumulation_state({**accumulation, "tensors": tensors})
     if problem:

@@ -38,7 +38,7 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
         return ckpt_path, None
     if ckpt_path == "auto" and not trainer.state.fitting:
         raise ConfigError(
-            "ckpt_path='auto' is for fit: it goes on from the last checkpoint, or starts; give 'last' or 'best'"
+            "ckpt_path='auto' is for fit: it resumes from the last checkpoint, or starts without one; give 'last' or 'best'"
         )
     if ckpt_path == "best":
         path = _from_rank_zero(trainer, ckpt_path, lambda: _best(trainer))
@@ -131,7 +131,8 @@ def _best(trainer: Trainer) -> str:
         if is_checkpoint and any(storage.resolves_within(best, folder) for folder in folders):
             return best
         raise CheckpointError(
-            f"{last} names {best} as the best, which is no {callback.FILE_EXTENSION} file in {' or '.join(folders)}; give its path"
+            f"{last} names {best} as the best, which is not a {callback.FILE_EXTENSION} file in {' or '.join(folders)}; give "
+            "its path"
         )
     return ""
 
@@ -173,7 +174,7 @@ def best_of_last_fit(trainer: Trainer, entry_point: str) -> str:
     elif callback is None:
         why = "this Trainer has no ModelCheckpoint"
     else:
-        why = f"{type(callback).__name__} has saved nothing that it could call the best"
+        why = f"{type(callback).__name__} has saved no best checkpoint"
     raise MissingCheckpointError(
         f"trainer.{entry_point}() without a module loads the best checkpoint of the last fit, and there is none: {why}; pass the "
         f"module to take its weights as they are, trainer.{entry_point}(module), or name a file, ckpt_path='last' or a path"

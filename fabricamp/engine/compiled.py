@@ -88,7 +88,7 @@ def _reason_against(session: Session) -> str:
     casts = level is not None and not level.whole_step and (level.cast_model_type or level.cast_model_outputs)
     if casts:
         return (
-            f"precision {session.precision.name!r} casts at the modules that the step calls, which a compiler does not see "
-            "through; give 'O1', 'O4' or 'bf16-true', or compile in configure_model what the step calls"
+            f"precision {session.precision.name!r} casts at the modules that the step calls, which torch.compile cannot "
+            "trace; give 'O1', 'O4' or 'bf16-true', or compile in configure_model what the step calls"
         )
     return ""

@@ -176,7 +176,7 @@ def _requeue(trainer: Trainer, reason: str) -> None:
 
 def _report_interruption(trainer: Trainer, word: str) -> None:
     path = _last_checkpoint(trainer)
-    how = f'; ckpt_path="last" goes on from {path}' if path else ""
+    how = f'; ckpt_path="last" resumes from {path}' if path else ""
     _LOG.info("%s at step %d%s", word, trainer.global_step, how)
 
 
@@ -209,8 +209,8 @@ def _note_on_dtypes(error: BaseException, module: nn.Module, precision: str) -> 
     other = next((parameter.dtype for parameter in module.parameters() if parameter.dtype in _TRUE_NAMES), None)
     if other is not None and precision in _CONVERTED:
         return (
-            f"{name} is {other} at precision={precision!r}, and its modules, or copies of them, cast what a step (training_step "
-            "and its like) calls them with, nothing else; in other hooks write trainer.precision_plugin.forward(net, x) for net(x)"
+            f"{name} is {other} at precision={precision!r}, and its modules, or copies of them, cast their inputs only in calls "
+            "from a step (training_step and its like); in other hooks write trainer.precision_plugin.forward(net, x) for net(x)"
         )
     if other is not None:
         return (
@@ -230,7 +230,7 @@ def _note_on_schedule_end(error: BaseException) -> str:
     if match is None:
         return ""
     return (
-        f"a OneCycleLR of {match[1]} steps was to make one more; build it with "
+        f"a OneCycleLR of {match[1]} steps was stepped once more; build it with "
         f"total_steps=self.trainer.estimated_stepping_batches, or train with max_steps={match[1]}"
     )
 

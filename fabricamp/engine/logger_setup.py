@@ -53,6 +53,7 @@ def _check_shared(owner: str, logged: dict[str, Any], values: dict[str, Any]) ->
     names = [name for name in logged if name in values and str(logged[name]) != str(values[name])]
     if names:
         raise ConfigError(
-            f"{owner} and the DataModule keep other values under the same names: {', '.join(names)}. A logger shows one of them; "
-            f"rename one, leave it out by save_hyperparameters(ignore={names!r}), or give save_hyperparameters(logger=False) in one"
+            f"{owner} and the DataModule save different values under the same names: {', '.join(names)}. A logger shows one of "
+            f"them; rename one, leave it out by save_hyperparameters(ignore={names!r}), or give "
+            "save_hyperparameters(logger=False) in one"
         )

@@ -229,8 +229,8 @@ class TrainingLoop:
             skips = hook(batch, batch_idx) == -1 or skips
         if skips and self.state.batches_done < self.state.committed:
             raise ConfigError(
-                "on_train_batch_start answered -1, and the rest of a launch of several steps cannot be skipped; let the callback's "
-                "holds_at name the step before, or give CudaGraph(steps=1)"
+                "on_train_batch_start returned -1, and the rest of a launch of several steps cannot be skipped; let the callback's "
+                "holds_at return the step before, or give CudaGraph(steps=1)"
             )
         if skips:
             self._end_data(batch_idx + 1, skipped=True)

@@ -118,7 +118,7 @@ def warn_of_oversights(
         owners.append((datamodule, DataModule))
     for owner, base in owners:
         for method, hook in misspelt_hooks(owner, lightnings_base(type(owner)) or base):
-            _LOG.warning("%s.%s is no hook; did you mean %r?", type(owner).__name__, method, hook)
+            _LOG.warning("%s.%s is not a hook; did you mean %r?", type(owner).__name__, method, hook)
 
 
 def misspelt_hooks(owner: object, base: type) -> Iterator[tuple[str, str]]:

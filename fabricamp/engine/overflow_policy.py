@@ -64,13 +64,13 @@ class OverflowPolicy:
         explanation = self._step_results.explain(state.global_step)
         if policy == "stop":
             explanation = (
-                f"training stopped at step {state.global_step}: {explanation}; weights are those from before it"
+                f"training stopped at step {state.global_step}: {explanation}; the weights are from before that step"
             )
             state.stop(NON_FINITE, explanation)
         elif policy == "raise":
             raise NonFiniteError(
-                f"{explanation}; weights are those from before it. Look for the operation with detect_anomaly=True, lower the "
-                "learning rate, or skip such steps with nan_policy='skip'"
+                f"{explanation}; the weights are from before that step. Look for the operation with detect_anomaly=True, "
+                "lower the learning rate, or skip such steps with nan_policy='skip'"
             )
         else:
             raise NonFiniteError(
@@ -83,11 +83,9 @@ class OverflowPolicy:
         if self._unreported_skips and self._strategy.rank == 0:
             results = self._step_results
             count = self._unreported_skips
-            moving = (
-                f"; the loss scale is {results.scale:g} now, which finds its size by such steps: a few are no fault"
-            )
+            moving = f"; the loss scale is {results.scale:g} now; dynamic scaling skips a few steps to find its value"
             logger.warning(
-                "%s skipped, as gradients were not finite (%d in all%s)",
+                "%s skipped: gradients were not finite (%d in all%s)",
                 "1 step was" if count == 1 else f"{count} steps were",
                 results.skipped_steps,
                 moving if results.dynamic else "",

@@ -122,7 +122,7 @@ def check_performance(performance: Performance | None, benchmark: bool | None, d
     if deterministic and performance.benchmark:
         raise ConfigError(
             f"deterministic={deterministic!r} contradicts performance={performance.given}: cuDNN's search takes what is fastest, "
-            f"which may be another algorithm each time{cure}"
+            f"which may be a different algorithm in each run{cure}"
         )
 
 

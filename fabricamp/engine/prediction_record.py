@@ -74,7 +74,7 @@ def open_record(trainer: Trainer, loaders: Sequence[Any]) -> PredictionRecord:
         for loader, epoch in zip(loaders, record.epoch_indices, strict=True):
             if epoch is None:
                 say_once(
-                    f"{type(writers[0]).__name__} gets batch_indices=None: this {type(loader).__name__} does not tell "
+                    f"{type(writers[0]).__name__} gets batch_indices=None: this {type(loader).__name__} does not say "
                     "which samples a batch has; torch's DataLoader over a dataset with indices does"
                 )
     return record

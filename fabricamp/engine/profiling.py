@@ -53,7 +53,7 @@ def reported(trainer: Trainer, fn: TrainerFn, module: TrainingModule) -> Iterato
         try:
             profiler.teardown(fn.value)
         except Exception as failure:  # noqa: BLE001 - the error that ended the run is raised instead
-            error.add_note(f"the profiler could not end either: {type(failure).__name__}: {failure}")
+            error.add_note(f"ending the profiler failed too: {type(failure).__name__}: {failure}")
         raise
     profiler.describe()
 

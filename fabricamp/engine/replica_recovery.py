@@ -74,4 +74,4 @@ def _check(session: Session) -> None:
             f"strategy {name!r} averages automatic optimization's gradients; leave the steps to the Trainer"
         )
     if session.settings.sync_batchnorm:
-        raise ConfigError(f"sync_batchnorm=True with strategy {name!r}: groups exchange gradients alone; leave it out")
+        raise ConfigError(f"sync_batchnorm=True with strategy {name!r}: groups exchange only gradients; leave it out")

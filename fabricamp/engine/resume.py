@@ -325,7 +325,7 @@ def _warn_of_other_ranks(before: int, now: int) -> None:
 def _warn_of_reading(feed: Feed, batch_idx: int) -> None:
     if batch_idx and feed.read_past:
         _LOG.warning(
-            "%s is read from its beginning up to batch %d, which is exact if it draws no random numbers on the way; "
-            "torch's DataLoader with its default sampler begins anywhere, and so do loaders with state_dict and load_state_dict",
+            "%s is read from its beginning up to batch %d, which is exact if reading draws no random numbers; torch's "
+            "DataLoader with its default sampler, and loaders with state_dict and load_state_dict, begin at any batch",
             ", ".join(sorted(set(feed.read_past))), batch_idx,
         )  # fmt: skip

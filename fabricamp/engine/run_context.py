@@ -91,8 +91,8 @@ def check_shapes(strategy: Strategy, tensor: Tensor) -> None:
     other = next((rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None)
     if other is not None:
         raise ConfigError(
-            f"all_gather got a tensor of shape {shapes[0]} on rank 0 and {shapes[other]} on rank {other}. Ranks evaluate on their "
-            "share of the samples, each sample once, and one may have more than another: pad what they have to one length, "
+            f"all_gather got a tensor of shape {shapes[0]} on rank 0 and {shapes[other]} on rank {other}. Each rank evaluates its "
+            "own samples, each sample once, and one rank may have more than another: pad the tensors to one length, "
             "gather it by torch.distributed.all_gather_object, or give the loader torch's DistributedSampler, which repeats "
             "samples, and Trainer(use_distributed_sampler=False)"
         )

@@ -50,12 +50,13 @@ def check_saving(session: Session) -> None:
     if state.batches_done < state.committed:
         raise CheckpointError(
             f"save_checkpoint after step {state.global_step}, within a launch of several steps: the weights are those of the "
-            "last; let the callback's holds_at name the step, or give CudaGraph(steps=1)"
+            "last; let the callback's holds_at return the step, or give CudaGraph(steps=1)"
         )
     if session.closed and session.strategy.checkpoint_form == "folder":
         raise CheckpointError(
-            f"save_checkpoint after a run with strategy={session.strategy.name!r}: its parts are gone with it; call it in a hook "
-            "such as on_fit_end, or use a ModelCheckpoint. On rank 0 the module has the whole weights: module.state_dict()"
+            f"save_checkpoint after a run with strategy={session.strategy.name!r}: its shards were freed at its end; call it "
+            "in a hook such as on_fit_end, or use a ModelCheckpoint. On rank 0 the module has the whole weights: "
+            "module.state_dict()"
         )
 
 

@@ -347,8 +347,8 @@ class DataSource:
             return True
         if self._strategy.rank == 0:
             say_once(
-                f"batches are not moved ahead: {type(hook.owner).__name__}.{hook.name} reads global_step; on_after_batch_transfer, "
-                "which runs right before the step, may read it"
+                f"batches are not prefetched to the device: {type(hook.owner).__name__}.{hook.name} reads global_step; "
+                "on_after_batch_transfer, which runs right before the step, may read it"
             )
         return False
 

@@ -599,7 +599,7 @@ class AccumulationTensors:
         """Restores the result of :meth:`state`; returns why that is impossible, or an empty string."""
         for name, current in (("level", self._precision.name), ("accumulate", self._accumulate)):
             if state[name] != current:
-                return f"{name} was {state[name]!r} there and is {current!r} here"
+                return f"{name} was {state[name]!r} in the checkpoint and is {current!r} here"
         memories = self._memories()
         others = self._others()
         saved = iter(state["tensors"][:-1])
@@ -607,7 +607,7 @@ class AccumulationTensors:
         saved_others = list(saved)
         fit = all(memory.fits(sums) for memory, sums in zip(memories, saved_sums, strict=True))
         if not fit or [tensor.shape for tensor in others] != [tensor.shape for tensor in saved_others]:
-            return "gradients are summed in other tensors"
+            return "this run sums gradients in tensors of other shapes"
         for memory, sums in zip(memories, saved_sums, strict=True):
             memory.take(sums)
         for tensor, value in zip(others, saved_others, strict=True):

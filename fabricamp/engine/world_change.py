@@ -82,15 +82,15 @@ def _known_here(session: Session) -> StepSize:
         )
     if settings.reload_dataloaders_every_n_epochs:
         raise ConfigError(
-            f"on_world_change={KEEP_GLOBAL_BATCH!r} counts on batches of one size, and reload_dataloaders_every_n_epochs="
-            f"{settings.reload_dataloaders_every_n_epochs} may bring others; leave one of them out"
+            f"on_world_change={KEEP_GLOBAL_BATCH!r} needs batches of one size, and reload_dataloaders_every_n_epochs="
+            f"{settings.reload_dataloaders_every_n_epochs} may change it; leave one of them out"
         )
     _ = session.data.train_loader  # creates the loader, so that batch_sizes knows it
     sizes = session.data.batch_sizes
     if sizes is None:
         raise ConfigError(
-            f"on_world_change={KEEP_GLOBAL_BATCH!r} has to know the samples of a batch, and the train loader does not tell "
-            "(it has no batch_size); give torch's DataLoader with batch_size, or on_world_change='keep_per_rank'"
+            f"on_world_change={KEEP_GLOBAL_BATCH!r} needs the number of samples in a batch, and the train loader has no "
+            "batch_size; give torch's DataLoader with batch_size, or on_world_change='keep_per_rank'"
         )
     return StepSize(settings.accumulate_grad_batches, session.strategy.data_ranks, sizes)
 
@@ -99,8 +99,8 @@ def _of_checkpoint(checkpoint: dict[str, Any], path: str) -> StepSize:
     saved = checkpoint.get("loops", {}).get("fit", {}).get("step_size")
     if saved is None:
         raise ConfigError(
-            f"on_world_change={KEEP_GLOBAL_BATCH!r}: {path} does not tell the samples of its steps (its loader had no batch_size, "
-            "or it is another program's); set accumulate_grad_batches, and on_world_change='keep_per_rank'"
+            f"on_world_change={KEEP_GLOBAL_BATCH!r}: {path} does not hold the number of samples in its steps (its loader had no "
+            "batch_size, or another program wrote it); set accumulate_grad_batches, and on_world_change='keep_per_rank'"
         )
     try:
         before = StepSize(int(saved["accumulated"]), int(saved["processes"]), [*map(int, saved["batch_sizes"])])

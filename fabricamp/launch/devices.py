@@ -78,7 +78,7 @@ def _cpu_processes(devices: object, wanted: int | list[int], automatic: int) -> 
         return list(range(automatic))
     if isinstance(wanted, list) or wanted < 1:
         raise ConfigError(
-            f"devices={devices!r} names no number of CPU processes; on the CPU devices is that number, 1 or more, "
+            f"devices={devices!r} is not a number of CPU processes; on the CPU give 1 or more, "
             f'or "auto" (1); for GPUs use accelerator="gpu" on a machine that has some'
         )
     return list(range(wanted))
@@ -91,7 +91,7 @@ def _gpu_numbers(devices: object, wanted: int | list[int], available: int) -> li
         return list(range(available))
     numbers = list(range(wanted)) if isinstance(wanted, int) else wanted
     if not numbers:
-        raise ConfigError(f"devices={devices!r} leaves no device to run on; {there_are}; {_FORMS}")
+        raise ConfigError(f"devices={devices!r} selects no device; {there_are}; {_FORMS}")
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"devices={devices!r} names a GPU twice; every process needs one of its own; {there_are}")
     if min(numbers) < 0 or max(numbers) >= available:

@@ -63,8 +63,8 @@ def check_environment(environment: Environment | None, num_processes: int | None
     if environment is None:
         if num_nodes is not None and num_nodes > 1:
             raise ConfigError(
-                f"num_nodes={num_nodes}, but nobody started this run on several machines, as torchrun and srun do: "
-                f"for example `torchrun --nnodes={num_nodes} --nproc_per_node={num_processes or 1} --rdzv_backend=c10d "
+                f"num_nodes={num_nodes}, but this run was not started on several machines, as torchrun and srun do: "
+                f"run for example `torchrun --nnodes={num_nodes} --nproc_per_node={num_processes or 1} --rdzv_backend=c10d "
                 f"--rdzv_endpoint=HOST:PORT train.py` on each; or use num_nodes=1"
             )
         return
@@ -168,9 +168,7 @@ def _tasks_on_node(variables: Mapping[str, str], node_rank: int, world_size: int
             raise ConfigError(f"SLURM_TASKS_PER_NODE={text!r} cannot be read: expected a form such as '2(x3),1'")
         tasks += [int(match[1])] * int(match[2] or 1)
     if not 0 <= node_rank < len(tasks):
-        raise ConfigError(
-            f"SLURM_NODEID={node_rank}, but SLURM_TASKS_PER_NODE={text!r} speaks of {len(tasks)} machine(s)"
-        )
+        raise ConfigError(f"SLURM_NODEID={node_rank}, but SLURM_TASKS_PER_NODE={text!r} lists {len(tasks)} machine(s)")
     return tasks[node_rank]
 
 

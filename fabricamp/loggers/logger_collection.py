@@ -90,8 +90,8 @@ class LoggerCollection:
             thread.join(max(deadline - time.monotonic(), 0.0))
             if thread.is_alive():
                 self._loggers[number].trouble.tell(
-                    f"what it was given by step {step} is not on disk after {BARRIER_SECONDS:g} s, so checkpoints are written "
-                    "without waiting for it"
+                    f"its values up to step {step} are not on disk after {BARRIER_SECONDS:g} s; checkpoints no longer wait for "
+                    "them"
                 )
 
     def _start(self, number: int, logger: Logger, step: int) -> threading.Thread:

@@ -321,7 +321,7 @@ class MLFlowLogger(Logger):
         client = self._client()
         folder = f"model/checkpoints/{saved.name}"
         if not saved.is_local:
-            raise ConfigError(f"MLflow takes files of a disk, and no {saved.path}; leave log_model out")
+            raise ConfigError(f"MLflow takes local files, not {saved.path}; leave log_model out")
         upload = client.log_artifacts if Path(saved.path).is_dir() else client.log_artifact
         upload(self._run_id, saved.path, folder)
         if "best" in saved.aliases:

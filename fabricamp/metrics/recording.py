@@ -125,7 +125,8 @@ class Recording:
         elif strategy.tensor_parallel > 1:
             raise ConfigError(
                 f"self.log({arguments.name!r}, ...) was given a {type(metric).__name__} with tensor_parallel="
-                f"{strategy.tensor_parallel}: it would count each sample as often; log numbers, or its compute()"
+                f"{strategy.tensor_parallel}: it would count each sample {strategy.tensor_parallel} times; log numbers, or its "
+                "compute()"
             )
         slot = Slot(arguments, state.scope, published)
         slot.metric = metric
@@ -262,7 +263,7 @@ def check_arguments(arguments: Arguments, state: RunState) -> None:
         if not isinstance(value, bool | None):
             raise ConfigError(f"self.log({name!r}, {flag}={value!r}): give True or False")
     if LOADER_MARK in name:
-        raise ConfigError(f"self.log({name!r}, ...): {LOADER_MARK!r} is added by itself; leave it out of the name")
+        raise ConfigError(f"self.log({name!r}, ...): {LOADER_MARK!r} is added automatically; leave it out of the name")
     if state.scope in (Scope.NOWHERE, Scope.PREDICT):
         raise ConfigError(
             f"self.log({name!r}, ...) was called in {state.scope.value}; "
@@ -284,7 +285,7 @@ def _cadence(arguments: Arguments, scope: Scope) -> tuple[bool, bool]:
     if step and scope in (Scope.TRAIN_EPOCH, Scope.EVAL_EPOCH):
         raise ConfigError(f"{arguments} was called in {scope.value}, where there is no step; use on_epoch=True alone")
     if not step and not epoch:
-        raise ConfigError(f"{arguments} in {scope.value} would keep nothing; set on_step=True or on_epoch=True")
+        raise ConfigError(f"{arguments} in {scope.value} would record nothing; set on_step=True or on_epoch=True")
     return step, epoch
 
 

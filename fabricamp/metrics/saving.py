@@ -125,7 +125,7 @@ def _reduced(name: str, metric: Any, key: str, values: list[Any]) -> Any:
     rule = getattr(metric._reductions[key], "__name__", "")
     if rule not in ("dim_zero_sum", "dim_zero_min", "dim_zero_max", "dim_zero_cat"):
         raise CheckpointError(
-            f"the checkpoint holds {type(metric).__name__} {name!r} of {len(values)} ranks, whose state {key!r} cannot be put "
-            "together; go on with as many processes as wrote it, or from the end of an epoch"
+            f"the checkpoint holds {type(metric).__name__} {name!r} of {len(values)} ranks, whose state {key!r} cannot be "
+            "combined; resume with as many processes as wrote it, or from the end of an epoch"
         )
     return metric._reductions[key](torch.stack(values) if rule != "dim_zero_cat" else values)

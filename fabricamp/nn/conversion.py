@@ -175,12 +175,12 @@ def _check_convertible(layer: AnyBatchNorm) -> None:
         )
     if "forward" in vars(layer) or type(layer).forward not in _FORWARDS:
         raise ConfigError(
-            f"{kind} has a forward of its own, which a SyncBatchNorm in its place would not run; put what it does besides into a "
-            "module of its own, behind a plain BatchNorm, or replace it by a subclass of fabricamp.nn.SyncBatchNorm"
+            f"{kind} overrides forward, and a SyncBatchNorm in its place would not run it; move its other work into a separate "
+            "module after a plain BatchNorm, or replace it by a subclass of fabricamp.nn.SyncBatchNorm"
         )
     if layer._modules:
         raise ConfigError(
-            f"{kind} has modules of its own ({', '.join(layer._modules)}), which a SyncBatchNorm in its place would not have; take "
+            f"{kind} has submodules ({', '.join(layer._modules)}), which a SyncBatchNorm in its place would not have; take "
             "them out before the conversion (parametrizations: torch.nn.utils.parametrize.remove_parametrizations)"
         )
 

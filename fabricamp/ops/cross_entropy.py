@@ -67,8 +67,8 @@ def fused_cross_entropy(
     _check(logits, target)
     if in_place and logits.requires_grad and _is_of_a_leaf(logits):
         raise ConfigError(
-            "in_place=True writes the gradient over the logits, but these are a leaf that requires grad, or a view of one: "
-            "whoever made it still has it; give what an operation returned, or in_place=False"
+            "in_place=True writes the gradient over the logits, but these are a leaf that requires grad, or a view of one, "
+            "and other code still has it; give the output of an operation, or in_place=False"
         )
     classes = index(logits.shape[-1])  # a constant for torch.compile, which treats the choice as a constant
     by_kernel = logits.dtype in _LOGITS and classes < _TOO_WIDE and chosen(_NAME, logits.dtype, classes, logits.device)

@@ -204,17 +204,19 @@ def _read(file: Path) -> dict[str, Card]:
         for card in cards.values():
             _check_card(card)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} is no dispatch table ({error}); delete it, {_MEASURE} and writes it anew") from error
+        raise ConfigError(
+            f"{file} is not a dispatch table ({error}); delete it, {_MEASURE} and writes it anew"
+        ) from error
     return cards
 
 
 def _check_card(card: Card) -> None:
     if not isinstance(card["measured"], str):
-        raise TypeError("'measured' is no text")
+        raise TypeError("'measured' is not a string")
     for of_dtypes in card["choices"].values():
         for start, name in itertools.chain.from_iterable(of_dtypes.values()):
             if not isinstance(start, int) or name not in {"cupy", "torch"}:
-                raise ValueError(f"[{start!r}, {name!r}] is no pair of a width and 'cupy' or 'torch'")
+                raise ValueError(f"[{start!r}, {name!r}] is not a pair of a width and 'cupy' or 'torch'")
 
 
 def write(file: Path, name: str, card: Card) -> None:

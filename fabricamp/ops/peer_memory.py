@@ -221,7 +221,7 @@ class Workspace:
             other = missing - 1 if group is None else dist.get_global_rank(group, missing - 1)
             raise DistributedError(
                 f"rank {own} waited {self.timeout.total_seconds():g} s in a SyncBatchNorm for rank {other}, which did not "
-                "come: it is dead, hangs, or runs other layers; what was computed since is not to be used; see that "
+                "reach it: it is dead, hangs, or runs other layers; do not use values computed since then; see that "
                 f"rank's log, or give the process group a longer timeout if it was only slow"
             )
 

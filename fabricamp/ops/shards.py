@@ -109,7 +109,7 @@ class SharedRows:
         """Replaces each row of ``numbers`` by the sum (or another ``operation``) over its ranks; a collective of all ranks."""
         for number, (group, device, rows) in enumerate(self._members):
             ranks = group()
-            assert ranks is not None, "the process group is gone, and with it the run that these rows are of"
+            assert ranks is not None, "the process group of these rows has ended with its run"
             every_row = len(rows) == self._rows
             part = numbers if every_row else numbers.index_select(0, self._indices_of(number, numbers.device))
             reduced = part.to(device)  # from host memory if the shards are offloaded to it

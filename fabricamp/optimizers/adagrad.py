@@ -37,7 +37,7 @@ class FusedAdagrad(FusedOptimizer):
         maximize: bool = False,
     ) -> None:
         if not at_least_0(lr_decay):
-            raise ConfigError(f"FusedAdagrad got lr_decay={lr_decay!r}; it has to be a number from 0 on")
+            raise ConfigError(f"FusedAdagrad got lr_decay={lr_decay!r}; it has to be a number, 0 or more")
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "lr_decay": lr_decay, "maximize": maximize}
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         self.set_grad_none = set_grad_none

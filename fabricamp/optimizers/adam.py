@@ -72,7 +72,7 @@ class FusedAdam(FusedOptimizer):
         if not (grads is output_params is scale is grad_norms is None):
             raise UnsupportedError(
                 "FusedAdam.step takes a closure only; grads, output_params, scale and grad_norms belonged to an old "
-                "FP16_Optimizer: let a precision scale the loss instead (precision='O1' or 'O2')"
+                "FP16_Optimizer: scale the loss with a precision instead (precision='O1' or 'O2')"
             )
         return super().step(closure)
 

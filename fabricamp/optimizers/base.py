@@ -401,7 +401,7 @@ def _check(name: str, params: object, defaults: dict[str, Any]) -> None:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ConfigError(f"{name} got {key}={value!r}; a tensor has to have one element")
         if value is not required and not isinstance(value, Tensor) and not refusals.at_least_0(value):
-            raise ConfigError(f"{name} got {key}={value!r}; it has to be a number from 0 on")
+            raise ConfigError(f"{name} got {key}={value!r}; it has to be a number, 0 or more")
     betas = defaults.get("betas", (0.0, 0.0))
     two = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not two or not all(refusals.at_least_0(beta) and beta < 1 for beta in betas):

@@ -46,12 +46,12 @@ class LARC(NamesKeywords, Optimizer):
             )
         if isinstance(optimizer, (LARC, torch.optim.LBFGS)):
             raise ConfigError(
-                f"LARC cannot wrap {type(optimizer).__name__}, which has gradients of its own making; wrap FusedSGD, or another "
+                f"LARC cannot wrap {type(optimizer).__name__}, which computes its gradients itself; wrap FusedSGD, or another "
                 "optimizer that reads each gradient once per step"
             )
         for name, value in (("trust_coefficient", trust_coefficient), ("eps", eps)):
             if not at_least_0(value):
-                raise ConfigError(f"LARC got {name}={value!r}; it has to be a number from 0 on")
+                raise ConfigError(f"LARC got {name}={value!r}; it has to be a number, 0 or more")
         # Not Optimizer.__init__, which would create its own groups; __setstate__ sets up the hooks of a step.
         self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
 

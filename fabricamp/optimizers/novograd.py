@@ -70,9 +70,7 @@ class FusedNovoGrad(FusedOptimizer):
         """Adds a group of parameters; also possible during training."""
         norm_type = param_group.get("norm_type", self.defaults["norm_type"])
         if norm_type not in _IS_MAX_NORM:
-            raise ConfigError(
-                f"FusedNovoGrad got norm_type={norm_type!r}; it has the norms 2 and 0 (the largest absolute value)"
-            )
+            raise ConfigError(f"FusedNovoGrad got norm_type={norm_type!r}; give 2, or 0 for the largest absolute value")
         super().add_param_group(param_group)
 
     def _rule(self, group: dict[str, Any]) -> NovoGradRule:

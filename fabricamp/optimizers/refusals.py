@@ -41,8 +41,8 @@ def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], ro
             name = name_of(optimizer, index)
             raise UnsupportedError(
                 f"{type(optimizer).__name__} got {name if role == 'parameter' else f'the gradient of {name}'} as "
-                f"{type(tensor).__name__}, a tensor around others that has no memory of its own; it updates plain tensors: give it "
-                "the local ones, or take torch.optim.AdamW(..., fused=True) or another of torch's for sharded parameters"
+                f"{type(tensor).__name__}, a wrapper tensor without memory of its own; it updates plain tensors: give it the local "
+                "ones, or take torch.optim.AdamW(..., fused=True) or another of torch's for sharded parameters"
             )
         if tensor.layout is not torch.strided:
             raise UnsupportedError(
@@ -64,7 +64,7 @@ def refuse_state(optimizer: Optimizer, parameter: Tensor, index: int, names: Ite
             description = repr(value)
         raise UnsupportedError(
             f"{type(optimizer).__name__} found {description} as {name!r} in the state of {name_of(optimizer, index)}; it takes a "
-            f"floating tensor of shape {tuple(parameter.shape)} on {parameter.device}: bring it there before the step"
+            f"floating tensor of shape {tuple(parameter.shape)} on {parameter.device}: move it there before the step"
         )
 
 

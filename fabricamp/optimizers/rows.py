@@ -90,7 +90,7 @@ class DeviceParams:
         """Sets the gradients of a step; ``trust=False`` if they have another source than the last ones (see ``Table.refresh``)."""
         if self.table is None:
             if any(gradient is not None and _is_unreadable(gradient) for gradient in gradients):
-                raise ValueError("a gradient is sparse, or a tensor around others")
+                raise ValueError("a gradient is sparse, or a wrapper tensor")
             self._gradients = gradients
             self._holds_captured = is_capturing(self.device)
             self._captured |= self._holds_captured

@@ -56,7 +56,7 @@ class FusedSGD(FusedOptimizer):
         maximize: bool = False,
     ) -> None:
         if not at_least_0(momentum):
-            raise ConfigError(f"FusedSGD got momentum={momentum!r}; it has to be a number from 0 on")
+            raise ConfigError(f"FusedSGD got momentum={momentum!r}; it has to be a number, 0 or more")
         if nesterov and (momentum == 0 or dampening != 0):
             raise ConfigError(
                 f"FusedSGD(nesterov=True) needs momentum and no dampening, got momentum={momentum!r}, dampening={dampening!r}"

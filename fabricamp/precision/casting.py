@@ -79,7 +79,7 @@ def check_full_weights(module: nn.Module, name: str) -> None:
         if parameter.dtype in HALF_DTYPES:
             raise ConfigError(
                 f"parameter {parameter_name} is {parameter.dtype} already, but precision {name!r} keeps fp32 weights; "
-                "bring the module in fp32 (module.float()), or use 'O2' / 'O3' ('O5' for bfloat16)"
+                "give the module in fp32 (module.float()), or use 'O2' / 'O3' ('O5' for bfloat16)"
             )
 
 

@@ -166,7 +166,7 @@ class _RefreshOnLoad:
                 continue
             if metadata.get("assign_to_params_buffers", False):
                 raise ConfigError(
-                    f"load_state_dict(assign=True) would replace {prefix}{name}, of which fp32 master weights are kept; "
+                    f"load_state_dict(assign=True) would replace {prefix}{name}, which has fp32 master weights; "
                     "load without assign"
                 )
             if incoming.shape == full.value.shape:

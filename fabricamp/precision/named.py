@@ -80,7 +80,7 @@ def precision_from(
             precision.level.check_device(device_type)
     elif nan_policy is not None:
         raise ConfigError(
-            f"nan_policy={nan_policy!r} with {type(precision).__name__}, which knows no policy; leave it out, or use an OptLevel"
+            f"nan_policy={nan_policy!r} with {type(precision).__name__}, which has no nan_policy; leave it out, or use an OptLevel"
         )
     return precision
 

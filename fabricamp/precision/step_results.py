@@ -196,7 +196,7 @@ class LossWatch:
                 continue
             self._warned.add(name)
             logger.warning(
-                "%s is %g at step %d, and training goes on; Trainer(nan_policy='stop') or 'raise' ends it at the first "
-                "gradient that is not finite, with the weights from before and the parameter's name",
+                "%s is %g at step %d, and training continues; Trainer(nan_policy='stop') or 'raise' ends it at the first "
+                "gradient that is not finite, keeps the weights from before and names the parameter",
                 name, value, step,
             )  # fmt: skip

@@ -453,7 +453,7 @@ class OptimizerStepper(Stepper):
             else "Adam, AdamW, Adagrad and SGD without dampening decide it on the device with fused=True"
         )
         logger.warning(
-            "the host waits for the device once per step, to know whether %s has to skip it (precision %r); %s",
+            "the host waits for the device once per step, to learn whether %s has to skip that step (precision %r); %s",
             type(optimizer).__name__, self._name, cure,
         )  # fmt: skip
 

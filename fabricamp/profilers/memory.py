@@ -72,8 +72,8 @@ class MemoryProfiler(Profiler):
         """Ends the recording; returns the snapshot's path, or why there is none."""
         self._end()
         return self._written or (
-            f"the memory of no batch was recorded: the run had {self._batches}, and MemoryProfiler(wait={self.wait}) begins after "
-            "them; give a smaller wait"
+            f"no batch was recorded: the run had {self._batches}, and MemoryProfiler(wait={self.wait}) begins after them; "
+            "give a smaller wait"
         )
 
     def teardown(self, stage: str | None) -> None:

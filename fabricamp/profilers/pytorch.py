@@ -70,7 +70,7 @@ class PyTorchProfiler(Profiler):
         steps = profiler_kwargs.get("schedule")
         if steps is not None and not callable(steps):
             raise ConfigError(
-                f"schedule={steps!r} is no function; give torch.profiler.schedule(...), or None for the whole run"
+                f"schedule={steps!r} is not a function; give torch.profiler.schedule(...), or None for the whole run"
             )
         self.profiler: Any = None
         """torch's profiler; None before a run."""
@@ -116,7 +116,7 @@ class PyTorchProfiler(Profiler):
         self._close()
         if self._emit_nvtx or self._table:
             return self._table
-        return "torch's profiler recorded no step: the run was too short for its window; give schedule=None, or a shorter one"
+        return "torch's profiler recorded no step: the run was too short for its schedule; give schedule=None, or a shorter one"
 
     def teardown(self, stage: str | None) -> None:
         """Ends the recording, and removes the hooks from the module."""

@@ -74,7 +74,7 @@ def show(folder: str | Path) -> None:
     runs = [summarise(path) for path in find_runs(root)] if root.is_dir() else []
     if not runs:
         raise ConfigError(
-            f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is no folder'}; give the folder of runs"
+            f"{str(folder)!r} {'holds no run' if root.is_dir() else 'is not a folder'}; give the folder of runs"
         )
     others = {path for run in runs for path in run.others}
     runs = [run for run in runs if run.folder.resolve() not in others]

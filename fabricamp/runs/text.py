@@ -28,7 +28,7 @@ _LABEL = 9
 
 
 class _Glyphs(NamedTuple):
-    """Characters that a terminal can show: ``marks``: one per run; ``raw``: for unsmoothed values; ``dots``: whether braille dots."""
+    """Characters that a terminal can show: ``marks``: one per run; ``raw``: unsmoothed values; ``dots``: whether braille dots."""
 
     marks: str
     raw: str

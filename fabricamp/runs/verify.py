@@ -25,27 +25,27 @@ _PARTS = ("data", "rng", "state")
 _CAUSES = {
     ("again", "start"): "weights are drawn without a seed; call seed_everything before the module is built",
     ("again", "data"): (
-        "an order or augmentation that no seed decides; call seed_everything before the loaders are made, and draw from torch, "
-        "numpy or random"
+        "an order or augmentation that does not follow from a seed; call seed_everything before the loaders are made, and draw "
+        "from torch, numpy or random"
     ),
-    ("again", "rng"): "something before this batch drew random numbers by the time, a thread or an unordered set",
+    ("again", "rng"): "code before this batch drew random numbers by the time, a thread or an unordered set",
     (
         "again",
         "state",
-    ): "the same weights, batch and random numbers gave other bits: the step draws from a generator of its own that has no seed, "
-    "or an operation has no fixed order, which Trainer(deterministic=True) names",
+    ): "the same weights, batch and random numbers gave different results: the step draws from its own generator, which has no "
+    "seed, or an operation has no fixed order, which Trainer(deterministic=True) names",
     (
         "resumed",
         "start",
-    ): "the checkpoint gives these back with other values: look at on_load_checkpoint, load_state_dict and "
+    ): "the checkpoint restores these with other values: look at on_load_checkpoint, load_state_dict and "
     "buffers that are not persistent",
     ("resumed", "data"): (
         "the data resume elsewhere: an iterable dataset or a sampler has its own position; give it state_dict and load_state_dict"
     ),
     ("resumed", "rng"): "the RNG states differ: something outside the steps consumes random numbers",
     ("resumed", "state"): (
-        "the step reads what no checkpoint holds, such as a plain attribute that changes while training: make it a buffer, or "
-        "write it in on_save_checkpoint; or an operation has no fixed order (Trainer(deterministic=True) names it)"
+        "the step reads state that no checkpoint holds, such as a plain attribute that changes while training: make it a "
+        "buffer, or write it in on_save_checkpoint; or an operation has no fixed order (Trainer(deterministic=True) names it)"
     ),
 }
 
@@ -89,7 +89,7 @@ def verify(script: Path, arguments: Sequence[str] = (), batches: int = 20) -> tu
         straight = _run(command, VerificationPlan(f"{name}/straight", batches))
         positions = [position for position in straight[0] if position not in (START, DONE)]
         if len(positions) < _FEWEST:
-            raise ConfigError(f"{script} trains on {len(positions)} batches; {_FEWEST} or more can be cut in two")
+            raise ConfigError(f"{script} trains on {len(positions)} batches; {_FEWEST} or more are needed")
         saved = len(positions) // 2 - 1
         save_at = positions[saved]
         kill_at = positions[saved + 2]

@@ -402,7 +402,7 @@ def check_reduction(op: str, value: Tensor) -> None:
     """Raises :class:`ConfigError` if ``op`` cannot reduce ``value``."""
     if op not in REDUCTIONS:
         known = ", ".join(repr(name) for name in REDUCTIONS)
-        raise ConfigError(f"op={op!r} is no reduction{nearest(op, REDUCTIONS)} (known: {known})")
+        raise ConfigError(f"op={op!r} is not a reduction{nearest(op, REDUCTIONS)} (known: {known})")
     if value.is_complex() and op in ("min", "max"):
         raise ConfigError(f"op={op!r} cannot order complex numbers ({value.dtype}); reduce their absolute values")
 

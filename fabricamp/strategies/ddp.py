@@ -190,8 +190,8 @@ class DDP(ProcessGroupStrategy):
         """Returns why steps cannot be captured as CUDA graphs, and what to do; empty if they can."""
         if self.find_unused_parameters:
             return (
-                "DDP(find_unused_parameters=True) looks on the host for what a step has used; give strategy='delayed_ddp', which "
-                "needs no such look"
+                "DDP(find_unused_parameters=True) searches on the host for the parameters that a step has used; give "
+                "strategy='delayed_ddp', which does not"
             )
         return ""
 

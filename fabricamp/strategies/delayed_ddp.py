@@ -155,8 +155,9 @@ class DelayedDDP(ProcessGroupStrategy):
         """Returns the callable for training: ``step``, or in manual optimization a step that first broadcasts the buffers."""
         if not (automatic or self.delay_allreduce):
             raise ConfigError(
-                "DelayedDDP(message_size or allreduce_trigger_params) with automatic_optimization=False: gradients that leave "
-                "during backward belong to one optimizer and one backward; leave them out: each step then exchanges its own"
+                "DelayedDDP(message_size or allreduce_trigger_params) with automatic_optimization=False: gradients that are "
+                "exchanged during backward belong to one optimizer and one backward; leave them out: each step then exchanges "
+                "its own gradients"
             )
         # A second broadcast: since the first one, optimizers and hooks may have changed weights differently on each rank.
         self.share_module(module)

@@ -178,5 +178,5 @@ def indices_of_triggers(triggers: Sequence[Any], module: nn.Module, parameters: 
     wanted = {id(named[trigger] if isinstance(trigger, str) else trigger) for trigger in triggers}
     known = set(map(id, named.values()))
     if not wanted <= known:
-        raise ConfigError(f"allreduce_trigger_params has a tensor that is no parameter of {type(module).__name__}")
+        raise ConfigError(f"allreduce_trigger_params has a tensor that is not a parameter of {type(module).__name__}")
     return [index for index, parameter in enumerate(parameters) if id(parameter) in wanted]

@@ -98,7 +98,7 @@ class FaultTolerant(Strategy):
 
     def refuses_graph(self) -> str:
         """Returns why steps cannot be captured as CUDA graphs, and what to do."""
-        return "strategy 'fault_tolerant' asks before each step who makes it; leave cuda_graph out"
+        return "strategy 'fault_tolerant' agrees before each step on the groups that make it; leave cuda_graph out"
 
     def join(self, state: Callable[[], Tensor]) -> Tensor | None:
         """Joins the other groups; returns the state to continue from, None to keep this group's own state."""
@@ -202,7 +202,7 @@ class FaultTolerant(Strategy):
         if quorum.participants != before:
             self._before = quorum.participants
             _LOG.warning(
-                "replica group %d: %d of %d groups make step %d, where %d made the one before",
+                "replica group %d: %d of %d groups make step %d; %d made the step before",
                 self.replica_group, self._before, self.groups, quorum.steps, before,
             )  # fmt: skip
 

@@ -348,7 +348,7 @@ class FSDP(ProcessGroupStrategy):
         ]
         if changed:
             raise ConfigError(
-                f"{listed(changed)} got another requires_grad since the run began, which strategy='fsdp' cannot follow: freeze in "
+                f"{listed(changed)} changed requires_grad after the run began, which strategy='fsdp' does not support: freeze in "
                 "__init__ or configure_model, or use strategy='ddp'"
             )
         return step

@@ -240,7 +240,7 @@ class Overlap:
             for member, (gradient, version) in zip(message.members, sent, strict=True):
                 if member.grad is not gradient or (gradient is not None and gradient._version != version):
                     raise DistributedError(
-                        f"the gradient of a parameter of shape {tuple(member.shape)} was changed after its message had left: by a "
-                        "hook, or a second backward before the exchange has ended; exchange after backward instead "
+                        f"the gradient of a parameter of shape {tuple(member.shape)} was changed after its message was sent: by a "
+                        "hook, or by a second backward before the exchange ended; exchange after backward instead "
                         "(delay_allreduce=True, without message_size and triggers)"
                     )

@@ -81,9 +81,7 @@ class Quorum(RankSums):
         """Joins the first quorum; returns (whether all groups begin together, the state from another group or None)."""
         self._start(shrink_only=False)
         if failure := self._failure:
-            raise DistributedError(
-                f"this replica group could not join the others ({failure}); start it again: it then tries anew"
-            )
+            raise DistributedError(f"this replica group could not join the others ({failure}); start it again to retry")
         received = self._take_received()
         begins = self._manager.current_step() == 0
         if begins:
@@ -91,8 +89,8 @@ class Quorum(RankSums):
             self._manager.load_state_dict({"step": 1, "batches_committed": 0})
         elif received is None or received["state"] is None:
             raise DistributedError(
-                "this replica group came in while the others tried a step again, and got no state; start it again: it then comes "
-                "in between two steps"
+                "this replica group joined while the others retried a step, and got no state; start it again: it then joins "
+                "between two steps"
             )
         self.steps = self._manager.current_step()
         return begins, None if received is None else received["state"]
@@ -106,7 +104,7 @@ class Quorum(RankSums):
         behind = 0 if received is None else received["step"] - self.steps
         if behind > 1:
             raise DistributedError(
-                f"this replica group was left out of {behind} steps while it was held up, and cannot make them any more; start it "
+                f"this replica group was left out of {behind} steps while it was held up, and cannot make them up; start it "
                 "again: it then continues with the others' state (torchrun --max-restarts does so)"
             )
         if behind == 1 and received is not None:
@@ -122,11 +120,11 @@ class Quorum(RankSums):
         for _ in range(_MOST_TRIES):
             if self._averaged(own):
                 return
-            _LOG.warning("a sum over replica groups failed; those that are left make it again: %s", self._failure)
+            _LOG.warning("a sum over replica groups failed; the remaining groups retry it: %s", self._failure)
             self.begin(shrink_only=True)
         raise DistributedError(
-            f"the sum of gradients over the replica groups failed {_MOST_TRIES} times in a row ({self._failure}); see "
-            "whether the machines reach each other, and whether timeout is long enough"
+            f"the sum of gradients over the replica groups failed {_MOST_TRIES} times in a row ({self._failure}); check "
+            "that the machines reach each other, and that timeout is long enough"
         )
 
     def share(self, tensors: Iterable[Tensor]) -> None:
@@ -159,8 +157,8 @@ class Quorum(RankSums):
         except (RuntimeError, TimeoutError) as error:
             why = "whether the lighthouse runs, and whether a group is held up for longer than quorum_timeout"
             if shrink_only:
-                why += "; where the others have gone on without this one, start it again: it then takes their state"
-            raise DistributedError(f"no quorum of replica groups came about ({error}); see {why}") from error
+                why += "; if the others have continued without this group, start it again: it then takes their state"
+            raise DistributedError(f"no quorum of replica groups was formed ({error}); check {why}") from error
         self._open = True
 
     def _averaged(self, own: list[Tensor]) -> bool:

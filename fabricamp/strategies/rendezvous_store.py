@@ -27,7 +27,7 @@ def store_of(environment: Environment, name: str, timeout: timedelta) -> Store:
     missing = [variable for variable in ("MASTER_ADDR", "MASTER_PORT") if variable not in os.environ]
     if missing:
         raise ConfigError(
-            f"strategy={name!r} with {environment.world_size} processes meets through MASTER_ADDR and MASTER_PORT, but "
+            f"strategy={name!r} with {environment.world_size} processes needs MASTER_ADDR and MASTER_PORT for the rendezvous, but "
             f"{' and '.join(missing)} is not set; start with torchrun, or set the address of the first machine and a free port"
         )
     key = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], environment.rank, environment.world_size, os.getpid())
@@ -90,8 +90,8 @@ def _named_by_first(store: Store, world_size: int, timeout: timedelta) -> str:
 
 def _timed_out(rank: int, others: str, world_size: int, timeout: timedelta) -> DistributedError:
     return DistributedError(
-        f"rank {rank} waited {timeout.total_seconds():g} s for rank {others} of {world_size} to come; see what ended that process "
-        "or holds it up"
+        f"rank {rank} waited {timeout.total_seconds():g} s for rank {others} of {world_size} at the rendezvous; see what ended "
+        "that process or holds it up"
     )
 
 

@@ -60,9 +60,9 @@ class UnusedParamsReport:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "rank %d's backward gave no gradient to %s, so %d messages left only after its end; gradients that a "
-                "rank lacks count as zeros, those that all lack are left alone (said once; without message_size and triggers "
-                "nothing waits for single gradients)",
+                "rank %d's backward gave no gradient to %s, so %d messages were sent only after its end; a gradient "
+                "that only some ranks lack counts as zeros, one that all ranks lack is not changed (reported once; without "
+                "message_size and triggers no message waits for single gradients)",
                 self._rank, listed([self._names[index] for index in sorted(missing)]), behind,
             )  # fmt: skip
 
@@ -80,6 +80,6 @@ class UnusedParamsReport:
             self._warned = True
             logger.warning(
                 "rank %d's backward gave no gradient to %s, another rank's did; they count as zeros here, and the "
-                "average is still over all ranks (said once)",
+                "average is still over all ranks (reported once)",
                 self._rank, listed(elsewhere),
             )  # fmt: skip

@@ -73,7 +73,7 @@ def _by_name(name: str) -> Callback:
     matches = difflib.get_close_matches(name, callbacks.__all__, n=1)
     meant = matches[0] if matches else "ModelCheckpoint"
     raise ConfigError(
-        f"callbacks={name!r} is a name that nobody has registered; write callbacks=[{meant}(...)], in a configuration "
+        f"callbacks={name!r} is not a registered name; write callbacks=[{meant}(...)], in a configuration "
         f"_target_: fabricamp.callbacks.{meant}"
     )
 

@@ -192,7 +192,7 @@ class TrainerProperties(TrainerLimits):
         self._refuse_in_a_capture("global_step")
         if self.state.ahead:
             raise ConfigError(
-                "global_step is read by a hook that moves batches ahead of their steps, when it is not known; read it in "
+                "global_step was read by a transfer hook that runs ahead of its step, where the step is not known yet; read it in "
                 "on_after_batch_transfer, or give Trainer(prefetch_batches=0)"
             )
         return self.state.global_step
@@ -200,7 +200,7 @@ class TrainerProperties(TrainerLimits):
     def _refuse_in_a_capture(self, name: str) -> None:
         if self.state.capturing:
             raise ConfigError(
-                f"the step reads {name}, which a step captured as a CUDA graph would not see change; count in a buffer on the "
+                f"the step reads {name}, which stays constant in a step captured as a CUDA graph; count in a buffer on the "
                 "device, or leave it out"
             )
 

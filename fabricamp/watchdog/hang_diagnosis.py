@@ -43,13 +43,13 @@ def judge(heartbeats: Sequence[Heartbeat], silent: set[int], seconds: float) -> 
     others = [heartbeat for heartbeat in heartbeats if heartbeat is not culprit]
     described = [culprit, *others[:15]]  # the message has to stay readable
     lines = [heartbeat.describe(silent=heartbeat.rank in silent) for heartbeat in described]
-    because = f"because of rank {culprit.rank} as it seems"
+    because = f"probably because of rank {culprit.rank}"
     if culprit.waits and culprit.rank not in silent:
         because = _why_all_wait(culprit, sites)
     text = (
-        f"no rank has come further for {seconds:.0f} s, {because}:\n  "
+        f"no rank has made progress for {seconds:.0f} s, {because}:\n  "
         + "\n  ".join(lines)
-        + "\nwhere that much time is normal, give the strategy more, as in DDP(timeout=3600)"
+        + "\nif a step may take this long, give the strategy a longer timeout, as in DDP(timeout=3600)"
     )
     shown = [heartbeat for heartbeat in (culprit, *talking) if heartbeat.stack]
     # By rank, as the culprit may be among the talking ranks too.
@@ -60,8 +60,6 @@ def judge(heartbeats: Sequence[Heartbeat], silent: set[int], seconds: float) -> 
 def _why_all_wait(culprit: Heartbeat, sites: collections.Counter[str]) -> str:
     """Returns the explanation if all ranks wait: whether they wait at the same code, else which rank seems to differ."""
     if len(sites) == 1:
-        return "and all wait at the same place, so that what is between them hangs (the network, a GPU)"
-    odd = f"rank {culprit.rank} as it seems" if len(set(sites.values())) > 1 else "the stacks show where each waits"
-    return (
-        f"because they wait for each other at different places: one has left out an exchange, or makes one more ({odd})"
-    )
+        return "and all wait at the same place: the network or a GPU between them hangs"
+    odd = f"probably rank {culprit.rank}" if len(set(sites.values())) > 1 else "the stacks show where each waits"
+    return f"because they wait for each other at different places: one has skipped an exchange, or makes an extra one ({odd})"

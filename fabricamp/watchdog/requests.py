@@ -107,7 +107,7 @@ class LoopRequests:
         named = f"rank {', '.join(map(str, late))}" if late else "the other ranks"
         return (
             f"rank {self._rank} asked to stop ({self._state.stop_reason}) after micro-batch {self._state.batches_done}, and "
-            f"{named} did not come to it: {why}; see what ended or blocks them"
+            f"{named} did not reach it: {why}; see what ended or blocks them"
         )
 
     # -- for the watchdog thread -------------------------------------------------------------------------------------------------

@@ -197,9 +197,9 @@ class Watchdog:
             others = ", ".join(str(heartbeat.rank) for heartbeat in ahead)
             places = "".join(f"\n  rank {heartbeat.rank}: {heartbeat.position}" for heartbeat in heartbeats)
             raise DistributedError(
-                f"rank {self._strategy.rank} has come to the end of its loader after {batches} batches of epoch "
+                f"rank {self._strategy.rank} has reached the end of its loader after {batches} batches of epoch "
                 f"{self._state.epoch}, and rank {others} has more and waits in the next one:{places}\nevery rank needs as many "
-                "batches: deal the samples out evenly (torch's DistributedSampler; in an IterableDataset by rank and world_size), "
+                "batches: shard the samples evenly (torch's DistributedSampler; in an IterableDataset by rank and world_size), "
                 f"or give limit_train_batches={batches}"
             )
 

@@ -212,7 +212,7 @@ def test_scale_never_grows_to_inf():
         ([[torch.ones(2)]], "takes 2 lists of tensors, and got 1"),
         ([[], []], "empty list"),
         ([[torch.ones(2)], [torch.ones(2)] * 2], r"different lengths \(1, 2\)"),
-        ([[torch.ones(2)], [torch.ones(3)]], "has 3 elements, that of the first list 2"),
+        ([[torch.ones(2)], [torch.ones(3)]], "has 3 elements, the one of the first list has 2"),
         ([[torch.ones(2)], [torch.ones(2, device="meta")]], "not on the same device"),
         ([[torch.ones(2)], [torch.ones(4)[::2]]], "neither contiguous nor channels last"),
         ([[torch.ones(2)], [torch.ones(2, dtype=torch.int64)]], "int64; it has to be fp32"),

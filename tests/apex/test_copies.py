@@ -101,7 +101,7 @@ def test_an_average_that_goes_nowhere_is_told(level, caplog):
     averaged(average, model)
     for _ in range(2):
         average.state_dict()
-    assert caplog.text.count("does not reach the model") == 1
+    assert caplog.text.count("does not change the model") == 1
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])

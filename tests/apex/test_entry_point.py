@@ -110,7 +110,7 @@ def test_argparse_is_put_back(script):
         (["missing.py"], "no file 'missing.py'"),
         (["missing"], "for a module write -m missing"),
         (["-m", "missing"], "no module 'missing'"),
-        (["-m", "missing.train"], "no module 'missing' on Python's path, to run missing.train of it"),
+        (["-m", "missing.train"], "no module 'missing', the package of missing.train"),
         (["-m", "fabricamp.apexx"], "no module 'apexx' in 'fabricamp'; did you mean 'apex'?"),
         (["."], "a folder without __main__.py"),
         (["--epochs=1", "train.py"], "--epochs=1 is given before the script"),

@@ -164,12 +164,12 @@ def test_what_cannot_be_loaded_or_called_is_said(tmp_path):
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     torch.save({"model": Adam().state_dict(), "optimizer": [], "amp": {}}, tmp_path / "none.pt")
     amp_state = AmpState()
-    for name, words in (("own.ckpt", "not apex's file"), ("none.pt", "holds 0 optimizers")):
+    for name, words in (("own.ckpt", "not an apex file"), ("none.pt", "holds 0 optimizers")):
         with pytest.raises(CheckpointError, match=words):
             quiet_trainer(
                 max_steps=1,
                 max_epochs=-1,
                 callbacks=[amp_state, Fits(lambda _, name=name: amp_state.load(tmp_path / name))],
             ).fit(Adam(), loader(4))
-    with pytest.raises(ConfigError, match="no submodule"):
+    with pytest.raises(ConfigError, match="not a submodule"):
         amp_state.save(tmp_path / "a.pt", torch.nn.Linear(1, 1))

@@ -58,11 +58,14 @@ def test_who_differs_and_where(world_size):
     steps = 2 * -(-64 // (4 * world_size))
     assert same == half == seldom == (steps, "")
     assert last[0] == 6
-    assert f"after step 6 rank {world_size - 1} has other parameters than rank 0: net.2.weight is the first" in last[1]
+    assert (
+        f"after step 6 the parameters of rank {world_size - 1} differ from those of rank 0: net.2.weight is the first"
+        in last[1]
+    )
     assert first[0] == 6
     # Two ranks have no majority: rank 0 counts.
     odd, usual = (1, 0) if world_size == 2 else (0, 1)
-    assert f"after step 6 rank {odd} has other parameters than rank {usual}: net.2.weight" in first[1]
+    assert f"after step 6 the parameters of rank {odd} differ from those of rank {usual}: net.2.weight" in first[1]
     assert "the first of 2 that differ (of 4)" in first[1]
 
 

@@ -130,18 +130,18 @@ def test_verbose_says_it_once_or_on_every_rank(make_trainer, caplog):
 @pytest.mark.parametrize(
     ("options", "values", "words"),
     [
-        ({"patience": 2}, [3, 2, 2, 2], "x has not got better than 2 in 2 checks"),
-        ({"patience": 1}, [3, 3], "x has not got better than 3 in 1 check"),
-        ({"patience": 0}, [3, 4], "x has not got better than 3 in 1 check"),
+        ({"patience": 2}, [3, 2, 2, 2], "x has not improved on 2 in 2 checks"),
+        ({"patience": 1}, [3, 3], "x has not improved on 3 in 1 check"),
+        ({"patience": 0}, [3, 4], "x has not improved on 3 in 1 check"),
         (
             {"patience": 2, "min_delta": 0.01},
             [0.152312, 0.1454, 0.1433],
-            "x has not got better than 0.152312 by more than min_delta=0.01 in 2 checks",
+            "x has not improved on 0.152312 by more than min_delta=0.01 in 2 checks",
         ),
         (
             {"patience": 1, "min_delta": 0.5, "mode": "max"},
             [1, 1.4],
-            "x has not got better than 1 by more than min_delta=0.5 in 1 check",
+            "x has not improved on 1 by more than min_delta=0.5 in 1 check",
         ),
     ],
 )

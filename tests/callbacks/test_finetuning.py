@@ -228,7 +228,7 @@ def test_what_cannot_work_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="unfreeze_backbone_at_epoch='x'.*give a whole number"):
         BackboneFinetuning("x")
     OPTIMIZERS["lbfgs"] = torch.optim.LBFGS
-    with pytest.raises(ConfigError, match="Stages adds groups of parameters, and LBFGS takes one"):
+    with pytest.raises(ConfigError, match="Stages adds parameter groups, and LBFGS takes only one"):
         fit(Stages(), optimizer="lbfgs")
     cut, _ = fit(Stages(), save_at=3)
     cut.save_checkpoint(tmp_path / "cut.ckpt")

@@ -293,7 +293,7 @@ def test_names_without_fields_in_a_top_3(make_trainer, make, folder):
         ({"every": "0 steps"}, "more than 0"),
         ({"every": "1 h, 30 min"}, "at most once"),
         ({"every": "1 epoch", "every_n_epochs": 1}, "leave every_n_train_steps.*out"),
-        ({"filename": "{epoch"}, "no template"),
+        ({"filename": "{epoch"}, "not a template"),
         ({"filename": "{}"}, "empty"),
         ({"filename": "{loss:.2q}"}, "'.2q'"),
     ],

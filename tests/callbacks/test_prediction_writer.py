@@ -155,7 +155,7 @@ def test_none_where_nobody_can_know(kind, loader, caplog):
     assert list(map(len, predictions)) == [3, 2]
     said = [one.getMessage() for one in caplog.records if "batch_indices" in one.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith(f"Notes gets batch_indices=None: this {kind} does not tell which samples a batch has;")
+    assert said[0].startswith(f"Notes gets batch_indices=None: this {kind} does not say which samples a batch has;")
 
 
 def test_the_loader_stays_as_it_was():

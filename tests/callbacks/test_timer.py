@@ -90,5 +90,5 @@ def test_functions_are_called_as_hooks_are():
 def test_what_is_no_hook_is_refused():
     with pytest.raises(ConfigError, match="did you mean 'on_train_end'"):
         LambdaCallback(on_trian_end=print)
-    with pytest.raises(ConfigError, match="is no function"):
+    with pytest.raises(ConfigError, match="is not a function"):
         LambdaCallback(on_train_end=3)

@@ -37,7 +37,7 @@ def test_a_full_disk_is_an_error_with_the_reason_and_the_old_file_stays(tmp_path
     try:
         for limit in (0, 600, 5_000, size // 2, size - 1):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-            with pytest.raises(CheckpointError, match=r"a\.ckpt: File too large; what stood there before is untouched"):
+            with pytest.raises(CheckpointError, match=r"a\.ckpt: File too large; an earlier one there is unchanged"):
                 write_checkpoint(path, state(2.0, size=100_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -122,7 +122,7 @@ def test_a_folder_without_permission_is_an_error(tmp_path):
     os.close(writing)
     os.waitpid(child, 0)
     with os.fdopen(reading) as said:
-        assert "a.ckpt: Permission denied; what stood there before is untouched" in said.read()
+        assert "a.ckpt: Permission denied; an earlier one there is unchanged" in said.read()
     tmp_path.chmod(0o755)
     assert names(tmp_path) == ["a.ckpt"]
     assert read_checkpoint(tmp_path / "a.ckpt")["state_dict"]["weight"][0] == 1

@@ -216,16 +216,16 @@ def test_a_partial_file_whose_writer_lives_is_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"junk that is no checkpoint", "it does not begin as one"),
-        (b"", "it does not begin as one"),
-        (b"seed: 1\n\ntrainer:\n  max_epochs: 20\n", "it does not begin as one"),
+        (b"junk that is no checkpoint", "its first bytes are not those of a checkpoint"),
+        (b"", "its first bytes are not those of a checkpoint"),
+        (b"seed: 1\n\ntrainer:\n  max_epochs: 20\n", "its first bytes are not those of a checkpoint"),
         (b"\x80\x02junk", ""),
     ],
 )
 def test_a_file_that_is_no_checkpoint_says_so_in_words(tmp_path, content, words):
     path = tmp_path / "junk.ckpt"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"is damaged or no checkpoint .*{words}.*use an older one") as error:
+    with pytest.raises(CheckpointError, match=f"is damaged or not a checkpoint .*{words}.*use an older one") as error:
         read_checkpoint(path)
     reason = re.search(r"no checkpoint \((.*)\);", str(error.value))[1]
     assert not reason.isdigit()
@@ -246,7 +246,7 @@ def test_what_was_changed_after_it_was_written_is_refused_unless_that_was_meant(
     write_checkpoint(path, state(1.0))
     content = torch.load(path, weights_only=True)
     torch.save({**content, "epoch": 4}, path)
-    with pytest.raises(CheckpointError, match=r"not as it was written.*remove its key 'checksum'"):
+    with pytest.raises(CheckpointError, match=r"was changed after it was written.*remove its key 'checksum'"):
         read_checkpoint(path)
     del content["checksum"]
     torch.save({**content, "epoch": 4}, path)

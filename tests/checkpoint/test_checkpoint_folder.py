@@ -263,7 +263,7 @@ def test_nothing_that_a_folder_brings_is_run_or_followed(state, tmp_path):
     path = written(tmp_path / "a.ckpt", state)
     good = (next(path.glob("shards-*")) / ".metadata").read_bytes()
     with_metadata(path, pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match="it names posix.mkdir, which is no part"):
+    with pytest.raises(CheckpointError, match="it names posix.mkdir, which is not part"):
         read_checkpoint(path)
     with_metadata(path, good.replace(b"__0_0.distcp", b"../x.distcp0"))
     with pytest.raises(CheckpointError, match=r"leads to '\.\./x"):

@@ -215,7 +215,7 @@ def test_a_lightning_file_with_another_layout_is_refused(tmp_path):
     content = torch.load(path, weights_only=True)
     del content["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match="not laid out as its library does"):
+    with pytest.raises(CheckpointError, match="does not have its library's layout"):
         quiet_trainer(max_epochs=1).fit(Scheduled(), loader(16), ckpt_path=path)
 
 
@@ -269,7 +269,7 @@ def test_an_apex_file_of_something_else_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="another model"):
         quiet_trainer(max_epochs=1).fit(Scheduled(), loader(4), ckpt_path=path)
     torch.save({"model": {}, "optimizer": {}, "amp": {"loss_scaler0": 3}}, path)
-    with pytest.raises(CheckpointError, match="not laid out"):
+    with pytest.raises(CheckpointError, match="does not have its library's layout"):
         read_checkpoint(path)
 
 

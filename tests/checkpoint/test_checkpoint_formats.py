@@ -199,7 +199,7 @@ def test_a_file_that_is_not_as_its_format_is_refused(known, tmp_path):
     del state["checksum"]
     state["amp"]["scaler"]["known"] = known
     torch.save(state, tmp_path / "other.ckpt")
-    with pytest.raises(CheckpointError, match="not laid out as format 0"):
+    with pytest.raises(CheckpointError, match="does not have the layout of format 0"):
         read_checkpoint(tmp_path / "other.ckpt")
 
 

@@ -225,7 +225,7 @@ def test_objects_have_to_be_given(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         Anything.load_from_checkpoint(path)
     for words in (
-        "'net' was an object of torch.nn.modules.linear.Linear, of which a checkpoint holds no more than that",
+        "'net' was an object of torch.nn.modules.linear.Linear, of which a checkpoint holds only the name",
         "'inner.act' was the class or function torch.nn.functional.relu",
         f"'color' was of {HERE}.Color: name this enum in the annotation of that argument, or give types=[...]",
         "Anything.load_from_checkpoint(path, net=..., inner=..., color=...)",
@@ -239,7 +239,9 @@ def test_objects_have_to_be_given(tmp_path):
 def test_a_changed_class_is_told_of(tmp_path, monkeypatch):
     path = saved(Annotated(options=Options(2), color=Color.RED), tmp_path)
     monkeypatch.setattr(Options, "__init__", lambda self, breadth: None)
-    with pytest.raises(CheckpointError, match=r"'options' was of .*Options, which cannot be made of .*options=\.\.\."):
+    with pytest.raises(
+        CheckpointError, match=r"'options' was of .*Options, which cannot be built from .*options=\.\.\."
+    ):
         Annotated.load_from_checkpoint(path)
 
 
@@ -269,7 +271,7 @@ def test_no_file_names_code_to_run(tmp_path, kind, monkeypatch):
 def test_notes_that_are_not_laid_out_as_such(tmp_path):
     state = {"state_dict": {}, "hyper_parameters": {"value": 1}, "hyper_parameter_types": [{"at": 3}]}
     write_checkpoint(tmp_path / "a.ckpt", state)
-    with pytest.raises(CheckpointError, match=r"a\.ckpt: its notes of types"):
+    with pytest.raises(CheckpointError, match=r"a\.ckpt: its recorded types"):
         Anything.load_from_checkpoint(tmp_path / "a.ckpt")
 
 

@@ -91,9 +91,9 @@ def test_what_a_base_class_saved_is_left_out_of_our_files_too(tmp_path):
     trainer.fit(ByKeyword(lr=0.2, inner=INNER), loader())
     trainer.save_checkpoint(tmp_path / "ours.ckpt")
     assert Few.load_from_checkpoint(tmp_path / "ours.ckpt").got == (0.2, {})
-    with pytest.raises(CheckpointError, match=r"\(rate=...\): Few has no such argument; leave it out"):
+    with pytest.raises(CheckpointError, match=r"\(rate=...\): Few has no argument of this name; leave it out"):
         Few.load_from_checkpoint(tmp_path / "ours.ckpt", rate=0.1)
-    with pytest.raises(CheckpointError, match="Few has no such argument; did you mean 'lr'?"):
+    with pytest.raises(CheckpointError, match="Few has no argument of this name; did you mean 'lr'?"):
         Few.load_from_checkpoint(tmp_path / "ours.ckpt", lrr=0.1)
 
 

@@ -116,7 +116,7 @@ REFUSED = {
     "batch size": (lambda: ResidentLoader(X, batch_size=0), "batch_size=0 is not allowed"),
     "flag": (lambda: ResidentLoader(X, batch_size=True), "batch_size=True is not allowed"),
     "seed": (lambda: ResidentLoader(X, batch_size=1, seed=-1), "seed=-1 is not allowed"),
-    "transform": (lambda: ResidentLoader(X, batch_size=1, transform=3), "transform=3 is no function"),
+    "transform": (lambda: ResidentLoader(X, batch_size=1, transform=3), "transform=3 is not a function"),
     "misspelt": (lambda: ResidentLoader(X, batch_size=1, shuffles=True), "shuffle"),
 }
 

@@ -224,7 +224,7 @@ PLACES = {
 def a_rank_that_hangs(_folder, what="loader"):
     place, line, impatient = PLACES[what]
     told = failure_of(what, callbacks=[impatient])
-    assert "because of rank 1 as it seems" in told
+    assert "probably because of rank 1" in told
     assert re.search(place, told), told
     assert re.search(r"rank 0: in fit at step \d+ .*, waiting for the other ranks, for \d+ s", told), told
     assert "DDP(timeout=3600)" in told
@@ -242,7 +242,7 @@ def test_a_rank_that_hangs_in_validation():
 
 def a_rank_that_leaves_out_an_exchange(_folder):
     told = failure_of("skips", callbacks=[AT_DIFFERENT_PLACES])
-    assert "they wait for each other at different places: one has left out an exchange" in told
+    assert "they wait for each other at different places: one has skipped an exchange" in told
     for rank, function in ((0, "in on_train_end"), (1, "in ended_early")):
         assert re.search(rf"rank {rank}: in fit at step 32 .*, waiting for the other ranks, for \d+ s", told), told
         assert function in told.partition(f"stack of rank {rank}:")[2].partition("stack of rank")[0]
@@ -262,7 +262,7 @@ class SlowDisk(Callback):
 def a_disk_that_hangs_while_saving(folder):
     options = {"enable_checkpointing": True, "default_root_dir": folder}
     told = failure_of("", callbacks=[SlowDisk(3600), WHILE_SAVING], **options)
-    assert "because of rank 0 as it seems" in told
+    assert "probably because of rank 0" in told
     assert re.search(r"rank 0: in fit at step 16 .*, writing a checkpoint, for \d+ s", told), told
     assert "write_checkpoint" in told
 
@@ -320,7 +320,7 @@ def ranks_without_a_starter_end_by_themselves(folder, report_seconds=100.0):
     watch._REPORT_SECONDS = report_seconds
     ended, said = said_in(folder, lambda inner: without_a_starter(inner, "loader", IN_ITS_LOADER))
     assert ended.codes == [143, 1]
-    assert said.count("because of rank 1 as it seems") == 1
+    assert said.count("probably because of rank 1") == 1
     assert "rank 1: in fit at step 5" in said
     assert "in __getitem__" in said
 
@@ -387,7 +387,7 @@ def test_a_rank_without_a_sign_of_life_is_named_by_another(tmp_path, capfd):
 
     assert attempt(job, tmp_path).codes == [1, 9]
     said = capfd.readouterr().err
-    assert "because of rank 1 as it seems" in said
+    assert "probably because of rank 1" in said
     assert re.search(
         r"rank 1 gives no sign of life \(.*holds its interpreter's lock\); last seen in fit at step \d", said
     )
@@ -452,7 +452,7 @@ def a_worker_that_never_starts(folder):
     with pytest.raises(DistributedError) as caught:
         fit_with_slow_starts(folder / "never", Impatient(*STARTING))
     told = str(caught.value)
-    assert "because of rank 1 as it seems" in told
+    assert "probably because of rank 1" in told
     assert re.search(r"rank 1: .*, waiting for the first batch of its loader, whose workers start, for \d+ s", told), (
         told
     )

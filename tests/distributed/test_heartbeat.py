@@ -62,7 +62,7 @@ def test_who_is_named_and_who_reports(doings, silent, rank, reporter):
     diagnosis = judge([pulse(one, doing) for one, doing in enumerate(doings)], silent, 15.0)
     assert (diagnosis.rank, diagnosis.reporter) == (rank, reporter)
     first, *others = diagnosis.text.splitlines()
-    assert first == f"no rank has come further for 15 s, because of rank {rank} as it seems:"
+    assert first == f"no rank has made progress for 15 s, probably because of rank {rank}:"
     assert others[0].startswith(f"  rank {rank}")
     assert all(f"place {one}" in diagnosis.text for one in range(3))
     assert diagnosis.stack.startswith("stack of rank ")
@@ -80,7 +80,7 @@ def test_where_all_wait_the_odd_one_out_is_named():
     assert "all wait at the same place" in same.text
     odd = judge([pulse(rank, "waiting", line=7 if rank == 2 else 1) for rank in range(3)], set(), 15.0)
     assert (odd.rank, odd.reporter) == (2, 2)
-    assert "one has left out an exchange, or makes one more (rank 2 as it seems)" in odd.text
+    assert "one has skipped an exchange, or makes an extra one (probably rank 2)" in odd.text
     either = judge([pulse(rank, "waiting", line=rank) for rank in range(2)], set(), 15.0)
     assert "(the stacks show where each waits)" in either.text
 

@@ -159,7 +159,7 @@ def test_who_does_not_come_is_named():
         one.poll(store)
     assert second._state.should_stop
     with pytest.raises(
-        DistributedError, match=r"rank 0 asked to stop \(max_time\).*rank 1 did not come to it: not within 0.2 s"
+        DistributedError, match=r"rank 0 asked to stop \(max_time\).*rank 1 did not reach it: not within 0.2 s"
     ):
         first.all_ask(3.0)
     first.note_store_lost("connection reset\nby peer")

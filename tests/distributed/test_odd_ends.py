@@ -77,14 +77,14 @@ TOLD = {
     ],
     "exit": ["rank 1 ended early with exit code 0", rf"rank 1 failed {PLACE.format(5)}.*: SystemExit: 0"],
     "uneven": [
-        "rank 1 has come to the end of its loader after 5 batches of epoch 0, and rank 0 has more and waits in the next one",
+        "rank 1 has reached the end of its loader after 5 batches of epoch 0, and rank 0 has more and waits in the next one",
         rf"rank 0: {PLACE.format(5)}",
         r"rank 1: in fit at step 5 \(epoch 0, batch 4\)",  # a batch is counted behind the exchange
         "limit_train_batches=5",
     ],
     "stop": [
         "with it ended rank 1",  # ended by rank 0: it would not heed its starter's SIGTERM, who would wait for it
-        "because of rank 1 as it seems",
+        "probably because of rank 1",
         r"rank 1 gives no sign of life \(its process is stopped: by SIGSTOP, Ctrl-Z or a debugger\); last seen in fit at step \d",
         rf"rank 0: {PLACE.format(5)}.*, waiting for the other ranks",
     ],
@@ -95,8 +95,8 @@ TOLD = {
 SENTENCES = {
     "_exit": r"rank 1 ended early with exit code 0|the process of rank 1 ended, last seen in fit at step \d.*; then this",
     "exit": r"rank 1 ended early with exit code 0|rank 1 failed in fit at step 5|SystemExit: 0",
-    "uneven": r"rank 1 has come to the end of its loader after 5 batches of epoch 0",
-    "stop": r"because of rank 1 as it seems",
+    "uneven": r"rank 1 has reached the end of its loader after 5 batches of epoch 0",
+    "stop": r"probably because of rank 1",
 }
 
 

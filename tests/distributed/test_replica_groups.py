@@ -174,7 +174,7 @@ def lost_and_back(folder, **plan):
             os.kill(lost.pid, signal.SIGCONT)
             code, _, err = finish(lost)
             assert code != 0
-            assert "where the others have gone on without this one" in err or "left out of" in err
+            assert "if the others have continued without this group" in err or "left out of" in err
         processes[plan["victim"]] = groups.start(plan["victim"], life=1)
         for number, process in processes.items():
             code, out, told[number] = finish(process)

@@ -324,7 +324,7 @@ def test_sigterm_to_the_starter(tmp_path, method):
     assert "after" not in out
     assert "Traceback" not in err
     steps = len((tmp_path / "progress").read_text().split())
-    said = re.search(rf'Ended by SIGTERM at step {steps}; ckpt_path="last" goes on from (.*\.ckpt)\n', err)
+    said = re.search(rf'Ended by SIGTERM at step {steps}; ckpt_path="last" resumes from (.*\.ckpt)\n', err)
     assert torch.load(said[1], weights_only=True)["global_step"] == steps
 
 

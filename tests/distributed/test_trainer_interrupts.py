@@ -96,7 +96,7 @@ def check_ended(process, folder, code=130):
     assert returned == code, (out, err)
     assert "after" not in out
     assert "Traceback" not in err, err
-    (said,) = re.findall(r"Interrupted at step (\d+); ckpt_path=\"last\" goes on from (.*)", err)
+    (said,) = re.findall(r"Interrupted at step (\d+); ckpt_path=\"last\" resumes from (.*)", err)
     steps = len((folder / "progresst").read_text().splitlines())
     assert int(said[0]) == steps
     assert torch.load(said[1], weights_only=True)["global_step"] == steps
@@ -127,7 +127,7 @@ def test_ctrl_c_under_torchrun(begin):
     code, out, err = finish(process)
     assert code != 0  # torchrun's own
     assert "after" not in out
-    (said,) = re.findall(r"Interrupted at step (\d+); ckpt_path=\"last\" goes on from (.*)", err)
+    (said,) = re.findall(r"Interrupted at step (\d+); ckpt_path=\"last\" resumes from (.*)", err)
     assert torch.load(said[1], weights_only=True)["global_step"] == int(said[0])
     assert "KeyboardInterrupt" not in err
 

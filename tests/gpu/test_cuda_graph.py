@@ -316,7 +316,7 @@ def test_an_attribute_that_changes_in_each_step_is_refused():
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             module.factor = 1.0 + batch_idx
 
-    with pytest.raises(ConfigError, match="the attribute 'factor' is another one in each step"):
+    with pytest.raises(ConfigError, match="the attribute 'factor' is replaced in each step"):
         fit(True, max_epochs=1, callbacks=[Count()])
     same(*(fit(graph, max_epochs=1, callbacks=[Count()]) for graph in (False, "auto")))
 
@@ -400,8 +400,8 @@ WORDS = {
     "random": "draws from random",
     "item": r"waits for the device: .*test_cuda_graph.py:\d+",
     "none": "returned no loss",
-    "broken": r"what a capture cannot hold .*",
-    "generator": r"what a capture cannot hold .*",
+    "broken": r"something that cannot be captured .*",
+    "generator": r"something that cannot be captured .*",
 }
 
 
@@ -612,7 +612,7 @@ class OtherwiseMeasured(Measured):
 
 def test_a_wrong_replay_of_an_evaluation_is_no_batch_of_the_run():
     """The eager call that it is compared with takes its place: outputs, logged values and torchmetrics objects."""
-    with pytest.raises(ConfigError, match="a replay of validation_step gives other bits than an eager call"):
+    with pytest.raises(ConfigError, match="a replay of validation_step differs bitwise from an eager call"):
         fit(CudaGraph(warmup=4), module=OtherwiseMeasured(), validation=images(12), max_epochs=1)
     found = []
     for graph in (False, "auto"):

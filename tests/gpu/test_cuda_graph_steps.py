@@ -248,7 +248,7 @@ def test_what_is_refused_or_launched_step_by_step(caplog):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             module.log("loss", outputs["loss"], on_step=True, on_epoch=True)
 
-    with pytest.raises(ConfigError, match="a batch hook logs what training_step logs too"):
+    with pytest.raises(ConfigError, match="a batch hook logs a name that training_step logs too"):
         fit(GROUPED, "O0", Net(), None, LogsToo())
 
 
@@ -259,5 +259,5 @@ def test_a_schedule_that_reads_the_run_is_an_error():
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + self.trainer.global_step))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    with pytest.raises(ConfigError, match="a schedule came to other numbers than its copy"):
+    with pytest.raises(ConfigError, match="a schedule gave other learning rates than its copy"):
         fit(GROUPED, "O0", Reads())

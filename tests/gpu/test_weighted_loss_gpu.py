@@ -157,7 +157,7 @@ def test_a_graph_with_weights_that_are_numbers(caplog):
     assert torch.equal(eager, graph)
     assert replays > 20
     with pytest.raises(
-        ConfigError, match=r"cuda_graph: training_step returns \(sum, weight\) with a number that is another one"
+        ConfigError, match=r"cuda_graph: training_step returns \(sum, weight\) with a number that differs"
     ):
         fitted("O1", 1, "fused_adam", batches(), module=Numbers("fused_adam", counts=True), cuda_graph=True)
     for graph in (False, "auto"):

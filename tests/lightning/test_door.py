@@ -163,7 +163,7 @@ def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
         (("--lr=1", "train.py"), 2, "--lr=1 is given before the script"),
         ((".",), 2, "a folder without __main__.py"),
         (("none",), 2, "for a module write -m none"),
-        (("-m", "none.of_these"), 2, "there is no module 'none' on Python's path, to run none.of_these of it"),
+        (("-m", "none.of_these"), 2, "Python's path has no module 'none', the package of none.of_these"),
     ],
 )
 def test_what_cannot_be_run_is_said(tmp_path, command, code, words):

@@ -165,7 +165,7 @@ def test_a_loader_that_draws_where_steps_draw_is_an_error():
     parts.feed = Feed(
         ResidentLoader(torch.zeros(9, 2), batch_size=1, transform=lambda x: x + torch.rand(2, generator=generator))
     )
-    with pytest.raises(ConfigError, match="reading a batch draws on the GPU"):
+    with pytest.raises(ConfigError, match="reading a batch draws random numbers on the GPU"):
         next(reader_of(parts, 4, generator).read(parts.feed.starting_at(0)))
 
 
@@ -323,7 +323,7 @@ def test_what_cannot_be_done_within_a_launch_is_an_error(together, tmp_path):
 
     with pytest.raises(CheckpointError, match="after step 1, within a launch of several steps"):
         quiet_trainer(max_epochs=1, callbacks=[Saves()]).fit(Classifier(), loader(64))
-    with pytest.raises(ConfigError, match="on_train_batch_start answered -1"):
+    with pytest.raises(ConfigError, match="on_train_batch_start returned -1"):
         quiet_trainer(max_epochs=1, callbacks=[Skips()]).fit(Classifier(), loader(64))
 
 
@@ -611,5 +611,5 @@ def test_a_schedule_that_cannot_be_foreseen_is_an_error(is_number, monkeypatch):
     rates.predict()
     for _ in range(3):
         one.note()
-    with pytest.raises(ConfigError, match="a schedule came to other numbers"):
+    with pytest.raises(ConfigError, match="a schedule gave other learning rates"):
         rates.check()

@@ -263,9 +263,9 @@ def test_layers_that_do_more_than_normalise_are_not_converted():
     replaced.forward = torch.relu
     parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
     for layer, words in (
-        (Activated(6), "Activated has a forward of its own"),
-        (replaced, "BatchNorm2d has a forward of its own"),
-        (parametrized, "ParametrizedBatchNorm2d has modules of its own .parametrizations."),
+        (Activated(6), "Activated overrides forward"),
+        (replaced, "BatchNorm2d overrides forward"),
+        (parametrized, "ParametrizedBatchNorm2d has submodules .parametrizations."),
     ):
         with pytest.raises(ConfigError, match=words):
             convert_syncbn_model(nn.Sequential(nn.Conv2d(3, 6, 1), layer))

@@ -95,7 +95,7 @@ def test_writing_keeps_the_other_cards(card):
 def test_a_broken_table_says_so(card, text):
     card.parent.mkdir()
     card.write_text(text)
-    with pytest.raises(ConfigError, match=r"dispatch\.json is no dispatch table .*doctor --measure"):
+    with pytest.raises(ConfigError, match=r"dispatch\.json is not a dispatch table .*doctor --measure"):
         dispatch.chosen("layer_norm", B, 1, GPU)
 
 

@@ -90,7 +90,7 @@ def test_the_name_of_a_metric_is_in_one_line(name, columns, capsys, monkeypatch)
     folder = Path("digits/version_10")
     folder.mkdir(parents=True)
     best = {name: 0.9722, "val_loss": 0.1454}
-    reason = "val_loss has not got better than 0.1454 in 2 checks"
+    reason = "val_loss has not improved on 0.1454 in 2 checks"
     ended = {"started": "2026-11-23T15:27:00", "status": "finished", "reason": reason, "step": 4380, "best": best}
     (folder / "run.json").write_text(json.dumps(ended))
     assert main(["runs", "."]) == 0

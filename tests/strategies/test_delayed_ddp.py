@@ -484,7 +484,7 @@ def check_late_gradients():
         step(batch_of(strategy.rank, index), 0).backward()
         if index == 2:
             net.last.weight.grad.mul_(2)
-            with pytest.raises(DistributedError, match="changed after its message had left"):
+            with pytest.raises(DistributedError, match="changed after its message was sent"):
                 reduced(strategy, net)
         else:
             reduced(strategy, net)
@@ -756,7 +756,7 @@ def test_one_process_is_enough():
 def test_triggers_have_to_be_of_the_module():
     for triggers, words in (
         (["first.weihgt"], "did you mean 'first.weight'"),
-        ([torch.zeros(1)], "no parameter of Net"),
+        ([torch.zeros(1)], "not a parameter of Net"),
     ):
         strategy = DelayedDDP(allreduce_trigger_params=triggers)
         strategy.setup_environment(Environment(), CPU)

@@ -163,7 +163,7 @@ class Unfreezing(Callback):
         (Classifier, {"logger": TensorBoardLogger(".", log_graph=True)}, "log_graph=True.*rank 0 alone cannot run forward"),
         (Classifier, {"callbacks": DivergenceCheck()}, "DivergenceCheck with strategy='fsdp' is not offered"),
         (Classifier, {"callbacks": ModelCheckpoint("memory://x"), "enable_checkpointing": True}, "have mounted; give a path"),
-        (Classifier, {"callbacks": Unfreezing(), "max_epochs": 2}, "net.0.bias got another requires_grad since the run began"),
+        (Classifier, {"callbacks": Unfreezing(), "max_epochs": 2}, "net.0.bias changed requires_grad after the run began"),
         (Classifier, {"precision": OptLevel("O4", cast_model_outputs="float16")}, "cast_model_outputs="),
         (Classifier, {"strategy": FSDP(reshard_after_forward=2)}, r"has to divide the number of ranks that share a copy, 1"),
         (Classifier, {"strategy": FSDP(activation_checkpointing=[nn.Conv2d])}, r"g=\[Conv2d\]\): Classifier has no"),
@@ -222,7 +222,7 @@ def test_a_tuner_and_a_save_after_the_run_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="Tuner with strategy='fsdp' is not offered"):
         Tuner(trainer).lr_find(Classifier(), loader(8, 4))
     trainer.fit(Classifier(), loader(8, 4))
-    with pytest.raises(CheckpointError, match="its parts are gone with it; call it in a hook"):
+    with pytest.raises(CheckpointError, match="its shards were freed at its end; call it in a hook"):
         trainer.save_checkpoint(tmp_path / "x.ckpt")
 
 

@@ -123,7 +123,7 @@ class NeverDue(ModelCheckpoint):
     ("kind", "options", "why"),
     [
         (None, {}, "this Trainer has no ModelCheckpoint"),
-        (NeverDue, {}, "NeverDue has saved nothing"),
+        (NeverDue, {}, "NeverDue has saved no best"),
         (ModelCheckpoint, {"fast_dev_run": True}, "fast_dev_run=1 saves none"),
     ],
 )

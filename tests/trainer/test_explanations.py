@@ -122,7 +122,7 @@ def test_a_schedule_that_is_at_its_end():
 
     (note,) = notes_of(Cycle(steps=2), torch.ones(1, 2), ValueError, max_epochs=4, max_steps=-1)
     assert note == (
-        "fabricamp: a OneCycleLR of 2 steps was to make one more; build it with "
+        "fabricamp: a OneCycleLR of 2 steps was stepped once more; build it with "
         "total_steps=self.trainer.estimated_stepping_batches, or train with max_steps=2"
     )
     Trainer(**{**QUIET, "max_epochs": 4}).fit(Cycle(), [torch.ones(1, 2)])

@@ -139,8 +139,8 @@ def test_a_misspelt_hook_is_told_of(caplog):
     module = variant(validaton_step=lambda self, batch, batch_idx: None, **helper)
     fit(module, Misspelt())
     assert [record.getMessage() for record in caplog.records] == [
-        "Variant.validaton_step is no hook; did you mean 'validation_step'?",
-        "Misspelt.on_train_epoch_ends is no hook; did you mean 'on_train_epoch_end'?",
+        "Variant.validaton_step is not a hook; did you mean 'validation_step'?",
+        "Misspelt.on_train_epoch_ends is not a hook; did you mean 'on_train_epoch_end'?",
     ]
     data = type("Data", (DataModule,), {"trian_dataloader": lambda self: None})()
     assert list(misspelt_hooks(data, DataModule)) == [("trian_dataloader", "train_dataloader")]

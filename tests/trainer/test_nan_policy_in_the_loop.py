@@ -210,7 +210,7 @@ def test_skip_goes_on_without_a_dynamic_scale(level, caplog):
     assert (trainer.global_step, trainer.skipped_steps) == (8, 1)
     assert equal(spoils.weights[2], spoils.weights[3])
     assert not equal(spoils.weights[3], spoils.weights[4])
-    assert "1 step was skipped, as gradients were not finite (1 in all)" in caplog.text
+    assert "1 step was skipped: gradients were not finite (1 in all)" in caplog.text
 
 
 @pytest.mark.parametrize("clip", [None, "norm", "value"])

@@ -164,6 +164,6 @@ class TestOnAGpu:
         assert "Moving.transfer_batch_to_device reads global_step" in caplog.text
 
     def test_one_that_reads_it_out_of_sight_is_refused(self):
-        with pytest.raises(ConfigError, match="a hook that moves batches ahead"):
+        with pytest.raises(ConfigError, match="a transfer hook that runs ahead"):
             self.fit(reads_nothing, looks=True)
         self.fit(reads_nothing, ahead=0, looks=True)

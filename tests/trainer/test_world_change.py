@@ -95,14 +95,14 @@ class Manual(Classifier):
 def test_what_cannot_be_counted_is_refused_before_the_first_batch(tmp_path):
     batches = [next(iter(loader(8, 4)))] * 4
     for module, given, options, said in (
-        (Classifier(), batches, {}, "the train loader does not tell"),
-        (Classifier(), DataLoader(data(8), batch_size=None), {}, "the train loader does not tell"),
+        (Classifier(), batches, {}, "the train loader has no batch_size"),
+        (Classifier(), DataLoader(data(8), batch_size=None), {}, "the train loader has no batch_size"),
         (Manual(), loader(), {}, "automatic optimization only"),
         (
             Classifier(),
             loader(),
             {"reload_dataloaders_every_n_epochs": 2},
-            "reload_dataloaders_every_n_epochs=2 may bring",
+            "reload_dataloaders_every_n_epochs=2 may change",
         ),
         (
             Classifier(),
@@ -120,7 +120,7 @@ def test_a_checkpoint_without_the_numbers_is_refused(written, tmp_path):
     module, trainer = Classifier(), quiet_trainer(max_steps=1)
     module.on_fit_end = lambda: trainer.save_checkpoint(path)
     trainer.fit(module, [next(iter(loader(8, 4)))] * 4)
-    with pytest.raises(ConfigError, match=r"list.ckpt does not tell the samples of its steps"):
+    with pytest.raises(ConfigError, match=r"list.ckpt does not hold the number of samples in its steps"):
         resume(path, 4)
     content = torch.load(written, weights_only=True)
     content["loops"]["fit"]["step_size"]["processes"] = 0

@@ -173,7 +173,7 @@ class NoOptimizer(Tried):
         (Tried, {"method": "validate"}, "only 'fit'"),
         (Tried, {"mode": "exponental"}, "did you mean 'exponential'"),
         (Tried, {"min_lr": 1.0, "max_lr": 0.1}, "the smaller one as min_lr"),
-        (Tried, {"num_training": 0}, "1 step or more"),
+        (Tried, {"num_training": 0}, "give 1 or more"),
         (Tried, {"num_training": "many"}, "num_training_steps='many'.*a whole number"),
         (Tried, {"min_lr": "1e-5"}, "min_lr='1e-5'.*a number"),
         (Tried, {"attr_name": "rate"}, "no 'rate' that lr_find could set"),
@@ -226,7 +226,7 @@ def test_within_a_fit_the_search_is_refused_with_another_way():
         def on_train_epoch_start(self, trainer, pl_module):
             self.lr_find(trainer, pl_module)
 
-    with pytest.raises(ConfigError, match="which a search would disturb; end the fit .* and fit again"):
+    with pytest.raises(ConfigError, match="a search would change that run; end the fit .* and fit again"):
         quiet_trainer(callbacks=[Milestones()], max_steps=2).fit(Tried())
 
 

@@ -33,8 +33,8 @@ def _named(name: str, network: Callable[..., Network], *, projects: bool = False
         if output_size not in (None, hidden_size):
             if not projects:
                 raise ConfigError(
-                    f"{name} got output_size={output_size}, which only LSTM and mLSTM can differ from hidden_size={hidden_size} "
-                    f"in; put nn.Linear({hidden_size}, {output_size}) behind it"
+                    f"{name} got output_size={output_size} with hidden_size={hidden_size}; only LSTM and mLSTM may differ: add "
+                    f"nn.Linear({hidden_size}, {output_size}) after it"
                 )
             projection = {"proj_size": output_size}
         options = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}

@@ -505,7 +505,7 @@ def _obstacle(tensor: Tensor, first: Tensor, device: torch.device) -> str | None
     if tensor.device != device:
         return f"is not on the same device as the first one ({tensor.device}, {device})"
     if tensor.numel() != first.numel():
-        return f"has {tensor.numel()} elements, that of the first list {first.numel()}"
+        return f"has {tensor.numel()} elements, the one of the first list has {first.numel()}"
     if tensor.dtype not in _FLOATING:
         return f"is of {tensor.dtype}; it has to be fp32, fp16, bf16 or fp64"
     if not is_dense(tensor):

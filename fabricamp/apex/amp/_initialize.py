@@ -85,12 +85,12 @@ def _check_optimizers(optimizers: Sequence[Any], level: Level) -> None:
     for optimizer in optimizers:
         if type(optimizer).__name__ == "FP16_Optimizer":
             raise AmpError(
-                f"An incoming optimizer is an instance of {type(optimizer).__module__}.FP16_Optimizer, which has masters and "
-                "a scale of its own; give amp.initialize the optimizer inside, or leave amp out"
+                f"An incoming optimizer is an instance of {type(optimizer).__module__}.FP16_Optimizer, which has its own "
+                "masters and loss scale; give amp.initialize the optimizer that it wraps, or leave amp out"
             )
         if demands_closure(optimizer) and level.dynamic:
             raise AmpError(
-                f"{type(optimizer).__name__}.step runs backward itself and cannot be left out when gradients overflow; "
+                f"{type(optimizer).__name__}.step runs backward itself and cannot be skipped when gradients overflow; "
                 "pass a number as loss_scale to amp.initialize"
             )
 

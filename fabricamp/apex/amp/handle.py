@@ -142,8 +142,8 @@ def _adopt(optimizer: Any) -> None:
     kind = type(optimizer).__name__
     if optimizer.__dict__.get("_copied_masters", False):
         raise AmpError(
-            f"this {kind} is a copy.deepcopy of an optimizer of fp32 masters of a half model, and no model is rounded from the "
-            "copied masters. Build both again, pass them to amp.initialize, then give each the state_dict() of the other"
+            f"this {kind} is a copy.deepcopy of an optimizer of a half model's fp32 masters, and no model is updated from the "
+            "copied masters. Build both again, pass them to amp.initialize, then load the original's state_dict() into each"
         )
     if is_rank_zero():
         logger.warning(
@@ -198,7 +198,7 @@ def _why_hopeless(stashes: Sequence[AmpOptimizerState], scaler: LossScaler) -> s
     shown = ", ".join(bad[:_MOST_NAMES]) + (", ..." if len(bad) > _MOST_NAMES else "")
     return (
         f"gradients keep overflowing, and the loss scale is down to {scaler.loss_scale():g}: the gradients of "
-        f"{shown or 'some parameters'} are not finite, which no scale can help. Look at the loss and the learning rate, or try "
+        f"{shown or 'some parameters'} are not finite at any scale. Look at the loss and the learning rate, or try "
         "opt_level='O0'"
     )
 

@@ -50,7 +50,8 @@ def err_if_any_half(mod: Any, fn: str, handle: Any, custom_err_msg: str | None =
     ``custom_err_msg`` replaces the error message.
     """
     message = custom_err_msg or (
-        f"Cannot call in-place function {fn} with fp16 arguments, whose results it would round; call {fn[:-1]}, which gives fp32"
+        f"Cannot call in-place function {fn} with fp16 arguments, because it would round the result to fp16; call {fn[:-1]}, "
+        "which returns fp32"
     )
 
     def check(args: Any) -> Any:
@@ -64,8 +65,8 @@ def err_if_any_half(mod: Any, fn: str, handle: Any, custom_err_msg: str | None =
 def err_if_arg0_half(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
     """Makes the in-place method ``mod.fn`` raise BannedError for a half first argument until ``handle`` ends."""
     message = (
-        f"Cannot call in-place method {fn} on fp16 Tensors, which it would round; call {fn[:-1]}, which gives fp32, or bring the "
-        "tensor to fp32 before"
+        f"Cannot call in-place method {fn} on fp16 Tensors, because it would round the result to fp16; call {fn[:-1]}, which "
+        "returns fp32, or convert the tensor to fp32 before"
     )
 
     def check(args: Any) -> Any:

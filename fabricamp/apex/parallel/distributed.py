@@ -316,8 +316,8 @@ def _tell_of(names: Sequence[str]) -> None:
     """Logs once which arguments of torch's class have no effect here."""
     if names and dist.is_initialized() and dist.get_rank() == 0:
         say_once(
-            f"DistributedDataParallel takes {', '.join(names)} and has no use for them: batches are moved by the "
-            "script, parameters without gradients are always found, .grad are always views of flat memory",
+            f"DistributedDataParallel ignores {', '.join(names)}: the script moves batches, parameters without "
+            "gradients are always found, .grad are always views of flat memory",
             logging.INFO,
         )
 

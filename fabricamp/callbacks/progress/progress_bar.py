@@ -32,7 +32,7 @@ class LightningsBar(ProgressBar):
         overridden = [name for name in self.drawing if hasattr(type(self), name)]
         if overridden:
             say_once(
-                f"{type(self).__name__}.{overridden[0]} is not called: the bar is not drawn by tqdm's or rich's own; "
+                f"{type(self).__name__}.{overridden[0]} is not called: neither tqdm nor rich draws the bar; "
                 "override get_metrics to change the values beside it"
             )
         if refresh_rate == 0:

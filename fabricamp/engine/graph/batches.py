@@ -61,7 +61,7 @@ class BatchIndex:
 
     def _refuse(self, *_: object) -> Any:
         raise NotCapturableError(
-            f"{self._step} uses batch_idx, which a captured step would not see change; count on the device, or leave it out"
+            f"{self._step} uses batch_idx, which stays constant in a captured step; count on the device, or leave it out"
         )
 
     __bool__ = __int__ = __index__ = __float__ = __str__ = __format__ = __hash__ = _refuse

@@ -284,8 +284,8 @@ class CapturedGroup(CapturedStep):
         if number and log_replay.accumulated_weights() != self._next_weights:
             names = ", ".join(sorted({repr(cell.published.key) for cell in log_replay.cells}))
             raise ConfigError(
-                f"cuda_graph: a batch hook logs what training_step logs too (one of {names}), which would be in another order "
-                "in a launch of several steps; log it under a name of its own, or give CudaGraph(steps=1)"
+                f"cuda_graph: a batch hook logs a name that training_step logs too (one of {names}), and a launch of several "
+                "steps would log them in another order; log it under a name of its own, or give CudaGraph(steps=1)"
             )
         self._next_weights = log_replay.next_accumulated_weights()
         self._step = number
@@ -366,7 +366,7 @@ def reason_of_failure(error: BaseException) -> str:
     line = _line_of_user_code(error)
     first = str(error).partition("\n")[0]
     where = f" at {line}" if line else ""
-    return f"the step does what a capture cannot hold{where} ({type(error).__name__}: {first})"
+    return f"the step does something that cannot be captured{where} ({type(error).__name__}: {first})"
 
 
 _OWN_FOLDER = str(Path(__file__).parents[2])

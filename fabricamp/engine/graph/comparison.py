@@ -44,7 +44,7 @@ def compare(
         state.put_back(replayed)
         return ""
     state.put_back(before)
-    return difference or "what another rank has"
+    return difference or "a value of another rank"
 
 
 class ComparedState:

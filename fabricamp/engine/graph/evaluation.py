@@ -70,7 +70,7 @@ class GraphEvaluation:
         if key in self._graphs:  # out of date
             self._captures_in_a_row += 1
             if self._captures_in_a_row > MOST_CAPTURES_IN_A_ROW:
-                self._give_up(f"what {self._step} reads is another one in each call; change a buffer in place")
+                self._give_up(f"{self._step} reads other tensors in each call; change a buffer in place")
             self.close(waits=True)
             # Two watched eager calls come before the next capture.
             self._calls = dict.fromkeys(self._calls, self._options.warmup - FEWEST_EAGER_CALLS - 1)
@@ -129,7 +129,7 @@ class GraphEvaluation:
         Returns the outputs of the replay; those of the eager step, whose values and states stay as well, if the replay is wrong.
         """
         if not self._memory_budget.has_free(self._memory_budget.eager_bytes(key)):
-            _LOG.warning("a replay of %s is not compared with an eager call, for which there is no memory", self._step)
+            _LOG.warning("a replay of %s is not compared with an eager call: there is no memory for one", self._step)
             graph.launch(arguments[0])
             return graph.after_replay(first=first)
         states = graph.metric_states
@@ -165,7 +165,7 @@ class GraphEvaluation:
         replayed_outputs = graph.after_replay(first=first)
         if not difference:
             return replayed_outputs
-        self._give_up(f"a replay of {self._step} gives other bits than an eager call, first in {difference}")
+        self._give_up(f"a replay of {self._step} differs bitwise from an eager call, first in {difference}")
         return outputs
 
     def _give_up(self, reason: str, error: BaseException | None = None) -> None:

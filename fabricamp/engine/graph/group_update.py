@@ -359,8 +359,8 @@ class GroupReader:
         feed.last = False  # until the loop is at the last one of these batches
         if not torch.equal(before, self._rng_state()):
             raise ConfigError(
-                "cuda_graph: reading a batch draws on the GPU (in a transform, say), and for a launch of several steps all are "
-                "read before it; draw in training_step, or give CudaGraph(steps=1)"
+                "cuda_graph: reading a batch draws random numbers on the GPU (in a transform, say), and a launch of several "
+                "steps reads all its batches first; draw in training_step, or give CudaGraph(steps=1)"
             )
         key = self._key_of(read) if len(read) == count else None
         return BatchGroup(read, key, last, failure)

@@ -84,11 +84,13 @@ class StepWatch:
         changed = None if attributes is None else attributes.changed()
         drawn = next((name for name, state in host_generators().items() if generators[name] != state), "")
         if changed is not None:
-            reason = f"{self._step} changes {changed}, which a replay would not; keep it in a buffer on the device"
+            reason = (
+                f"{self._step} changes {changed}, which a replay would not change; keep it in a buffer on the device"
+            )
         elif drawn:
-            reason = f"{self._step} draws from {drawn}, which a replay would not; draw on the device"
+            reason = f"{self._step} draws from {drawn}, which a replay would not draw from; draw on the device"
         elif waits:
-            reason = f"{self._step} waits for the device: {waits}; leave the host out of it"
+            reason = f"{self._step} waits for the device: {waits}; do not read device values on the host"
         else:
             reason = ""
         return outputs, reason
@@ -133,8 +135,8 @@ class LogWatch:
         if not is_metric(value) and (not isinstance(value, Tensor) or value.is_cpu):
             kind = "a tensor on the CPU" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise NotCapturableError(
-                f"{self._step} calls self.log({call[0]!r}, ...) with {kind}, which a captured step would log for ever; log a "
-                "tensor on the device, or log it in the hook after the batch"
+                f"{self._step} calls self.log({call[0]!r}, ...) with {kind}, which a captured step would log unchanged in "
+                "every replay; log a tensor on the device, or log it in the hook after the batch"
             )
         self._metrics.keep(call, value, batch_size)
 
@@ -391,7 +393,7 @@ class MetricStates:
             if value.shape != fixed.shape or value.dtype != fixed.dtype:
                 raise NotCapturableError(
                     f"{type(metric).__name__} changes its state {name!r} from {fixed.dtype} {tuple(fixed.shape)} to {value.dtype} "
-                    f"{tuple(value.shape)}, which a replay would not; update it in on_train_batch_end"
+                    f"{tuple(value.shape)}, which a replay would not change; update it in on_train_batch_end"
                 )
             fixed.copy_(value)
             setattr(metric, name, fixed)

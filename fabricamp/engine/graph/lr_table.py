@@ -138,7 +138,7 @@ class LrTable:
         self._compared_tensors = True
         if not same:
             raise ConfigError(
-                "cuda_graph: a schedule came to other numbers than its copy did before the launch, so it depends on more than its "
+                "cuda_graph: a schedule gave other learning rates than its copy did before the launch: it depends on more than its "
                 "own steps; give CudaGraph(steps=1)"
             )
 

@@ -121,7 +121,7 @@ def _schedule_refusal(parts: FitParts) -> str:
     optimizer = parts.optimizers[0]
     name = type(optimizer).__name__
     if any(config.reduce_on_plateau for config in by_step):
-        return "a schedule that watches a value after each step waits for it; let it follow epochs"
+        return "a schedule that watches a value after each step makes the host wait for the value; give it interval='epoch'"
     if overrides(parts.module, "lr_scheduler_step", TrainingModule):
         return "lr_scheduler_step runs after each step; leave it out"
     rates = [group["lr"] for group in optimizer.param_groups]

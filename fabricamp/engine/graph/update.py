@@ -190,7 +190,7 @@ class GraphUpdate(Update):
             name = stale.constants.changed()
             what = f"the attribute {name!r}" if name else "a tensor that the step uses"
             self._give_up(
-                f"{what} is another one in each step, so each would be captured anew; change a buffer in place"
+                f"{what} is replaced in each step, and each step would be captured again; change a buffer in place"
             )
 
     def _are_all_ready(self, key: Key | None, step: CapturedStep | None) -> bool:
@@ -254,8 +254,8 @@ class GraphUpdate(Update):
         if self._weight_by_key.setdefault(key, number) == number:
             return ""
         return (
-            "training_step returns (sum, weight) with a number that is another one in batches of one shape, which no replay would "
-            "see; give a tensor on the device, such as mask.sum()"
+            "training_step returns (sum, weight) with a number that differs between batches of one shape, and a replay keeps the "
+            "captured number; give a tensor on the device, such as mask.sum()"
         )
 
     # -- 3: a capture and its first replay ---------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class GraphUpdate(Update):
         # Up to three copies: before the replay, after it, and after a first eager step.
         needed = 3 * state.bytes + self._memory_budget.eager_bytes(key)
         if not self._consensus.all(self._memory_budget.has_free(needed)):
-            _LOG.warning("the replay is not compared with an eager step, for which there is no memory")
+            _LOG.warning("the replay is not compared with an eager step: there is no memory for one")
             step.launch(batch)
             return None
         step.restore_gradients()
@@ -431,7 +431,7 @@ class GraphUpdate(Update):
             step.show_gradients()
             return None
         step.log_replay.table.bank.copy_(logged)
-        return NotCapturableError(f"a replay leaves other bits than an eager step, first in {difference}")
+        return NotCapturableError(f"a replay differs bitwise from an eager step, first in {difference}")
 
     def _run_instead(self, why: Exception, batch: Any, batch_idx: int, last: bool, key: Key) -> Any:
         """Runs a micro-batch eagerly after a failed capture or a wrong replay, whose effects the caller has undone."""

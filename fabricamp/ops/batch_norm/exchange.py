@@ -151,7 +151,7 @@ def _checked_group(group: object) -> dist.ProcessGroup | None:
     if group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER:
         return cast("dist.ProcessGroup | None", group)
     raise ConfigError(
-        f"process_group={group!r} is no process group; give what create_syncbn_process_group(size) or "
+        f"process_group={group!r} is not a process group; give what create_syncbn_process_group(size) or "
         "torch.distributed.new_group(ranks) returns, or None for all ranks"
     )
 
@@ -160,6 +160,6 @@ def _checked(choice: str | None, name: str) -> str | None:
     if choice is None or choice in EXCHANGES:
         return choice
     raise ConfigError(
-        f"{name}={choice!r} is none of {', '.join(map(repr, EXCHANGES))}, or nothing for the faster one that works"
+        f"{name}={choice!r} is not known (known: {', '.join(map(repr, EXCHANGES))}; unset: the fastest one that works)"
         f"{nearest(choice, EXCHANGES)}"
     )

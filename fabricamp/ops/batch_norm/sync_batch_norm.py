@@ -14,8 +14,8 @@ from fabricamp.ops.batch_norm.exchange import BatchNormExchange
 from fabricamp.ops.batch_norm.plans import Plan, Running, plan_of, reference_of
 
 _TWICE: Final = (
-    "SyncBatchNorm has no second derivative: its backward ran with create_graph=True, and what was asked for passes through it; "
-    "use torch.nn.BatchNorm where gradients of gradients are needed (a gradient penalty), or detach before it"
+    "SyncBatchNorm has no second derivative: its backward ran with create_graph=True, and the requested gradient passes through "
+    "it; use torch.nn.BatchNorm where gradients of gradients are needed (a gradient penalty), or detach before it"
 )
 
 
@@ -77,7 +77,7 @@ def _factor(momentum: float | None, running: Running | None) -> float:
     if momentum is not None:
         return momentum
     if running is not None and running[2] is None:
-        raise ConfigError("momentum=None averages over all batches, which takes their number; give it as running[2]")
+        raise ConfigError("momentum=None averages over all batches and needs their number; give it as running[2]")
     return -1.0
 
 

@@ -158,7 +158,7 @@ class ASP:
         for one, weights in cls._weights(cls._of_model("restore_pruned_weights")):
             if one.pruned is None:
                 raise ConfigError(
-                    "ASP.restore_pruned_weights has kept nothing; give init_model_for_pruning(allow_recompute_mask=True)"
+                    "ASP.restore_pruned_weights has no kept weights; give init_model_for_pruning(allow_recompute_mask=True)"
                 )
             one.mask.fill_(1)
             _add(one.pruned, weights)

@@ -23,8 +23,8 @@ def create_mask(tensor: Tensor, pattern: str = _PATTERN, density: float = 0.5) -
     """
     if pattern != _PATTERN or density != 0.5:
         raise ConfigError(
-            f"create_mask got pattern={pattern!r}, density={density!r}{nearest(pattern, [_PATTERN])}; it has "
-            f"{_PATTERN!r} with density 0.5"
+            f"create_mask got pattern={pattern!r}, density={density!r}{nearest(pattern, [_PATTERN])}; it "
+            f"supports {_PATTERN!r} with density 0.5"
         )
     if tensor.dim() == 0:
         raise ConfigError("create_mask got a tensor without dimensions; it prunes weights of layers")
