@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -147,6 +148,10 @@ class ModelCheckpoint(Checkpoint):
     def best_model_path(self) -> str:
         """Path of the file with the best ``monitor``; without a monitor, of the newest file."""
         return self._kept.best
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._kept = replace(self._kept, best=path)
 
     @property
     def best_model_score(self) -> Tensor | None:

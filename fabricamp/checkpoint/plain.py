@@ -148,6 +148,22 @@ def described(value: Any, *, private: bool = False) -> Described:
     return Described(_plain(value, _Position((), notes, frozenset(), private)), notes)
 
 
+def builtin_numbers(value: Any) -> Any:
+    """Returns ``value`` with Python's numbers in place of NumPy's scalars, in dicts, lists and tuples too.
+
+    >>> import numpy
+    >>> builtin_numbers({"lr": numpy.float64(0.5), "betas": (numpy.float64(0.75), 1.0)})
+    {'lr': 0.5, 'betas': (0.75, 1.0)}
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: builtin_numbers(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(builtin_numbers(item) for item in value)
+    is_scalar = kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(value, "shape", None) == ()
+    return value.item() if is_scalar else value
+
+
 def items_of(value: Any) -> list[Any]:
     """Returns the items of a collection, a namespace, a dataclass or a partial; empty for any other value."""
     kind = _kind_of(value)

@@ -52,8 +52,9 @@ def _check_shared(owner: str, logged: dict[str, Any], values: dict[str, Any]) ->
     """Raises :class:`ConfigError` for a name with two values: a logger shows only one, which would be wrong for one owner."""
     names = [name for name in logged if name in values and str(logged[name]) != str(values[name])]
     if names:
+        shown = ", ".join(map(str, names))
         raise ConfigError(
-            f"{owner} and the DataModule save different values under the same names: {', '.join(names)}. A logger shows one of "
+            f"{owner} and the DataModule save different values under the same names: {shown}. A logger shows one of "
             f"them; rename one, leave it out by save_hyperparameters(ignore={names!r}), or give "
             "save_hyperparameters(logger=False) in one"
         )

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from fabricamp.data import set_epoch
 from fabricamp.engine.validation_cadence import ValidationCadence
 from fabricamp.errors import ConfigError
-from fabricamp.hooks import call_all
+from fabricamp.hooks import call_all, call_hook
 from fabricamp.state import Scope
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class TrainingLoop:
                 f"the train loader gave no batch in epoch {state.epoch}; check the data set and the batch size (an iterator "
                 "is used up after one pass: give a loader that can be iterated again)"
             )
-        trained = state.global_step > steps_before or state.open_batches > 0
+        trained = state.global_step - self.update.empty_steps > steps_before or state.open_batches > 0
         if trained or not ended or self._warned_of_no_step or self.parts.strategy.rank:
             return
         self._warned_of_no_step = True
@@ -322,7 +322,7 @@ class TrainingLoop:
         if (
             self.update.accumulation_state() is None
         ):  # else the gradients of an accumulation in progress are still needed
-            self.parts.module.on_validation_model_zero_grad()
+            call_hook(self.parts.module, "on_validation_model_zero_grad")
         # Validation callbacks see what the last step logged; this waits for that step, once per validation.
         self.metrics.drain()
         self.metrics.reduce_steps(self.state.global_step)

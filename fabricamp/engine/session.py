@@ -46,7 +46,7 @@ from fabricamp.engine.source import DataSource, GivenData
 from fabricamp.engine.update import Update
 from fabricamp.engine.world_change import keep_samples_of_a_step
 from fabricamp.errors import ConfigError
-from fabricamp.hooks import Hooks, call_all, overrides
+from fabricamp.hooks import Hooks, call_all, call_hook, overrides
 from fabricamp.lightning.lending import attach
 from fabricamp.loggers.logger_collection import LoggerCollection
 from fabricamp.metrics import Metrics
@@ -166,21 +166,21 @@ class Session:
     def _prepare_data(self) -> None:
         if self.trainer.local_rank == 0:
             if self.source.datamodule is not None:
-                self.source.datamodule.prepare_data()
-            self.module.prepare_data()
+                call_hook(self.source.datamodule, "prepare_data")
+            call_hook(self.module, "prepare_data")
         self.strategy.barrier("prepare_data")
 
     def _call_setup(self, name: str) -> None:
         """Calls ``setup`` or ``teardown`` of the DataModule first, as callbacks may look at its data; of the module last."""
         stage = self.fn.value
         if self.source.datamodule is not None:
-            getattr(self.source.datamodule, name)(stage)
+            call_hook(self.source.datamodule, name, stage)
         call_all(self.hooks.callbacks(name), stage)
-        getattr(self.module, name)(stage)
+        call_hook(self.module, name, stage)
 
     def _configure_model(self, *, filled_later: bool) -> None:
         """Lets the module build its layers, and shards them; ``filled_later``: a checkpoint's weights will replace its own."""
-        self.precision.forward(self.module.configure_model)
+        self.precision.forward(partial(call_hook, self.module, "configure_model"))
         if self.settings.sync_batchnorm and self.strategy.world_size > 1:
             # Before the module may be sharded.  Until give_back; the user's own SyncBatchNorm modules stay.
             before = set(self.module.modules())
@@ -202,7 +202,7 @@ class Session:
         if self.strategy.checkpoint_form == "folder":
             self.checkpoint = sharded_weights(self.checkpoint, path, self.module.state_dict())
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
-        self.module.on_load_checkpoint(self.checkpoint)
+        call_hook(self.module, "on_load_checkpoint", self.checkpoint)
         # The DataModule's state too: configure_optimizers may ask for loaders, to learn the number of steps.
         self._restore("weights", "datamodule")
 
@@ -453,6 +453,8 @@ class Session:
         """Runs ``validate``, ``test`` or ``predict`` and returns its result; ``chosen``: the user did not name the checkpoint."""
         kind = KINDS[self.fn]
         loop, feeds = self.evaluation_loop(kind)
+        if not feeds and getattr(self.settings, f"limit_{LOADERS[kind]}_batches") == 0:
+            return None if self.fn is TrainerFn.PREDICTING else []
         if not feeds:
             cure = self.data.what_to_write(LOADERS[kind], "dataloaders")
             raise ConfigError(f"there is nothing to {self.fn.value}: {cure}")
@@ -480,7 +482,7 @@ class Session:
         check_peers()  # raises if anything was computed without one of the ranks
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
-        self.module.on_save_checkpoint(checkpoint)
+        call_hook(self.module, "on_save_checkpoint", checkpoint)
 
         if write is None:
             self.strategy.on_rank_zero(lambda: self.delivery.barrier(self.trainer.state.global_step))

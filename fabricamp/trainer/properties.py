@@ -152,23 +152,27 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, or the collection of loaders that was given; None in other runs than fit."""
-        return self._opened.data.as_given("train")
+        """The training loader, or the collection of loaders that was given; None before and in other runs than fit."""
+        return self._as_given("train")
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader, or the collection of loaders that was given; None if there are none."""
-        return self._opened.data.as_given("val")
+        return self._as_given("val")
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loader, or the collection of loaders that was given; None if there are none."""
-        return self._opened.data.as_given("test")
+        return self._as_given("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The prediction loader, or the collection of loaders that was given; None if there are none."""
-        return self._opened.data.as_given("predict")
+        return self._as_given("predict")
+
+    def _as_given(self, name: str) -> Any:
+        session = self._runner.session
+        return None if session is None else session.data.as_given(name)
 
     @property
     def _opened(self) -> Session:
