@@ -251,7 +251,7 @@ def main(words: list[str] | None = None) -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"torchrun --nproc_per_node={dist.get_world_size()} {' '.join(words or sys.argv)}",
+        "command": of_rounds.command(),
         "columns": {},
     }
     if first:

@@ -283,15 +283,16 @@ WAYS = {
 
 
 TORCHS_GRAPH = "torch DDP, gradient_as_bucket_view, bare graph"
+MESSAGE_SIZES = {"delayed": None, "overlapped": 10_000_000}
 EXCHANGE_WAYS = {
     TORCHS_GRAPH: torchs_graph,
     **{
         f"fabricamp, {name}, graph": (
-            lambda case, precision, delayed=delayed: ours(
-                case, precision, DelayedDDP(delay_allreduce=delayed, broadcast_buffers=False), graph=True
+            lambda case, precision, size=size: ours(
+                case, precision, DelayedDDP(message_size=size, broadcast_buffers=False), graph=True
             )
         )
-        for name, delayed in (("delayed", True), ("overlapped", False))
+        for name, size in MESSAGE_SIZES.items()
     },
 }
 COLUMNS = {
@@ -301,38 +302,52 @@ COLUMNS = {
 }
 
 
-def measure(case, precision, rounds, ways=WAYS):
-    """Milliseconds a step in each round, by way."""
-    found = {name: [] for name in ways}
+def measure(case, precision, rounds):
+    found = {name: [] for name in WAYS}
     for _ in range(rounds):
-        for name, way in ways.items():
-            gc.collect()
-            torch.cuda.empty_cache()
-            dist.barrier()
-            with contextlib.redirect_stdout(io.StringIO()):
-                found[name].append(round(1000 * way(case, precision) / case.steps, 4))
-    return found
-
-
-def medians(found):
+        for name, way in WAYS.items():
+            found[name].append(milliseconds(way, case, precision))
     return {name: round(statistics.median(values), 4) for name, values in found.items()}
 
 
+def milliseconds(way, case, precision):
+    """Wall time of a step of ``way``."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    dist.barrier()
+    with contextlib.redirect_stdout(io.StringIO()):
+        return 1000 * way(case, precision) / case.steps
+
+
 def exchanges(arguments):
-    """The columns of ``--exchange``, written after each; a run may be cut."""
-    columns = {}
-    for name, (case, batch) in COLUMNS.items():
-        found = measure(case(batch, quick=arguments.quick), "O1", arguments.rounds, EXCHANGE_WAYS)
-        graphs = {way.split(", ")[1]: values for way, values in found.items() if way.startswith("fabricamp")}
-        ratios = {way: of_rounds.ratio(values, found[TORCHS_GRAPH], 1.0) for way, values in graphs.items()}
-        columns[name] = {"wall_ms": medians(found), "wall_ms_of_rounds": found, "ratios": ratios}
+    """Measures and prints the columns of ``--exchange``, written after each round: a run may be cut."""
+    cases = {name: case(batch, quick=arguments.quick) for name, (case, batch) in COLUMNS.items()}
+    found = {name: {way: [] for way in EXCHANGE_WAYS} for name in COLUMNS}
+    for number in range(1, arguments.rounds + 1):
+        begun = time.monotonic()
+        for name, case in cases.items():
+            for way, values in found[name].items():
+                values.append(round(milliseconds(EXCHANGE_WAYS[way], case, "O1"), 4))
+        columns = {name: column_of(rounds) for name, rounds in found.items()}
         if dist.get_rank() == 0:
-            print(
-                name, columns[name]["wall_ms"], *(f"{way}: {of_rounds.described(one)}" for way, one in ratios.items())
-            )
-            sys.stdout.flush()
+            print(f"round {number}: {time.monotonic() - begun:.0f} s", flush=True)
             if arguments.out:
-                arguments.out.write_text(json.dumps({**about(), "columns": columns}, indent=1) + "\n")
+                result = {**about(), "rounds": number, "columns": columns}
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        for name, column in columns.items():
+            print(name, column["wall_ms"])
+            for way, ratio in column["ratios"].items():
+                print(f"  {way} / torch's graph: {of_rounds.described(ratio)}", flush=True)
+
+
+def column_of(rounds):
+    """Medians and ratios of the rounds of one column, by way."""
+    ratios = {
+        name: of_rounds.ratio(rounds[f"fabricamp, {name}, graph"], rounds[TORCHS_GRAPH], 1.0) for name in MESSAGE_SIZES
+    }
+    medians = {way: round(statistics.median(values), 4) for way, values in rounds.items()}
+    return {"wall_ms": medians, "wall_ms_of_rounds": rounds, "ratios": ratios}
 
 
 def main() -> None:
@@ -361,7 +376,7 @@ def main() -> None:
         for precision in arguments.precisions.split(","):
             if (batch, precision) in done:
                 continue
-            times = medians(measure(Case(batch, quick=arguments.quick), precision, arguments.rounds))
+            times = measure(Case(batch, quick=arguments.quick), precision, arguments.rounds)
             if dist.get_rank() == 0:
                 rows.append({"batch": batch, "precision": precision, "rounds": arguments.rounds, "wall_ms": times})
                 print(batch, precision, times, flush=True)
@@ -376,7 +391,7 @@ def about():
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": str(datetime.now(UTC).date()),
-        "command": f"torchrun --nproc_per_node={dist.get_world_size()} {' '.join(sys.argv)}",
+        "command": of_rounds.command(),
     }
 
 

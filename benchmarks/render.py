@@ -398,8 +398,8 @@ def exchanges_in_wall_time(columns):
     ways = next(iter(columns.values()))["wall"]
     rows = [[way, *[rounds.described(column["wall"][way]) for column in columns.values()]] for way in ways]
     about = (
-        "In wall time, over torch's DDP at its best: medians of the rounds' ratios, with their quartiles. The goal is 1.0; it is\n"
-        "met or missed where both quartiles are on one side of it."
+        "In wall time, over torch's DDP at its best: medians of the rounds' ratios, with their quartiles. The aim is at most\n"
+        "1.0; it is met or missed where both quartiles are on one side of it."
     )
     return [about, table(["wall time", *columns], rows)]
 
@@ -408,8 +408,8 @@ def ddp_graphs(result):
     about = (
         "Whole steps as CUDA graphs, fp16 autocast and a loss scale, AdamW's update included: torch's DDP with\n"
         "gradient_as_bucket_view, captured as a bare graph with torch's fused AdamW, beside the Trainer at O1 with FusedAdam and\n"
-        "`DelayedDDP`, everything on. Wall ms, medians of interleaved rounds; ratios to torch's graph with quartiles. The goal is\n"
-        "1.0; it is met or missed where both quartiles are on one side of it."
+        "`DelayedDDP`, everything on. Wall ms, medians of interleaved rounds; ratios to torch's graph with quartiles. The aim\n"
+        "is at most 1.0; it is met or missed where both quartiles are on one side of it."
     )
     columns = result["columns"]
     ways = next(iter(columns.values()))["wall_ms"]

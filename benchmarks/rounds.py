@@ -1,11 +1,13 @@
-"""Ratios of interleaved rounds: their median and quartiles, and whether these decide a goal."""
+"""Benchmarks of ranks in interleaved rounds: ratios with their quartiles, whether these decide a goal, and the command."""
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 from typing import Any
 
-__all__ = ["best_of", "described", "ratio"]
+__all__ = ["best_of", "command", "described", "ratio"]
 
 
 def best_of(rounds: dict[str, list[float]], names: list[str]) -> str:
@@ -34,7 +36,16 @@ def described(found: dict[str, Any]) -> str:
     """Returns a ratio as text.
 
     >>> described(ratio([9.0, 9.0, 8.0], [10.0, 10.0, 10.0], 1.0))
-    '0.90 (0.85 to 0.90), met'
+    '0.900 (0.850 to 0.900), met'
     """
     low, high = found["quartiles"]
-    return f"{found['median']:.2f} ({low:.2f} to {high:.2f}), {found['decided']}"
+    return f"{found['median']:.3f} ({low:.3f} to {high:.3f}), {found['decided']}"
+
+
+def command() -> str:
+    """Returns the command of this process, without ``--out``, whose path belongs to one machine."""
+    words = list(sys.argv)
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return " ".join(["torchrun", f"--nproc_per_node={os.environ['WORLD_SIZE']}", *words])

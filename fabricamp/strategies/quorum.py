@@ -265,9 +265,9 @@ def connect_torchft(
 
 def _nccl(torchft: Any, timeout: timedelta) -> Any:
     """Returns torchft's process group over NCCL, which aborts a communicator whose sum takes longer than ``timeout``."""
-    # Both are read when a communicator is made.  The first one is a communicator's own timeout, which torchft sets with a warning.
+    # Both are read when a communicator is made.  The first one limits its start; torchft sets it too, with a warning.
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, math.ceil(timeout.total_seconds()))))
-    # Otherwise torch's watchdog ends this process where the connection to a dead group breaks; the sum is to fail instead.
+    # NCCL may report a dead group before ``timeout``; by default torch's watchdog would end this process for that.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     return torchft.ProcessGroupNCCL(timeout=timeout)
 

@@ -143,11 +143,10 @@ def work(plan):
 class Groups:
     """The processes of a run, and the lighthouse beside them."""
 
-    def __init__(self, folder, heartbeat_timeout_ms=1000, min_replicas=1, variables=(), **plan):
+    def __init__(self, folder, heartbeat_timeout_ms=1000, min_replicas=1, **plan):
         from torchft.coordination import LighthouseServer
 
         self.folder, self.plan, self.victim = folder, plan, plan.pop("victim")
-        self.variables = dict(variables)
         self.lighthouse = LighthouseServer(
             bind="[::]:0",
             min_replicas=min_replicas,
@@ -158,7 +157,7 @@ class Groups:
     def start(self, group, life=0):
         plan = {**self.plan, "group": group, "life": life, "victim": group == self.victim and life == 0}
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        variables = {"TORCHFT_LIGHTHOUSE": self.lighthouse.address(), "PYTHONPATH": paths, **self.variables}
+        variables = {"TORCHFT_LIGHTHOUSE": self.lighthouse.address(), "PYTHONPATH": paths}
         return start(self.folder, "-m", "tests.distributed.test_replica_groups", json.dumps(plan), **variables)
 
     def seen(self, group, life=0):
@@ -306,14 +305,13 @@ def check_samples(rows, plan):
     assert all(len(seen) == len(set(seen)) == SIZE // plan["groups"] for seen in whole)
 
 
-def check_weights(rows, ended, plan, atol=1e-6):
+def check_weights(rows, ended, plan):
     torch.manual_seed(first_of(rows))
     module = torch.nn.Module()
     module.layers = network()
     first = {name.removeprefix("layers."): value for name, value in module.state_dict().items()}
     for name, value in replayed(rows, first, plan["accumulated"]).items():
-        print(name, "apart by", (ended[f"layers.{name}"] - value).abs().max().item())
-        torch.testing.assert_close(ended[f"layers.{name}"], value, rtol=0, atol=atol)
+        torch.testing.assert_close(ended[f"layers.{name}"], value, rtol=0, atol=1e-6)
 
 
 def first_of(rows):

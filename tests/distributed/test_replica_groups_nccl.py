@@ -30,12 +30,9 @@ pytestmark = [pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2
 
 ON_GPUS = {"groups": 2, "accelerator": "gpu", "timeout": 10, "quorum_timeout": 100}
 """NCCL does not notice a dead process of the same machine, so the other group waits for ``timeout``."""
-LOOPBACK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-"""Connections as between two machines: these break where a process dies, and NCCL reports an error."""
 KILLED = {
     "in the forward": {"victim": 1, "precision": "O0", "accumulated": 2, "place": "forward"},
     "in the exchange": {"victim": 0, "precision": "O2", "accumulated": 2, "place": "exchange"},
-    "over sockets": {"victim": 1, "precision": "O0", "accumulated": 1, "place": "forward", "variables": LOOPBACK},
 }
 
 
@@ -47,7 +44,7 @@ def test_a_killed_group_comes_back_with_the_weights_of_the_other(case, tmp_path)
     check_ends(ends)
     check_samples(rows, plan)
     if plan["precision"] == "O0":
-        check_weights(rows, ends[0]["weights"], plan, atol=1e-4)
+        check_weights(rows, ends[0]["weights"], plan)
     report(case, tmp_path, rows, told, plan)
 
 
@@ -80,8 +77,6 @@ def test_groups_train_the_bits_of_ddp(precision, clip, tmp_path):
     ends = [torch.load(tmp_path / f"end-{who}", weights_only=True, map_location="cpu") for who in ("0-0", "1-0", "ddp")]
     assert [one["step"] for one in ends] == [40, 40, 40]
     assert {participants for number in (0, 1) for _, participants, *_ in groups.seen(number)} == {2}
-    for name, value in ends[2]["weights"].items():
-        print(name, "apart by", (ends[0]["weights"][name] - value).abs().max().item())
     check_ends(ends)
 
 
