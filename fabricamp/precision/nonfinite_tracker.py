@@ -1,4 +1,4 @@
-"""The non-finite tracker: maps the index of a gradient statistic back to its parameter, several steps later."""
+"""The non-finite tracker: names the parameter of an overflow, from the index of a gradient statistic of some steps ago."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws pictures in the terminal: lines of braille dots, or of one character per run if there are no colours.
+"""Draws plots in the terminal: lines of braille dots, or of one character per run if there are no colours.
 
 :func:`show` prints panels.  A :class:`Canvas` turns the lines of one panel into characters.
 """
