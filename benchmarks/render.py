@@ -14,9 +14,9 @@ from benchmarks import rounds, summary
 HERE = Path(__file__).parent
 HEAD = """# Performance
 
-Every figure comes from a script in `benchmarks/` and a file in `benchmarks/results/`; `make docs` makes this page. Both figures
-of a row were measured in one run. Their ratio is what counts: absolute times hold on that machine only. What falls short is
-[at the end](#what-falls-short-and-why)."""
+A script in `benchmarks/` measured every figure; its result is in `benchmarks/results/`, and `make docs` writes this page from
+these files. The figures of a row were measured in one run. Compare their ratio: the absolute times are those of one machine.
+[The last section](#what-falls-short-and-why) lists the goals that were missed."""
 
 
 def facts(result, *names):
@@ -41,15 +41,16 @@ def overhead(result):
     ]
     head = ["one process on CPU, one thread", "mean us per step", "over", "median", "over"]
     about = (
-        "The Trainer beside a hand-written loop: MLP 32-32-2, batch 4, AdamW; median difference over the rounds. A step of\n"
-        f"the smallest loop (Linear(32, 2), SGD) took {result['smallest_loop_us']:.0f} us on this machine."
+        'The table compares the Trainer with a hand-written loop: MLP 32-32-2, batch 4, AdamW. "Over" is the median of the\n'
+        f"differences of all rounds. A step of the smallest loop (Linear(32, 2), SGD) took {result['smallest_loop_us']:.0f} us "
+        "on this machine."
     )
     return f"## What a step costs on the host, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
 
 def optimizers_on_cpu(result):
     rows = [[row["optimizer"], row["row"], f"{row['ms']:.1f}"] for row in result["rows"]]
-    about = "The step alone on ResNet-50's parameters, one thread."
+    about = "Time of `optimizer.step()` with ResNet-50's parameters, one thread."
     return f"## Optimizers on a CPU\n\n{about}\n\n{table(['optimizer', 'by', 'ms'], rows)}"
 
 
@@ -74,7 +75,10 @@ def optimizers(result):
         for row in result["rows"]
     ]
     head = ["optimizer", "parameters", "what", "by", "GPU ms", "wall ms", "host us", "share of copy"]
-    about = f"A large device-to-device copy moved {result['copy_gb_per_s']} GB/s in the same run."
+    about = (
+        f'In the same run a large device-to-device copy moved {result["copy_gb_per_s"]} GB/s. "Share of copy" is the '
+        "optimizer's\nbandwidth as a share of this."
+    )
     return f"## Optimizers on {result['device']}\n\n{about}\n\n{table(head, rows)}"
 
 
@@ -93,9 +97,10 @@ def cross_entropy(result):
     ]
     head = ["rows x classes", "by", "forward ms", "backward ms", "both ms", "wall ms", "share of copy", "peak", "speed"]
     about = (
-        f"A large device-to-device copy moved {result['copy_gb_per_s']} GB/s in the same run. Forward, backward and both are GPU\n"
-        "ms. The share is that of three passes over the logits. The peak counts the logits and everything made of them, in\n"
-        "multiples of the logits. The speed is torch's GPU time for both over this row's."
+        f"In the same run a large device-to-device copy moved {result['copy_gb_per_s']} GB/s. Forward, backward and both are "
+        'GPU ms.\n"Share of copy" is the bandwidth of three passes over the logits as a share of this. "Peak" is the '
+        'memory of the logits\nand all tensors computed from them, divided by that of the logits. "Speed" is torch\'s GPU '
+        "time for both, divided by\nthe row's."
     )
     return "\n\n".join([f"## Cross-entropy on {result['device']}", about, table(head, rows)])
 
@@ -105,9 +110,10 @@ NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm", "cross_entropy": "Cro
 
 def norms(result):
     about = (
-        f"A large device-to-device copy moved {result['copy_gb_per_s']} GB/s in the same run. GPU ms, and the share of that speed\n"
-        "for the bytes that have to move. The gain is torch's time for both over the kernel's. torch.compile was measured for\n"
-        "models' shapes. The last column is the choice of the package's table."
+        f"In the same run a large device-to-device copy moved {result['copy_gb_per_s']} GB/s. A cell has the GPU ms and, in "
+        "brackets, the\nbandwidth for the bytes that have to move, as a share of the copy's. \"Gain\" is torch's time for "
+        "both, divided by the\nkernel's. torch.compile was measured for the shapes of models. \"Runs\" is what the package's "
+        "dispatch table chooses."
     )
     measured = [by_way(result["rows"], place) for place, row in enumerate(result["rows"]) if row["way"] == "forward"]
     parts = [f"## Norms and cross-entropy on {result['device']}", about, extremes_of_norms(measured)]
@@ -132,7 +138,7 @@ def norms(result):
 
 
 def by_way(rows, place):
-    """The three rows of one shape, which stand together; a shape may have been measured twice."""
+    """The three consecutive rows of one shape; a shape may have been measured twice."""
     return {row["way"]: row for row in rows[place : place + 3]}
 
 
@@ -141,29 +147,30 @@ def time_and_share(row, who):
 
 
 def extremes_of_norms(measured):
-    """The shapes of which the kernel is worst."""
+    """The shapes for which the kernel has its worst values."""
     both = [shape["both"] for shape in measured]
     wide = [row for row in both if row["op"] != "cross_entropy" and row["width"] >= 4096]
     kernels = [row for row in both if row["runs"] == "kernel"]
     rows = []
     for what, among, name, form in (
-        ("norms from width 4096: gain", wide, "times_torch", "{:.2f}x"),
-        ("norms from width 4096: share of copy", wide, "ours_share", "{:.0%}"),
-        ("wherever the kernel runs: gain", kernels, "times_torch", "{:.2f}x"),
+        ("norms of width 4096 or more: gain", wide, "times_torch", "{:.2f}x"),
+        ("norms of width 4096 or more: share of copy", wide, "ours_share", "{:.0%}"),
+        ("shapes for which the kernel runs: gain", kernels, "times_torch", "{:.2f}x"),
     ):
         if among:
             worst = min(among, key=lambda row, name=name: row[name])
             shape = f"{NORMS[worst['op']]} {worst['rows']} x {worst['width']} {worst['dtype']}"
             rows.append([what, str(len(among)), form.format(worst[name]), shape])
-    return table(["forward and backward", "shapes", "the worst", "of"], rows)
+    return table(["forward and backward", "shapes", "worst value", "its shape"], rows)
 
 
 def end_to_end(result):
     about = (
-        f"GPT-2-small with an untied head ({result['sizes']['vocabulary']} words), 16 x 512 tokens, AdamW, clip at norm 1, one\n"
-        "GPU; medians of interleaved runs. fabricamp: through the Trainer with FusedAdam and everything on (bar, TensorBoard,\n"
-        "checkpoints, one `self.log`). All share one network. Its loss is torch's log-softmax in fp32 in the hand-written\n"
-        "loops, and `fused_cross_entropy` through the Trainer. The last column is the speed over torch's autocast fp16."
+        f"GPT-2-small with an untied head ({result['sizes']['vocabulary']} words), 16 x 512 tokens, AdamW, gradients clipped "
+        "at norm 1,\none GPU; medians of interleaved runs. The rows of fabricamp use the Trainer with FusedAdam and everything "
+        "on (bar,\nTensorBoard, checkpoints, one `self.log`). All rows train the same network. The hand-written loops compute "
+        "the loss\nby torch's log-softmax in fp32, the Trainer's runs by `fused_cross_entropy`. \"Speed\" is the wall time of "
+        "torch's\nautocast fp16, divided by the row's."
     )
     parts = []
     if result["rows"]:
@@ -189,10 +196,10 @@ def loop(result):
         cells = [f"{times[way]:.3f}" if way in times else "" for way in ways]
         rows.append([row["network"], row["precision"], str(row["rounds"]), *cells, *shares])
     about = (
-        "Wall ms per step, the device's work included: median of interleaved rounds. AdamW, clip at norm 1, batches in pinned\n"
-        "memory. At O1 torch's columns have autocast and GradScaler, in the bare graph too; O2 is compared with the same.\n"
-        "Lightning and fabricamp have everything on. The last columns: fabricamp over the hand-written loop, and its graph\n"
-        "over the bare graph."
+        "Wall ms per step, including the device's work: the median of interleaved rounds. AdamW, gradients clipped at norm 1,\n"
+        "batches in pinned memory. In the rows O1 and O2 torch's columns, the bare graph too, use autocast and GradScaler.\n"
+        'Lightning and fabricamp have everything on. "Eager" is fabricamp\'s time divided by that of the hand-written loop,\n'
+        '"graph" that of fabricamp\'s graph divided by that of the bare graph.'
     )
     head = ["network and batch", "precision", "rounds", *ways, "eager", "graph"]
     shown = f"## The step as a CUDA graph on {result['device']}\n\n{about}\n\n{table(head, rows)}"
@@ -203,8 +210,8 @@ def loop(result):
 def several_steps(rows):
     ways = ("bare graph, resident", "fabricamp, steps=8")
     about = (
-        "With the data on the GPU: by hand, a gather for each batch and the bare graph of one step; fabricamp, a ResidentLoader\n"
-        "and eight steps per launch."
+        "With the dataset in GPU memory. The hand-written loop gathers each batch and replays the bare graph of one step;\n"
+        "fabricamp uses a ResidentLoader and launches eight steps at once."
     )
     cells = []
     for row in rows:
@@ -225,9 +232,10 @@ def loop_ranks(result):
         faster = f"{times[ways[0]] / times['fabricamp, delayed_ddp, graph']:.1f}x"
         rows.append([str(row["batch"]), row["precision"], str(row["rounds"]), *cells, *shares, faster])
     about = (
-        "ResNet-50 (channels_last) with SyncBatchNorm, wall ms per step, exchange and AdamW's update included; medians of\n"
-        "interleaved rounds. By hand: fabricamp's SyncBatchNorm and one all_reduce of all gradients, captured as a bare\n"
-        "graph. The last columns: each strategy's graph over the one by hand, and torch over the graph of delayed_ddp."
+        "ResNet-50 (channels_last) with SyncBatchNorm: wall ms per step, including the all-reduce and AdamW's update; medians of\n"
+        'interleaved rounds. "By hand" captures fabricamp\'s SyncBatchNorm and one all_reduce of all gradients as a bare graph.\n'
+        "The last columns are the time of each strategy's graph divided by that of the graph by hand, and torch's time\n"
+        "divided by that of the graph of delayed_ddp."
     )
     head = ["batch per rank", "precision", "rounds", *ways, "delayed_ddp, graph", "ddp, graph", "torch"]
     return f"## A step of two ranks as a CUDA graph on {result['device']}\n\n{about}\n\n{table(head, rows)}"
@@ -260,11 +268,12 @@ def fsdp(result):
         for row in steps
     ]
     about = (
-        "GPTs with sharded weights: 1.4 billion parameters on 4 x 1024 tokens a rank with reshard_after_forward=False, 6.9\n"
-        "billion on 1 x 2048 with True; fp32 shards, computed in bf16, gradients averaged in fp32, clipped at norm 1, AdamW. Ours\n"
-        "is the Trainer at O5 with FusedAdam, everything on. By hand is torch's fully_shard, its AdamW (fused or foreach) and\n"
-        "clip_grad_norm_. Plain is the fused AdamW over plain tensors in the memory of a rank's shards, with a norm per rank.\n"
-        "Llama 8B is a network of Llama 3 8B's shape on 1 x 2048 tokens, five steps. One run each; MFU is of 989.4 TFLOP/s."
+        "GPTs with sharded weights: 1.4 billion parameters, 4 x 1024 tokens per rank, reshard_after_forward=False; and 6.9 "
+        "billion,\n1 x 2048 tokens, reshard_after_forward=True. The shards are fp32, the computation is bf16, gradients are "
+        'averaged in\nfp32 and clipped at norm 1, the optimizer is AdamW. "Ours" is the Trainer at O5 with FusedAdam and '
+        'everything on.\n"By hand" is torch\'s fully_shard, its AdamW (fused or foreach) and clip_grad_norm_. "Plain" is '
+        'the fused AdamW with plain\ntensors as large as a rank\'s shards, and one norm per rank. "Llama 8B" is a network of '
+        "Llama 3 8B's shape, 1 x 2048\ntokens, five steps. Every row is one run; MFU is relative to 989.4 TFLOP/s."
     )
     parts = [f"## Sharded weights on {result['device']}", about]
     head = ["network", "by", *names.values(), "tokens/s a GPU", "MFU", "step over fused", "host over plain"]
@@ -276,13 +285,13 @@ def fsdp(result):
 def checkpoints(row):
     """Seconds that a checkpoint of sharded weights takes."""
     names = {
-        "save_s": "a save that training waits for",
-        "held_s": "the first beside it: training waits",
-        "written_s": "and it is on the disk after",
-        "begin_s": "a run from its set-up to its first batch",
-        "begin_from_checkpoint_s": "one that goes on from a checkpoint",
+        "save_s": "a save for which training waits",
+        "held_s": "the first save in the background: time for which training waits",
+        "written_s": "the same save: time until it is on disk",
+        "begin_s": "set-up of a run, up to its first batch",
+        "begin_from_checkpoint_s": "set-up of a run that resumes from a checkpoint",
     }
-    about = f"Seconds for a checkpoint of {row['network']}, {row['checkpoint_gb']:.1f} GB in a folder on the machine's disk:"
+    about = f"Seconds for a checkpoint of {row['network']}: {row['checkpoint_gb']:.1f} GB in a folder on the machine's disk."
     return f"{about}\n\n{table(['what', 's'], [[words, f'{row[name]:.2f}'] for name, words in names.items()])}"
 
 
@@ -295,9 +304,9 @@ def steps(rows):
 
 def learning(result):
     about = (
-        f"Losses (nats per byte) of a small GPT over {result['steps']} steps, with equal batches and, but for the second row,\n"
-        "equal weights at the start: the mean of the last 100 steps, its distance from torch's fp32 loop, and the largest gap\n"
-        "between means over 100 steps on the way. The second row shows the noise."
+        f"Losses (nats per byte) of a small GPT over {result['steps']} steps. All runs read the same batches; all but the "
+        "second row\nstart from the same weights, so the second row shows the noise. The columns are the mean loss of the last "
+        "100 steps,\nits difference from torch's fp32 loop, and the largest difference between means over 100 steps of training."
     )
     rows = [
         [row["run"], f"{row['final']:.4f}", f"{row['over_fp32']:+.4f}", f"{row['largest_gap']:.4f}"]
@@ -308,10 +317,11 @@ def learning(result):
 
 def syncbn(result):
     about = (
-        "One layer, forward and backward, fp16, wall ms. GPU ms: iterations that were queued behind a sleeping kernel. Host us:\n"
-        "the time a rank takes to issue one (torch's waits for the GPU). Then a whole ResNet-50 step (fp16 autocast,\n"
-        "channels_last, torch's DistributedDataParallel, or one all_reduce under a CUDA graph), and the exchange of (2, 512)\n"
-        "alone."
+        'The first tables measure forward and backward of one layer in fp16, in wall ms. "GPU ms" is the time of iterations '
+        'that\nwere queued while a kernel slept. "Host us" is the time in which a rank issues one iteration (torch\'s layer '
+        "waits for\nthe GPU). The next table has a whole ResNet-50 step (fp16 autocast, channels_last, torch's "
+        "DistributedDataParallel;\nunder a CUDA graph one all_reduce instead). The last one has only the exchange of (2, 512) "
+        "values."
     )
     worst = [[name, f"{value:.2f}"] for name, value in result["ratios"].items()]
     steps = {(row["batch"], row["run"]): row["wall_ms"] for row in result["networks"]}
@@ -339,7 +349,7 @@ GRAPH = ", CUDA graph"
 
 
 def layers(rows):
-    """A row per shape: the local layer, ours, torch's (which a CPU has not)."""
+    """A row per shape: the local layer, ours, torch's (GPUs only)."""
     shapes = {}
     for row in rows:
         shapes.setdefault((" x ".join(map(str, row["shape"])), row["layout"]), {})[row["run"]] = row
@@ -356,16 +366,16 @@ def layers(rows):
 
 
 def over_local(steps, batch, run):
-    """A step beside the one whose ranks normalise alone, both in a CUDA graph or neither."""
+    """The ratio of a step to the same step with local BatchNorm, both with or both without a CUDA graph."""
     return f"{steps[batch, run] / steps[batch, LOCAL + GRAPH if run.endswith(GRAPH) else LOCAL]:.2f}"
 
 
 def ddp(result):
     about = (
-        "Forward and backward under fp16 autocast, the exchange of gradients, and torch's fused SGD; medians of rounds that run\n"
-        "every row in turn. GPU ms: a step whose launches were queued before it began. Wall ms: steps as a loop runs them, with\n"
-        "the host slower than the GPU. Ratios are of GPU time: delayed over no exchange plus the flat all_reduce alone,\n"
-        "overlapped over torch's with gradient_as_bucket_view."
+        "A step is forward and backward under fp16 autocast, the all-reduce of gradients, and torch's fused SGD. Each round runs\n"
+        'every row once; the figures are medians of the rounds. For "GPU ms" all launches of a step were queued before it '
+        'began.\n"Wall ms" is a step of a usual loop, in which the host is slower than the GPU. The ratios divide GPU times: '
+        "delayed by the\nsum of no exchange and the flat all_reduce alone, overlapped by torch's with gradient_as_bucket_view."
     )
     columns = result["columns"]
     names = next(iter(columns.values()))["ratios"]
@@ -386,7 +396,7 @@ def ddp(result):
             ]
             for row in column["rows"]
         ]
-        rows[-1][-1] = ""  # the collective by itself is no step
+        rows[-1][-1] = ""  # the collective alone is not a step
         parts.append(table([name, "GPU ms", "wall ms", "wall ms of rounds", "over no exchange"], rows))
     return "\n\n".join(parts)
 
@@ -441,11 +451,11 @@ RENDERERS = {
     "loop_ranks": loop_ranks,
     "fsdp": fsdp,
 }
-"""By what the names of the result files begin with, in front of the first ``-``."""
+"""By the first part of a result file's name, before ``-``."""
 
 
 def by_fabricamp(text):
-    """The names that results call "ours" and "our", as a reader knows them."""
+    """The text with "fabricamp" for "ours" and "our"."""
     return re.sub(r"\bours?\b", "fabricamp", text)
 
 

@@ -10,7 +10,7 @@ def overhead(result):
     for run, name in names.items():
         if f"Lightning: {run}" in over:
             beside = f"Lightning 2: {over[f'Lightning: {run}']:,.0f} us"
-            what = f"what the Trainer adds to a step of a hand-written loop, {name}"
+            what = f"time that the Trainer adds to a step of a hand-written loop, {name}"
             rows.append([what, f"{over[f'fabricamp: {run}']:.0f} us", beside, where(result)])
     return rows
 
@@ -74,7 +74,7 @@ def ddp(result):
         rows = {row["run"]: row for row in column["rows"] if row["gpu_ms"] is not None}
         ours, theirs = rows.get("fabricamp, overlapped"), rows.get("torch DDP, gradient_as_bucket_view")
         if ours and theirs:
-            what = f"a step with its exchange of gradients in messages, {name}"
+            what = f"a step with the all-reduce of gradients overlapped with backward, {name}"
             found.append(
                 [what, gpu_and_wall(ours), f"torch's DDP at its fastest: {gpu_and_wall(theirs)}", where(result)]
             )
@@ -103,11 +103,11 @@ KINDS = {
 }
 """In the order of the table."""
 
-HEAD = ["what", "fabricamp", "beside it", "on"]
+HEAD = ["what", "fabricamp", "compared with", "on"]
 
 
 def rows_of(results):
-    """The rows of ``results``, which are by the names of their files."""
+    """The rows of ``results``, a dict by file name."""
     rows = []
     for kind, summarized in KINDS.items():
         for name, result in results.items():

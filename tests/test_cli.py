@@ -252,7 +252,7 @@ def test_what_json_cannot_hold_is_named(capfd):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["fitt", "config.yaml"], "'fitt' is no command; did you mean 'fit'?"),
+        (["fitt", "config.yaml"], "'fitt' is not a command; did you mean 'fit'?"),
         (["fit", "konfig.yaml"], "did you mean 'config.yaml'?"),
         (["fit", "config.yaml", "trainer.precisn=O1"], "did you mean 'precision'?"),
         (["fit", "config.yaml", "trainer.precision"], "write key=value"),

@@ -1,4 +1,4 @@
-"""The rank that this process was started as, known before a Trainer sets up its environment."""
+"""The rank that this process was started as, for rank zero functions, known before a Trainer sets up its environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of other trainers and of Lightning 1 write, and what to write instead: the tables of ``migration.toml``."""
+"""Names from other trainers and from Lightning 1, and what to write instead: the tables of ``migration.toml``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows what mixed precision does, and reads and writes apex's checkpoint files."""
+"""Logs loss scale and skipped steps of mixed precision, and reads and writes apex's checkpoint files."""
 
 from __future__ import annotations
 

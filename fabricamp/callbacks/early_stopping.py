@@ -1,4 +1,4 @@
-"""Ends training when a metric stops improving."""
+"""Early stopping: ends training when a metric stops improving."""
 
 from __future__ import annotations
 

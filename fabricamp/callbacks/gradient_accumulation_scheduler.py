@@ -1,4 +1,4 @@
-"""Changes the number of micro-batches per step from epoch to epoch."""
+"""Changes the gradient accumulation (the micro-batches per step) from epoch to epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs norms and histograms of gradients."""
+"""Logs gradient norms and histograms."""
 
 from __future__ import annotations
 

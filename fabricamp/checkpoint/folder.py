@@ -1,4 +1,4 @@
-"""The folder form of a checkpoint: ``state.pt`` (the file form without sharded tensors), and a DCP folder with sharded tensors.
+"""A sharded checkpoint is a folder: ``state.pt`` (the file form without sharded tensors), and a DCP folder with sharded tensors.
 
 ``state.pt`` names the folder of its tensors and is written last: a kill at any moment leaves the old checkpoint or the new one.
 A new checkpoint folder is renamed to its final name when it is complete; in an existing folder ``state.pt`` is replaced.

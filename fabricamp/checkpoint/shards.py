@@ -1,4 +1,4 @@
-"""Sharded tensors on disk: torch's distributed checkpoint (DCP) of tensors only, read without running code from a file.
+"""The tensors of a sharded checkpoint: torch's distributed checkpoint (DCP), read without running code from a file.
 
 In order: a checkpoint is split into its sharded tensors and all other values; the tensors are written, checked and read; and
 tensors of a checkpoint, full or sharded in another way, are loaded as this rank's local shards.

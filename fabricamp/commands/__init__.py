@@ -1,1 +1,1 @@
-"""The commands `fabricamp bench` and `fabricamp doctor`; runs/ has the commands that look at runs."""
+"""The commands `fabricamp bench`, `doctor` and `export`; runs/ has the commands that read the logs of runs."""

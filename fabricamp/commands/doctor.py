@@ -1,4 +1,4 @@
-"""Checks the machine: what is installed, whether it works together, and how to fix problems."""
+"""Checks the machine: the installed packages, whether they work together, and how to fix problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads batches from the loader, prepares them and hands them to the step; keeps the position that a checkpoint stores.
+"""Reads batches from the loader, prefetches them, and gives them to the step; keeps the position that a checkpoint stores.
 
 In the order of the file: what a run asks of a :class:`Feed`, one pass from its opening to its end, and the resume point.
 """

@@ -1,4 +1,4 @@
-"""Moves batches to a device: now, or on a GPU ahead of their step and concurrently with the steps before it (:class:`Staging`)."""
+"""Moves batches to a device: at once, or prefetched to a GPU while earlier steps run (:class:`Staging`)."""
 
 from __future__ import annotations
 

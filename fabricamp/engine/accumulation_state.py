@@ -1,4 +1,4 @@
-"""The accumulation in progress when a checkpoint is written: its gradients are saved, so nothing is replayed.
+"""A gradient accumulation in progress when a checkpoint is written: its gradients are saved, and no batch is read again.
 
 In a checkpoint: ``gradients`` by parameter, each stacked over the ranks or sharded; ``held``, for each rank the names of the
 parameters with a gradient; ``tensors``, what the update keeps beside ``.grad``, stacked over the ranks.

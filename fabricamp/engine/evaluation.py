@@ -1,4 +1,4 @@
-"""The evaluation loop: validate, test and predict over one loader or several; and what an entry point does with the results."""
+"""The evaluation loop: validate, test and predict over one loader or several; then prints or gathers the results."""
 
 from __future__ import annotations
 

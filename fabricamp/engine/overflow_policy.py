@@ -1,4 +1,4 @@
-"""Acts on step statuses: schedules follow applied steps, skipped steps are reported, the overflow policy ends a run."""
+"""Acts on step statuses: advances schedules by applied steps, reports skipped steps, ends a run on overflow (``nan_policy``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts that the loop and the update of a fit work with, and the limits that end a fit."""
+"""The parts that the loop and the update of a fit use, and the limits that end a fit."""
 
 from __future__ import annotations
 

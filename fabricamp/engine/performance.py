@@ -1,4 +1,4 @@
-"""What ``Trainer(performance=...)`` sets for a run: TF32, cuDNN's search, memory formats, garbage collection."""
+"""The options of ``Trainer(performance=...)``: TF32, cuDNN's search, memory formats, garbage collection."""
 
 from __future__ import annotations
 

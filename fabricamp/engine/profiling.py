@@ -1,4 +1,4 @@
-"""Reports calls to a profiler: they are wrapped once before the run, and not at all without a profiler."""
+"""Reports the phases of a run to a profiler: the calls are wrapped once before the run, and only if there is a profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a resumed run equal to an uninterrupted one: saves and restores each rank's resume point between two micro-batches.
+"""Exact resume: saves and restores each rank's resume point, so that a resumed run equals an uninterrupted one.
 
 A resume point is everything besides weights, optimizers and counters: RNG states, the position in the data, logged values that
 are not published yet, and the gradients of an accumulation in progress.  These gradients are saved as they are, so a run that was

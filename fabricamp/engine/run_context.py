@@ -1,4 +1,4 @@
-"""A module's references to the run that it is in, and ``self.all_gather``, which works by them."""
+"""A module's references to the run that it is in, and ``self.all_gather``, which uses them."""
 
 from __future__ import annotations
 

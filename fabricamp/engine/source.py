@@ -1,4 +1,4 @@
-"""Where batches come from: finds and wires loaders, limits their lengths, prepares batches on their way to the device.
+"""The source of batches: finds and wires loaders, limits their lengths, and prepares batches before the transfer.
 
 :class:`GivenData` is what an entry point was called with.  :class:`DataSource` asks for the training loader and the evaluation
 loaders, makes a feed of each, and replaces loaders in epochs that reload them.

@@ -1,4 +1,4 @@
-"""Automatic optimization: runs a micro-batch's forward and backward, and at the end of an accumulation the update.
+"""Automatic optimization with gradient accumulation: forward and backward of a micro-batch, and the update after the last one.
 
 The parts, in their order: :class:`Update`; :class:`ResolvedHooks`, what an update calls of hooks, module and precision, looked up
 before the first batch; :class:`LossWeights`, for losses given as (sum, weight); :class:`AccumulationTensors`, the state of an

@@ -1,4 +1,4 @@
-"""A call of fit, validate, test or predict that runs in worker processes, and what comes back to the caller."""
+"""A call of fit, validate, test or predict that runs in worker processes, and the results that they return to the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accumulated gradients of one optimizer, in ``.grad`` or summed in flat memory."""
+"""Gradient accumulation: the accumulated gradients of one optimizer, in ``.grad`` or summed in flat memory."""
 
 from __future__ import annotations
 

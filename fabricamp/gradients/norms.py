@@ -1,4 +1,4 @@
-"""Norms and histograms of gradients, computed on the gradients' device without a host read."""
+"""Gradient norms and histograms, computed on the gradients' device without a host read."""
 
 from __future__ import annotations
 

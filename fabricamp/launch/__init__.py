@@ -1,4 +1,4 @@
-"""This process's rank among others, the devices that it may use, and the start of further processes."""
+"""The launcher: this process's rank (torchrun, SLURM), the devices that it may use, and the start of further processes."""
 
 from fabricamp.launch.devices import resolve_devices as resolve_devices
 from fabricamp.launch.environment import check_environment as check_environment

@@ -1,4 +1,4 @@
-"""Reads this process's rank and world size from the starter's environment variables (torchrun, SLURM, submitit, or none).
+"""Reads this process's rank and world size from the launcher's environment variables (torchrun, SLURM, submitit, or none).
 
 After :func:`detect` and the checks come the starters one by one; last, the request to SLURM to run this job again.
 """

@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine, by running the script again or by calling a function, and waits for them.
+"""The launcher: starts the ranks of this machine, by running the script again or calling a function, and waits for them.
 
 First the starter's side, then a worker's that calls a function; last, the locks of logging while a process forks loader workers.
 """

@@ -1,4 +1,4 @@
-"""Chooses how further processes are started: by running the script again, by fork, or by spawn.
+"""The launcher's choice of how further processes are started: by running the script again, by fork, or by spawn.
 
 After that comes what this process is: whether its script can run again, and whether somebody waits for its result; last, the end of
 a worker together with its starter, the process that started it.

@@ -1,4 +1,4 @@
-"""The base class of loggers, and what keeps the random numbers of their packages apart from the run's."""
+"""The base class of loggers, and a guard for the run's random numbers, which logging packages must not consume."""
 
 from __future__ import annotations
 

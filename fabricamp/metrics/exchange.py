@@ -1,4 +1,4 @@
-"""Transfers a table's values to the host, with those of the other ranks: one packed vector and one asynchronous copy.
+"""A flush: transfers a table's values to the host, with those of the other ranks, by one packed vector and one copy.
 
 Every rank sends the same number of cells; the exchange cannot hang, whatever the ranks have logged:
 

@@ -1,4 +1,4 @@
-"""Clipping by norm as a function, for hand-written loops."""
+"""Gradient clipping by norm as a function, for hand-written loops; the Trainer clips in ``precision/stepper.py``."""
 
 from __future__ import annotations
 

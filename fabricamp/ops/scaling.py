@@ -1,4 +1,4 @@
-"""Computes the gradients' multiplier from their statistics and updates the loss scale: on the device, without a host read."""
+"""Gradient clipping and unscaling as one multiplier, and the update of the loss scale: on the device, without a host read."""
 
 from __future__ import annotations
 

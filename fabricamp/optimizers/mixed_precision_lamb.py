@@ -1,4 +1,4 @@
-"""LAMB with learning rate and step count on the device, and with master weights of half parameters in its state."""
+"""LAMB for mixed precision: learning rate and step count on the device, master weights of half parameters in its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precisions: they set a module's compute dtype, run backward, and make the update."""
+"""Precisions (mixed precision, opt levels): they set a module's compute dtype, run backward, and make the update."""
 
 from fabricamp.precision.base import PRECISIONS, Clip, Conversion, Precision
 from fabricamp.precision.level import OptLevel

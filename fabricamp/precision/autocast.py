@@ -1,4 +1,4 @@
-"""torch.autocast as a reusable context, and the user's registered half, float and promote functions."""
+"""Mixed precision by torch.autocast, as a reusable context, and the user's registered half, float and promote functions."""
 
 from __future__ import annotations
 

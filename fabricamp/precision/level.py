@@ -1,4 +1,4 @@
-"""The opt levels as one Precision, composed of autocast, casting, master weights and loss scaling.
+"""Mixed precision: the opt levels as one Precision, composed of autocast, casting, master weights and loss scaling.
 
 First the loss scale of a level: constant, constant with a ``nan_policy``, or dynamic with one scale per loss.  Then
 :class:`OptLevel`: its options, its set-up (module, optimizers), a step (forward, backward, step), and its state.

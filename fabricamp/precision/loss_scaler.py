@@ -1,4 +1,4 @@
-"""Loss scaling with its state on the device; step statuses reach the host exactly two steps later, through a ring buffer."""
+"""The loss scaler: loss scale and overflow flag on the device; step statuses reach the host two steps later, through a ring."""
 
 from __future__ import annotations
 

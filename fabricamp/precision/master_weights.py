@@ -1,4 +1,4 @@
-"""The fp32 values of a converted module: masters of trained parameters, originals of the other tensors."""
+"""The fp32 values of a converted module: master weights of trained parameters, originals of the other tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of opt levels, and the checks of a caller's overrides."""
+"""The table of opt levels (mixed precision as in apex), and the checks of a caller's overrides."""
 
 from __future__ import annotations
 

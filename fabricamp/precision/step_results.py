@@ -1,4 +1,4 @@
-"""The status of each step (applied or skipped): decided on the device, read by the host two steps later.
+"""The status of each step (applied, or skipped for overflow): decided on the device, read by the host two steps later.
 
 :class:`StepResults` joins the loss scaler's ring of statuses with the parameters that the statistics of each step belong to, so
 the host can name the gradients of an overflow.  :class:`LossWatch` stands in if nothing checks the gradients.

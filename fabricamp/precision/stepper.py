@@ -1,4 +1,4 @@
-"""Steps optimizers: unscales, checks and clips the gradients, then updates the parameters or skips the step.
+"""Steps optimizers: unscaling, overflow check and gradient clipping, then the update, or a skipped step.
 
 A step is three launches over all parameters of an optimizer.  The host reads none of their results, unless the optimizer cannot
 read the overflow flag on the device (:func:`may_skip`)::

@@ -1,4 +1,4 @@
-"""The profiler of a run: what ``Trainer(profiler=...)`` gives, or :class:`PassThroughProfiler` without that argument."""
+"""The profiler of a run: ``Trainer(profiler=...)``, or :class:`PassThroughProfiler` without that argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes pictures to files with matplotlib."""
+"""Writes plots to files with matplotlib."""
 
 from __future__ import annotations
 

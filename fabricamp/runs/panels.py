@@ -1,4 +1,4 @@
-"""Chooses the panels of a picture and their metrics, and smooths the lines."""
+"""Chooses the panels of a plot and their metrics, and smooths the lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies: the processes of a run and the exchange of gradients; given by name or as an object with options."""
+"""Strategies (data parallel, sharded): the processes of a run and the all-reduce of gradients; a name or an object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""apex's delayed all-reduce as a strategy: gradients are exchanged after backward in flat buffers, and the update reads these.
+"""Data parallel with apex's delayed all-reduce: gradients are averaged after backward in flat buffers, which the update reads.
 
 In this order: the options; a run's module (:meth:`~DelayedDDP.wrap_module`); the exchange of a step, from
 :meth:`~DelayedDDP.reduce_gradients` down; the flat buffers that it uses.

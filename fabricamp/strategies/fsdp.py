@@ -1,7 +1,7 @@
-"""torch's ``fully_shard`` as a strategy: each rank holds a shard of every parameter, gradient and optimizer state.
+"""Fully sharded data parallel (torch's ``fully_shard``): each rank holds a shard of parameters, gradients and optimizer states.
 
-In this order: the strategy; the full gradients that it keeps during an accumulation; the way back to a plain module after a run;
-the checks of its options.
+In this order: the strategy with its activation checkpointing; the full gradients that it keeps during an accumulation; the way
+back to a plain module after a run; the checks of its options.
 """
 
 from __future__ import annotations

@@ -156,7 +156,9 @@ class ProcessGroupStrategy(Strategy):
     def all_gather_object(self, value: Value) -> list[Value]:
         """Returns ``value`` (anything that pickles) of every rank, in rank order."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)  # takes no device, unlike broadcast_object_list: with NCCL it is the current GPU
+        dist.all_gather_object(
+            values, value
+        )  # takes no device, unlike broadcast_object_list: with NCCL it is the current GPU
         return values
 
     def barrier(self, name: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The Trainer's plain arguments: what each may be, what is checked of them together, and what those are that are left out.
+"""The Trainer's plain arguments: their allowed values, the checks of several together, and their defaults.
 
 In this order: checks of one argument alone; :class:`Settings`, which declares the arguments; checks of several together; arguments
 that nobody knows; arguments that are left out, or given by environment variables.

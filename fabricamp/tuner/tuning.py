@@ -1,4 +1,4 @@
-"""Searches before a fit, and what becomes of their results.
+"""Searches before a fit, and the use of their results.
 
 :class:`Tuner` has Lightning's names for them; :func:`search_first` runs those of the Trainer's callbacks.  Both end in
 :func:`find_learning_rate` and :func:`find_batch_size`, which set the values that were found.

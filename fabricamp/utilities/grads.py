@@ -1,4 +1,4 @@
-"""Norms of gradients, for logging."""
+"""Gradient norms, for logging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that run, log or warn on rank 0 only: those of lightning-utilities, with the rank set."""
+"""Functions that run, log or warn on rank zero only: those of lightning-utilities, with the rank set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches a run from a second thread: any rank may ask to stop, and a rank that fails, hangs or is gone ends the run."""
+"""The watchdog: a second thread with heartbeats; any rank may ask to stop, and a rank that fails, hangs or dies ends the run."""
 
 from fabricamp.watchdog.leaving import leave_at_exit
 from fabricamp.watchdog.requests import LoopRequests

@@ -1,4 +1,4 @@
-"""The watchdog thread: spreads stop requests, and ends the process if the run cannot continue.
+"""The watchdog thread: sends heartbeats and stop requests, and ends the process if the run cannot continue.
 
 First what the main thread calls, then the thread: each poll of the store, and the ways in which it ends the process.
 """

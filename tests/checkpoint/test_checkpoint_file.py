@@ -227,7 +227,7 @@ def test_a_file_that_is_no_checkpoint_says_so_in_words(tmp_path, content, words)
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"is damaged or not a checkpoint .*{words}.*use an older one") as error:
         read_checkpoint(path)
-    reason = re.search(r"no checkpoint \((.*)\);", str(error.value))[1]
+    reason = re.search(r"not a checkpoint \((.*)\);", str(error.value))[1]
     assert not reason.isdigit()
 
 

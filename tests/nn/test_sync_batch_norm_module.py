@@ -279,7 +279,7 @@ def test_what_cannot_work_is_refused():
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
     with pytest.raises(ConfigError, match="did you mean 'peer'"):
         SyncBatchNorm(6, exchange="pear")
-    with pytest.raises(ConfigError, match="process_group=2 is no process group"):
+    with pytest.raises(ConfigError, match="process_group=2 is not a process group"):
         SyncBatchNorm(6, process_group=2)
     with pytest.raises(ConfigError, match="one module, not a list"):
         convert_syncbn_model([nn.BatchNorm1d(6)])

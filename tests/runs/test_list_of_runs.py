@@ -102,7 +102,9 @@ def test_the_name_of_a_metric_is_in_one_line(name, columns, capsys, monkeypatch)
     assert cells[0][1] == "2026-11-23 15:27"
 
 
-@pytest.mark.parametrize(("words", "message"), [(["."], "'.' holds no run"), (["nowhere"], "'nowhere' is no folder")])
+@pytest.mark.parametrize(
+    ("words", "message"), [(["."], "'.' holds no run"), (["nowhere"], "'nowhere' is not a folder")]
+)
 def test_where_there_are_none(words, message, capsys):
     assert main(["runs", *words]) == 2
     assert f"{message}; give the folder of runs" in capsys.readouterr().err

@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_model(tmp_path):
     trainer.fit(Classifier(), loader())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     other = variant(__init__=lambda self: (Classifier.__init__(self), setattr(self, "extra", torch.nn.Linear(2, 2)))[0])
-    with pytest.raises(CheckpointError, match="another model.*missing extra.bias, extra.weight"):
+    with pytest.raises(CheckpointError, match="does not fit the model.*missing extra.bias, extra.weight"):
         quiet_trainer(max_epochs=1).fit(other, loader(), ckpt_path=tmp_path / "a.ckpt")
     wider = variant(
         __init__=lambda self: (

@@ -503,7 +503,7 @@ def test_load_from_checkpoint_builds_the_module_anew(tmp_path):
     plain.save_checkpoint(tmp_path / "b.ckpt")
     with pytest.raises(CheckpointError, match=r"width.*save_hyperparameters"):
         Configured.load_from_checkpoint(tmp_path / "b.ckpt")
-    with pytest.raises(CheckpointError, match="another model"):
+    with pytest.raises(CheckpointError, match="does not fit the model"):
         Configured.load_from_checkpoint(tmp_path / "b.ckpt", width=5)
 
 

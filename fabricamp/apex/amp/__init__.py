@@ -1,4 +1,4 @@
-"""apex's amp on fabricamp's precisions: ``initialize``, ``scale_loss`` and related names."""
+"""apex's mixed precision (amp) on fabricamp's precisions: ``initialize``, ``scale_loss`` and related names."""
 
 from fabricamp.apex.amp import amp as amp
 from fabricamp.apex.amp import compat as compat

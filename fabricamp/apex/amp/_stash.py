@@ -1,4 +1,4 @@
-"""amp's state of an optimizer: fp32 masters in its groups, unscaled gradients for them, and steps that may be skipped."""
+"""amp's state of an optimizer: fp32 master weights in its groups, unscaled gradients for them, and steps that may be skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""apex's LossScaler: its names, with the state of fabricamp's scaler on the device."""
+"""apex's LossScaler: its names, with the loss scale in fabricamp's scaler on the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Written by tools/write_aliases.py
-"""apex's tools for scripts that convert a model to half, scale the loss and keep masters themselves."""
+"""apex's tools for scripts that convert a model to half, scale the loss and keep master weights themselves."""
 
 from fabricamp.apex.fp16_utils.fp16_optimizer import FP16_Optimizer as FP16_Optimizer
 from fabricamp.apex.fp16_utils.fp16util import BN_convert_float as BN_convert_float

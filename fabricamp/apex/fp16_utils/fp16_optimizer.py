@@ -1,4 +1,4 @@
-"""apex's FP16_Optimizer: adds masters and a loss scale to any optimizer of a half model."""
+"""apex's FP16_Optimizer: adds master weights and a loss scale to any optimizer of a half model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts one process per GPU on this machine: ``python -m fabricamp.apex.parallel.multiproc script --args``; torchrun does more."""
+"""apex's launcher, one process per GPU of this machine: ``python -m fabricamp.apex.parallel.multiproc script --args``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step does on the host, which a replay of its graph leaves out: watched for, guarded, or repeated.
+"""Effects of a step on the host, which a replay of its graph leaves out: detected, guarded, or repeated.
 
 In the order in which a step meets them:
 
