@@ -266,7 +266,7 @@ class Runner:
         trainer = self.trainer
         own_before = dict(vars(self))
         names = ("state", "precision_plugin", "ckpt_path", "log_dir", "log_folder", "loggers", "profiler")
-        before = {name: getattr(trainer, name) for name in names}
+        before = {name: vars(trainer)[name] for name in names}  # a read of log_dir would make a folder
         callbacks_before = list(trainer.callbacks)
         self.settings = dataclasses.replace(self.settings)
         # New lists: the present ones are restored as they are.

@@ -183,7 +183,7 @@ class Trainer(TrainerProperties):
         self.profiler = profiler_from(given["profiler"], self.device_type)
         self.state = RunState()
         self.ckpt_path: str | None = None
-        self.log_dir: str | None = None
+        self.log_dir = None
         self.log_folder: str | None = None
         self.loggers = as_loggers(logger, settings)
         own = as_callbacks(callbacks)
