@@ -19,7 +19,6 @@ from fabricamp import launch
 from fabricamp.arguments.not_offered import lightnings
 from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.callbacks.checkpoint import Checkpoint
-from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import storage
 from fabricamp.data import DataModule
 from fabricamp.engine.ckpt_path import resolve_checkpoint
@@ -160,8 +159,6 @@ class Runner:
         callbacks = [callback for callback in self._given_callbacks if type(callback) not in own_classes]
         callbacks += self._own_callbacks
         callbacks += _not_replaced(self._default_callbacks, callbacks)
-        if self.settings.fast_dev_run:
-            callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
         # Monitors after the callbacks whose values they read, and checkpoints after the callbacks whose states they save.
         self._put = sorted(callbacks, key=lambda one: (decides_by_metrics(one), isinstance(one, Checkpoint)))
         self.trainer.callbacks[:] = self._put
