@@ -40,6 +40,7 @@ from fabricamp.module import TrainingModule
 from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.rng import deterministic_mode
 from fabricamp.state import TrainerFn
+from fabricamp.torch_private import uncompiled
 from fabricamp.watchdog import interrupts, leave_at_exit
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class Runner:
         if _is_datamodule(evaluation):
             datamodule = evaluation
             evaluation = None
+        module, compiler = uncompiled(module)
         train = own_loader(train)
         evaluation = own_loader(evaluation)
         for given in (module, train, evaluation, datamodule):
@@ -136,7 +138,7 @@ class Runner:
         if datamodule is not None and (train is not None or evaluation is not None):
             raise ConfigError(f"{name} got loaders and a datamodule; give one of them")
         check_steps(fn, module)
-        return module, GivenData(train=train, evaluation=evaluation, datamodule=datamodule, fn=fn)
+        return module, GivenData(train=train, evaluation=evaluation, datamodule=datamodule, fn=fn, compiler=compiler)
 
     def take_callbacks(self, module: TrainingModule | None) -> None:
         """Sets ``trainer.callbacks``: the given callbacks, the module's, the default ones; monitors last.
