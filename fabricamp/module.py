@@ -323,6 +323,15 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
             )
         return trainer
 
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        if self._attachment is DETACHED:
+            object.__setattr__(self, "_attachment", RunContext())
+        self._attachment.trainer = trainer
+        for child in self.children():
+            if isinstance(child, TrainingModule):
+                child.trainer = trainer
+
     @property
     def global_step(self) -> int:
         """The number of attempted steps so far; 0 outside a Trainer."""

@@ -261,6 +261,8 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Starts counting at the current step; the initial state is not saved."""
+        if trainer.fast_dev_run:  # saves nothing, and removes nothing that earlier runs left
+            return
         self._kept, self._foreign, self._lineage = trainer.strategy.on_rank_zero(lambda: self._files_at_start(trainer))
         self._restored = False
         self._start_at(trainer.global_step)

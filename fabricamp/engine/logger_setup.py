@@ -11,6 +11,8 @@ from fabricamp.loggers.run_folder import folder_of
 
 if TYPE_CHECKING:
     from fabricamp.engine.session import Session
+    from fabricamp.loggers.base import Logger
+    from fabricamp.trainer.properties import TrainerProperties
     from fabricamp.trainer.trainer import Trainer
 
 
@@ -19,11 +21,16 @@ def join_loggers(trainer: Trainer) -> None:
     identities = trainer.strategy.on_rank_zero(lambda: [logger.identity() for logger in trainer.loggers])
     for logger, identity in zip(trainer.loggers, identities, strict=True):
         logger.join(identity)
-    first = next((logger for logger in trainer.loggers if logger.log_dir is not None), None)
+    first = first_with_folder(trainer)
     folders = (trainer.default_root_dir, trainer.root_folder)
     if first is not None:
         folders = (str(first.log_dir), str(folder_of(first)))
     trainer.log_dir, trainer.log_folder = trainer.strategy.broadcast(folders)
+
+
+def first_with_folder(trainer: TrainerProperties) -> Logger | None:
+    """Returns the first logger that has a folder."""
+    return next((logger for logger in trainer.loggers if logger.log_dir is not None), None)
 
 
 def kept_of(session: Session) -> list[tuple[str, SavedHyperparameters]]:

@@ -74,17 +74,24 @@ class ManagedOptimizer:
         return f"Managed{self.optimizer!r}"
 
 
-def parse_optimizers(returned: Any, *, own_step: bool = False) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def parse_optimizers(
+    returned: Any, *, own_step: bool = False, manual: bool = False
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
 
     One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists; a dict with ``"optimizer"`` and
-    ``"lr_scheduler"``; a list or tuple of such dicts; None.  A scheduler is any object if ``own_step``, that is if the module
-    overrides ``lr_scheduler_step``, else one with ``step()``.  Raises :class:`ConfigError` for anything else, and for a scheduler
-    of an optimizer that was not returned.
+    ``"lr_scheduler"``; a list or tuple of such dicts; None.  A scheduler is any object if the module steps it itself: if
+    ``own_step`` (the module overrides ``lr_scheduler_step``) or ``manual`` (manual optimization, where it needs no monitor either);
+    else one with ``step()``.  Raises :class:`ConfigError` for anything else, and for a scheduler of an optimizer that was not
+    returned.
     """
     optimizers, schedulers = _unpacked(returned)
     for config in schedulers:
-        _check_scheduler(config.scheduler, own_step=own_step)
+        _check_scheduler(config.scheduler, own_step=own_step or manual)
+        if config.reduce_on_plateau and config.monitor is None and not manual:
+            raise ConfigError(
+                "a ReduceLROnPlateau scheduler needs 'monitor': the name of the logged value that it watches"
+            )
         owner = getattr(config.scheduler, "optimizer", None)
         # Compared by their groups: LARC shares those of the optimizer that it wraps.
         if owner is not None and not any(owner.param_groups is optimizer.param_groups for optimizer in optimizers):
@@ -222,6 +229,4 @@ def _scheduler(value: Any, monitor: str | None = None) -> SchedulerConfig:
     config = SchedulerConfig(**options)
     check_choice("lr_scheduler interval", config.interval, ("epoch", "step"))
     check_number("lr_scheduler frequency", config.frequency, least=1)
-    if config.reduce_on_plateau and config.monitor is None:
-        raise ConfigError("a ReduceLROnPlateau scheduler needs 'monitor': the name of the logged value that it watches")
     return config

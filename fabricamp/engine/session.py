@@ -225,7 +225,9 @@ class Session:
     def _configure_optimizers(self) -> None:
         module = self.module
         own_step = overrides(module, "lr_scheduler_step", TrainingModule)
-        self.optimizers, self.schedulers = parse_optimizers(module.configure_optimizers(), own_step=own_step)
+        manual = not module.automatic_optimization
+        returned = module.configure_optimizers()
+        self.optimizers, self.schedulers = parse_optimizers(returned, own_step=own_step, manual=manual)
         check_optimizers(self.optimizers, module)
         check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
         self.optimizers = self.strategy.setup_optimizers(self.optimizers)

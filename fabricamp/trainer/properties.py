@@ -9,9 +9,11 @@ from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.early_stopping import EarlyStopping
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.engine.logger_setup import first_with_folder
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.launch.devices import Accelerator, accelerator_of
+from fabricamp.loggers.run_folder import writes
 from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_name
 from fabricamp.state import RunningStage, RunState, TrainerFn, TrainerStatus
@@ -46,8 +48,6 @@ class TrainerProperties(TrainerLimits):
     ckpt_path: str | None
     device_type: str
     """"cpu" or "cuda"."""
-    log_dir: str | None
-    """The folder of this run's logs, the same on every rank; the default folder if no logger writes files."""
     _runner: Runner
 
     def __repr__(self) -> str:
@@ -115,6 +115,23 @@ class TrainerProperties(TrainerLimits):
     def record(self) -> Record:
         """The state of the running, or the last, fit: named sections that are saved and restored."""
         return self._opened.record
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this run's logs, the same on every rank; the default folder if no logger writes files.
+
+        Before the first run, a read on rank 0 takes the folder that the run then uses; other ranks, which rank 0 has not told yet,
+        have None.
+        """
+        known: str | None = vars(self)["log_dir"]
+        if known is not None or not writes():
+            return known
+        first = first_with_folder(self)
+        return self.default_root_dir if first is None else first.log_dir
+
+    @log_dir.setter
+    def log_dir(self, folder: str | None) -> None:
+        vars(self)["log_dir"] = folder
 
     @property
     def logger(self) -> Logger | None:
