@@ -259,7 +259,9 @@ def overrides(part: object, name: str, base: type) -> bool:
     if getattr(part, name, None) is None:
         return False
     base = lightnings_base(type(part)) or base
-    return name in vars(part) or getattr(type(part), name, None) is not getattr(base, name, None)
+    method = vars(part).get(name) or getattr(type(part), name, None)
+    # A method of the base that was set on the instance is not overridden either: self.val_dataloader = super().val_dataloader.
+    return getattr(method, "__func__", method) is not getattr(base, name, None)
 
 
 def call_hook(part: object, name: str, *args: Any) -> Any:

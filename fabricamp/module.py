@@ -17,7 +17,7 @@ from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.exporting import ExportMixin
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.engine.run_context import DETACHED, RunContext, gathered
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, NotAttachedError, nearest
 from fabricamp.hooks import ModuleHooks, call_hook
 from fabricamp.ops.shards import device_of
 from fabricamp.precision.base import Clip
@@ -315,10 +315,10 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that runs the module; raises ConfigError if the module is not attached to a Trainer."""
+        """The Trainer that runs the module; raises :class:`NotAttachedError`, a RuntimeError, if there is none."""
         trainer = self._attachment.trainer
         if trainer is None:
-            raise ConfigError(
+            raise NotAttachedError(
                 f"{type(self).__name__} is not attached to a Trainer; call Trainer(...).fit(module) first"
             )
         return trainer

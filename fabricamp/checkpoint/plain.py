@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import dataclasses
 import enum
 import functools
 import hashlib
 import numbers
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from fabricamp.arguments.environment import FromEnvironment, Resolved, resolved
 from fabricamp.errors import CheckpointError
+from fabricamp.state import TrainerFn
 
 PRIVATE = "private"
 """The key that marks a checkpoint as readable by its owner only."""
@@ -121,6 +124,38 @@ def _items_to_check(path: str, item: object, *, stored: bool) -> list[tuple[str,
 def _attributes(path: str, item: object) -> list[tuple[str, object]]:
     """Returns the attributes of a tensor or OrderedDict (such as ``state_dict()._metadata``), which are pickled with it."""
     return [(f"{path}.{name}", part) for name, part in getattr(item, "__dict__", {}).items()]
+
+
+def stages_as_text(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``state`` with text for the stages in it: hooks get a stage as a member of an enum, and may keep it in their state.
+
+    Containers without a stage are those of ``state`` itself.  Weights and optimizers' states are not searched.
+    """
+    try:
+        return {key: part if key in _WITHOUT_STAGES else _stages_as_text(part) for key, part in state.items()}
+    except RecursionError:  # lists within themselves: the check of the content names them
+        return state
+
+
+_WITHOUT_STAGES = frozenset({"state_dict", "optimizer_states"})
+
+
+def _stages_as_text(value: Any) -> Any:
+    kind = type(value)
+    if kind is TrainerFn:
+        return value.value
+    if kind in _MAPPINGS:
+        items = [(_stages_as_text(key), _stages_as_text(part)) for key, part in value.items()]
+        if all(key is old and part is value[old] for (key, part), old in zip(items, value, strict=True)):
+            return value
+        converted = copy.copy(value)  # with its attributes
+        converted.clear()
+        converted.update(items)
+        return converted
+    if kind in _SEQUENCES:
+        parts = [_stages_as_text(part) for part in value]
+        return value if all(map(operator.is_, parts, value)) else kind(parts)
+    return value
 
 
 class Described(NamedTuple):

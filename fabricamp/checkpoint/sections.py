@@ -13,7 +13,7 @@ from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparame
 from fabricamp.checkpoint.plain import PRIVATE, builtin_numbers
 from fabricamp.checkpoint.record import Section
 from fabricamp.checkpoint.shards import sharded_states, sharded_weights
-from fabricamp.errors import CheckpointError
+from fabricamp.errors import CheckpointError, FabricampError
 from fabricamp.strategies.meta_init import leave_meta
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def restore_weights(
         )
     try:
         module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
+    except FabricampError:  # some are RuntimeErrors too: an override of load_state_dict that asks for self.trainer
+        raise
     except RuntimeError as error:
         own = module.state_dict()
         missing = sorted(own.keys() - state.keys())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.checkpoint import check_content, plain
 from fabricamp.checkpoint.hyperparameters import SavedHyperparameters, saved_hyperparameters
-from fabricamp.errors import ConfigError
+from fabricamp.errors import HyperparameterConflictError
 from fabricamp.loggers.run_folder import folder_of
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ def log_hyperparams(session: Session) -> None:
 
 
 def _check_shared(owner: str, logged: dict[str, Any], values: dict[str, Any]) -> None:
-    """Raises :class:`ConfigError` for a name with two values: a logger shows only one, which would be wrong for one owner."""
+    """Raises :class:`HyperparameterConflictError` for a name with two values: a logger shows one, which is wrong for one owner."""
     names = [name for name in logged if name in values and str(logged[name]) != str(values[name])]
     if names:
         shown = ", ".join(map(str, names))
-        raise ConfigError(
+        raise HyperparameterConflictError(
             f"{owner} and the DataModule save different values under the same names: {shown}. A logger shows one of "
             f"them; rename one, leave it out by save_hyperparameters(ignore={names!r}), or give "
             "save_hyperparameters(logger=False) in one"

@@ -46,9 +46,13 @@ class TrainingLoop:
         self._settings = parts.limits.settings
         self._validates = parts.validate is not None
         self._validation_is_due = self._due_by_batches
+        self._validation_is_counted = self._due_by_batches
         times = parts.limits.validation_times
         if times is not None:
-            self._validation_is_due = ValidationCadence(times, parts.state, parts.strategy).is_due
+            epochs = self._settings.check_val_every_n_epoch or 1
+            cadence = ValidationCadence(times, epochs, parts.state, parts.strategy)
+            self._validation_is_due = cadence.is_due
+            self._validation_is_counted = cadence.follows
         self._work_due_at: float = 0
         """The step from which :meth:`_after_step` has something to do."""
         self._accumulate_grad_nodes: list[GradientEdge] = []
@@ -315,6 +319,10 @@ class TrainingLoop:
         if every == math.inf:  # the loader has no length
             return last
         return state.batch_idx % every == 0
+
+    def validation_follows(self) -> bool:
+        """Whether a validation follows the micro-batch whose end hooks run, unless a time makes it due."""
+        return self._validates and self._validation_is_counted(self.parts.feed.last)
 
     def _validate(self) -> bool:
         """Runs validation; returns whether a stop cut it short."""

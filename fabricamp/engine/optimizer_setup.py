@@ -79,11 +79,11 @@ def parse_optimizers(
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
 
-    One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists; a dict with ``"optimizer"`` and
-    ``"lr_scheduler"``; a list or tuple of such dicts; None.  A scheduler is any object if the module steps it itself: if
-    ``own_step`` (the module overrides ``lr_scheduler_step``) or ``manual`` (manual optimization, where it needs no monitor either);
-    else one with ``step()``.  Raises :class:`ConfigError` for anything else, and for a scheduler of an optimizer that was not
-    returned.
+    One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists, or of a list and one scheduler; a dict
+    with ``"optimizer"`` and ``"lr_scheduler"``; a list or tuple of such dicts; None. A scheduler is any object if the module
+    steps it itself: if ``own_step`` (the module overrides ``lr_scheduler_step``) or ``manual`` (manual optimization, where it
+    needs no monitor either); else one with ``step()``. Raises :class:`ConfigError` for anything else, and for a scheduler of an
+    optimizer that was not returned.
     """
     optimizers, schedulers = _unpacked(returned)
     for config in schedulers:
@@ -124,8 +124,10 @@ def _unpacked(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if isinstance(returned, dict):
         return _from_dicts([returned])
     if isinstance(returned, (list, tuple)):
-        if len(returned) == 2 and all(isinstance(part, (list, tuple)) for part in returned):
+        if len(returned) == 2 and isinstance(returned[0], (list, tuple)):
             optimizers, schedulers = returned
+            if not isinstance(schedulers, (list, tuple)):
+                schedulers = [schedulers]
             return [_optimizer(one) for one in optimizers], [_scheduler(one) for one in schedulers]
         if returned and all(isinstance(part, dict) for part in returned):
             return _from_dicts(returned)
@@ -222,7 +224,7 @@ def _check_scheduler(scheduler: Any, *, own_step: bool) -> None:
 def _scheduler(value: Any, monitor: str | None = None) -> SchedulerConfig:
     options = dict(value) if isinstance(value, dict) else {"scheduler": value}
     check_names("lr_scheduler has key", options, SCHEDULER_KEYS)
-    scheduler = options.get("scheduler")
+    scheduler = options.setdefault("scheduler", None)
     plateau = isinstance(scheduler, ReduceLROnPlateau)
     options.setdefault("monitor", monitor)
     options.setdefault("reduce_on_plateau", plateau)

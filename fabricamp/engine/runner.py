@@ -31,7 +31,7 @@ from fabricamp.engine.replica_recovery import join_groups
 from fabricamp.engine.session import Session
 from fabricamp.engine.source import GivenData
 from fabricamp.engine.verification import take_part, the_plan
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, ModuleTypeError
 from fabricamp.lightning.bases import DATA, MODULE, derives_from
 from fabricamp.lightning.given import adopted, lines_of, own_loader
 from fabricamp.lightning.lending import callbacks_of
@@ -291,7 +291,7 @@ class Runner:
 
 def _checked_module(name: str, module: TrainingModule | None) -> TrainingModule:
     if module is None or not (derives_from(module, MODULE) or isinstance(module, TrainingModule)):
-        raise ConfigError(
+        raise ModuleTypeError(
             f"{name} got {_shown(module)}; give a module whose class derives from fabricamp.TrainingModule"
         )
     if "_parameters" not in vars(module):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.checkpoint import read_together, write_together
+from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.checkpoint.shards import sharded_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch
 from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
@@ -107,6 +108,7 @@ class Session:
         self.closed = False
         self.run_context = DETACHED  # until attach
         self.step: Callable[..., Any] = module.training_step  # in fit: as wrapped by the strategy
+        self.validation_follows: Callable[[], bool] = bool  # in fit: as known to the loop
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # of the validation within fit
         self._synchronised_norms: list[nn.Module] = []
         self._channels_last: list[nn.Parameter] = []
@@ -172,7 +174,7 @@ class Session:
 
     def _call_setup(self, name: str) -> None:
         """Calls ``setup`` or ``teardown`` of the DataModule first, as callbacks may look at its data; of the module last."""
-        stage = self.fn.value
+        stage = self.fn  # a str too
         if self.source.datamodule is not None:
             call_hook(self.source.datamodule, name, stage)
         call_all(self.hooks.callbacks(name), stage)
@@ -283,7 +285,9 @@ class Session:
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
-        return profile_fit(self, TrainingLoop(parts, update))
+        loop = TrainingLoop(parts, update)
+        self.validation_follows = loop.validation_follows
+        return profile_fit(self, loop)
 
     def _fit_parts(self) -> FitParts:
         """Returns the loop's parts; asks for the training loader before the validation loaders."""
@@ -485,6 +489,7 @@ class Session:
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
         call_hook(self.module, "on_save_checkpoint", checkpoint)
+        checkpoint = stages_as_text(checkpoint)
 
         if write is None:
             self.strategy.on_rank_zero(lambda: self.delivery.barrier(self.trainer.state.global_step))
@@ -503,6 +508,7 @@ class Session:
         self.graphs.close(failed=failed)
         self.data.close()
         self.predicted = None  # may be as large as the memory
+        self.validation_follows = bool
         if not failed:
             self._call_setup("teardown")
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError
+from fabricamp import errors
+from fabricamp.errors import DistributedError, FabricampError
 from fabricamp.launch.start import STARTED_BY
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ OTHERS = "others.json"
 
 PEER_FAILURE_NOTE = "before that: "
 """Prefix of an error's note about other ranks whose end caused this rank's failure."""
+
+_FAMILY = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, FabricampError)]
 
 _EXPLAINED: dict[type[BaseException], int] = {}
 """Exit codes of errors that are shown without a traceback."""
@@ -257,7 +260,7 @@ def as_error(cause: Cause) -> FabricampError:
 
     Its text begins with what happened: the worker's message if the error is fabricamp's, else how the worker ended.
     """
-    for error_class in (ConfigError, CheckpointError, DistributedError):
+    for error_class in _FAMILY:
         prefix = f"{error_class.__name__}: "
         if cause.message.startswith(prefix):
             # The raised error already has the message, so the report leaves it out.

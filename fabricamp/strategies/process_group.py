@@ -33,8 +33,9 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-# Values of these dtypes (left) are reduced in a wider one (right): Gloo or NCCL cannot reduce the dtype itself, or a sum in it would
-# overflow or lose bits.  uint64 is missing, as int64 does not hold all its values; Gloo raises "Invalid scalar type" for it.
+# Values of these dtypes (left) are reduced in a wider one (right): Gloo or NCCL cannot reduce the dtype itself, or a sum in it
+# would overflow or lose bits.  uint64 is missing, as int64 does not hold all its values; Gloo raises "Invalid scalar type" for
+# it.
 _WIDENED = {
     torch.bool: torch.int64,
     torch.uint8: torch.int64,
@@ -47,8 +48,8 @@ _WIDENED = {
     torch.bfloat16: torch.float32,
 }
 
-# Each run, and each barrier between runs, takes the next number and has the part of the store that the number names: it must not read
-# keys that an earlier one left.  The ranks' numbers agree, as every rank makes the same runs and barriers.
+# Each run, and each barrier between runs, takes the next number and has the part of the store that the number names: it must
+# not read keys that an earlier one left.  The ranks' numbers agree, as every rank makes the same runs and barriers.
 _run_numbers = itertools.count()
 
 
@@ -80,8 +81,9 @@ class ProcessGroupStrategy(Strategy):
         if dist.is_initialized():
             self._use_existing_group(environment)
             return
-        # Imported here, before the default group exists, so that nothing keeps the group alive after teardown: the functions of this
-        # module take the default group of the moment of the import as a default argument, and torch may import the module later.
+        # Imported here, before the default group exists, so that nothing keeps the group alive after teardown: the
+        # functions of this module take the default group of the moment of the import as a default argument, and torch
+        # may import the module later.
         importlib.import_module("torch.distributed.nn.functional")
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._store = self._new_store(environment)
@@ -222,9 +224,9 @@ class ProcessGroupStrategy(Strategy):
     def teardown(self) -> None:
         """Destroys the process group if :meth:`setup_environment` made it.
 
-        The group's threads have to end before the interpreter does, else Gloo's may abort the process: they release a tensor shortly
-        after its exchange, need the GIL for it, and may not request the GIL while the interpreter ends.  They end with the group, so
-        no reference to the group may remain.
+        The group's threads have to end before the interpreter does, else Gloo's may abort the process: they release a tensor
+        shortly after its exchange, need the GIL for it, and may not request the GIL while the interpreter ends.  They end with
+        the group, so no reference to the group may remain.
         """
         super().teardown()
         if self._owns_group and dist.is_initialized():

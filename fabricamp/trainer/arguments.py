@@ -245,8 +245,10 @@ def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[i
 def check_cadence(interval: Any, epochs: Any) -> None:
     """Raises :class:`ConfigError` for a ``val_check_interval`` and a ``check_val_every_n_epoch`` that cannot work."""
     if isinstance(interval, (str, dict, timedelta)):
-        validation_times(interval)
-        if epochs not in (None, 1):
+        times = validation_times(interval)
+        check_count("check_val_every_n_epoch", epochs, least=1, optional=True)
+        # A time alone may be limited to every n-th epoch, as in Lightning.
+        if epochs not in (None, 1) and (times.steps or times.epochs):
             raise ConfigError(
                 f"val_check_interval={interval!r} is the whole schedule of validations; leave "
                 f"check_val_every_n_epoch={epochs!r} out, or write both as '100 steps, 2 epochs'"

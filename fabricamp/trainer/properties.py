@@ -339,6 +339,11 @@ class TrainerProperties(TrainerLimits):
         return self._opened.data.is_last_batch
 
     @property
+    def validation_follows(self) -> bool:
+        """Whether a validation follows the micro-batch being trained on; False for one that a time will make due."""
+        return self._opened.validation_follows()
+
+    @property
     def num_val_batches(self) -> list[float]:
         """The number of validation batches, one per loader: of ``validate`` if it runs or ran last, otherwise of the last fit."""
         session = self._runner.session
