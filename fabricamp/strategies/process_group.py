@@ -34,8 +34,7 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
 }
 # Values of these dtypes (left) are reduced in a wider one (right): Gloo or NCCL cannot reduce the dtype itself, or a sum in it
-# would overflow or lose bits.  uint64 is missing, as int64 does not hold all its values; Gloo raises "Invalid scalar type" for
-# it.
+# would overflow or lose bits.  uint64 is missing, as int64 does not hold all its values; Gloo raises "Invalid scalar type" for it.
 _WIDENED = {
     torch.bool: torch.int64,
     torch.uint8: torch.int64,
@@ -48,8 +47,8 @@ _WIDENED = {
     torch.bfloat16: torch.float32,
 }
 
-# Each run, and each barrier between runs, takes the next number and has the part of the store that the number names: it must
-# not read keys that an earlier one left.  The ranks' numbers agree, as every rank makes the same runs and barriers.
+# Each run, and each barrier between runs, takes the next number and uses the part of the store that the number names: it must not
+# read keys that an earlier one left.  The ranks' numbers agree, as every rank makes the same runs and barriers.
 _run_numbers = itertools.count()
 
 
@@ -81,9 +80,8 @@ class ProcessGroupStrategy(Strategy):
         if dist.is_initialized():
             self._use_existing_group(environment)
             return
-        # Imported here, before the default group exists, so that nothing keeps the group alive after teardown: the
-        # functions of this module take the default group of the moment of the import as a default argument, and torch
-        # may import the module later.
+        # Imported before the default group exists, so that the module does not keep the group alive after teardown: its functions
+        # have the default group of the time of the import as a default argument, and torch may import it later by itself.
         importlib.import_module("torch.distributed.nn.functional")
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._store = self._new_store(environment)
@@ -158,9 +156,7 @@ class ProcessGroupStrategy(Strategy):
     def all_gather_object(self, value: Value) -> list[Value]:
         """Returns ``value`` (anything that pickles) of every rank, in rank order."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(
-            values, value
-        )  # takes no device, unlike broadcast_object_list: with NCCL it is the current GPU
+        dist.all_gather_object(values, value)  # has no argument for the device: with NCCL it uses the current GPU
         return values
 
     def barrier(self, name: str = "") -> None:
@@ -224,9 +220,9 @@ class ProcessGroupStrategy(Strategy):
     def teardown(self) -> None:
         """Destroys the process group if :meth:`setup_environment` made it.
 
-        The group's threads have to end before the interpreter does, else Gloo's may abort the process: they release a tensor
-        shortly after its exchange, need the GIL for it, and may not request the GIL while the interpreter ends.  They end with
-        the group, so no reference to the group may remain.
+        No reference to the group may remain, because its threads end only with it, and have to end before the interpreter does.
+        Gloo's threads release a tensor shortly after its exchange and need the GIL for that; a thread that requests the GIL while
+        the interpreter ends aborts the process.
         """
         super().teardown()
         if self._owns_group and dist.is_initialized():
