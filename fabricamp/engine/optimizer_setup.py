@@ -76,10 +76,10 @@ class ManagedOptimizer:
 def parse_optimizers(returned: Any, *, own_step: bool = False) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
 
-    One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists, or of a list and one scheduler; a dict
-    with ``"optimizer"`` and ``"lr_scheduler"``; a list or tuple of such dicts; None.  A scheduler is any object if ``own_step``, that is if the module
-    overrides ``lr_scheduler_step``, else one with ``step()``.  Raises :class:`ConfigError` for anything else, and for a scheduler
-    of an optimizer that was not returned.
+    One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists, or of a list and one scheduler; a
+    dict with ``"optimizer"`` and ``"lr_scheduler"``; a list or tuple of such dicts; None.  A scheduler is any object if
+    ``own_step``, that is if the module overrides ``lr_scheduler_step``, else one with ``step()``.  Raises :class:`ConfigError`
+    for anything else, and for a scheduler of an optimizer that was not returned.
     """
     optimizers, schedulers = _unpacked(returned)
     for config in schedulers:
