@@ -135,18 +135,19 @@ QUICK = CASES["mlp"]._replace(steps=20)
 
 
 class Stopwatch(Callback):
-    """Times the steps behind the first ``WARM_UP``, the device's work included, and nothing of what follows the last."""
+    """Times the steps behind the first ``warm_up``, the device's work included, and nothing of what follows the last."""
 
-    def __init__(self, steps):
-        self.last = WARM_UP + steps - 1
+    def __init__(self, steps, warm_up=WARM_UP):
+        self.first = warm_up
+        self.last = warm_up + steps - 1
 
     def holds_at(self, global_step):
         """Behind the warm-up, and behind the last step."""
-        return WARM_UP if global_step < WARM_UP else self.last + 1
+        return self.first if global_step < self.first else self.last + 1
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         """Starts behind the warm-up, and stops behind the last step."""
-        if batch_idx == WARM_UP - 1:
+        if batch_idx == self.first - 1:
             torch.cuda.synchronize()
             self.start = time.perf_counter()
         elif batch_idx == self.last:

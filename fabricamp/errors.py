@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import fnmatch
+import os
 from collections.abc import Iterable
 
 from fabricamp.arguments.migration import meanings
@@ -21,6 +23,22 @@ class UnknownArgumentError(ConfigError, TypeError):
     """An unknown keyword argument; this error is a TypeError too."""
 
 
+class ModuleTypeError(ConfigError, TypeError):
+    """An entry point got no module, or something else in its place; this error is a TypeError too."""
+
+
+class NotAttachedError(ConfigError, RuntimeError):
+    """A module needs its Trainer and has none; this error is a RuntimeError too."""
+
+
+class MissingMetricError(ConfigError, RuntimeError):
+    """A metric that a callback needs was not logged; this error is a RuntimeError too."""
+
+
+class HyperparameterConflictError(ConfigError, RuntimeError):
+    """Module and DataModule have different hyper-parameters of one name; this error is a RuntimeError too."""
+
+
 class DistributedError(FabricampError, RuntimeError):
     """Ranks disagree, or a rank has died."""
 
@@ -33,8 +51,33 @@ class MissingCheckpointError(CheckpointError, ValueError):
     """There is no best or last checkpoint; this error is a ValueError too."""
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no file at a checkpoint's path; this error is a FileNotFoundError too, with ``errno`` and ``filename``."""
+
+    def __init__(self, message: str, filename: str | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOENT
+        self.strerror = os.strerror(errno.ENOENT)
+        self.filename = filename
+
+    def __str__(self) -> str:
+        """Returns the message, without the number of the error."""
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[type[CheckpointNotFoundError], tuple[str, str | None]]:
+        return type(self), (str(self), self.filename)
+
+
 class NonFiniteError(FabricampError, RuntimeError):
     """Gradients are inf or nan, and training cannot or must not continue."""
+
+
+def reworded(error: FabricampError, message: str, family: type[FabricampError] | None = None) -> FabricampError:
+    """Returns an error with another message, of the same class or of ``family``; the file name of a missing checkpoint stays."""
+    result = (family or type(error))(message)
+    if isinstance(result, CheckpointNotFoundError):
+        result.filename = getattr(error, "filename", None)
+    return result
 
 
 def nearest(given: object, known: Iterable[str]) -> str:

@@ -253,10 +253,21 @@ class ModuleHooks:
 def overrides(part: object, name: str, base: type) -> bool:
     """Returns whether ``part`` overrides the method ``name`` of ``base``, in its class or on the instance.
 
-    An object derived from one of Lightning's classes is compared with Lightning's base class instead.
+    An object derived from one of Lightning's classes is compared with Lightning's base class instead.  A method that is set to
+    None is not overridden: the part goes without it.
     """
+    if getattr(part, name, None) is None:
+        return False
     base = lightnings_base(type(part)) or base
-    return name in vars(part) or getattr(type(part), name, None) is not getattr(base, name, None)
+    method = vars(part).get(name) or getattr(type(part), name, None)
+    # A method of the base that was set on the instance is not overridden either: self.val_dataloader = super().val_dataloader.
+    return getattr(method, "__func__", method) is not getattr(base, name, None)
+
+
+def call_hook(part: object, name: str, *args: Any) -> Any:
+    """Calls the hook ``name`` of a module or DataModule, and returns its result; None for a hook that is set to None."""
+    hook = getattr(part, name)
+    return None if hook is None else hook(*args)
 
 
 def call_all(calls: Calls, *args: Any) -> None:

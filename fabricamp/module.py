@@ -17,8 +17,8 @@ from fabricamp.checkpoint.sections import restore_weights
 from fabricamp.engine.exporting import ExportMixin
 from fabricamp.engine.optimizer_setup import ManagedOptimizer
 from fabricamp.engine.run_context import DETACHED, RunContext, gathered
-from fabricamp.errors import ConfigError, nearest
-from fabricamp.hooks import ModuleHooks
+from fabricamp.errors import ConfigError, NotAttachedError, nearest
+from fabricamp.hooks import ModuleHooks, call_hook
 from fabricamp.ops.shards import device_of
 from fabricamp.precision.base import Clip
 from fabricamp.precision.stepper import clip_gradients
@@ -88,9 +88,10 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     # -- methods that the user writes ----------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes ``(batch, batch_idx)``; returns the loss, or a dict with ``"loss"``; None skips the batch (one process).
+        """Takes ``(batch, batch_idx)``; returns the loss, or a dict with ``"loss"``; None leaves the batch out (one process).
 
-        The loss may be ``(sum, weight)``: the step divides once, by the total weight of its micro-batches on all ranks.
+        A step without any loss updates nothing, and counts.  The loss may be ``(sum, weight)``: the step divides once, by the total
+        weight of its micro-batches on all ranks.
         """
         raise ConfigError(f"{type(self).__name__} has no training_step; write one, or call validate, test or predict")
 
@@ -257,7 +258,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
             logger: sends the value to the loggers.
             on_step: logs the value of this step.  The default in ``training_step`` and the hooks around it.
             on_epoch: logs the value over the epoch.  The default everywhere else.
-            reduce_fx: how the values of an epoch are reduced to one: "mean", "sum", "min" or "max".
+            reduce_fx: how the values of an epoch are reduced to one: "mean" (also "avg"), "sum", "min" or "max".
             enable_graph: has no effect.
             sync_dist: reduces the value of a step over all ranks, too.
             sync_dist_group: only None, which means all ranks.
@@ -314,13 +315,22 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that runs the module; raises ConfigError if the module is not attached to a Trainer."""
+        """The Trainer that runs the module; raises :class:`NotAttachedError`, a RuntimeError, if there is none."""
         trainer = self._attachment.trainer
         if trainer is None:
-            raise ConfigError(
+            raise NotAttachedError(
                 f"{type(self).__name__} is not attached to a Trainer; call Trainer(...).fit(module) first"
             )
         return trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        if self._attachment is DETACHED:
+            object.__setattr__(self, "_attachment", RunContext())
+        self._attachment.trainer = trainer
+        for child in self.children():
+            if isinstance(child, TrainingModule):
+                child.trainer = trainer
 
     @property
     def global_step(self) -> int:
@@ -399,8 +409,8 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location="cpu" if map_location is None else map_location)
         module = build(cls, checkpoint, MODULE, str(checkpoint_path), overrides, types, hparams_file)
-        module.configure_model()
-        module.on_load_checkpoint(checkpoint)
+        call_hook(module, "configure_model")
+        call_hook(module, "on_load_checkpoint", checkpoint)
         restore_weights(module, checkpoint, str(checkpoint_path), strict=strict)
         return module
 

@@ -7,6 +7,7 @@ cannot be imported, so :data:`ATTRIBUTES` lists them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from types import ModuleType
@@ -64,6 +65,7 @@ __all__ = [
     "stream_in_use",
     "symmetric_memory",
     "tracing_state",
+    "uncompiled",
     "unobserved_apply",
     "whole_gradient",
     "with_part",
@@ -166,6 +168,14 @@ def observed() -> bool:
 def exporting() -> bool:
     """Returns whether ``torch.export`` is running; in torch 2.11 the public ``is_exporting()`` is True in any compilation."""
     return bool(torch.compiler._is_exporting_flag)
+
+
+def uncompiled(module: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+    """Returns the module that ``torch.compile`` was given, and its compiler of functions; any other module as it is, and None."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # an import would take seconds, where nothing is compiled
+    if frames is None or not isinstance(module, frames.OptimizedModule):
+        return module, None
+    return module._orig_mod, module.dynamo_ctx
 
 
 def unobserved_apply(function: Any) -> Callable[..., Any]:

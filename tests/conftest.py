@@ -28,6 +28,11 @@ _MODULES = pytest.StashKey[int]()
 
 torch.set_num_threads(1)
 
+# Where a torch for CUDA sees no GPU, the first FakeTensorMode of a process would put a guard of eight devices in place of CUDA's:
+# the next backward starts a thread for each, and autograd refuses to work in what is forked from there on.
+if torch.version.cuda and not torch.cuda.device_count():
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
+
 # How long an example, or its making, takes is the machine's affair.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -85,6 +90,7 @@ def pytest_runtest_setup():
     """Begins each test, and the fixtures that it is the first to need, with the same random numbers, whatever ran before it."""
     for name in ("FABRICAMP_GLOBAL_SEED", "FABRICAMP_SEED_WORKERS", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)  # an earlier seed_everything sets them, and the runs of this test would go by them
+    sys.excepthook = sys.__excepthook__  # each process group puts its own around the one it finds, and leaves it there
     random.seed(0)
     np.random.seed(0)  # the generator that libraries draw from
     torch.default_generator.manual_seed(0)

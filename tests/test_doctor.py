@@ -105,12 +105,24 @@ def test_cupy_has_to_fit_torch(monkeypatch, packages, cuda, failure, status, cur
     ],
 )
 def test_driver_and_build(monkeypatch, driver, build, available, status, words):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(doctor, "_nvidia_smi", lambda *_: driver)
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     check = check_cuda()
     assert check.status == status
     assert words in check.found
+
+
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_gpus_that_the_user_has_hidden_are_not_broken(monkeypatch, value):
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda *_: "580.65")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    check = check_cuda()
+    assert (check.status, check.cure) == ("not here", "")
+    assert f"CUDA_VISIBLE_DEVICES={value!r}" in check.found
 
 
 TOPOLOGY = """\

@@ -26,6 +26,7 @@ _MOVED: Final[dict[str, dict[str, str]]] = {
         "DynamicScale": "fabricamp.precision.level",
         "JudgedScale": "fabricamp.precision.level",
     },
+    "fabricamp.strategies.overlapped": {"Local": "fabricamp.strategies.overlapped_allreduce"},
     "fabricamp.precision.true": {
         "TruePrecision": "fabricamp.precision.named",
         "_DefaultDtype": "fabricamp.precision.named",

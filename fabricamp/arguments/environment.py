@@ -1,12 +1,30 @@
-"""Configuration values from environment variables: used as values, but written to files as the reference ``${oc.env:NAME}``."""
+"""Values from environment variables: arguments such as ``PL_TRAINER_MAX_EPOCHS=3``, and references in configurations.
+
+A value that a configuration takes from the environment is used as a value, but written to files as ``${oc.env:NAME}``.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 _REFERENCE = "${oc.env:"
+
+
+def arguments_from_environment(prefix: str, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the arguments of ``names`` that variables such as ``PL_TRAINER_MAX_EPOCHS`` set: Python literals, or text."""
+    texts = {name: os.environ.get(f"{prefix}_{name.upper()}") for name in names}
+    return {name: _literal(text) for name, text in texts.items() if text}
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 class FromEnvironment(str):

@@ -47,6 +47,7 @@ class BatchSizeFinder(Callback):
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> None:
+        super().__init__()
         check_kind(self, "a number", margin=margin)
         check_kind(self, "a string", batch_arg_name=batch_arg_name)
         if not 0 <= margin < 1:

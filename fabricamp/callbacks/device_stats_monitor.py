@@ -35,6 +35,7 @@ class DeviceStatsMonitor(Callback):
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
+        super().__init__()
         self.cpu_stats = cpu_stats
         self._step: int | None = None  # of the current train batch if it is logged
 

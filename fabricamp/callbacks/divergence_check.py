@@ -36,6 +36,7 @@ class DivergenceCheck(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1000) -> None:
+        super().__init__()
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
             raise ConfigError(f"DivergenceCheck(every_n_steps={every_n_steps!r}): give a whole number from 1")
         self.every_n_steps = every_n_steps

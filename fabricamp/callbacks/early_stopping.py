@@ -12,7 +12,7 @@ import torch
 from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_monitor, monitored_value
 from fabricamp.callbacks.base import Callback
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, MissingMetricError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +72,7 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = True,
     ) -> None:
+        super().__init__()
         check_kind(self, "a string", monitor=monitor)
         check_kind(self, "a whole number", patience=patience)
         check_kind(self, "a number", min_delta=min_delta)
@@ -200,7 +201,7 @@ class EarlyStopping(Callback):
         cure = "Log it where the check runs (check_on_train_epoch_end), or pass strict=False to skip checks without it"
         message = f"{missing_monitor(trainer, f'EarlyStopping(monitor={self.monitor!r})', self.monitor)}. {cure}"
         if self.strict:
-            raise ConfigError(message)
+            raise MissingMetricError(message)
         if not self._announced_missing:
             self._announced_missing = True
             self._say(trainer, message)

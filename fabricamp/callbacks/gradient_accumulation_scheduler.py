@@ -31,6 +31,7 @@ class GradientAccumulationScheduler(Callback):
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
+        super().__init__()
         is_mapping = isinstance(scheduling, Mapping)
         whole = is_mapping and all(type(epoch) is int and type(count) is int for epoch, count in scheduling.items())
         if not whole or not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:

@@ -43,6 +43,7 @@ class GradientMonitor(Callback):
     """
 
     def __init__(self, norm_type: float = 2.0, *, per_parameter: bool = False, histograms: bool = False) -> None:
+        super().__init__()
         check_kind(self, "a number", norm_type=norm_type)
         check_kind(self, "True or False", per_parameter=per_parameter, histograms=histograms)
         if not norm_type > 0:

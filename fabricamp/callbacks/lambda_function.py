@@ -27,6 +27,7 @@ class LambdaCallback(Callback):
     """
 
     def __init__(self, **hooks: Callable[..., object] | None) -> None:
+        super().__init__()
         for name, call in hooks.items():
             if name not in _HOOKS:
                 raise UnknownArgumentError(f"LambdaCallback: {name!r} is not a hook{nearest(name, _HOOKS)}")

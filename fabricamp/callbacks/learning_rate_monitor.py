@@ -48,6 +48,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: bool = False,
         log_key_prefix: str | None = None,
     ) -> None:
+        super().__init__()
         if logging_interval not in (None, "step", "epoch"):
             raise ConfigError(
                 f"LearningRateMonitor(logging_interval={logging_interval!r}): choose 'step', 'epoch' or None"

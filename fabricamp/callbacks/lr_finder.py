@@ -47,6 +47,7 @@ class LearningRateFinder(Callback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
+        super().__init__()
         check_kind(self, "a number", min_lr=min_lr, max_lr=max_lr)
         check_kind(self, "a whole number", num_training_steps=num_training_steps)
         check_kind(self, "a number", optional=True, early_stop_threshold=early_stop_threshold)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -56,7 +57,8 @@ class ModelCheckpoint(Checkpoint):
     Args:
         dirpath: the folder, or a URL that fsspec opens (``s3://bucket/run``); None is ``checkpoints`` in the logger's folder.
         filename: the file name; it may contain metrics, as in ``"{epoch}-{val_loss:.2f}"``; an unlogged metric is written as 0.
-        monitor: the logged metric that ranks the files; None keeps the newest.
+        monitor: the logged metric that ranks the files; None keeps the newest.  A save by steps is made after the validation of its
+            step if there is one, unless files are saved at the end of the train epoch.
         verbose: logs a line for each file.
         save_last: True also writes the newest checkpoint as ``last.ckpt``, and keeps the previous one as ``last-previous.ckpt``
             if no other file has its content; "link" makes ``last.ckpt`` a symbolic link to the newest file.
@@ -85,6 +87,9 @@ class ModelCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
 
+    _waits = False
+    """Whether a save that was due is left to the next validation."""
+
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -104,6 +109,7 @@ class ModelCheckpoint(Checkpoint):
         enable_version_counter: bool = True,
         every: str | None = None,
     ) -> None:
+        super().__init__()
         check_kind(self, "a path", optional=True, dirpath=dirpath)
         check_kind(self, "a string", optional=True, filename=filename, monitor=monitor, every=every)
         check_kind(self, "a whole number", save_top_k=save_top_k)
@@ -147,6 +153,10 @@ class ModelCheckpoint(Checkpoint):
     def best_model_path(self) -> str:
         """Path of the file with the best ``monitor``; without a monitor, of the newest file."""
         return self._kept.best
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._kept = replace(self._kept, best=path)
 
     @property
     def best_model_score(self) -> Tensor | None:
@@ -212,12 +222,14 @@ class ModelCheckpoint(Checkpoint):
             "judged_step": self._judged_step,
             **kept.state_dict(),
             **self._lineage.state_dict(),
+            **({"waits_for_validation": True} if self._waits else {}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the files that are in ``dirpath`` or in the checkpoint's folder; removes only files that this callback wrote."""
         self.dirpath = self.dirpath or state_dict["dirpath"]
         self._judged_step = int(state_dict.get("judged_step", -1))
+        self._waits = bool(state_dict.get("waits_for_validation"))
         kept = KeptFiles.from_state_dict(state_dict)
         self._kept = kept.without({path for path in kept.all() if not self._trusts(path)})
         self._foreign = frozenset(kept.all())  # until training starts and the files' headers are read
@@ -238,6 +250,7 @@ class ModelCheckpoint(Checkpoint):
         if stage != "fit":
             return
         self._judged_step = -1
+        self._waits = False
         if self.save_on_exception and trainer.world_size > 1:
             raise ConfigError(
                 f"ModelCheckpoint(save_on_exception=True) with {trainer.world_size} processes: the rank that raised cannot gather "
@@ -256,6 +269,8 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Starts counting at the current step; the initial state is not saved."""
+        if trainer.fast_dev_run:  # saves nothing, and removes nothing that earlier runs left
+            return
         self._kept, self._foreign, self._lineage = trainer.strategy.on_rank_zero(lambda: self._files_at_start(trainer))
         self._restored = False
         self._start_at(trainer.global_step)
@@ -292,15 +307,32 @@ class ModelCheckpoint(Checkpoint):
         cadence = self._cadence
         if step >= cadence.next_look and cadence.is_due(step, trainer.strategy):
             trainer.reduce_step_metrics()  # the file is ranked by this step's values
-            self._save(trainer)
+            if self._leaves_to_validation(trainer):
+                self._waits = True
+            else:
+                self._save(trainer)
+
+    def _leaves_to_validation(self, trainer: Trainer) -> bool:
+        """Returns whether a save that is due is made after the validation of this step, which may log ``monitor``, as in Lightning.
+
+        Before ``monitor`` was first logged the file cannot be ranked; the next validation then saves once more.
+        """
+        if self.monitor is None or self._at_train_epoch_end(trainer):
+            return False
+        self._waits = self._waits or self.monitor not in self._metrics(trainer)
+        return trainer.validation_follows
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Saves, unless this callback saves at the end of the train epoch."""
         if not trainer.state.fitting:
             return
         self._validated = True
-        if not self._at_train_epoch_end(trainer):
-            self._save_epoch(trainer)
+        if self._at_train_epoch_end(trainer):
+            return
+        if self._waits:
+            self._waits = False
+            self._save(trainer)
+        self._save_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Saves, unless this callback saves after validation; from now on a missing ``monitor`` is an error."""

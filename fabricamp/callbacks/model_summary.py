@@ -147,6 +147,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
+        super().__init__()
         _check_depth(max_depth)
         self.max_depth = max_depth
 

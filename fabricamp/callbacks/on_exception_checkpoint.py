@@ -36,6 +36,7 @@ class OnExceptionCheckpoint(Checkpoint):
     FILE_EXTENSION = ".ckpt"
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
+        super().__init__()
         check_kind(self, "a path", dirpath=dirpath)
         check_kind(self, "a string", filename=filename)
         if not filename:

@@ -37,6 +37,7 @@ class OptunaPruning(Callback):
     monitors: ClassVar[bool] = True
 
     def __init__(self, trial: Any, monitor: str) -> None:
+        super().__init__()
         if trial is not None and not all(callable(getattr(trial, name, None)) for name in ("report", "should_prune")):
             raise ConfigError(f"OptunaPruning(trial={trial!r}): give the trial that Optuna calls the objective with")
         directions = getattr(getattr(trial, "study", None), "directions", ())

@@ -53,6 +53,7 @@ class BasePredictionWriter(Callback):
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        super().__init__()
         check_choice(
             f"{type(self).__name__} write_interval", write_interval, tuple(interval.value for interval in WriteInterval)
         )

@@ -42,6 +42,7 @@ class ProgressBar(Callback):
     """Lightning's name, in batches; the bar itself is drawn ``refresh_rate_hz`` times a second."""
 
     def __init__(self, refresh_rate_hz: float = 4.0) -> None:
+        super().__init__()
         if not isinstance(refresh_rate_hz, int | float) or not 0 < refresh_rate_hz <= 60:
             raise ConfigError(
                 f"ProgressBar(refresh_rate_hz={refresh_rate_hz!r}) takes a number of refreshes a second, "

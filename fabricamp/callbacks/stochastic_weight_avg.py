@@ -55,6 +55,7 @@ class StochasticWeightAveraging(Callback):
         avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
         device: torch.device | str | None = torch.device("cpu"),  # noqa: B008 - Lightning's default, and it cannot be changed
     ) -> None:
+        super().__init__()
         rates = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
         for rate in rates:
             check_kind(self, "a number", swa_lrs=rate)

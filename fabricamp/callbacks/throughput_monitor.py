@@ -156,6 +156,7 @@ class ThroughputMonitor(Callback):
         separator: str = "/",
         available_flops: float | None = None,
     ) -> None:
+        super().__init__()
         check_number("ThroughputMonitor: window_size", window_size, least=1)
         for name, function in {"batch_size_fn": batch_size_fn, "length_fn": length_fn}.items():
             if function is not None and not callable(function):

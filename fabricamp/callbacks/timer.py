@@ -40,6 +40,7 @@ class Timer(Callback):
     def __init__(
         self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
+        super().__init__()
         self._duration = as_seconds("duration", duration)
         self._interval = str(check_choice("interval", interval, ("step", "epoch")))
         self._start: dict[RunningStage, float] = {}

@@ -51,6 +51,7 @@ class WeightAveraging(Callback):
     averages_weights: ClassVar[bool] = True
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+        super().__init__()
         name = type(self).__name__
         check_kind(self, "True or False", use_buffers=use_buffers)
         known = [key for key in inspect.signature(type(self).__init__).parameters if key not in ("self", "kwargs")]

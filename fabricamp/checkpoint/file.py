@@ -22,7 +22,7 @@ from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
 from fabricamp.checkpoint.plain import PRIVATE, structure, tensors_in
 from fabricamp.checkpoint.storage import PARTIAL_SUFFIX
-from fabricamp.errors import CheckpointError, nearest
+from fabricamp.errors import CheckpointError, CheckpointNotFoundError, nearest
 
 CHECKSUM = "checksum"
 """The key of the digest, which covers everything else in a checkpoint except the tensors' values."""
@@ -64,7 +64,8 @@ def read_checkpoint(
 
     Runs no code from the file.  ``map_location`` is ``torch.load``'s.  With ``verify`` the checksums of the whole file are compared
     first; without, damage inside tensors goes unnoticed.  With ``mapped`` a local file is memory-mapped: its tensors are read on
-    first use.  Raises :class:`CheckpointError` if the file is missing, damaged, or not a checkpoint.
+    first use.  Raises :class:`CheckpointError` if the file is damaged or not a checkpoint, and its subclass
+    :class:`CheckpointNotFoundError` if there is none.
     """
     path = storage.normalized(path)
     if storage.is_folder(path):
@@ -72,8 +73,7 @@ def read_checkpoint(
 
         return read_folder(path, map_location=map_location, verify=verify)
     # Opening a pipe could block, and reading a device might never end.
-    if problem := _no_file(path):
-        raise CheckpointError(problem)
+    _refuse_no_file(path)
     sealed = False
     try:
         with storage.open_for_reading(path) as file:
@@ -257,20 +257,27 @@ def _verify(file: IO[bytes], *, data: bool = True) -> bool:
     return is_sealed(file)
 
 
-def _no_file(path: str) -> str:
+def _refuse_no_file(path: str) -> None:
+    """Raises :class:`CheckpointNotFoundError` if there is nothing at ``path``, and CheckpointError if it is not a file."""
     if storage.is_remote(path):
-        return "" if storage.exists(path) else _not_there(path)
+        if not storage.exists(path):
+            raise CheckpointNotFoundError(_not_there(path), path)
+        return
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - beside lstat
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        why = _not_there(path)
         if os.path.lexists(path):
-            return f"{path} is a link to {os.readlink(path)}, which is not there"  # noqa: PTH115 - the same
-        return _not_there(path)
+            why = f"{path} is a link to {os.readlink(path)}, which is not there"  # noqa: PTH115 - the same
+        raise CheckpointNotFoundError(why, path) from error
     except OSError as error:
-        return f"cannot read checkpoint {path}: {_reason(error)}"
+        raise CheckpointError(f"cannot read checkpoint {path}: {_reason(error)}") from error
     if stat.S_ISDIR(mode):
-        return f"{path} is a folder without {storage.STATE}; give a folder with this file, or a file named like 'epoch=3.ckpt'"
-    return "" if stat.S_ISREG(mode) else f"{path} is a pipe, a socket or a device, not a file; give a file"
+        raise CheckpointError(
+            f"{path} is a folder without {storage.STATE}; give a folder with this file, or a file named like 'epoch=3.ckpt'"
+        )
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is a pipe, a socket or a device, not a file; give a file")
 
 
 def _not_there(path: str) -> str:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import dataclasses
 import enum
 import functools
 import hashlib
 import numbers
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from fabricamp.arguments.environment import FromEnvironment, Resolved, resolved
 from fabricamp.errors import CheckpointError
+from fabricamp.state import TrainerFn
 
 PRIVATE = "private"
 """The key that marks a checkpoint as readable by its owner only."""
@@ -123,6 +126,38 @@ def _attributes(path: str, item: object) -> list[tuple[str, object]]:
     return [(f"{path}.{name}", part) for name, part in getattr(item, "__dict__", {}).items()]
 
 
+def stages_as_text(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``state`` with text for the stages in it: hooks get a stage as a member of an enum, and may keep it in their state.
+
+    Containers without a stage are those of ``state`` itself.  Weights and optimizers' states are not searched.
+    """
+    try:
+        return {key: part if key in _WITHOUT_STAGES else _stages_as_text(part) for key, part in state.items()}
+    except RecursionError:  # lists within themselves: the check of the content names them
+        return state
+
+
+_WITHOUT_STAGES = frozenset({"state_dict", "optimizer_states"})
+
+
+def _stages_as_text(value: Any) -> Any:
+    kind = type(value)
+    if kind is TrainerFn:
+        return value.value
+    if kind in _MAPPINGS:
+        items = [(_stages_as_text(key), _stages_as_text(part)) for key, part in value.items()]
+        if all(key is old and part is value[old] for (key, part), old in zip(items, value, strict=True)):
+            return value
+        converted = copy.copy(value)  # with its attributes
+        converted.clear()
+        converted.update(items)
+        return converted
+    if kind in _SEQUENCES:
+        parts = [_stages_as_text(part) for part in value]
+        return value if all(map(operator.is_, parts, value)) else kind(parts)
+    return value
+
+
 class Described(NamedTuple):
     """A value as a file stores it."""
 
@@ -146,6 +181,22 @@ def described(value: Any, *, private: bool = False) -> Described:
     """Returns ``value`` as :func:`plain` does, with notes of the original types in it."""
     notes: list[dict[str, Any]] = []
     return Described(_plain(value, _Position((), notes, frozenset(), private)), notes)
+
+
+def builtin_numbers(value: Any) -> Any:
+    """Returns ``value`` with Python's numbers in place of NumPy's scalars, in dicts, lists and tuples too.
+
+    >>> import numpy
+    >>> builtin_numbers({"lr": numpy.float64(0.5), "betas": (numpy.float64(0.75), 1.0)})
+    {'lr': 0.5, 'betas': (0.75, 1.0)}
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: builtin_numbers(item) for key, item in value.items()}
+    if kind is list or kind is tuple:
+        return kind(builtin_numbers(item) for item in value)
+    is_scalar = kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(value, "shape", None) == ()
+    return value.item() if is_scalar else value
 
 
 def items_of(value: Any) -> list[Any]:

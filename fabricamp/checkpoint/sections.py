@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fabricamp.checkpoint.foreign import fit_names
 from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparameters
-from fabricamp.checkpoint.plain import PRIVATE
+from fabricamp.checkpoint.plain import PRIVATE, builtin_numbers
 from fabricamp.checkpoint.record import Section
 from fabricamp.checkpoint.shards import sharded_states, sharded_weights
-from fabricamp.errors import CheckpointError
+from fabricamp.errors import CheckpointError, FabricampError
 from fabricamp.strategies.meta_init import leave_meta
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def restore_weights(
         )
     try:
         module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
+    except FabricampError:  # some are RuntimeErrors too: an override of load_state_dict that asks for self.trainer
+        raise
     except RuntimeError as error:
         own = module.state_dict()
         missing = sorted(own.keys() - state.keys())
@@ -129,7 +131,7 @@ class Optimizers(Section):
 
     def save(self) -> dict[str, Any]:
         """Returns their state dicts."""
-        return {"optimizer_states": [optimizer.state_dict() for optimizer in self.optimizers]}
+        return {"optimizer_states": [_with_builtin_numbers(optimizer.state_dict()) for optimizer in self.optimizers]}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Loads the states; raises if their number differs, or if elementwise state has another shape than its parameter."""
@@ -147,6 +149,13 @@ class Optimizers(Section):
             _check_shapes(optimizer, number, path)
 
 
+def _with_builtin_numbers(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns an optimizer's state with Python's numbers in its groups: a hook may have set a rate that NumPy computed."""
+    if "param_groups" not in state:  # an optimizer of another kind
+        return state
+    return {**state, "param_groups": builtin_numbers(state["param_groups"])}
+
+
 @dataclass
 class Schedules(Section):
     """The learning-rate schedules' states; ``configs`` say when each one steps, and ``step`` steps one."""
@@ -160,7 +169,7 @@ class Schedules(Section):
         """Returns the schedulers' state dicts, empty for a scheduler without one: a scheduler may be any object."""
         schedulers = [config.scheduler for config in self.configs]
         states = [scheduler.state_dict() if hasattr(scheduler, "state_dict") else {} for scheduler in schedulers]
-        return {"lr_schedulers": states}
+        return {"lr_schedulers": builtin_numbers(states)}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Loads the states; raises if their number differs; a file without schedulers (apex's) changes nothing.

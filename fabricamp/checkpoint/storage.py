@@ -11,6 +11,7 @@ import itertools
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -205,14 +206,28 @@ def why_not_writable(folder: str) -> str:
 
 @contextlib.contextmanager
 def open_for_reading(path: str) -> Iterator[IO[bytes]]:
-    """Opens a file for reading; a remote file is read in pieces, on demand."""
+    """Opens a file for reading; a remote file is read in pieces, on demand, or copied whole if its server sends no pieces."""
     if is_remote(path):
         filesystem, remote_path = filesystem_of(path)
-        with filesystem.open(remote_path, "rb") as file:
-            yield file
+        if _sends_ranges(filesystem, remote_path):
+            with filesystem.open(remote_path, "rb") as file:
+                yield file
+        else:
+            with tempfile.TemporaryFile() as file:
+                filesystem.get_file(remote_path, file)
+                file.seek(0)
+                yield file
     else:
         with Path(path).open("rb") as file:
             yield file
+
+
+def _sends_ranges(filesystem: Any, remote_path: str) -> bool:
+    """Returns whether a file can be read in pieces: over HTTP only if the server says so, as many ignore a range."""
+    protocol = filesystem.protocol
+    if "http" not in ((protocol,) if isinstance(protocol, str) else protocol):
+        return True
+    return bool(filesystem.info(remote_path).get("partial"))
 
 
 def copy_bytes(source: str, target: IO[bytes]) -> None:

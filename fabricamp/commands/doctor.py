@@ -85,6 +85,12 @@ def check_cuda() -> Check:
         return Check(
             "CUDA", f"driver {version}, but torch is the CPU build", "broken", "install a CUDA build of torch (pip)"
         )
+    if version and os.environ.get("CUDA_VISIBLE_DEVICES") in {"", "-1"}:
+        return Check(
+            "GPU",
+            f"hidden by CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}: runs use the CPU",
+            "not here",
+        )
     if version:
         cure = f"update the driver to one for CUDA {torch.version.cuda}, or check CUDA_VISIBLE_DEVICES"
         return Check("CUDA", f"driver {version}, but torch {torch.version.cuda} finds no GPU", "broken", cure)

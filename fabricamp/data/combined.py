@@ -41,7 +41,7 @@ class CombinedLoader(NamesKeywords):
     """Yields one batch of every loader at a time, in a collection like the given one (dict, list or tuple, possibly nested).
 
     ``min_size``: as long as the shortest loader.
-    ``max_size``: as long as the longest loader; finished loaders give None.
+    ``max_size``: as long as the longest loader; finished loaders give None, each loader of a nested collection too.
     ``max_size_cycle``: as long as the longest loader; shorter loaders start again, in another order if they are shuffled.  ``fit``
     combines a bare collection in this mode.
     ``sequential``: one loader after the other, with unchanged batches; an evaluation keeps these loaders separate.
@@ -152,6 +152,10 @@ class CombinedLoader(NamesKeywords):
         if self.mode == "sequential":
             return sum(lengths)
         return min(lengths) if self.mode == "min_size" else max(lengths)
+
+    def nothing(self) -> Any:
+        """Returns what a ``max_size`` pass has in place of a batch of these loaders once all have ended: None for each."""
+        return self.collect([member.nothing() if _is_nested(member, self.mode) else None for member in self.members])
 
     def collect(self, values: list[Any]) -> Any:
         """Returns ``values``, one per loader, in a collection of the loaders' form."""
@@ -299,7 +303,7 @@ class _Source:
             restore(self._drawn[moment], generators)
 
     def take(self) -> Any:
-        """Returns the next batch; None after the end of a loader that does not cycle."""
+        """Returns the next batch; None after the end of a loader that does not cycle, as :meth:`CombinedLoader.nothing` has it."""
         self._begins_round = self._read == 0 and not self.entered.get("batches")
         batch = self._next()
         returned = self._returned
@@ -318,7 +322,7 @@ class _Source:
         return _END if self._batches is None else next(self._batches, _END)
 
     def _start_again(self, returned: dict[str, Any]) -> Any:
-        """Starts the loader again after its end and returns its next batch, or None.
+        """Starts the loader again after its end and returns its next batch; None (of each nested loader) if it does not cycle.
 
         Corrects ``returned`` in place, a position from before the end was known: a stream resumed there would start anew.
         """
@@ -332,7 +336,8 @@ class _Source:
                 self.entered = {**state, "rounds": 1, "batches": self.entered.get("batches", 0) + self._read}
                 if state:
                     returned.update(self.entered)
-            return None
+            nested = isinstance(self.loader, CombinedLoader) and self.loader.mode == "max_size"
+            return self.loader.nothing() if nested else None
         self.rounds += 1
         if state:
             returned.update({**state, "rounds": self.rounds})

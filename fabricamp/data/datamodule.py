@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -140,10 +140,38 @@ class DataModule(HyperparametersMixin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the state that :meth:`state_dict` returned."""
 
+    def __str__(self) -> str:
+        """Returns a line for each kind of loader, with the lengths of its datasets; asks for the loaders.
+
+        >>> print(DataModule.from_datasets(train_dataset=range(8)))
+        {Train dataloader: size=8}
+        {Validation dataloader: None}
+        {Test dataloader: None}
+        {Predict dataloader: None}
+        """
+        kinds = {"Train": "train", "Validation": "val", "Test": "test", "Predict": "predict"}
+        return "\n".join(f"{{{word} dataloader: {self._sizes(kind)}}}" for word, kind in kinds.items())
+
+    def _sizes(self, kind: str) -> str:
+        try:
+            loaders = getattr(self, f"{kind}_dataloader")()
+            if isinstance(loaders, DataLoader):
+                return _size(loaders)
+            loaders = loaders.values() if isinstance(loaders, dict) else loaders
+            return " ; ".join(f"{number}. {_size(loader)}" for number, loader in enumerate(loaders, start=1))
+        except Exception:  # noqa: BLE001 - as in Lightning: a loader that cannot be made yet, as before setup, is none
+            return "None"
+
     def _not_defined(self, method: str) -> ConfigError:
         return ConfigError(
             f"{type(self).__name__} does not define {method}(), which this run needs; define it or pass the loader"
         )
+
+
+def _size(loader: Any) -> str:
+    """Returns the number of samples in words; a dataset without a length has none."""
+    dataset = loader.dataset
+    return f"size={len(dataset)}" if isinstance(dataset, Sized) else "size=NA"
 
 
 def _loaders(datasets: Any, shuffle: bool, batch_size: int, num_workers: int) -> Any:

@@ -10,7 +10,14 @@ from fabricamp.callbacks._checkpoint_files import files_in, possible_folders, tr
 from fabricamp.callbacks.base import matched_states
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import Candidates, read_header, read_together, storage
-from fabricamp.errors import CheckpointError, ConfigError, FabricampError, MissingCheckpointError, nearest
+from fabricamp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    FabricampError,
+    MissingCheckpointError,
+    nearest,
+)
 from fabricamp.launch import restarts
 
 if TYPE_CHECKING:
@@ -51,7 +58,7 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
 
 
 def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
-    """Raises :class:`MissingCheckpointError` if ``ckpt_path`` does not exist and looks like one of the words misspelt."""
+    """Raises :class:`CheckpointNotFoundError` if ``ckpt_path`` does not exist and looks like one of the words misspelt."""
     if ckpt_path is None or storage.is_remote(ckpt_path):
         return
     has_folder_or_suffix = Path(ckpt_path).name != ckpt_path or Path(ckpt_path).suffix != ""
@@ -59,7 +66,7 @@ def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
         return
     words = _WORDS if trainer.state.fitting else _EVALUATED
     if (hint := nearest(ckpt_path, words)) and not storage.exists(ckpt_path):
-        raise MissingCheckpointError(f"ckpt_path={ckpt_path!r} is not there{hint}")
+        raise CheckpointNotFoundError(f"ckpt_path={ckpt_path!r} is not there{hint}", ckpt_path)
 
 
 def _warn_of_a_restart(trainer: Trainer) -> None:

@@ -1,4 +1,7 @@
-"""A training step compiled by ``torch.compile``: its logged values are kept after the step, and the module is not changed."""
+"""A training step compiled by ``torch.compile``: its logged values are kept after the step, and the module is not changed.
+
+``Trainer(compile=...)`` asks for it, or ``fit(torch.compile(module))``.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +48,25 @@ def as_compile(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def step_of(session: Session) -> Callable[..., Any]:
-    """Returns the module's ``training_step``, compiled if the Trainer's ``compile`` says so; raises if that is impossible."""
+    """Returns the module's ``training_step``, compiled if the module was compiled, or if the Trainer's ``compile`` says so.
+
+    If that is impossible, ``compile`` raises, and a module that was compiled trains uncompiled.
+    """
     step = session.module.training_step
     options = session.settings.compile
-    if options is None:
+    compiler = session.source.compiler
+    if options is None and compiler is None:
         return step
     reason = _reason_against(session)
-    if reason:
+    if reason and options is not None:
         raise ConfigError(f"compile: {reason}")
-    compiled: Callable[..., Any] = torch.compile(step, **options)
+    if reason:
+        session.run_summary.say(
+            f"{type(session.module).__name__}, compiled by torch.compile, trains uncompiled: {reason}"
+        )
+        return step
+    # What the user compiled is compiled by the user's options, and once.
+    compiled: Callable[..., Any] = torch.compile(step, **(options or {})) if compiler is None else compiler(step)
     run_context = session.run_context
     held = HeldLogs()
     stand_in: Any = held
@@ -83,6 +96,8 @@ def _reason_against(session: Session) -> str:
         return (
             "manual optimization calls backward and updates within training_step; call torch.compile on what it calls"
         )
+    if session.settings.cuda_graph is not None:
+        return "a step is compiled, or replayed as a CUDA graph; leave out one of them"
     if session.strategy.name == "fsdp":
         return "strategy 'fsdp' gathers parameters in hooks, which break a compiled step; give 'ddp' or 'delayed_ddp'"
     casts = level is not None and not level.whole_step and (level.cast_model_type or level.cast_model_outputs)

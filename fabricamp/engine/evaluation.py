@@ -12,7 +12,7 @@ import torch
 
 from fabricamp.data import Feed
 from fabricamp.errors import ConfigError
-from fabricamp.hooks import Hooks, ModuleHooks, call_all, overrides
+from fabricamp.hooks import Hooks, ModuleHooks, call_all, call_hook, overrides
 from fabricamp.messages import on_screen
 from fabricamp.state import NOT_VALIDATING, RunState, Scope, TrainerFn
 
@@ -78,7 +78,7 @@ class EvaluationLoop:
         """Runs every loader once; returns one list per loader, with the steps' outputs if ``keep``."""
         state = self._state
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
-        getattr(self._module, f"on_{self._kind}_model_eval")()
+        call_hook(self._module, f"on_{self._kind}_model_eval")
         # A validation within fit gives these back to the training loop.
         before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
         state.num_dataloaders = len(feeds)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from io import BytesIO
 
 
+_NOT_EXPORTED = ("_attachment", "automatic_optimization", "strict_loading", "example_input_array")
+"""Attributes of a module that its TorchScript does not have."""
+
+
 class ExportMixin:
     """Gives a module :meth:`to_torchscript` and :meth:`to_onnx`."""
 
@@ -28,11 +32,13 @@ class ExportMixin:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if ExportMixin in cls.__bases__:  # TrainingModule alone: forwards may use properties of its subclasses
+        is_training_module = ExportMixin in cls.__bases__
+        if is_training_module:
+            # torch.jit.script would compile each property.  It may compile those of users' subclasses: their forward may read them.
             names = [name for name in dir(cls) if isinstance(getattr(cls, name, None), property)]
-            # Else torch.jit.script would look at each property, and compile it.
             cls.__jit_unused_properties__ = names  # type: ignore[attr-defined]  # torch's name
-            cls.__jit_ignored_attributes__ = [*names, "_attachment"]  # type: ignore[attr-defined]  # likewise
+            # Attributes too: torch cannot read the annotations of this package's classes, which are text.
+            cls.__jit_ignored_attributes__ = [*names, *_NOT_EXPORTED]  # type: ignore[attr-defined]  # likewise
 
     def to_torchscript(
         self,
@@ -108,18 +114,24 @@ class ExportMixin:
 
     @contextlib.contextmanager
     def _evaluated(self) -> Iterator[nn.Module]:
-        """Yields the module in evaluation mode, without gradients, detached from its run; restores everything afterwards."""
+        """Yields the module in evaluation mode, without gradients, it and those in it detached from a run; restores all of it."""
         module = cast("nn.Module", self)
         modes = [(submodule, submodule.training) for submodule in module.modules()]
-        run_context = cast("Any", self)._attachment
-        # torch reads every attribute, and treats one that raises AttributeError as missing; reading this trainer's raises it.
-        nowhere = RunContext()
-        nowhere.trainer = cast("Any", object())
-        object.__setattr__(module, "_attachment", nowhere)
+        attached = [(part, vars(part).get("_attachment")) for part in module.modules() if isinstance(part, ExportMixin)]
+        # torch reads every attribute of the module, and takes one for missing if it raises AttributeError.  Properties such as
+        # current_epoch read the trainer: this one has no attributes, where no trainer at all would raise another error.
+        no_run = RunContext()
+        no_run.trainer = cast("Any", object())
+        for part, _ in attached:
+            vars(part)["_attachment"] = no_run
         try:
             with torch.no_grad():
                 yield module.eval()
         finally:
-            object.__setattr__(module, "_attachment", run_context)
+            for part, run_context in attached:
+                if run_context is None:
+                    del vars(part)["_attachment"]
+                else:
+                    vars(part)["_attachment"] = run_context
             for submodule, training in modes:
                 submodule.training = training

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp.checkpoint import check_content, plain
 from fabricamp.checkpoint.hyperparameters import SavedHyperparameters, saved_hyperparameters
-from fabricamp.errors import ConfigError
+from fabricamp.errors import HyperparameterConflictError
 from fabricamp.loggers.run_folder import folder_of
 
 if TYPE_CHECKING:
     from fabricamp.engine.session import Session
+    from fabricamp.loggers.base import Logger
+    from fabricamp.trainer.properties import TrainerProperties
     from fabricamp.trainer.trainer import Trainer
 
 
@@ -19,11 +21,16 @@ def join_loggers(trainer: Trainer) -> None:
     identities = trainer.strategy.on_rank_zero(lambda: [logger.identity() for logger in trainer.loggers])
     for logger, identity in zip(trainer.loggers, identities, strict=True):
         logger.join(identity)
-    first = next((logger for logger in trainer.loggers if logger.log_dir is not None), None)
+    first = first_with_folder(trainer)
     folders = (trainer.default_root_dir, trainer.root_folder)
     if first is not None:
         folders = (str(first.log_dir), str(folder_of(first)))
     trainer.log_dir, trainer.log_folder = trainer.strategy.broadcast(folders)
+
+
+def first_with_folder(trainer: TrainerProperties) -> Logger | None:
+    """Returns the first logger that has a folder."""
+    return next((logger for logger in trainer.loggers if logger.log_dir is not None), None)
 
 
 def kept_of(session: Session) -> list[tuple[str, SavedHyperparameters]]:
@@ -49,11 +56,12 @@ def log_hyperparams(session: Session) -> None:
 
 
 def _check_shared(owner: str, logged: dict[str, Any], values: dict[str, Any]) -> None:
-    """Raises :class:`ConfigError` for a name with two values: a logger shows only one, which would be wrong for one owner."""
+    """Raises :class:`HyperparameterConflictError` for a name with two values: a logger shows one, which is wrong for one owner."""
     names = [name for name in logged if name in values and str(logged[name]) != str(values[name])]
     if names:
-        raise ConfigError(
-            f"{owner} and the DataModule save different values under the same names: {', '.join(names)}. A logger shows one of "
+        shown = ", ".join(map(str, names))
+        raise HyperparameterConflictError(
+            f"{owner} and the DataModule save different values under the same names: {shown}. A logger shows one of "
             f"them; rename one, leave it out by save_hyperparameters(ignore={names!r}), or give "
             "save_hyperparameters(logger=False) in one"
         )

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from fabricamp.data import set_epoch
 from fabricamp.engine.validation_cadence import ValidationCadence
 from fabricamp.errors import ConfigError
-from fabricamp.hooks import call_all
+from fabricamp.hooks import call_all, call_hook
 from fabricamp.state import Scope
 
 if TYPE_CHECKING:
@@ -46,9 +46,13 @@ class TrainingLoop:
         self._settings = parts.limits.settings
         self._validates = parts.validate is not None
         self._validation_is_due = self._due_by_batches
+        self._validation_is_counted = self._due_by_batches
         times = parts.limits.validation_times
         if times is not None:
-            self._validation_is_due = ValidationCadence(times, parts.state, parts.strategy).is_due
+            epochs = self._settings.check_val_every_n_epoch or 1
+            cadence = ValidationCadence(times, epochs, parts.state, parts.strategy)
+            self._validation_is_due = cadence.is_due
+            self._validation_is_counted = cadence.follows
         self._work_due_at: float = 0
         """The step from which :meth:`_after_step` has something to do."""
         self._accumulate_grad_nodes: list[GradientEdge] = []
@@ -253,7 +257,7 @@ class TrainingLoop:
                 f"the train loader gave no batch in epoch {state.epoch}; check the data set and the batch size (an iterator "
                 "is used up after one pass: give a loader that can be iterated again)"
             )
-        trained = state.global_step > steps_before or state.open_batches > 0
+        trained = state.global_step - self.update.empty_steps > steps_before or state.open_batches > 0
         if trained or not ended or self._warned_of_no_step or self.parts.strategy.rank:
             return
         self._warned_of_no_step = True
@@ -316,13 +320,17 @@ class TrainingLoop:
             return last
         return state.batch_idx % every == 0
 
+    def validation_follows(self) -> bool:
+        """Whether a validation follows the micro-batch whose end hooks run, unless a time makes it due."""
+        return self._validates and self._validation_is_counted(self.parts.feed.last)
+
     def _validate(self) -> bool:
         """Runs validation; returns whether a stop cut it short."""
         validate = cast("Callable[[], bool]", self.parts.validate)
         if (
             self.update.accumulation_state() is None
         ):  # else the gradients of an accumulation in progress are still needed
-            self.parts.module.on_validation_model_zero_grad()
+            call_hook(self.parts.module, "on_validation_model_zero_grad")
         # Validation callbacks see what the last step logged; this waits for that step, once per validation.
         self.metrics.drain()
         self.metrics.reduce_steps(self.state.global_step)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricamp.arguments.checks import check_choice, check_names, check_number
+from fabricamp.checkpoint.plain import builtin_numbers
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.stepper import demands_closure
@@ -73,17 +74,24 @@ class ManagedOptimizer:
         return f"Managed{self.optimizer!r}"
 
 
-def parse_optimizers(returned: Any, *, own_step: bool = False) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def parse_optimizers(
+    returned: Any, *, own_step: bool = False, manual: bool = False
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
 
-    One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists; a dict with ``"optimizer"`` and
-    ``"lr_scheduler"``; a list or tuple of such dicts; None.  A scheduler is any object if ``own_step``, that is if the module
-    overrides ``lr_scheduler_step``, else one with ``step()``.  Raises :class:`ConfigError` for anything else, and for a scheduler
-    of an optimizer that was not returned.
+    One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists, or of a list and one scheduler; a dict
+    with ``"optimizer"`` and ``"lr_scheduler"``; a list or tuple of such dicts; None. A scheduler is any object if the module
+    steps it itself: if ``own_step`` (the module overrides ``lr_scheduler_step``) or ``manual`` (manual optimization, where it
+    needs no monitor either); else one with ``step()``. Raises :class:`ConfigError` for anything else, and for a scheduler of an
+    optimizer that was not returned.
     """
     optimizers, schedulers = _unpacked(returned)
     for config in schedulers:
-        _check_scheduler(config.scheduler, own_step=own_step)
+        _check_scheduler(config.scheduler, own_step=own_step or manual)
+        if config.reduce_on_plateau and config.monitor is None and not manual:
+            raise ConfigError(
+                "a ReduceLROnPlateau scheduler needs 'monitor': the name of the logged value that it watches"
+            )
         owner = getattr(config.scheduler, "optimizer", None)
         # Compared by their groups: LARC shares those of the optimizer that it wraps.
         if owner is not None and not any(owner.param_groups is optimizer.param_groups for optimizer in optimizers):
@@ -91,7 +99,21 @@ def parse_optimizers(returned: Any, *, own_step: bool = False) -> tuple[list[Opt
                 f"the lr_scheduler {type(config.scheduler).__name__} belongs to a {type(owner).__name__} that "
                 "configure_optimizers did not return; build it from the optimizer that is returned"
             )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            _use_builtin_numbers(group)
+    for config in schedulers:
+        _use_builtin_numbers(getattr(config.scheduler, "__dict__", {}))
     return optimizers, schedulers
+
+
+def _use_builtin_numbers(values: dict[str, Any]) -> None:
+    """Puts Python's numbers in place of NumPy's scalars: a resumed run, whose checkpoint holds Python's, computes the same."""
+    for name, value in values.items():
+        if isinstance(value, list):
+            value[:] = builtin_numbers(value)  # in place: others may hold the list
+        elif not isinstance(value, dict):
+            values[name] = builtin_numbers(value)
 
 
 def _unpacked(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -102,8 +124,10 @@ def _unpacked(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if isinstance(returned, dict):
         return _from_dicts([returned])
     if isinstance(returned, (list, tuple)):
-        if len(returned) == 2 and all(isinstance(part, (list, tuple)) for part in returned):
+        if len(returned) == 2 and isinstance(returned[0], (list, tuple)):
             optimizers, schedulers = returned
+            if not isinstance(schedulers, (list, tuple)):
+                schedulers = [schedulers]
             return [_optimizer(one) for one in optimizers], [_scheduler(one) for one in schedulers]
         if returned and all(isinstance(part, dict) for part in returned):
             return _from_dicts(returned)
@@ -200,13 +224,11 @@ def _check_scheduler(scheduler: Any, *, own_step: bool) -> None:
 def _scheduler(value: Any, monitor: str | None = None) -> SchedulerConfig:
     options = dict(value) if isinstance(value, dict) else {"scheduler": value}
     check_names("lr_scheduler has key", options, SCHEDULER_KEYS)
-    scheduler = options.get("scheduler")
+    scheduler = options.setdefault("scheduler", None)
     plateau = isinstance(scheduler, ReduceLROnPlateau)
     options.setdefault("monitor", monitor)
     options.setdefault("reduce_on_plateau", plateau)
     config = SchedulerConfig(**options)
     check_choice("lr_scheduler interval", config.interval, ("epoch", "step"))
     check_number("lr_scheduler frequency", config.frequency, least=1)
-    if config.reduce_on_plateau and config.monitor is None:
-        raise ConfigError("a ReduceLROnPlateau scheduler needs 'monitor': the name of the logged value that it watches")
     return config

@@ -19,7 +19,6 @@ from fabricamp import launch
 from fabricamp.arguments.not_offered import lightnings
 from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.callbacks.checkpoint import Checkpoint
-from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import storage
 from fabricamp.data import DataModule
 from fabricamp.engine.ckpt_path import resolve_checkpoint
@@ -32,7 +31,7 @@ from fabricamp.engine.replica_recovery import join_groups
 from fabricamp.engine.session import Session
 from fabricamp.engine.source import GivenData
 from fabricamp.engine.verification import take_part, the_plan
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, ModuleTypeError
 from fabricamp.lightning.bases import DATA, MODULE, derives_from
 from fabricamp.lightning.given import adopted, lines_of, own_loader
 from fabricamp.lightning.lending import callbacks_of
@@ -41,6 +40,7 @@ from fabricamp.module import TrainingModule
 from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.rng import deterministic_mode
 from fabricamp.state import TrainerFn
+from fabricamp.torch_private import uncompiled
 from fabricamp.watchdog import interrupts, leave_at_exit
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class Runner:
         if _is_datamodule(evaluation):
             datamodule = evaluation
             evaluation = None
+        module, compiler = uncompiled(module)
         train = own_loader(train)
         evaluation = own_loader(evaluation)
         for given in (module, train, evaluation, datamodule):
@@ -137,7 +138,7 @@ class Runner:
         if datamodule is not None and (train is not None or evaluation is not None):
             raise ConfigError(f"{name} got loaders and a datamodule; give one of them")
         check_steps(fn, module)
-        return module, GivenData(train=train, evaluation=evaluation, datamodule=datamodule, fn=fn)
+        return module, GivenData(train=train, evaluation=evaluation, datamodule=datamodule, fn=fn, compiler=compiler)
 
     def take_callbacks(self, module: TrainingModule | None) -> None:
         """Sets ``trainer.callbacks``: the given callbacks, the module's, the default ones; monitors last.
@@ -160,8 +161,6 @@ class Runner:
         callbacks = [callback for callback in self._given_callbacks if type(callback) not in own_classes]
         callbacks += self._own_callbacks
         callbacks += _not_replaced(self._default_callbacks, callbacks)
-        if self.settings.fast_dev_run:
-            callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
         # Monitors after the callbacks whose values they read, and checkpoints after the callbacks whose states they save.
         self._put = sorted(callbacks, key=lambda one: (decides_by_metrics(one), isinstance(one, Checkpoint)))
         self.trainer.callbacks[:] = self._put
@@ -266,7 +265,7 @@ class Runner:
         trainer = self.trainer
         own_before = dict(vars(self))
         names = ("state", "precision_plugin", "ckpt_path", "log_dir", "log_folder", "loggers", "profiler")
-        before = {name: getattr(trainer, name) for name in names}
+        before = {name: vars(trainer)[name] for name in names}  # a read of log_dir would make a folder
         callbacks_before = list(trainer.callbacks)
         self.settings = dataclasses.replace(self.settings)
         # New lists: the present ones are restored as they are.
@@ -292,7 +291,7 @@ class Runner:
 
 def _checked_module(name: str, module: TrainingModule | None) -> TrainingModule:
     if module is None or not (derives_from(module, MODULE) or isinstance(module, TrainingModule)):
-        raise ConfigError(
+        raise ModuleTypeError(
             f"{name} got {_shown(module)}; give a module whose class derives from fabricamp.TrainingModule"
         )
     if "_parameters" not in vars(module):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.checkpoint import read_together, write_together
+from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.checkpoint.shards import sharded_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch
 from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
@@ -46,7 +47,7 @@ from fabricamp.engine.source import DataSource, GivenData
 from fabricamp.engine.update import Update
 from fabricamp.engine.world_change import keep_samples_of_a_step
 from fabricamp.errors import ConfigError
-from fabricamp.hooks import Hooks, call_all, overrides
+from fabricamp.hooks import Hooks, call_all, call_hook, overrides
 from fabricamp.lightning.lending import attach
 from fabricamp.loggers.logger_collection import LoggerCollection
 from fabricamp.metrics import Metrics
@@ -107,6 +108,7 @@ class Session:
         self.closed = False
         self.run_context = DETACHED  # until attach
         self.step: Callable[..., Any] = module.training_step  # in fit: as wrapped by the strategy
+        self.validation_follows: Callable[[], bool] = bool  # in fit: as known to the loop
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # of the validation within fit
         self._synchronised_norms: list[nn.Module] = []
         self._channels_last: list[nn.Parameter] = []
@@ -166,21 +168,21 @@ class Session:
     def _prepare_data(self) -> None:
         if self.trainer.local_rank == 0:
             if self.source.datamodule is not None:
-                self.source.datamodule.prepare_data()
-            self.module.prepare_data()
+                call_hook(self.source.datamodule, "prepare_data")
+            call_hook(self.module, "prepare_data")
         self.strategy.barrier("prepare_data")
 
     def _call_setup(self, name: str) -> None:
         """Calls ``setup`` or ``teardown`` of the DataModule first, as callbacks may look at its data; of the module last."""
-        stage = self.fn.value
+        stage = self.fn  # a str too
         if self.source.datamodule is not None:
-            getattr(self.source.datamodule, name)(stage)
+            call_hook(self.source.datamodule, name, stage)
         call_all(self.hooks.callbacks(name), stage)
-        getattr(self.module, name)(stage)
+        call_hook(self.module, name, stage)
 
     def _configure_model(self, *, filled_later: bool) -> None:
         """Lets the module build its layers, and shards them; ``filled_later``: a checkpoint's weights will replace its own."""
-        self.precision.forward(self.module.configure_model)
+        self.precision.forward(partial(call_hook, self.module, "configure_model"))
         if self.settings.sync_batchnorm and self.strategy.world_size > 1:
             # Before the module may be sharded.  Until give_back; the user's own SyncBatchNorm modules stay.
             before = set(self.module.modules())
@@ -202,7 +204,7 @@ class Session:
         if self.strategy.checkpoint_form == "folder":
             self.checkpoint = sharded_weights(self.checkpoint, path, self.module.state_dict())
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
-        self.module.on_load_checkpoint(self.checkpoint)
+        call_hook(self.module, "on_load_checkpoint", self.checkpoint)
         # The DataModule's state too: configure_optimizers may ask for loaders, to learn the number of steps.
         self._restore("weights", "datamodule")
 
@@ -225,7 +227,9 @@ class Session:
     def _configure_optimizers(self) -> None:
         module = self.module
         own_step = overrides(module, "lr_scheduler_step", TrainingModule)
-        self.optimizers, self.schedulers = parse_optimizers(module.configure_optimizers(), own_step=own_step)
+        manual = not module.automatic_optimization
+        returned = module.configure_optimizers()
+        self.optimizers, self.schedulers = parse_optimizers(returned, own_step=own_step, manual=manual)
         check_optimizers(self.optimizers, module)
         check_optimization(self.optimizers, module, self.settings, self.strategy.world_size)
         self.optimizers = self.strategy.setup_optimizers(self.optimizers)
@@ -281,7 +285,9 @@ class Session:
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
-        return profile_fit(self, TrainingLoop(parts, update))
+        loop = TrainingLoop(parts, update)
+        self.validation_follows = loop.validation_follows
+        return profile_fit(self, loop)
 
     def _fit_parts(self) -> FitParts:
         """Returns the loop's parts; asks for the training loader before the validation loaders."""
@@ -453,6 +459,8 @@ class Session:
         """Runs ``validate``, ``test`` or ``predict`` and returns its result; ``chosen``: the user did not name the checkpoint."""
         kind = KINDS[self.fn]
         loop, feeds = self.evaluation_loop(kind)
+        if not feeds and getattr(self.settings, f"limit_{LOADERS[kind]}_batches") == 0:
+            return None if self.fn is TrainerFn.PREDICTING else []
         if not feeds:
             cure = self.data.what_to_write(LOADERS[kind], "dataloaders")
             raise ConfigError(f"there is nothing to {self.fn.value}: {cure}")
@@ -480,7 +488,8 @@ class Session:
         check_peers()  # raises if anything was computed without one of the ranks
         checkpoint = self.record.save(*(WEIGHTS_ONLY if weights_only else ()))
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
-        self.module.on_save_checkpoint(checkpoint)
+        call_hook(self.module, "on_save_checkpoint", checkpoint)
+        checkpoint = stages_as_text(checkpoint)
 
         if write is None:
             self.strategy.on_rank_zero(lambda: self.delivery.barrier(self.trainer.state.global_step))
@@ -499,6 +508,7 @@ class Session:
         self.graphs.close(failed=failed)
         self.data.close()
         self.predicted = None  # may be as large as the memory
+        self.validation_follows = bool
         if not failed:
             self._call_setup("teardown")
 

@@ -65,6 +65,8 @@ class GivenData:
     evaluation: Any = None
     datamodule: DataModule | None = None
     fn: TrainerFn = TrainerFn.FITTING
+    compiler: Callable[[Any], Any] | None = None
+    """What ``torch.compile`` has compiled the given module with; None: the module was not compiled."""
 
     def given(self, name: str) -> Any:
         """Returns the loaders given for ``name`` ("train", "val", "test" or "predict"), or None."""

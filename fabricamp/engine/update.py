@@ -59,6 +59,8 @@ class Update:
         precision = parts.precision
         settings = parts.limits.settings
         self.stepped = False
+        self.empty_steps = 0
+        """The steps since the epoch began, or was resumed, whose micro-batches had no loss: they count, and update nothing."""
         self.loss: Tensor | None = None
         self.schedules = Schedules(parts.schedulers if automatic else [], parts.module, parts.metrics, parts.state)
         self._parts = parts
@@ -113,6 +115,7 @@ class Update:
     def begin_epoch(self, batch_idx: int) -> None:
         """Prepares for an epoch whose next batch is ``batch_idx``: 0, or more in a resumed epoch."""
         settings = self._parts.limits.settings
+        self.empty_steps = 0
         if settings.accumulation_schedule is not None:
             self._accumulate = settings.accumulate_grad_batches
             if self.weights is not None:
@@ -166,6 +169,8 @@ class Update:
                 plain_step()
                 self._state.global_step += 1
                 self.stepped = True
+        elif ends:
+            self._note_empty_step()
         if ends:
             self._state.open_batches = 0
         else:
@@ -320,6 +325,17 @@ class Update:
             self.schedules.advance(self._state.global_step)
         if self.overflow_policy is not None:
             self.overflow_policy.note_closed()
+
+    def _note_empty_step(self) -> None:
+        """Counts a step of which no micro-batch had a loss, as Lightning does: max_steps ends a run of such steps too.
+
+        Schedules that follow the applied steps of a loss scaler do not move, since the device has made no step.
+        """
+        self._state.global_step += 1
+        self.stepped = True
+        self.empty_steps += 1
+        if self._advances_at_once:
+            self.schedules.advance(self._state.global_step)
 
     def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
         """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step."""

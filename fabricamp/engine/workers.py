@@ -9,6 +9,7 @@ import torch
 from fabricamp import launch
 from fabricamp.data import move_to_device
 from fabricamp.engine.session import Session
+from fabricamp.hooks import call_hook
 from fabricamp.lightning.given import hand_back
 from fabricamp.lightning.lending import detach
 
@@ -37,7 +38,7 @@ def start_workers(
     outcome = launch.run_function(_in_worker, (runner, run), runner.num_processes, method)
     runner.take_callbacks(module)
     _take_over(runner, outcome)
-    module.configure_model()
+    call_hook(module, "configure_model")
     session = Session(runner, fn, module, source)
     session.attach()
     session.run_context.metrics = None  # the run is over

@@ -5,7 +5,7 @@ from fabricamp.launch.environment import check_environment as check_environment
 from fabricamp.launch.environment import detect as detect
 from fabricamp.launch.environment import requeue_job as requeue_job
 from fabricamp.launch.environment import restarts as restarts
-from fabricamp.launch.failures import BEFORE as BEFORE
+from fabricamp.launch.failures import PEER_FAILURE_NOTE as PEER_FAILURE_NOTE
 from fabricamp.launch.failures import exit_code_on_record as exit_code_on_record
 from fabricamp.launch.failures import explained_without_traceback as explained_without_traceback
 from fabricamp.launch.failures import record_end as record_end

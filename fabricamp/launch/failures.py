@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError
+from fabricamp import errors
+from fabricamp.errors import DistributedError, FabricampError
 from fabricamp.launch.start import STARTED_BY
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 OTHERS = "others.json"
 """File with what a worker knows about other ranks; separate from its error file, which torch's agent may overwrite."""
 
-BEFORE = "before that: "
+PEER_FAILURE_NOTE = "before that: "
 """Prefix of an error's note about other ranks whose end caused this rank's failure."""
+
+_FAMILY = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, FabricampError)]
 
 _EXPLAINED: dict[type[BaseException], int] = {}
 """Exit codes of errors that are shown without a traceback."""
@@ -84,9 +87,9 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, tuple(_EXPLAINED)):
         return f"{type(error).__name__}: {error}\n"
     text = "".join(traceback.format_exception(error))
-    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(BEFORE)]
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(PEER_FAILURE_NOTE)]
     if notes:
-        return f"{notes[0].removeprefix(BEFORE)}; then this rank failed:\n\n{text}"
+        return f"{notes[0].removeprefix(PEER_FAILURE_NOTE)}; then this rank failed:\n\n{text}"
     if not isinstance(error, FabricampError):
         return text
     frames = text.removesuffix("".join(traceback.format_exception_only(error)))
@@ -257,7 +260,7 @@ def as_error(cause: Cause) -> FabricampError:
 
     Its text begins with what happened: the worker's message if the error is fabricamp's, else how the worker ended.
     """
-    for error_class in (ConfigError, CheckpointError, DistributedError):
+    for error_class in _FAMILY:
         prefix = f"{error_class.__name__}: "
         if cause.message.startswith(prefix):
             # The raised error already has the message, so the report leaves it out.

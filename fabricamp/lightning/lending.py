@@ -10,6 +10,7 @@ import torch
 
 from fabricamp.engine.run_context import RunContext, gathered
 from fabricamp.errors import ConfigError
+from fabricamp.hooks import call_hook
 from fabricamp.lightning.bases import DATA, derives_from, lightnings_base
 from fabricamp.lightning.given import adopted
 from fabricamp.module import TrainingModule
@@ -52,7 +53,7 @@ def callbacks_of(module: Any, trainer: Trainer) -> list[Callback]:
     """Returns the callbacks of ``configure_callbacks``, called with ``self.trainer`` set."""
     run_context = _context_of(module, trainer, None, fits=False)
     try:
-        callbacks = module.configure_callbacks()
+        callbacks = call_hook(module, "configure_callbacks") or []
     finally:
         run_context.release()
     if not isinstance(callbacks, (list, tuple)):

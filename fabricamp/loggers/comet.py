@@ -86,7 +86,8 @@ class CometLogger(Logger):
         self._where["mode"] = mode or "get_or_create"
         self._config = {**_QUIET, **kwargs}
         self.save_dir = kwargs.get("offline_directory") if online is False else None
-        self.name = project or settings["comet.project_name"]
+        # Past a subclass's property, which may have no setter.
+        vars(self)["name"] = project or settings["comet.project_name"]
         self._prefix = prefix or ""
         self._experiment: Any = None
         self._clear()

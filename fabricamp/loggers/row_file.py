@@ -67,6 +67,12 @@ class RowFileLogger(RunFolderLogger):
         return self if writes() else Silent()
 
     @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The rows that are not in the file yet, with ``step`` last, as Lightning's ``experiment.metrics`` has them."""
+        rows = self._backlog.waiting()
+        return [{**{name: value for name, value in row.items() if name != STEP}, STEP: row[STEP]} for row in rows]
+
+    @property
     def metrics_file(self) -> Path:
         """The path of the file with the rows."""
         return self.folder / self.FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -33,6 +34,8 @@ class RunFolderLogger(Logger):
 
     name: str
     save_dir: str
+    sub_dir: str | None = None
+    """A folder within the run's, for its files; None: there is none."""
     MOST_WAITING: ClassVar[int]
     """The largest sum of the weights of records that wait in memory for a disk that refuses them."""
 
@@ -49,9 +52,9 @@ class RunFolderLogger(Logger):
             if not isinstance(value, (str, type(None))):
                 raise ConfigError(f"{type(self).__name__}({key}={value!r}): give a string or None")
         # Absolute, so a change of the working folder does not move the files; ``save_dir`` keeps the path as given.
-        self._root = Path(save_dir).expanduser().absolute() / (name or "")
+        self._saves_in = Path(save_dir).expanduser().absolute()
         self.save_dir = os.fspath(save_dir)
-        self.name = name or ""
+        vars(self)["name"] = name or ""  # past a subclass's property, which may have no setter
         self._version = version
         self._claimed = False
         self._prefix = prefix
@@ -61,7 +64,12 @@ class RunFolderLogger(Logger):
     @property
     def root_dir(self) -> str:
         """The folder that holds the versions; relative if ``save_dir`` is."""
-        return str(Path(self.save_dir, self.name))
+        return str(Path(self.save_dir, self.name or ""))
+
+    @property
+    def _root(self) -> Path:
+        """The absolute folder that holds the versions; read when it is used, as a subclass may compute ``name``."""
+        return self._saves_in / (self.name or "")
 
     @property
     def version(self) -> int | str:
@@ -99,12 +107,12 @@ class RunFolderLogger(Logger):
     @property
     def log_dir(self) -> str:
         """The folder of this run; relative if ``save_dir`` is."""
-        return str(Path(self.root_dir).expanduser() / self._folder_name)
+        return str(Path(self.root_dir).expanduser() / self._folder_name / (self.sub_dir or ""))
 
     @property
     def folder(self) -> Path:
         """The absolute folder of this run, independent of the working folder."""
-        return self._root / self._folder_name
+        return self._root / self._folder_name / (self.sub_dir or "")
 
     @property
     def _folder_name(self) -> str:
@@ -116,7 +124,7 @@ class RunFolderLogger(Logger):
         if not self._claimed:
             return
         try:
-            self.folder.rmdir()
+            (self._root / self._folder_name).rmdir()
         except OSError:  # it is not empty
             return
         self._version = None
@@ -126,12 +134,17 @@ class RunFolderLogger(Logger):
         """Returns the folders of this run and of earlier runs with numbers, newest first."""
         matches = [re.fullmatch(r"version_(\d+)", entry.name) for entry in self._root.glob("version_*")]
         numbers = sorted({int(match[1]) for match in matches if match}, reverse=True)
-        return list(dict.fromkeys([self.folder, *(self._root / f"version_{number}" for number in numbers)]))
+        earlier = [self._root / f"version_{number}" / (self.sub_dir or "") for number in numbers]
+        return list(dict.fromkeys([self.folder, *earlier]))
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Writes the hyper-parameters to ``hparams.yaml``; a second call adds to them."""
         added = plain(params)
-        if not writes() or (self._hyperparameters and added.items() <= self._hyperparameters.items()):
+        if not writes():
+            return
+        with contextlib.suppress(OSError):  # the thread, which writes the file, reports it
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if self._hyperparameters and added.items() <= self._hyperparameters.items():
             return
         self._hyperparameters |= added
         self._write_hyperparameters()
@@ -197,6 +210,10 @@ class RunFolderLogger(Logger):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        root = self.__dict__.pop("_root", None)
+        if root is not None:  # a pickle of version 0.1.0, whose root includes the name
+            parts = len(Path(state["name"]).parts)
+            self._saves_in = Path(*root.parts[: len(root.parts) - parts])
         self._begin_anew(state["_waiting"])
 
 

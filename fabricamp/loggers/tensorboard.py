@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from fabricamp.loggers.write_queue import Record
 from fabricamp.rng import isolate_rng
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
@@ -25,11 +25,9 @@ if TYPE_CHECKING:
 
     from fabricamp.loggers.event_file import EventFile
 
-_OWN = ("save_dir", "name", "version", "log_graph", "prefix", "default_hp_metric")
+_OWN = ("save_dir", "name", "version", "log_graph", "prefix", "default_hp_metric", "sub_dir")
 _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
 """The options of torch's SummaryWriter besides the folder; reading its signature would import all of TensorBoard."""
-_ASKS_FOR_NOTHING = ("sub_dir", None)
-"""Lightning's default of an option that does not exist here."""
 _BYTES_OF_A_POINT = 64
 
 
@@ -46,6 +44,7 @@ class TensorBoardLogger(RunFolderLogger):
         version: the number or name of this run; None is the next free number.
         prefix: a text before each metric's name.
         default_hp_metric: logs ``hp_metric`` with the hyper-parameters; False leaves TensorBoard's HPARAMS page empty.
+        sub_dir: a folder within ``version_N`` for all files of the run, checkpoints too; None: ``version_N`` itself.
         log_graph: draws ``forward`` of the module, for its ``example_input_array``, on TensorBoard's GRAPHS page.
         **options: options of torch's ``SummaryWriter``, such as ``flush_secs``.
 
@@ -67,12 +66,15 @@ class TensorBoardLogger(RunFolderLogger):
         prefix: str = "",
         default_hp_metric: bool = True,
         *,
+        sub_dir: str | os.PathLike[str] | None = None,
         log_graph: bool = False,
         **options: Any,
     ) -> None:
-        options = {name: value for name, value in options.items() if (name, value) != _ASKS_FOR_NOTHING}
         check_names("TensorBoardLogger has no option", options, (*_OWN, *_OPTIONS), where="TensorBoardLogger")
+        if not isinstance(sub_dir, (str, os.PathLike, type(None))):
+            raise ConfigError(f"TensorBoardLogger(sub_dir={sub_dir!r}): give a folder, such as 'rank_0', or None")
         super().__init__(save_dir, name, version, prefix)
+        self.sub_dir = None if sub_dir is None else os.fspath(sub_dir)
         self._default_hp_metric = default_hp_metric
         self.draws_graph = log_graph
         self._flushed_at = time.monotonic()

@@ -106,7 +106,7 @@ class WandbLogger(Logger):
         if offline:
             self._options["mode"] = "offline"
         self._options |= kwargs
-        self.name = project
+        vars(self)["name"] = project  # past a subclass's property, which may have no setter
         self._root = self._folder / project
         wanted = version or id or os.environ.get("WANDB_RUN_ID")
         self._id = None if wanted is None else str(wanted)

@@ -280,6 +280,11 @@ class RecordQueue(Generic[Position]):
             assert self._position is not None
             return self._position, [record.content for record in self._records]
 
+    def waiting(self) -> list[Any]:
+        """Returns the contents that are still to be appended; asks the disk for nothing."""
+        with self._lock:
+            return [record.content for record in self._records]
+
     def wait(self, *, patient: bool = False) -> None:
         """Returns once the thread has done all requests so far; raises ``TimeoutError`` after 30 seconds unless ``patient``."""
         if not self._calls.wait(None if patient else self.SECONDS):

@@ -138,7 +138,7 @@ class Metrics(Recording):
     def _publish(self, values: Sequence[tuple[Published, float]], step: int) -> dict[str, float]:
         """Passes values to the progress bar and, on rank 0, to the loggers; returns them by key."""
         self._show(values)
-        logged = {published.key: value for published, value in values if published.logger}
+        logged = _for_loggers(values)
         self.logged.update(logged)
         if logged and self._strategy.rank == 0:
             for sink in self.sinks:
@@ -201,11 +201,12 @@ class Metrics(Recording):
     # -- reductions over all ranks -----------------------------------------------------------------------------------------------
 
     def reduce_steps(self, step: int) -> None:
-        """Updates ``reduced`` with the latest step values, and waits for them; every rank calls it; nothing goes to loggers."""
+        """Shows the latest step values, and waits for them; every rank calls it; nothing goes to loggers."""
         merged = self._merged(self._gather(self.table(MetricTable.TRAINING), step))
         for published, value, _ in merged:
             if published.per_step and value is not None:
                 self._publish_to_callbacks(published, value)
+        self.logged.update(_for_loggers(self._own_steps(merged)))
 
     def _gather(self, table: MetricTable, step: int) -> list[exchange.RankValues]:
         """Returns each rank's current values; repeats the exchange if a rank has more values than fit into one."""
@@ -268,7 +269,9 @@ class Metrics(Recording):
         training = table is self._tables.get(MetricTable.TRAINING)
         if training:
             self._progress_snapshot = ProgressSnapshot()  # a copy in flight would be older
-            self._show(self._own_steps(merged))
+            own = self._own_steps(merged)
+            self._show(own)
+            self.logged.update(_for_loggers(own))
         values = self._collect(table, merged)
         table.mark_reduced()
         for published, value in values:
@@ -276,7 +279,7 @@ class Metrics(Recording):
         # Training step values are published by flushes.
         if training:
             values = [(published, value) for published, value in values if not published.per_step]
-        self.logged.update({published.key: value for published, value in values if published.logger})
+        self.logged.update(_for_loggers(values))
         return values
 
     def _collect(self, table: MetricTable, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
@@ -381,6 +384,10 @@ class Metrics(Recording):
             for flushed in states[0]["pending"]:
                 self._pending.append(_Arrived(flushed["step"], load_rows(flushed["rows"])))
         self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
+
+
+def _for_loggers(values: Iterable[tuple[Published, float]]) -> dict[str, float]:
+    return {published.key: value for published, value in values if published.logger}
 
 
 class ProgressSnapshot:

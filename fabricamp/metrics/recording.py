@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _FLAGS = ("prog_bar", "logger", "on_step", "on_epoch", "sync_dist", "add_dataloader_idx", "rank_zero_only")
 _MODES = ("mean", "sum", "min", "max")
+_OTHER_NAMES = {"avg": "mean"}
 LOADER_MARK = "/dataloader_idx_"
 
 
@@ -292,6 +293,8 @@ def _cadence(arguments: Arguments, scope: Scope) -> tuple[bool, bool]:
 def _mode(arguments: Arguments) -> str:
     reduce_fx: Any = arguments.reduce_fx
     mode = getattr(reduce_fx, "__name__", reduce_fx) if callable(reduce_fx) else reduce_fx
+    if isinstance(reduce_fx, str):
+        mode = _OTHER_NAMES.get(reduce_fx.lower(), reduce_fx.lower())
     if mode not in _MODES:
         raise ConfigError(
             f"self.log({arguments.name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(map(repr, _MODES))}"

@@ -66,12 +66,9 @@ def plain_value(name: str, value: Any) -> Tensor | float:
 
 
 def as_weight(name: str, batch_size: Any) -> int:
-    """Returns ``batch_size`` as a Python int; a tensor is refused because reading it would wait for the device."""
+    """Returns ``batch_size`` as a Python int; a tensor on a device is read, which waits for the device."""
     if isinstance(batch_size, Tensor):
-        raise ConfigError(
-            f"self.log({name!r}, batch_size=...) was given a tensor, which the host would have to wait for; "
-            "pass an int such as batch.shape[0]"
-        )
+        batch_size = _number_in(name, batch_size)
     try:
         weight = operator.index(batch_size)
     except TypeError:
@@ -79,6 +76,23 @@ def as_weight(name: str, batch_size: Any) -> int:
     if weight < 0:
         raise ConfigError(f"self.log({name!r}, batch_size={batch_size!r}): batch_size is an int, 0 or more")
     return weight
+
+
+def _number_in(name: str, batch_size: Tensor) -> Any:
+    """Returns the number in a ``batch_size`` given as a tensor of one element; a whole number is an int."""
+    if not batch_size.is_cpu:
+        given = f"self.log({name!r}, batch_size=...) was given a tensor on {batch_size.device}"
+        cure = "pass an int such as batch.shape[0]"
+        if batch_size.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(f"{given}, which a CUDA graph cannot read; {cure}")
+        say_once(f"{given}, and the host waits for the device to read it; {cure}")
+    if batch_size.numel() != 1:
+        raise ConfigError(
+            f"self.log({name!r}, batch_size=...) was given a tensor of shape {tuple(batch_size.shape)}; pass one number, an int "
+            "such as batch.shape[0]"
+        )
+    number = batch_size.item()
+    return int(number) if float(number).is_integer() else number
 
 
 def tell_of_lengths(name: str, batch: Any) -> None:

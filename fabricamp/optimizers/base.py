@@ -1,7 +1,7 @@
 """The base of the fused optimizers: rows of tensors laid out once, one launch per step, a step that a Precision can control.
 
 In order: :class:`FusedOptimizer`, the check of its options, what torch's GradScaler hands over for a step, torch's hooks of a step,
-the state that counts its changes, and the loading of state dicts.
+and the state that counts its changes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch.optim.optimizer import required
 
 from fabricamp import ops
 from fabricamp._utils.keywords import NamesKeywords
-from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import SharedRows, any_shard, local, local_gradient
 from fabricamp.ops.table import Table
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.refusals import UnsupportedError, owned_parameters
 from fabricamp.optimizers.rows import LAST, DeviceParams, RowsCacheKey, set_scalars, zero_gradients
+from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state
 from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks, profiler_enabled
 
 _grad: Final = operator.attrgetter("grad")
@@ -524,101 +525,3 @@ def watched(state: Any) -> WatchedState:
         if isinstance(entry, dict) and getattr(entry, "changes", None) is not counting.changes:
             counting[key] = ParameterState(entry, counting.changes)
     return counting
-
-
-_TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
-"""Group options of torch's optimizers only.  ``fused=None`` would even tell a Precision that a step cannot skip by itself."""
-
-
-def as_cell(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a number as a 0-dim tensor in device memory: ``value`` itself if it already is one."""
-    if isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == ((), dtype, device):
-        return value
-    return torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(()).clone()
-
-
-def load_state(
-    optimizer: Optimizer,
-    load: Callable[[dict[str, Any]], None],
-    state_dict: dict[str, Any],
-    cells: Sequence[str],
-    narrow_cells: Sequence[str],
-) -> None:
-    """Loads a state dict, maybe torch's or apex's, by torch's ``load``.
-
-    ``narrow_cells`` become fp32; other floating tensors get their parameter's dtype, but at least fp32.  Options that the state
-    dict does not have keep their values.
-    """
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    normalised: list[dict[str, Any]] = []
-
-    def normalise(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        normalised.append(_with_steps_by_parameter(given, type(optimizer).__name__, cells=cells))
-        return normalised[0]
-
-    # Registered last, so that it sees the state dict as other hooks have left it.
-    handle = optimizer.register_load_state_dict_pre_hook(normalise)
-    try:
-        load(state_dict)
-    finally:
-        handle.remove()
-    for group, before in zip(optimizer.param_groups, options, strict=True):
-        for key, value in before.items():
-            group.setdefault(key, value)
-    _restore_full_precision(optimizer, normalised[0], narrow_cells)
-
-
-@torch.no_grad()
-def load_into(own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
-    """Copies each loaded tensor into the tensor of ``own`` that it would replace, and stores the latter in ``loaded``."""
-    for key, entry in own.items():
-        for name, tensor in entry.items():
-            value = loaded[key].get(name) if key in loaded else None
-            if isinstance(tensor, Tensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
-                loaded[key][name] = tensor.copy_(value)
-
-
-def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Sequence[str]) -> dict[str, Any]:
-    """Returns ``state_dict`` with a ``step`` for each parameter, where apex has one per group.
-
-    Options that only torch's optimizers have are left out.  Raises CheckpointError for amsgrad, and for a state without ``step``
-    if the optimizer needs one.
-    """
-    result = {**state_dict, "state": dict(state_dict["state"]), "param_groups": []}
-    for group in state_dict["param_groups"]:
-        if group.get("amsgrad", False):
-            raise CheckpointError(
-                f"this state was saved with amsgrad=True, which {name} does not have; load it into torch.optim.Adam"
-            )
-        own = {key: value for key, value in group.items() if key not in _TORCHS_OWN}
-        step = own.pop("step", None)
-        result["param_groups"].append(own)
-        if "step" not in cells:
-            continue
-        for key in own["params"]:
-            entry = result["state"].get(key)
-            if not entry or "step" in entry:
-                continue
-            if step is None:
-                raise CheckpointError(
-                    f"the state of parameter {key} has no 'step', nor has its group; {name} needs one"
-                )
-            result["state"][key] = {**entry, "step": step}
-    return result
-
-
-def _restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cells: Sequence[str]) -> None:
-    """Restores the saved values that ``Optimizer.load_state_dict`` rounded to half: at least fp32, on the parameter's device."""
-    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    parameters = owned_parameters(optimizer)
-    for key, parameter in zip(saved, parameters, strict=True):
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        for name, value in state_dict["state"].get(key, {}).items():
-            if name in cells:
-                number = value.detach() if isinstance(value, Tensor) else float(value)
-                loaded = torch.as_tensor(number, dtype=torch.float32, device=parameter.device).reshape(()).clone()
-            elif isinstance(value, Tensor) and value.is_floating_point():
-                loaded = value.detach().to(parameter.device, wide, copy=True)
-            else:
-                continue
-            optimizer.state[parameter][name] = loaded

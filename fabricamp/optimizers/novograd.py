@@ -1,4 +1,4 @@
-"""NovoGrad in two passes: momentum of gradients divided by a running average of their norms."""
+"""NovoGrad: each gradient, or its running average, is divided by a running average of the gradient's norm."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fabricamp.ops import NovoGradRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
 
-_LARGEST: Final = {2: False, 0: True, math.inf: True}
-"""For each ``norm_type``: whether it is the largest absolute value."""
+_IS_MAX_NORM: Final = {2: False, 0: True, math.inf: True}
+"""The allowed values of ``norm_type``, and whether the norm is the largest absolute value."""
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad: each gradient is divided by a running average of its own norm (``exp_avg_norm`` in the state).
+    """NovoGrad: the update is divided by a running average of the gradient's norm (``exp_avg_norm`` in the state).
 
     ``norm_type`` is 2, or 0 (or ``math.inf``) for the largest absolute value.  With ``reg_inside_moment`` the division and the
     weight decay come before the running average of gradients, else after it.  ``grad_averaging=False`` adds the full gradient to
@@ -69,7 +69,7 @@ class FusedNovoGrad(FusedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; also possible during training."""
         norm_type = param_group.get("norm_type", self.defaults["norm_type"])
-        if norm_type not in _LARGEST:
+        if norm_type not in _IS_MAX_NORM:
             raise ConfigError(f"FusedNovoGrad got norm_type={norm_type!r}; give 2, or 0 for the largest absolute value")
         super().add_param_group(param_group)
 
@@ -84,12 +84,12 @@ class FusedNovoGrad(FusedOptimizer):
             bias_correction=bool(group["bias_correction"]),
             inside=self.moment_mode == 0,
             grad_averaging=bool(group["grad_averaging"]),
-            largest=_LARGEST[group["norm_type"]],
+            largest=_IS_MAX_NORM[group["norm_type"]],
             from_zero=bool(group["init_zero"]),
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this optimizer, or of apex's (with a group's norms in two lists); never casts state to half."""
+        """Loads a state of this optimizer or of apex's, whose groups have the norms in two lists (``exp_avg_sq``)."""
         groups = []
         state = dict(state_dict["state"])
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
@@ -107,18 +107,19 @@ class FusedNovoGrad(FusedOptimizer):
 
 
 def _in_order(lists: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-    """Returns the norms of apex's two lists (of fp16 parameters, of fp32 parameters), in the order of ``parameters``."""
-    halves, singles = ([*norms.flatten().unbind()] for norms in lists)
-    if len(halves) + len(singles) != len(parameters):
+    """Returns the norms of apex's two lists (of fp16 and of the other parameters), in the order of ``parameters``."""
+    halves, others = ([*norms.flatten().unbind()] for norms in lists)
+    if len(halves) + len(others) != len(parameters):
         raise CheckpointError(
-            f"a group's exp_avg_sq has {len(halves) + len(singles)} norms for {len(parameters)} parameters with state; "
+            f"a group's exp_avg_sq has {len(halves) + len(others)} norms for {len(parameters)} parameters with state; "
             "the file is not complete, or belongs to another model"
         )
-    if halves and singles and len(halves) != sum(parameter.dtype == torch.float16 for parameter in parameters):
+    if not halves or not others:
+        return halves + others
+    if len(halves) != sum(parameter.dtype == torch.float16 for parameter in parameters):
         raise CheckpointError(
             f"a group's exp_avg_sq has norms of {len(halves)} fp16 parameters; cast the model as it was when the state was saved"
         )
-    if not halves or not singles:
-        return halves + singles
-    norms = {True: iter(halves), False: iter(singles)}
-    return [next(norms[parameter.dtype == torch.float16]) for parameter in parameters]
+    next_half = iter(halves)
+    next_other = iter(others)
+    return [next(next_half if parameter.dtype == torch.float16 else next_other) for parameter in parameters]

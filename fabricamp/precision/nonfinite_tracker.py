@@ -1,9 +1,9 @@
-"""The non-finite tracker: names the parameter of an overflow, from the index of a gradient statistic of some steps ago."""
+"""The non-finite tracker: names the parameters with inf or nan gradients, from the index of a statistic, several steps later."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from fabricamp import ops
 from fabricamp.ops.uploads import lasting_like
 from fabricamp.optimizers import FusedOptimizer
-from fabricamp.precision.loss_scaler import SLOTS
+from fabricamp.precision.loss_scaler import SLOTS, Overflow
+
+_MOST_NAMES: Final = 5
 
 
 class GradStatsRecord(NamedTuple):
@@ -82,3 +84,12 @@ class NonFiniteTracker:
             parameter = self.parameter(index, self._slot)
             if parameter is not None:
                 yield parameter
+
+
+def overflow_message(overflow: Overflow, names: Sequence[str], step: int) -> str:
+    """Returns a sentence that names the parameters, the ``step`` (a ``global_step``), the loss and the scale of an overflow."""
+    shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    return (
+        f"the gradients{' of ' if names else ''}{shown} were not finite at step {step} (loss {overflow.loss:g}, "
+        f"loss scale {overflow.scale:g})"
+    )

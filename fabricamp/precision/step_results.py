@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fabricamp.precision.loss_scaler import SLOTS, LossScaler, Overflow, StepStatus
+from fabricamp.precision.nonfinite_tracker import overflow_message
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fabricamp")
 
 NAN_POLICIES: Final = ("skip", "stop", "raise")
-_MOST_NAMES: Final = 5
 
 
 class StepResults:
@@ -153,7 +153,7 @@ class StepResults:
             scaler.settle()
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         nonfinite = [names[id(parameter)] for parameter in self._nonfinite(scaler.overflow) if id(parameter) in names]
-        return _described(scaler.overflow, nonfinite, global_step - 1 - scaler.steps_since(scaler.overflow))
+        return overflow_message(scaler.overflow, nonfinite, global_step - 1 - scaler.steps_since(scaler.overflow))
 
     def _find_first(self, overflow: Overflow) -> None:
         """Finds the parameter of an overflow's lowest non-finite statistic, before its ring slot is overwritten."""
@@ -178,15 +178,6 @@ class StepResults:
             for model_param, master in zip(param_map.model_params, param_map.master_params, strict=True):
                 model_params[id(master)] = model_param
         return list({id(updated): model_params.get(id(updated), updated) for updated in found}.values())
-
-
-def _described(overflow: Overflow, names: Sequence[str], step: int) -> str:
-    """Returns a sentence that names the parameters, the ``step`` (a ``global_step``), the loss and the scale of an overflow."""
-    shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
-    return (
-        f"the gradients{' of ' if names else ''}{shown} were not finite at step {step} (loss {overflow.loss:g}, "
-        f"loss scale {overflow.scale:g})"
-    )
 
 
 class LossWatch:

@@ -49,20 +49,20 @@ class _Interval(NamedTuple):
 class PhaseClock:
     """Adds up the time of each phase, without that of the phases nested in it.
 
-    ``mark`` returns a time mark, and ``between`` the seconds between two marks.  With ``graph`` a batch is the replay of a CUDA
-    graph, in which phases cannot be distinguished.
+    ``mark`` returns a time mark, and ``between`` the seconds between two marks; None: their difference.  With ``graph`` a batch is
+    the replay of a CUDA graph, in which phases cannot be distinguished.
     """
 
     def __init__(
         self,
         mark: Callable[[], Any] = time.perf_counter,
-        between: Callable[[Any, Any], float] = lambda begin, end: float(end - begin),
+        between: Callable[[Any, Any], float] | None = None,
         *,
         graph: bool = False,
     ) -> None:
         self.batches = 0
         self._mark = mark
-        self._between = between
+        self._between = between or _difference
         self._names = {"train_dataloader_next": "data", "run_training_epoch": "host"} if graph else _BY_ACTION
         self._graph = graph
         self._open: list[_OpenAction] = []
@@ -108,6 +108,11 @@ class PhaseClock:
         if self._graph and action == _BATCH:
             return "graph"
         return None if action.startswith("[Callback]") else self._names.get(action.rpartition(".")[2])
+
+
+def _difference(begin: float, end: float) -> float:
+    # A function of the module: worker processes get a profiler as a pickle.
+    return end - begin
 
 
 def bars(breakdowns: Sequence[Breakdown]) -> str:

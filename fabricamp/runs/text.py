@@ -1,4 +1,4 @@
-"""Draws plots in the terminal: lines of braille dots, or of one character per run if there are no colours.
+"""Draws plots in the terminal: lines of braille dots; of one character per run where colours cannot tell several runs apart.
 
 :func:`show` prints panels.  A :class:`Canvas` turns the lines of one panel into characters.
 """
@@ -24,10 +24,11 @@ _COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
 _HEIGHTS = (9, 5)
 """Height in rows of the first panel, and of the other panels."""
 _LABEL = 9
+"""Columns of a value's label."""
 
 
 class _Glyphs(NamedTuple):
-    """The characters that a terminal can show: ``marks`` has one per run, ``dots`` allows braille dots."""
+    """Characters that a terminal can show: ``marks``: one per run; ``raw``: unsmoothed values; ``dots``: whether braille dots."""
 
     marks: str
     raw: str
@@ -49,6 +50,8 @@ def show(panels: Sequence[Panel], console: Console | None = None) -> None:
 
 
 class _Picture:
+    """All panels, with what they share: runs, colours or marks, width, and the range of steps."""
+
     def __init__(self, panels: Sequence[Panel], console: Console) -> None:
         self._panels = panels
         self._glyphs = _UNICODE if console.encoding.startswith("utf") else _ASCII
@@ -69,7 +72,7 @@ class _Picture:
     def _panel(self, panel: Panel, height: int) -> Iterator[Text]:
         layers = [
             (line, drawn, is_raw)
-            for is_raw in (True, False)
+            for is_raw in (True, False)  # a later layer covers an earlier one: smoothed lines lie above raw values
             for line in panel.lines
             for drawn in _drawn(line, panel, is_raw=is_raw)
         ]

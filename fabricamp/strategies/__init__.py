@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabricamp.arguments.not_offered import lightnings, part_of
 from fabricamp.errors import ConfigError, without_address
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.strategies.base import STRATEGIES, Environment, Strategy
 from fabricamp.strategies.ddp import DDP
+from fabricamp.strategies.ddp_strategy import DDPStrategy
 from fabricamp.strategies.delayed_ddp import DelayedDDP
 from fabricamp.strategies.fault_tolerant import FaultTolerant
 from fabricamp.strategies.fsdp import FSDP
 from fabricamp.strategies.process_group import ProcessGroupStrategy
-
-if TYPE_CHECKING:
-    from fabricamp.strategies.ddp_strategy import DDPStrategy
-    from fabricamp.strategies.single_device import SingleDeviceStrategy
+from fabricamp.strategies.single_device import SingleDeviceStrategy
 
 __all__ = [
     "DDP",
@@ -36,22 +33,17 @@ __all__ = [
     "strategy_from",
 ]
 
-STRATEGIES.add("single", Strategy)
-STRATEGIES.add("ddp", DDP)
+# By name, the classes that Lightning's scripts ask for: isinstance(trainer.strategy, DDPStrategy).
+STRATEGIES.add("single", SingleDeviceStrategy)
+STRATEGIES.add("ddp", DDPStrategy)
 STRATEGIES.add("delayed_ddp", DelayedDDP)
 STRATEGIES.add("fsdp", FSDP)
 STRATEGIES.add("fault_tolerant", FaultTolerant)
 
 _LIGHTNINGS_FORM = re.compile(r"ddp(?:_(spawn|fork|notebook))?(?:_find_unused_parameters_(true|false))?")
-_LIGHTNINGS_NAMES = {
-    "DDPStrategy": "fabricamp.strategies.ddp_strategy",
-    "SingleDeviceStrategy": "fabricamp.strategies.single_device",
-}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LIGHTNINGS_NAMES:
-        return getattr(importlib.import_module(_LIGHTNINGS_NAMES[name]), name)
     return part_of(__name__, name, __all__)
 
 
@@ -85,11 +77,11 @@ def strategy_from(value: object, world_size: int) -> Strategy:
 def _lightnings_form(name: str) -> Strategy | None:
     """Returns the strategy of a Lightning name with options; None for any other name."""
     if name == "single_device":
-        return Strategy()
+        return SingleDeviceStrategy()
     match = _LIGHTNINGS_FORM.fullmatch(name)
     if match is None or name == "ddp":
         return None
     start_method, unused = match.groups()
-    strategy = DDP(find_unused_parameters=unused == "true")
+    strategy = DDPStrategy(find_unused_parameters=unused == "true")
     strategy.start_method = "fork" if start_method == "notebook" else start_method
     return strategy

@@ -18,7 +18,7 @@ from torch import Tensor
 import fabricamp._utils.first_rank  # noqa: F401 - sets the rank that lightning-utilities' functions look at
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.registry import Registry
-from fabricamp.errors import ConfigError, DistributedError, FabricampError, nearest
+from fabricamp.errors import ConfigError, DistributedError, FabricampError, nearest, reworded
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.torch_private import Store
 
@@ -365,7 +365,7 @@ class Strategy(NamesKeywords):
         gathered = [problem] if self.world_size == 1 else self.all_gather_object(problem and _portable(problem))
         problems = [error for error in gathered if error is not None]
         if problems:
-            raise type(problems[0])("; ".join(dict.fromkeys(map(str, problems)))) from problem
+            raise reworded(problems[0], "; ".join(dict.fromkeys(map(str, problems)))) from problem
 
     # -- Lightning's names for parts of the run ------------------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ def _portable(error: FabricampError) -> FabricampError:
     family: type[FabricampError] = next(
         base for base in type(error).__mro__ if base.__module__ == FabricampError.__module__
     )
-    return family(str(error))
+    return reworded(error, str(error), family)
 
 
 def check_reduction(op: str, value: Tensor) -> None:

@@ -25,7 +25,7 @@ from fabricamp.strategies.exchange import (
     indices_of_triggers,
     marked,
 )
-from fabricamp.strategies.overlapped import Lane, Local, Overlap, exchanges_statistics, lanes_for
+from fabricamp.strategies.overlapped_allreduce import Lane, Local, Overlap, exchanges_statistics, lanes_for
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.unused_parameters import UnusedParamsReport, listed
 

@@ -116,7 +116,7 @@ class FaultTolerant(Strategy):
             timeout=self.timeout,
             quorum_timeout=self.quorum_timeout,
         )
-        self._quorum = Quorum(connect)
+        self._quorum = Quorum(connect, self.device)
         self._quorum.state = state
         self._begins_together, received = self._quorum.join()
         self._before = self._quorum.participants

@@ -430,10 +430,10 @@ def _neighbours_along(ranks: Tensor, dimension: int) -> list[list[int]]:
     return groups
 
 
-def _refuse_unfilled(names: Sequence[str], kind: str) -> None:
+def _refuse_unfilled(names: Sequence[str], module_class: str) -> None:
     if names:
         raise ConfigError(
-            f"{listed(names)} of {kind} were built on the meta device, and no module gives them values: "
+            f"{listed(names)} of {module_class} were built on the meta device, and no module gives them values: "
             "write reset_parameters(self), or init_weights(self), in the class that owns them, or give ckpt_path"
         )
 

@@ -1,6 +1,7 @@
 """Several processes over torch.distributed: rendezvous, exchange of values, teardown; the base of ddp and similar strategies.
 
-After the strategy comes :class:`SideProcessGroup`: collectives of background threads, in a group separate from training's.
+After the strategy comes :class:`SideProcessGroup`: collectives of background threads, in a group separate from training's.  The
+helpers of both are at the end.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-# Dtypes to exchange instead of those that Gloo or NCCL cannot reduce, or that would lose bits in a sum.
-_TRANSPORT = {
+# Values of these dtypes (left) are reduced in a wider one (right): Gloo or NCCL cannot reduce the dtype itself, or a sum in it
+# would overflow or lose bits.  uint64 is missing, as int64 does not hold all its values; Gloo raises "Invalid scalar type" for it.
+_WIDENED = {
     torch.bool: torch.int64,
     torch.uint8: torch.int64,
     torch.uint16: torch.int64,
@@ -45,14 +47,16 @@ _TRANSPORT = {
     torch.bfloat16: torch.float32,
 }
 
-_rendezvous_numbers = itertools.count()
+# Each run, and each barrier between runs, takes the next number and uses the part of the store that the number names: it must not
+# read keys that an earlier one left.  The ranks' numbers agree, as every rank makes the same runs and barriers.
+_run_numbers = itertools.count()
 
 
 class ProcessGroupStrategy(Strategy):
     """One process per device, joined by torch.distributed: NCCL between GPUs, Gloo between CPUs.
 
-    ``timeout`` (seconds or a timedelta; None: half an hour) is how long a collective waits for the slowest rank, and how long a
-    run continues without progress on any rank.
+    ``timeout`` (seconds or a timedelta; None: half an hour) is how long a collective waits for the slowest rank.  It also limits
+    how long a run continues without progress on any rank: the watchdog (``fabricamp/watchdog/watch.py``) ends it shortly before.
     """
 
     distributed: ClassVar[bool] = True
@@ -76,10 +80,11 @@ class ProcessGroupStrategy(Strategy):
         if dist.is_initialized():
             self._use_existing_group(environment)
             return
-        # Its functions have the default group as a default argument.  If torch imported it later, they would keep the group alive.
+        # Imported before the default group exists, so that the module does not keep the group alive after teardown: its functions
+        # have the default group of the time of the import as a default argument, and torch may import it later by itself.
         importlib.import_module("torch.distributed.nn.functional")
         backend = "nccl" if device.type == "cuda" else "gloo"
-        self._store = self._rendezvous(environment)
+        self._store = self._new_store(environment)
         dist.init_process_group(
             backend,
             store=PrefixStore("process_group", self._store),
@@ -102,11 +107,11 @@ class ProcessGroupStrategy(Strategy):
         self._store = default_store()
         self._owns_group = False
 
-    def _rendezvous(self, environment: Environment) -> Store:
+    def _new_store(self, environment: Environment) -> Store:
+        """Meets the other ranks; returns a store without the keys of earlier runs of these processes."""
         if environment.world_size == 1:
             return HashStore()
-        # A second run in the same processes must not read keys that the first one left in the store.
-        return PrefixStore(str(next(_rendezvous_numbers)), store_of(environment, self.name, self.timeout))
+        return PrefixStore(str(next(_run_numbers)), store_of(environment, self.name, self.timeout))
 
     def reduce(self, value: Tensor, reduce_op: str = "mean") -> Tensor:
         """Returns ``value`` reduced over the ranks by ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, detached.
@@ -116,17 +121,17 @@ class ProcessGroupStrategy(Strategy):
         check_reduction(reduce_op, value)
         value = value.detach()
         integral = not (value.is_floating_point() or value.is_complex())
-        transport = _TRANSPORT.get(value.dtype, value.dtype)
-        reduced = value.to(self._transport_device(value), transport, copy=True).contiguous()
+        widened = _WIDENED.get(value.dtype, value.dtype)
+        reduced = value.to(self._exchange_device(value), widened, copy=True).contiguous()
         dist.all_reduce(reduced, _OPERATIONS[reduce_op])
         if reduce_op == "mean":
             if integral:
                 reduced = reduced.double()
             reduced = reduced / self.world_size
-        keeps_transport = integral and reduce_op in ("mean", "sum")
-        return reduced.to(value.device, reduced.dtype if keeps_transport else value.dtype)
+        stays_widened = integral and reduce_op in ("mean", "sum")
+        return reduced.to(value.device, reduced.dtype if stays_widened else value.dtype)
 
-    def _transport_device(self, value: Tensor) -> torch.device:
+    def _exchange_device(self, value: Tensor) -> torch.device:
         """Returns the device to exchange on: NCCL cannot send host memory."""
         return self.device if self.device.type == "cuda" else value.device
 
@@ -139,29 +144,29 @@ class ProcessGroupStrategy(Strategy):
     def all_gather(self, value: Tensor) -> Tensor:
         """Returns every rank's ``value`` (of one shape and dtype), stacked along a new first dimension, detached."""
         shape = (self.world_size, *value.shape)
-        if value.numel() == 0:
+        if value.numel() == 0:  # on all ranks, as they have one shape; there is nothing to exchange
             return value.detach().new_empty(shape)
         # Sent as bytes, so any dtype works.
-        own = value.detach().to(self._transport_device(value)).contiguous().reshape(-1).view(torch.uint8)
-        everyone = own.new_empty(self.world_size, own.numel())
+        own = value.detach().to(self._exchange_device(value)).contiguous().reshape(-1).view(torch.uint8)
+        gathered = own.new_empty(self.world_size, own.numel())
         # Into a list of views, because the one-tensor variants have different names in different versions of torch.
-        dist.all_gather(list(everyone.unbind()), own)
-        return everyone.view(-1).view(value.dtype).view(shape).to(value.device)
+        dist.all_gather(list(gathered.unbind()), own)
+        return gathered.view(-1).view(value.dtype).view(shape).to(value.device)
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """Returns ``value`` (anything that pickles) of every rank, in rank order."""
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, value)
-        return everyone
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)  # has no argument for the device: with NCCL it uses the current GPU
+        return values
 
     def barrier(self, name: str = "") -> None:
         """Waits for every rank; raises :class:`DistributedError` with ``name`` if a rank does not come.
 
-        Between runs, without a process group, the ranks of the last run synchronise through its store.
+        Between runs there is no process group; the ranks of the last run then synchronise through keys of the rendezvous' store.
         """
         try:
             if dist.is_initialized():
-                dist.barrier(device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None)
+                dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
             else:
                 self._barrier_between_runs()
         except RuntimeError as error:
@@ -173,17 +178,18 @@ class ProcessGroupStrategy(Strategy):
         environment = self.environment
         if environment.world_size == 1:
             return
-        store = self._rendezvous(environment)
+        store = self._new_store(environment)
         keys = [f"{rank} is here" for rank in range(environment.world_size)]
         store.set(keys[environment.rank], "1")
         store.wait(keys, self.timeout)
         store.add("left", 1)
-        while environment.rank == 0 and store.add("left", 0) < environment.world_size:
-            time.sleep(0.01)  # rank 0 may host the store, so it leaves last
+        if environment.rank == 0:  # it may host the store, so it leaves last
+            while store.add("left", 0) < environment.world_size:  # adds nothing: the call returns the number so far
+                time.sleep(0.01)
 
     def share_module(self, module: nn.Module) -> None:
         """Broadcasts rank 0's parameters and buffers, after a check that all ranks built the same module."""
-        self.check_same_module(module)
+        self.check_same_module(module)  # refuses lazy parameters in a single process, too
         if self.world_size > 1:
             Exchange(self.world_size, DEFAULT_BUCKET_MB).broadcast([*module.parameters(), *module.buffers()])
 
@@ -196,20 +202,16 @@ class ProcessGroupStrategy(Strategy):
     def check_same_module(self, module: nn.Module) -> None:
         """Raises the same :class:`DistributedError` on every rank if the ranks built different modules.
 
-        Raises :class:`ConfigError` for lazy parameters, which have no shape yet.
+        Raises :class:`ConfigError` on every rank if any has lazy parameters, which have no shape yet.
         """
-        if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-            raise ConfigError(
-                f"{', '.join(lazy)} have no shape yet, and the ranks have to agree on it before the first batch; run one "
-                "batch through the module in configure_model(), or give the layers their sizes"
-            )
+        self.agree(_refusal_of_lazy(module))
         lines = described_module(module)
         digests = self.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
         odd_rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if odd_rank is None:
             return
-        everyone = self.all_gather_object(lines if self.rank in (0, odd_rank) else [])
-        first, other = _first_difference(everyone[0], everyone[odd_rank])
+        lines_by_rank = self.all_gather_object(lines if self.rank in (0, odd_rank) else [])
+        first, other = _first_difference(lines_by_rank[0], lines_by_rank[odd_rank])
         raise DistributedError(
             f"ranks 0 and {odd_rank} built different modules: where rank 0 has {first}, rank {odd_rank} has {other}; "
             "build (and freeze) the module in the same way on every rank"
@@ -218,13 +220,53 @@ class ProcessGroupStrategy(Strategy):
     def teardown(self) -> None:
         """Destroys the process group if :meth:`setup_environment` made it.
 
-        No reference to the group may remain.  Gloo's threads release a tensor shortly after its exchange, and need the GIL for
-        it; a thread that requests the GIL while the interpreter ends aborts the process.  The threads end with the group.
+        No reference to the group may remain, because its threads end only with it, and have to end before the interpreter does.
+        Gloo's threads release a tensor shortly after its exchange and need the GIL for that; a thread that requests the GIL while
+        the interpreter ends aborts the process.
         """
+        super().teardown()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
         self._store = None
+
+
+class SideProcessGroup(Strategy):
+    """Collectives over Gloo between background threads, one per rank, so that they cannot mix with those of training.
+
+    Every rank creates it at the same point of its sequence of collectives, as torch's ``new_group`` is one itself.
+
+    It is a :class:`Strategy` to be given to functions that write a checkpoint folder.  Only the exchange of objects works:
+    ``broadcast``, ``all_gather_object``, and the methods that consist of these, such as ``on_rank_zero`` and ``agree``.  Tensors,
+    modules and barriers go through the strategy of the run.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__()
+        self.environment = strategy.environment
+        self.group: Any = dist.new_group(backend="gloo", timeout=strategy.timeout)
+
+    def broadcast(self, value: Value, src: int = 0) -> Value:
+        """Returns rank ``src``'s ``value`` (anything that pickles) on every rank."""
+        box: list[Any] = [value if self.rank == src else None]
+        dist.broadcast_object_list(box, src=src, group=self.group)
+        return cast("Value", box[0])
+
+    def all_gather_object(self, value: Value) -> list[Value]:
+        """Returns ``value`` (anything that pickles) of every rank, in rank order."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def leave(self) -> None:
+        """Destroys the group."""
+        group = self.group
+        self.group = None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------------------
 
 
 def described_module(module: nn.Module) -> list[str]:
@@ -235,6 +277,17 @@ def described_module(module: nn.Module) -> list[str]:
     ]
     buffers = [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers()]
     return parameters + buffers
+
+
+def _refusal_of_lazy(module: nn.Module) -> ConfigError | None:
+    """Returns the error that names the module's lazy parameters; None if it has none."""
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if not lazy:
+        return None
+    return ConfigError(
+        f"{', '.join(lazy)} have no shape yet, and the ranks have to agree on it before the first batch; run one batch through the "
+        "module in configure_model(), or give the layers their sizes"
+    )
 
 
 def checked_timeout(name: str, timeout: float | timedelta) -> timedelta:
@@ -251,37 +304,9 @@ def checked_timeout(name: str, timeout: float | timedelta) -> timedelta:
 def _first_difference(first: list[str], other: list[str]) -> tuple[str, str]:
     """Returns the first lines in which the two descriptions differ."""
     pairs = enumerate(zip(first, other, strict=False))
-    position = next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(first), len(other)))
+    position = next((index for index, (line, other_line) in pairs if line != other_line), min(len(first), len(other)))
 
     def described(lines: list[str]) -> str:
         return repr(lines[position]) if position < len(lines) else "nothing more"
 
     return described(first), described(other)
-
-
-class SideProcessGroup(Strategy):
-    """Collectives over Gloo between background threads, one per rank; every rank has to create it at the same place."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        super().__init__()
-        self.environment = strategy.environment
-        self.group: Any = dist.new_group(backend="gloo", timeout=strategy.timeout)
-
-    def broadcast(self, value: Value, src: int = 0) -> Value:
-        """Returns rank ``src``'s ``value`` (anything that pickles) on every rank."""
-        box: list[Any] = [value if self.rank == src else None]
-        dist.broadcast_object_list(box, src=src, group=self.group)
-        return cast("Value", box[0])
-
-    def all_gather_object(self, value: Value) -> list[Value]:
-        """Returns ``value`` (anything that pickles) of every rank, in rank order."""
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
-
-    def leave(self) -> None:
-        """Destroys the group."""
-        group = self.group
-        self.group = None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -51,10 +52,12 @@ class Quorum(RankSums):
     Args:
         connect: makes the manager from two functions.  The manager calls the first one with the state received from another
             group, and the second one for the state to send, from its own thread while :meth:`begin` waits.
+        device: where the groups exchange tensors: NCCL sums no tensor that lies on the host.
     """
 
-    def __init__(self, connect: Connect) -> None:
+    def __init__(self, connect: Connect, device: torch.device | None = None) -> None:
         super().__init__()
+        self._device = device or torch.device("cpu")
         self.state: Callable[[], Tensor] | None = None
         """Returns this run's full state, between two steps; None if there is no state to send."""
         self.steps = 0
@@ -133,7 +136,7 @@ class Quorum(RankSums):
         for tensor in tensors:
             own = tensor.detach().contiguous()
             # A sum of bytes, with zeros from the other groups, so any dtype works.
-            data = own.reshape(-1).view(torch.uint8)
+            data = own.reshape(-1).view(torch.uint8).to(self._device)
             if not first:
                 data = torch.zeros_like(data)
             self._manager.allreduce(data, reduce_op=ReduceOp.SUM).wait()
@@ -203,7 +206,9 @@ class Quorum(RankSums):
     def _get_state(self) -> dict[str, Any]:
         # Within a step, where a failed sum is repeated, the run has no state to continue from.
         state = None if self._shrink_only or self.state is None else self.state()
-        return {"step": self.steps, "last": [tensor.clone() for tensor in self._last], "state": state}
+        # Copied to the host at once: torchft copies on another stream, which would not wait for a clone on the GPU.
+        last = [tensor.to("cpu", copy=True) for tensor in self._last]
+        return {"step": self.steps, "last": last, "state": state}
 
 
 def connect_torchft(
@@ -224,8 +229,7 @@ def connect_torchft(
     host = socket.gethostname()
     # A new store on a free port, so keys left by an earlier start are never read.
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    group_class = torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo
-    process_group = group_class(timeout=timeout)
+    process_group = _nccl(torchft, timeout) if device.type == "cuda" else torchft.ProcessGroupGloo(timeout=timeout)
     try:
         manager = torchft.Manager(
             pg=process_group,
@@ -257,6 +261,15 @@ def connect_torchft(
         hang_up()
 
     return Connection(manager, hang_up, close)
+
+
+def _nccl(torchft: Any, timeout: timedelta) -> Any:
+    """Returns torchft's process group over NCCL, which aborts a communicator whose sum takes longer than ``timeout``."""
+    # Both are read when a communicator is made.  The first one limits its start; torchft sets it too, with a warning.
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, math.ceil(timeout.total_seconds()))))
+    # NCCL may report a dead group before ``timeout``; by default torch's watchdog would end this process for that.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    return torchft.ProcessGroupNCCL(timeout=timeout)
 
 
 def _torchft() -> Any:

@@ -1,4 +1,4 @@
-"""Lightning's SingleDeviceStrategy: one process, on the device that the Trainer chooses."""
+"""``strategy="single_device"``: one process on one device, under the name and with the argument of Lightning's class."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ __all__ = ["SingleDeviceStrategy"]
 
 
 class SingleDeviceStrategy(Strategy):
-    """One process on one device, chosen by the Trainer's ``accelerator`` and ``devices``.
+    """One process on one device, which the Trainer's ``accelerator`` and ``devices`` choose.
+
+    It is :class:`Strategy` under the name of Lightning's class; the strategy's ``name`` is inherited as well.
 
     Args:
-        device: if given, has to be the Trainer's device.
+        device: Lightning's argument, so that Lightning's scripts run.  It chooses nothing: it has to be the Trainer's device.  A
+            type without an index (``"cuda"``) allows any index; a number is the index of a GPU.
 
     Example:
         >>> SingleDeviceStrategy(device="cpu").name
@@ -27,10 +30,15 @@ class SingleDeviceStrategy(Strategy):
 
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
         """Sets the device; raises :class:`ConfigError` if another one was given."""
-        wanted = self._wanted
-        if wanted is not None and (wanted.type != device.type or wanted.index not in (None, device.index)):
+        if self._wanted is not None and not _includes(self._wanted, device):
+            wanted = self._wanted
             raise ConfigError(
                 f"SingleDeviceStrategy(device={str(wanted)!r}), but the Trainer runs on {str(device)!r}; choose it by "
                 f"Trainer(accelerator={wanted.type!r}, devices=...)"
             )
         super().setup_environment(environment, device)
+
+
+def _includes(wanted: torch.device, device: torch.device) -> bool:
+    """Whether ``device`` is of the ``wanted`` type and, if ``wanted`` has an index, has the same index."""
+    return wanted.type == device.type and wanted.index in (None, device.index)

@@ -6,11 +6,9 @@ that nobody knows; arguments that are left out, or given by environment variable
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -20,6 +18,7 @@ from typing import Any, ParamSpec
 from fabricamp._utils.containers import own_containers
 from fabricamp.arguments.cadence import as_seconds, validation_times
 from fabricamp.arguments.checks import NO_LIMIT, check_choice, check_count, check_flag, check_number
+from fabricamp.arguments.environment import arguments_from_environment
 from fabricamp.arguments.migration import ignored_at_none
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
@@ -246,8 +245,10 @@ def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[i
 def check_cadence(interval: Any, epochs: Any) -> None:
     """Raises :class:`ConfigError` for a ``val_check_interval`` and a ``check_val_every_n_epoch`` that cannot work."""
     if isinstance(interval, (str, dict, timedelta)):
-        validation_times(interval)
-        if epochs not in (None, 1):
+        times = validation_times(interval)
+        check_count("check_val_every_n_epoch", epochs, least=1, optional=True)
+        # A time alone may be limited to every n-th epoch, as in Lightning.
+        if epochs not in (None, 1) and (times.steps or times.epochs):
             raise ConfigError(
                 f"val_check_interval={interval!r} is the whole schedule of validations; leave "
                 f"check_val_every_n_epoch={epochs!r} out, or write both as '100 steps, 2 epochs'"
@@ -337,8 +338,7 @@ def from_environment(init: Callable[Arguments, None]) -> Callable[Arguments, Non
 
     @functools.wraps(init)
     def initialize(*args: Arguments.args, **given: Arguments.kwargs) -> None:
-        found = {name: os.environ.get(f"PL_TRAINER_{name.upper()}") for name in names}
-        values = {name: _parsed(text) for name, text in found.items() if text}
+        values = arguments_from_environment("PL_TRAINER", names)
         values |= {name: own_containers(value) for name, value in given.items()}
         init(*args, **_bared(values))
 
@@ -355,11 +355,3 @@ def _bared(given: dict[str, Any]) -> dict[str, Any]:
                 f"barebones=True stands for {name}={off!r}, and {name}={value!r} is given; leave one of them out"
             )
     return {**given, **_BARE}
-
-
-def _parsed(text: str) -> Any:
-    """Returns the Python literal in ``text``, or ``text`` itself if it is not a literal."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -9,9 +9,11 @@ from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.early_stopping import EarlyStopping
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.engine.logger_setup import first_with_folder
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.launch.devices import Accelerator, accelerator_of
+from fabricamp.loggers.run_folder import writes
 from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_name
 from fabricamp.state import RunningStage, RunState, TrainerFn, TrainerStatus
@@ -46,8 +48,6 @@ class TrainerProperties(TrainerLimits):
     ckpt_path: str | None
     device_type: str
     """"cpu" or "cuda"."""
-    log_dir: str | None
-    """The folder of this run's logs, the same on every rank; the default folder if no logger writes files."""
     _runner: Runner
 
     def __repr__(self) -> str:
@@ -117,6 +117,23 @@ class TrainerProperties(TrainerLimits):
         return self._opened.record
 
     @property
+    def log_dir(self) -> str | None:
+        """The folder of this run's logs, the same on every rank; the default folder if no logger writes files.
+
+        Before the first run, a read on rank 0 takes the folder that the run then uses; other ranks, which rank 0 has not told yet,
+        have None.
+        """
+        known: str | None = vars(self)["log_dir"]
+        if known is not None or not writes():
+            return known
+        first = first_with_folder(self)
+        return self.default_root_dir if first is None else first.log_dir
+
+    @log_dir.setter
+    def log_dir(self, folder: str | None) -> None:
+        vars(self)["log_dir"] = folder
+
+    @property
     def logger(self) -> Logger | None:
         """The first logger."""
         return self.loggers[0] if self.loggers else None
@@ -152,23 +169,27 @@ class TrainerProperties(TrainerLimits):
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader, or the collection of loaders that was given; None in other runs than fit."""
-        return self._opened.data.as_given("train")
+        """The training loader, or the collection of loaders that was given; None before and in other runs than fit."""
+        return self._as_given("train")
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader, or the collection of loaders that was given; None if there are none."""
-        return self._opened.data.as_given("val")
+        return self._as_given("val")
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loader, or the collection of loaders that was given; None if there are none."""
-        return self._opened.data.as_given("test")
+        return self._as_given("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The prediction loader, or the collection of loaders that was given; None if there are none."""
-        return self._opened.data.as_given("predict")
+        return self._as_given("predict")
+
+    def _as_given(self, name: str) -> Any:
+        session = self._runner.session
+        return None if session is None else session.data.as_given(name)
 
     @property
     def _opened(self) -> Session:
@@ -316,6 +337,11 @@ class TrainerProperties(TrainerLimits):
     def is_last_batch(self) -> bool:
         """Whether the micro-batch being trained on is the epoch's last."""
         return self._opened.data.is_last_batch
+
+    @property
+    def validation_follows(self) -> bool:
+        """Whether a validation follows the micro-batch being trained on; False for one that a time will make due."""
+        return self._opened.validation_follows()
 
     @property
     def num_val_batches(self) -> list[float]:

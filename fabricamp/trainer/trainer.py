@@ -183,7 +183,7 @@ class Trainer(TrainerProperties):
         self.profiler = profiler_from(given["profiler"], self.device_type)
         self.state = RunState()
         self.ckpt_path: str | None = None
-        self.log_dir: str | None = None
+        self.log_dir = None
         self.log_folder: str | None = None
         self.loggers = as_loggers(logger, settings)
         own = as_callbacks(callbacks)
@@ -319,9 +319,9 @@ class Trainer(TrainerProperties):
     ) -> Any:
         """Runs fit, validate, test or predict, in this process or in workers."""
         runner = self._runner
-        module_given = module is not None
+        given = module
         module, source = runner.check_call(fn, module, train, evaluation, datamodule)
-        if not module_given and ckpt_path is None:
+        if given is None and ckpt_path is None:
             # Resolved before workers start: they get the module and this path.
             ckpt_path = best_of_last_fit(self, fn.value)
             options["chosen"] = True
@@ -329,8 +329,9 @@ class Trainer(TrainerProperties):
             return None
         result = None
         if runner.launches:
+            of_workers = module if given is None else given  # as given: each worker compiles its own step
             run: Callable[[], Any] = functools.partial(
-                self._run, fn, module, source.train, source.evaluation, source.datamodule, ckpt_path, **options
+                self._run, fn, of_workers, source.train, source.evaluation, source.datamodule, ckpt_path, **options
             )
             result = start_workers(runner, run, fn, module, source)
         else:

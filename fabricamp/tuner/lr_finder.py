@@ -229,6 +229,9 @@ class _Sweep(Callback):
             self._losses_of_step.append(outputs["loss"].float())
         if trainer.global_step == len(self.losses):  # the accumulation goes on
             return
+        if not self._losses_of_step:  # training_step returned None: the rate has no loss, and suggests nothing
+            self.losses.append(math.nan)
+            return
         mean = torch.stack(self._losses_of_step).mean()
         self._losses_of_step = []
         self._note(trainer, trainer.strategy.reduce(mean).item())

@@ -23,6 +23,7 @@ from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.lightning.given import adopted, hand_back, searches_alone
+from fabricamp.module import TrainingModule
 from fabricamp.state import TrainerFn
 from fabricamp.tuner.batch_size_scaling import scale_batch_size
 from fabricamp.tuner.lr_finder import lr_find
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from fabricamp.data import DataModule
     from fabricamp.engine.runner import Runner
     from fabricamp.engine.source import GivenData
-    from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
     from fabricamp.tuner.lr_finder import LRFinder
 
@@ -164,6 +164,8 @@ class Tuner:
             find_batch_size(self._trainer, options, module, source)
         else:
             find_learning_rate(self._trainer, options, module, source, self._run_in_processes)
+        if isinstance(module, TrainingModule):  # as after a fit; Lightning's own modules are given back
+            module.trainer = self._trainer
 
     def _check(
         self, method: str, model: TrainingModule, train: Any, val: Any, others: Any, datamodule: DataModule | None

@@ -1,15 +1,13 @@
-"""A rank's heartbeat (position, idle time, activity), and the diagnosis from the heartbeats of all ranks: plain values."""
+"""A rank's heartbeat: its position, how long it has been idle, and what its main thread does; plain values."""
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,33 +15,32 @@ from types import FrameType
 from fabricamp.state import NOT_VALIDATING, RunningStage, RunState, Scope
 from fabricamp.torch_private import starts_workers
 
-# What the main thread does; most suspicious first in _SUSPICION.
-_DATA = "data"
-_STARTING = "starting"
-_ELSEWHERE = "elsewhere"
-_SAVING = "saving"
-_ENDED = "ended"
-_WAITING = "waiting"
-_SUSPICION = (_DATA, _STARTING, _ELSEWHERE, _SAVING, _ENDED, _WAITING)
+# What the main thread does.
+DATA = "data"
+STARTING = "starting"
+ELSEWHERE = "elsewhere"
+SAVING = "saving"
+ENDED = "ended"
+WAITING = "waiting"
 _PACKAGE = str(Path(__file__).parents[1])
 # The innermost frame in one of these files decides.  The elastic agent's frames are a worker's outermost: reached last, they mean
 # that nothing else matched.
 _FILES = (
-    ("/torch/distributed/elastic/", _ELSEWHERE),
-    ("/torch/distributed/", _WAITING),
-    (f"{_PACKAGE}/watchdog/", _WAITING),
-    (f"{_PACKAGE}/checkpoint", _SAVING),
-    (f"{_PACKAGE}/data/", _DATA),
-    ("/torch/utils/data/", _DATA),
+    ("/torch/distributed/elastic/", ELSEWHERE),
+    ("/torch/distributed/", WAITING),
+    (f"{_PACKAGE}/watchdog/", WAITING),
+    (f"{_PACKAGE}/checkpoint", SAVING),
+    (f"{_PACKAGE}/data/", DATA),
+    ("/torch/utils/data/", DATA),
 )
 # An innermost frame in one of these files waits inside torch: for an exchange that backward began, or for the GPU.
 _INNERMOST = ("/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py", "/torch/cuda/")
 _WORDS = {
-    _DATA: "waiting for its loader",
-    _STARTING: "waiting for the first batch of its loader, whose workers start",
-    _SAVING: "writing a checkpoint",
-    _ENDED: "at the end of its run",
-    _WAITING: "waiting for the other ranks",
+    DATA: "waiting for its loader",
+    STARTING: "waiting for the first batch of its loader, whose workers start",
+    SAVING: "writing a checkpoint",
+    ENDED: "at the end of its run",
+    WAITING: "waiting for the other ranks",
 }
 # State letters in /proc/<pid>/stat.  A dead process is a zombie until its parent waits for it.
 _DEAD = ("Z", "X")
@@ -82,17 +79,17 @@ class Heartbeat:
     @property
     def ended(self) -> bool:
         """Whether the rank's run is over, and its watchdog has stopped."""
-        return self.activity == _ENDED
+        return self.activity == ENDED
 
     @property
     def waits(self) -> bool:
         """Whether the rank waits for others, rather than others for this rank."""
-        return self.activity == _WAITING
+        return self.activity == WAITING
 
     @property
     def starts(self) -> bool:
         """Whether the rank waits for the first batch of loader workers, which may have much to import and to open."""
-        return self.activity == _STARTING
+        return self.activity == STARTING
 
     @property
     def innermost_line(self) -> str:
@@ -162,7 +159,7 @@ class HeartbeatSource:
             position=position_of(self._state),
             epoch=self._state.epoch,
             batch=self._state.batch_idx,
-            activity=_ENDED if ended else _activity_of(frame),
+            activity=ENDED if ended else _activity_of(frame),
             host=self._host,
             pid=os.getpid(),
             stack="".join(traceback.format_stack(frame)) if frame is not None else "",
@@ -179,18 +176,18 @@ def position_of(state: RunState) -> str:
         return f"{step}in validation batch {state.evaluated}"
     if state.scope is Scope.NOWHERE:
         return f"{step}before, between or after epochs"
-    return step + state.scope.value
+    return f"{step}{state.scope.value}"
 
 
 def _activity_of(frame: FrameType | None) -> str:
     if frame is not None and any(part in frame.f_code.co_filename for part in _INNERMOST):
-        return _WAITING
+        return WAITING
     while frame is not None:
         activity = next((activity for part, activity in _FILES if part in frame.f_code.co_filename), None)
         if activity is not None:
-            return _STARTING if activity == _DATA and _waits_for_first_batch(frame) else activity
+            return STARTING if activity == DATA and _waits_for_first_batch(frame) else activity
         frame = frame.f_back
-    return _ELSEWHERE
+    return ELSEWHERE
 
 
 def _waits_for_first_batch(frame: FrameType | None) -> bool:
@@ -224,56 +221,3 @@ def _status(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """Which rank holds up the run, which rank reports it before exiting, and the report."""
-
-    rank: int
-    reporter: int
-    text: str
-    stack: str
-
-
-def judge(heartbeats: Sequence[Heartbeat], silent: set[int], seconds: float) -> Diagnosis | None:
-    """Returns which rank holds up a run in which no rank made progress for ``seconds``; None if no rank waits for another.
-
-    ``silent`` are the ranks whose beat has stopped.  The last running rank, if it works rather than waits, holds up nobody.
-    """
-    running = [heartbeat for heartbeat in heartbeats if not heartbeat.ended]
-    talking = [heartbeat for heartbeat in running if heartbeat.rank not in silent]
-    if not talking or (len(running) == 1 and not talking[0].waits):
-        return None
-    sites = collections.Counter(heartbeat.innermost_line for heartbeat in talking)
-
-    def innocence(heartbeat: Heartbeat) -> tuple[bool, int, int, int]:
-        # A silent rank first; then by activity; then a rank that waits where few others do.
-        talks = heartbeat.rank not in silent
-        return talks, _SUSPICION.index(heartbeat.activity), sites[heartbeat.innermost_line], heartbeat.rank
-
-    culprit = min(heartbeats, key=innocence)
-    reporter = culprit if culprit in talking else talking[0]
-    others = [heartbeat for heartbeat in heartbeats if heartbeat is not culprit]
-    described = [culprit, *others[:15]]  # the message has to stay readable
-    lines = [heartbeat.describe(silent=heartbeat.rank in silent) for heartbeat in described]
-    because = f"probably because of rank {culprit.rank}"
-    if culprit.waits and culprit.rank not in silent:
-        because = _why_all_wait(culprit, sites)
-    text = (
-        f"no rank has made progress for {seconds:.0f} s, {because}:\n  "
-        + "\n  ".join(lines)
-        + "\nif a step may take this long, give the strategy a longer timeout, as in DDP(timeout=3600)"
-    )
-    shown = [heartbeat for heartbeat in (culprit, *talking) if heartbeat.stack]
-    # By rank, as the culprit may be among the talking ranks too.
-    stacks = {heartbeat.rank: f"stack of rank {heartbeat.rank}:\n{heartbeat.stack}" for heartbeat in shown[:4]}
-    return Diagnosis(rank=culprit.rank, reporter=reporter.rank, text=text, stack="\n".join(stacks.values()))
-
-
-def _why_all_wait(culprit: Heartbeat, sites: collections.Counter[str]) -> str:
-    """Returns the explanation if all ranks wait: whether they wait at the same code, else which rank seems to differ."""
-    if len(sites) == 1:
-        return "and all wait at the same place: the network or a GPU between them hangs"
-    odd = f"probably rank {culprit.rank}" if len(set(sites.values())) > 1 else "the stacks show where each waits"
-    return f"because they wait for each other at different places: one has skipped an exchange, or makes an extra one ({odd})"

@@ -70,6 +70,8 @@ class _Leaver:
             # The other ranks have not joined a collective.  Its thread would ask for the GIL whenever they do.
             _flush()
             exit_now(code)
+        if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+            _end_by_sigint()
 
     def _run(self) -> None:
         self._ending.wait()
@@ -87,6 +89,16 @@ class _Leaver:
             strategy.teardown()
         if dist.is_initialized():  # the group was not created by the strategy
             dist.destroy_process_group()
+
+
+def _end_by_sigint() -> None:
+    """Makes the interpreter end itself by SIGINT, as it does after an uncaught KeyboardInterrupt: a shell then ends its loop too.
+
+    Python does so only if the last text that it compiled and ran was interrupted.  Leaving may run others: a first import of a
+    module with a namedtuple or a dataclass is enough, and the exit code would be 1.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")  # noqa: S102
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -22,11 +22,12 @@ from typing import Any
 from torch.distributed import DistNetworkError
 
 from fabricamp.errors import DistributedError
-from fabricamp.launch import BEFORE, record_end
+from fabricamp.launch import PEER_FAILURE_NOTE, record_end
 from fabricamp.state import RunState
 from fabricamp.strategies.base import Strategy
 from fabricamp.torch_private import PrefixStore, Store, default_store
-from fabricamp.watchdog.heartbeat import Diagnosis, Heartbeat, HeartbeatSource, judge, position_of
+from fabricamp.watchdog.hang_diagnosis import Diagnosis, judge
+from fabricamp.watchdog.heartbeat import Heartbeat, HeartbeatSource, position_of
 from fabricamp.watchdog.leaving import exit_now
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code
@@ -106,9 +107,29 @@ class Watchdog:
         """Tells the other ranks that this one has failed; returns ranks that failed or died before, and notes them on ``error``."""
         before = self._failed_before(error) if self._store is not None else {}
         if before:
-            error.add_note(BEFORE + "; ".join(before.values()))
+            error.add_note(PEER_FAILURE_NOTE + "; ".join(before.values()))
         self._failure = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
         return list(before)
+
+    def _failed_before(self, error: BaseException) -> dict[int, str]:
+        """Returns ranks whose end may have caused ``error``, each with a description; polls, as a process takes a moment to die."""
+        deadline = time.monotonic() + (_GONE_SECONDS if isinstance(error, RuntimeError) else 0.0)
+        assert self._store is not None
+        with contextlib.suppress(RuntimeError):  # the store may be gone too
+            while time.monotonic() < deadline:
+                if self._store.check([_DIAGNOSIS]):
+                    self._end_after_diagnosis(Diagnosis(**json.loads(self._store.get(_DIAGNOSIS))))
+                if self._store.check([_FAILURE]):
+                    first = json.loads(self._store.get(_FAILURE))
+                    return {first["rank"]: f"rank {first['rank']} failed {first['position']}: {first['what']}"}
+                gone = [heartbeat for heartbeat in self._heartbeats(self._store) if heartbeat.gone]
+                if gone:
+                    return {
+                        heartbeat.rank: f"the process of rank {heartbeat.rank} ended, last seen {heartbeat.position}"
+                        for heartbeat in gone
+                    }
+                time.sleep(_POLL_SECONDS)
+        return {}
 
     def together(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Returns ``batches``, but yields the first batch only when every rank has its first batch, or knows that it has none.
@@ -182,33 +203,6 @@ class Watchdog:
                 f"or give limit_train_batches={batches}"
             )
 
-    def _heartbeats(self, store: Store) -> list[Heartbeat]:
-        """Returns the last heartbeat of every rank; empty until all ranks have published one."""
-        keys = [_heartbeat_key(rank) for rank in range(self._strategy.world_size)]
-        if not store.check(keys):
-            return []
-        return [Heartbeat.decode(text) for text in store.multi_get(keys)]
-
-    def _failed_before(self, error: BaseException) -> dict[int, str]:
-        """Returns ranks whose end may have caused ``error``, each with a description; polls, as a process takes a moment to die."""
-        deadline = time.monotonic() + (_GONE_SECONDS if isinstance(error, RuntimeError) else 0.0)
-        assert self._store is not None
-        with contextlib.suppress(RuntimeError):  # the store may be gone too
-            while time.monotonic() < deadline:
-                if self._store.check([_DIAGNOSIS]):
-                    self._end_after_diagnosis(Diagnosis(**json.loads(self._store.get(_DIAGNOSIS))))
-                if self._store.check([_FAILURE]):
-                    first = json.loads(self._store.get(_FAILURE))
-                    return {first["rank"]: f"rank {first['rank']} failed {first['position']}: {first['what']}"}
-                gone = [heartbeat for heartbeat in self._heartbeats(self._store) if heartbeat.gone]
-                if gone:
-                    return {
-                        heartbeat.rank: f"the process of rank {heartbeat.rank} ended, last seen {heartbeat.position}"
-                        for heartbeat in gone
-                    }
-                time.sleep(_POLL_SECONDS)
-        return {}
-
     def close(self) -> None:
         """Stops the thread; waits for no other rank."""
         self._closing.set()
@@ -216,6 +210,13 @@ class Watchdog:
             self._thread.join(_CLOSE_SECONDS)
             self._thread = None
         self.agreement.forget()
+
+    def _heartbeats(self, store: Store) -> list[Heartbeat]:
+        """Returns the last heartbeat of every rank; empty until all ranks have published one."""
+        keys = [_heartbeat_key(rank) for rank in range(self._strategy.world_size)]
+        if not store.check(keys):
+            return []
+        return [Heartbeat.decode(text) for text in store.multi_get(keys)]
 
     # -- the thread --------------------------------------------------------------------------------------------------------------
 

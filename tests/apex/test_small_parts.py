@@ -62,6 +62,12 @@ def test_mlp_names_the_activations_that_it_has():
         MLP([2, 2], activation="rleu")
 
 
+@pytest.mark.parametrize("activation", [3, -1, "relu"])
+def test_mlp_function_knows_three_activations(activation):
+    with pytest.raises(ConfigError, match=r"is no code .*0 \(none\), 1 \(relu\), 2 \(sigmoid\)"):
+        MlpFunction.apply(0, activation, torch.ones(2, 3), torch.ones(4, 3))
+
+
 @pytest.mark.parametrize("activation", [0, 1, 2])
 @pytest.mark.parametrize("bias", [1, 0])
 def test_mlp_cuda_pass_by_pass(activation, bias):

@@ -15,6 +15,7 @@ from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.errors import ConfigError
 from fabricamp.state import RunningStage, TrainerFn
 from fabricamp.strategies import Environment
+from tests.small import Classifier, loader, quiet_trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -189,6 +190,21 @@ def test_fast_dev_run_writes_nothing(make_trainer, make, folder):
     trainer.fast_dev_run = True
     trainer.start().epoch(val_loss=1.0)
     assert names(folder) == []
+
+
+def test_fast_dev_run_keeps_the_callback_which_leaves_the_folder_as_it_is(tmp_path):
+    def trainer(**options):
+        kept = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
+        return quiet_trainer(enable_checkpointing=True, callbacks=[kept], **options)
+
+    trainer(max_epochs=1).fit(Classifier(), loader(), loader())
+    files = names(tmp_path)
+    trial = trainer(fast_dev_run=True)
+    trial.fit(Classifier(), loader(), loader())
+    assert trial.checkpoint_callback.best_model_path == trial.checkpoint_callback.last_model_path == ""
+    trainer(fast_dev_run=True).fit(Classifier(), loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert names(tmp_path) == files
+    assert quiet_trainer(fast_dev_run=True, enable_checkpointing=True).checkpoint_callback.best_model_path == ""
 
 
 # -- names

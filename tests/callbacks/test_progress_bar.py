@@ -534,9 +534,8 @@ INTERRUPTED = textwrap.dedent("""
             trainer.state.batch_idx = index + 1
         print("three steps are made")
         os.write(1, b"\\x1b[0;0m")  # is not seen: the bar below the line is drawn
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        while True:
-            signal.pause()
+        signal.sigwait([signal.SIGINT])  # takes a signal from before, too; pause() would wait for another one
+        raise KeyboardInterrupt
     except KeyboardInterrupt as error:
         while not (Path(__file__).parent / "echoed").exists():  # Linux sends the signal before it echoes
             time.sleep(0.01)

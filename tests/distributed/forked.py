@@ -25,6 +25,7 @@ import warnings
 
 import rich
 
+from tests.distributed.orphans import end_with
 from tests.distributed.scripts import variables_for
 
 __all__ = ["start_forked"]
@@ -48,7 +49,9 @@ class Forked:
         self._said = [b"", b""]
         writes = streams or [write for _, write in pipes]
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_work, args=(folder, command, variables, writes, sum(pipes, ())))
+        self._process = context.Process(
+            target=_work, args=(folder, command, variables, writes, sum(pipes, ()), os.getpid())
+        )
         self._process.start()
         self.pid = self._process.pid
         for _, write in pipes:
@@ -90,7 +93,8 @@ class Forked:
         return [text.decode() for text in self._said]
 
 
-def _work(folder, command, variables, streams, inherited):
+def _work(folder, command, variables, streams, inherited, parent):
+    end_with(parent)
     gc.freeze()  # garbage of the tests before is not this process's to collect
     _become_its_own(folder, variables, streams)
     for descriptor in inherited:

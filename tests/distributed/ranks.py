@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.distributed.orphans import end_with
+
 __all__ = ["run_ranks", "side_by_side", "variables_of"]
 
 
@@ -42,7 +44,7 @@ def run_ranks(function, world_size, *args, timeout=200.0, start_method=None, bac
         processes = [
             context.Process(
                 target=_work,
-                args=(function, args, variables[rank], folder, timeout, backend, all_here),
+                args=(function, args, variables[rank], folder, timeout, backend, all_here, os.getpid()),
                 name=f"rank{rank}",
             )
             for rank in range(world_size)
@@ -99,7 +101,8 @@ def variables_of(rank, world_size, port):
     }
 
 
-def _work(function, args, variables, folder, timeout, backend, all_here):
+def _work(function, args, variables, folder, timeout, backend, all_here, parent):
+    end_with(parent)
     # Garbage of the tests before is not a rank's to collect: stores and groups would wait for threads that were not forked.
     gc.freeze()
     # pytest's: what a rank says is found on its stderr.

@@ -375,7 +375,7 @@ class Deaf(Callback):
                     time.sleep(0.05)
                 os._exit(9)
 
-            trainer._runner.session.watchdog._look = look
+            trainer._runner.session.watchdog._poll = look
             gone.wait()
 
 

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from fabricamp.state import RunningStage, RunState, Scope, TrainerFn
-from fabricamp.watchdog.heartbeat import Heartbeat, HeartbeatSource, _host, judge
+from fabricamp.watchdog.hang_diagnosis import judge
+from fabricamp.watchdog.heartbeat import Heartbeat, HeartbeatSource, _host
 from fabricamp.watchdog.watch import patience
 from tests.small import Classifier, loader, quiet_trainer
 

@@ -62,13 +62,11 @@ class Net(TrainingModule):
         self.meet_the_end("update")
 
     def meet_the_end(self, place):
-        plan, course = self.plan, self.trainer.callbacks[0]
-        if (
-            plan["victim"]
-            and plan["place"] == place
-            and course.all_at >= 0
-            and self.global_step == course.all_at + BEFORE
-        ):
+        plan = self.plan
+        if not plan["victim"]:
+            return
+        course = self.trainer.callbacks[0]
+        if plan["place"] == place and course.all_at >= 0 and self.global_step == course.all_at + BEFORE:
             if place == "exchange":  # somewhere in the sum that follows, or soon behind it
                 threading.Timer(random.uniform(0, 0.01), self.be_lost).start()
             else:
@@ -119,13 +117,16 @@ def work(plan):
     seed_everything(7, verbose=False)
     torch.manual_seed(plan["group"])  # other first weights in each
     module = Net(plan)
+    strategy = FaultTolerant(
+        groups=plan["groups"], group=plan["group"], timeout=plan["timeout"], quorum_timeout=plan["quorum_timeout"]
+    )
     trainer = quiet_trainer(
-        strategy=FaultTolerant(
-            groups=plan["groups"], group=plan["group"], timeout=plan["timeout"], quorum_timeout=plan["quorum_timeout"]
-        ),
+        strategy=strategy,
+        accelerator=plan.get("accelerator", "cpu"),
+        devices=[plan["group"]] if plan.get("accelerator") == "gpu" else 1,
         precision=plan["precision"],
         accumulate_grad_batches=plan["accumulated"],
-        gradient_clip_val=0.5,
+        gradient_clip_val=plan.get("clip", 0.5),
         max_epochs=-1,
         max_steps=plan.get("max_steps", -1),
         callbacks=[Course(plan)],
@@ -142,12 +143,15 @@ def work(plan):
 class Groups:
     """The processes of a run, and the lighthouse beside them."""
 
-    def __init__(self, folder, heartbeat_timeout_ms=1000, **plan):
+    def __init__(self, folder, heartbeat_timeout_ms=1000, min_replicas=1, **plan):
         from torchft.coordination import LighthouseServer
 
         self.folder, self.plan, self.victim = folder, plan, plan.pop("victim")
         self.lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=heartbeat_timeout_ms
+            bind="[::]:0",
+            min_replicas=min_replicas,
+            join_timeout_ms=60_000,
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
         )
 
     def start(self, group, life=0):
@@ -186,7 +190,8 @@ def lost_and_back(folder, **plan):
     rows = {number: groups.seen(number) for number in processes}
     rows[plan["victim"]] += groups.seen(plan["victim"], life=1)
     ends = [
-        torch.load(folder / f"end-{number}-{int(number == plan['victim'])}", weights_only=True) for number in processes
+        torch.load(folder / f"end-{number}-{int(number == plan['victim'])}", weights_only=True, map_location="cpu")
+        for number in processes
     ]
     return rows, told, ends
 
@@ -248,13 +253,7 @@ def test_a_group_that_is_lost_comes_back_with_the_weights_of_the_others(case, tm
     pytest.importorskip("torchft", reason="needs the package torchft")
     plan = plan_of(case)
     rows, _, ends = lost_and_back(tmp_path, **plan)
-    for other in ends[1:]:
-        assert other["step"] == ends[0]["step"]
-        assert all(torch.equal(value, other["weights"][name]) for name, value in ends[0]["weights"].items())
-        momenta = [one["optimizer"]["state"] for one in (ends[0], other)]
-        assert all(
-            torch.equal(momenta[0][key]["momentum_buffer"], momenta[1][key]["momentum_buffer"]) for key in momenta[0]
-        )
+    check_ends(ends)
     check_samples(rows, plan)
     if plan["precision"] == "O0":
         check_weights(rows, ends[0]["weights"], plan)
@@ -279,6 +278,17 @@ def test_groups_end_together_at_a_limit(tmp_path):
     assert [one["step"] for one in ends] == [40, 40]
     assert all(torch.equal(value, ends[1]["weights"][name]) for name, value in ends[0]["weights"].items())
     check_weights({0: groups.seen(0), 1: groups.seen(1)}, ends[0]["weights"], plan)
+
+
+def check_ends(ends):
+    """All end at the same step, with the same bits."""
+    for other in ends[1:]:
+        assert other["step"] == ends[0]["step"]
+        assert all(torch.equal(value, other["weights"][name]) for name, value in ends[0]["weights"].items())
+        momenta = [one["optimizer"]["state"] for one in (ends[0], other)]
+        assert all(
+            torch.equal(momenta[0][key]["momentum_buffer"], momenta[1][key]["momentum_buffer"]) for key in momenta[0]
+        )
 
 
 def check_samples(rows, plan):

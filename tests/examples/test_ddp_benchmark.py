@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # torch's wrapper imports it: once here, before ranks are forked, and not in each of them
 
-from benchmarks import ddp, render
+from benchmarks import ddp, loop_ranks, render, rounds
 from tests.distributed.ranks import run_ranks
 
 
@@ -24,7 +26,7 @@ def test_every_way_is_measured(tmp_path):
     for column in found["columns"].values():
         assert [row["run"] for row in column["rows"]] == [*ddp.WAYS, ddp.FLAT]
         assert all(row["wall_ms"] > 0 and row["gpu_ms"] is None for row in column["rows"])
-        assert set(column["ratios"]) == set(ddp.GOALS)
+        assert set(column["ratios"]) == set(column["wall"]) == set(ddp.GOALS)
     assert found["ranks"] == 2
     page = render.ddp(found)
     assert "None" not in page
@@ -32,6 +34,32 @@ def test_every_way_is_measured(tmp_path):
         assert f"| {name} | GPU ms |" in page
         assert f"{column['ratios']['delayed']:.3f}" in page
     assert f"| {ddp.FLAT} |" in page
+    assert page.count(", met |") + page.count(", missed |") + page.count(", not decided |") == 4
+
+
+def graphs():
+    loop_ranks.milliseconds = lambda way, case, precision: {loop_ranks.torchs_graph: 2.0}.get(way, 1.0)
+    loop_ranks.about = lambda: {"device": "2 x a card"}
+    loop_ranks.exchanges(argparse.Namespace(rounds=3, quick=True, out=Path("found.json")))
+
+
+def test_graphs_beside_torchs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_ranks(graphs, 2)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert list(found["columns"]) == list(loop_ranks.COLUMNS)
+    assert found["rounds"] == 3
+    page = render.ddp_graphs(found)
+    assert "| delayed over torch's | 0.500 (0.500 to 0.500), met |" in page
+    assert f"| {loop_ranks.TORCHS_GRAPH} | 2.00 |" in page
+
+
+def test_a_ratio_is_decided_where_both_quartiles_are_on_one_side():
+    other = [10.0, 10.0, 10.0, 10.0]
+    assert [
+        rounds.ratio(own, other, 1.0)["decided"]
+        for own in ([9.0, 9.0, 9.0, 12.0], [9.0, 9.0, 11.0, 11.0], [9.0, 11.0, 11.0, 11.0])
+    ] == ["met", "not decided", "missed"]
 
 
 def test_it_says_how_to_start_it(monkeypatch):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from fabricamp.errors import CheckpointError, ConfigError, DistributedError
-from fabricamp.launch import BEFORE, detect, explained_without_traceback, record_failure
+from fabricamp.launch import PEER_FAILURE_NOTE, detect, explained_without_traceback, record_failure
 from fabricamp.launch.failures import OTHERS, as_error, find_cause
 
 
@@ -163,7 +163,7 @@ def test_what_became_of_another_rank_comes_before_what_this_one_saw(tmp_path, mo
     (tmp_path / "0").mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     error = RuntimeError("Connection closed by peer")
-    error.add_note(f"{BEFORE}the process of rank 1 ended, last seen in fit at step 5")
+    error.add_note(f"{PEER_FAILURE_NOTE}the process of rank 1 ended, last seen in fit at step 5")
     record_failure(error)
     report = find_cause({0: Ended(1)}, tmp_path).report()
     assert "\n\nthe process of rank 1 ended, last seen in fit at step 5; then this rank failed:\n" in report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,6 +131,23 @@ def test_a_folder_that_rank_0_cannot_make_ends_every_rank(tmp_path):
 
     first, other = run_ranks(work, 2, backend=None)
     assert first == other
+
+
+def test_the_experiment_has_the_rows_that_are_not_written(tmp_path, monkeypatch):
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"a": torch.tensor(1.0)}, 3)
+    assert logger.experiment.metrics == [{"a": 1.0, "step": 3}]
+    assert list(logger.experiment.metrics[0]) == ["a", "step"]
+    logger.save()
+    assert logger.experiment.metrics == []
+
+
+@pytest.mark.parametrize("params", [{"lr": 0.1}, {}])
+def test_the_folder_is_there_after_the_hyperparameters(tmp_path, params):
+    logger = CSVLogger(tmp_path, version="mine")
+    logger.log_hyperparams(params)
+    assert (tmp_path / "fabricamp_logs" / "mine").is_dir()
+    logger.close()
 
 
 def test_the_experiment_takes_what_lightnings_takes(tmp_path, monkeypatch):

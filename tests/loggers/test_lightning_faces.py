@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,34 @@ def test_a_step_outside_a_fit_logs_nothing_and_says_so_once(caplog):
     assert "late" not in trainer.callback_metrics
     told = [one.message for one in caplog.records if "logs nothing" in one.message]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLinesLogger, TensorBoardLogger])
+def test_a_subclass_computes_its_name(tmp_path, kind):
+    class Named(kind):
+        def __init__(self, save_dir):
+            super().__init__(save_dir)
+            self.own = "mine"
+
+        @property
+        def name(self):
+            return self.own
+
+    logger = Named(tmp_path)
+    quiet_trainer(max_steps=1, logger=logger, log_every_n_steps=1).fit(Classifier(), loader())
+    assert logger.log_dir == str(logger.folder) == str(tmp_path / "mine" / "version_0")
+    assert list(logger.folder.iterdir())
+    copied = pickle.loads(pickle.dumps(kind(tmp_path, name="a/b", version=3)))
+    assert (copied.name, copied.folder) == ("a/b", tmp_path / "a" / "b" / "version_3")
+
+
+def test_the_trainer_knows_its_log_dir_before_fit(tmp_path, monkeypatch):
+    trainer = quiet_trainer(max_steps=1, logger=CSVLogger(tmp_path))
+    before = trainer.log_dir
+    assert before == str(tmp_path / "fabricamp_logs" / "version_0")
+    trainer.fit(Classifier(), loader())
+    assert trainer.log_dir == trainer.logger.log_dir == before
+    assert quiet_trainer(default_root_dir=tmp_path).log_dir == str(tmp_path)
+    other = quiet_trainer(logger=CSVLogger(tmp_path))
+    monkeypatch.setenv("RANK", "1")  # a rank that rank 0 has not told
+    assert other.log_dir is None

@@ -155,6 +155,22 @@ def test_making_one_makes_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_sub_dir_is_below_the_version(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="n", sub_dir=Path("s"))
+    assert logger.sub_dir == "s"
+    assert logger.log_dir == str(logger.folder) == str(tmp_path / "n" / "version_0" / "s")
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics({"a": 1.0}, 0)
+    logger.close()
+    assert len(list((tmp_path / "n" / "version_0" / "s").glob("*"))) == 2  # events and hyper-parameters
+    later = TensorBoardLogger(tmp_path, name="n", sub_dir="s")
+    assert later.run_folders() == [later.folder, logger.folder]
+    later.give_back()
+    assert not (tmp_path / "n" / "version_1").exists()
+    with pytest.raises(ConfigError, match="sub_dir=3"):
+        TensorBoardLogger(tmp_path, sub_dir=3)
+
+
 def test_defaults_of_lightnings_options_ask_for_nothing(tmp_path):
     TensorBoardLogger(tmp_path, log_graph=False, sub_dir=None)
 

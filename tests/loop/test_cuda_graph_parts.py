@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import random
@@ -19,10 +20,10 @@ from torch import nn
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
-from fabricamp.engine.graph import memory_budget
+from fabricamp.engine.graph import captured, memory_budget
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
-from fabricamp.engine.graph.captured import without_collection
+from fabricamp.engine.graph.captured import hyperparameter_upload, reason_of_failure, without_collection
 from fabricamp.engine.graph.host_effects import (
     AttributeSnapshot,
     CapturedConstantsGuard,
@@ -452,11 +453,11 @@ def test_what_a_graph_has_as_constants(name):
     owner.hparams = {"lr": 0.1}
     constants = CapturedConstantsGuard(owner, owner.hparams)
     owner.count.add_(1)
-    assert constants.hold()
+    assert constants.are_unchanged()
     assert constants.changed() == ""
     change, named = CHANGES[name]
     change(owner)
-    assert not constants.hold()
+    assert not constants.are_unchanged()
     assert constants.changed() == named
 
 
@@ -567,9 +568,39 @@ def test_what_metrics_count_is_no_effect_and_what_they_list_is_one():
     attributes, constants = AttributeSnapshot(module.modules()), CapturedConstantsGuard(module, {})
     module.error.update(torch.ones(3), torch.zeros(3))
     assert attributes.changed() is None
-    assert constants.hold()
+    assert constants.are_unchanged()
     module.listed.update(torch.ones(3))
     assert str(attributes.changed()) == "CatMetric.value"
+
+
+HYPERPARAMETER_CHANGES = {
+    "another number": lambda one: one.param_groups[0].update(weight_decay=0.1),
+    "another word": lambda one: one.param_groups[0].update(amsgrad="no"),
+    "a further group": lambda one: one.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    "another tensor": lambda one: one.param_groups[0].update(lr=torch.tensor(0.1)),
+    "a loaded state": lambda one: one.load_state_dict(copy.deepcopy(one.state_dict())),
+}
+
+
+@pytest.mark.parametrize("name", HYPERPARAMETER_CHANGES)
+def test_what_a_graph_has_of_an_optimizer_that_is_not_fused(name):
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1), capturable=True)
+    may_replay = hyperparameter_upload(optimizer)
+    optimizer.param_groups[0]["lr"].fill_(0.2)
+    assert may_replay()
+    HYPERPARAMETER_CHANGES[name](optimizer)
+    assert not may_replay()
+
+
+@pytest.mark.parametrize("beside", ["_OWN_FOLDER", "_TORCHS_FOLDER"])
+def test_code_in_a_folder_whose_name_begins_as_ours_is_the_users(beside):
+    folder = getattr(captured, beside).rstrip(os.sep)
+    users = f"{folder}-runs{os.sep}train.py"
+    names = {}
+    exec(compile("def fail(): 1 / 0", f"{folder}{os.sep}engine.py", "exec"), names)
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("fail()", users, "exec"), names)
+    assert f" at {users}:1" in reason_of_failure(caught.value)
 
 
 def test_a_log_replay_forgets_a_step_that_did_not_run():

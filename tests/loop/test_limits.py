@@ -465,7 +465,7 @@ def test_a_batch_without_a_loss_is_left_out():
     module = Picky()
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(module, loader(16))
-    assert (module.notes, trainer.global_step) == ("tsttst|", 2)
+    assert (module.notes, trainer.global_step) == ("tsttst|", 4)
     module = Picky()
     quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(module, loader(16))
     assert module.notes == "ttstts|"

@@ -403,7 +403,7 @@ def test_a_batch_without_tensors_is_asked_about_only_where_it_matters(run):
     assert run.metrics.end_train_epoch(1)["whole"] == 1.0
 
 
-@pytest.mark.parametrize("wrong", [-1, 2.5, "4", torch.tensor(4)])
+@pytest.mark.parametrize("wrong", [-1, 2.5, "4", torch.tensor([4, 4])])
 def test_a_batch_size_is_a_count(run, wrong):
     with pytest.raises(ConfigError, match="batch_size"):
         run.log("x", 1.0, on_epoch=True, batch_size=wrong)

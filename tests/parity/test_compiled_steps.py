@@ -25,6 +25,12 @@ from tests.small import Classifier, loader, quiet_trainer
 WHOLE = {"backend": "eager", "fullgraph": True}  # a break of the graph is an error
 
 
+@pytest.fixture(autouse=True)
+def _no_code_of_earlier_tests():
+    """torch keeps eight compiled forms of one function in a process, and with fullgraph a ninth is an error."""
+    torch.compiler.reset()
+
+
 class Logs(Classifier):
     """Has BatchNorm and dropout, and logs in every way, a value too that it changes behind the call."""
 
@@ -221,3 +227,51 @@ def test_what_cannot_work_is_refused(case):
     options, make, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words):
         quiet_trainer(compile=True, max_epochs=1, **options).fit(make(), loader())
+
+
+def test_a_module_that_was_compiled_trains_as_the_original_compiled_once(tmp_path):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    eager, module = Logs(), Logs()
+    _, rows = fit(eager)
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    trainer, compiled_rows = quiet_trainer(max_epochs=2, log_every_n_steps=2, num_sanity_val_steps=0, compile=True), []
+    module.on_train_start = lambda: trainer._runner.session.metrics.sinks.append(
+        lambda row, step: compiled_rows.append((step, dict(row)))
+    )
+    torch.manual_seed(3)
+    trainer.fit(compiled, loader(26), loader(8))  # compile=True would take torch's default backend
+    assert 1 <= len(graphs) <= 2
+    assert all(map(torch.equal, module.parameters(), eager.parameters()))
+    assert compiled_rows == rows
+    assert trainer.lightning_module is module
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert list(torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]) == list(eager.state_dict())
+    for run in (trainer.validate, trainer.test):
+        assert run(compiled, loader(8), verbose=False) == run(module, loader(8), verbose=False)
+    assert torch.equal(trainer.predict(compiled, loader(4))[0], trainer.predict(module, loader(4))[0])
+
+
+def test_a_compiled_module_trains_uncompiled_where_a_step_cannot_be_compiled(caplog):
+    class Manual(Logs):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+    def never(graph, inputs):
+        raise AssertionError("compiled")
+
+    with caplog.at_level("INFO", "fabricamp"):
+        quiet_trainer(max_steps=2, enable_model_summary=True).fit(torch.compile(Manual(), backend=never), loader())
+    assert "trains uncompiled: manual optimization" in caplog.text
+    with pytest.raises(ConfigError, match="got Linear"):
+        quiet_trainer().fit(torch.compile(torch.nn.Linear(2, 2)), loader())

@@ -57,9 +57,9 @@ def test_the_actions_of_a_fit_are_counted_by_lightnings_names(precision, accumul
         "[Callback]Hooked.on_train_batch_start": 8,
         "[LightningModule]Own.on_after_backward": 8,
         "[LightningModule]Own.optimizer_step": 8 // accumulate,
-        "[Strategy]Strategy.training_step": 8,
-        "[Strategy]Strategy.backward": 8,
-        "[Strategy]Strategy.validation_step": 5,
+        "[Strategy]SingleDeviceStrategy.training_step": 8,
+        "[Strategy]SingleDeviceStrategy.backward": 8,
+        "[Strategy]SingleDeviceStrategy.validation_step": 5,
     }
     assert found["[_TrainingEpochLoop].train_dataloader_next"] >= 8
 
@@ -85,7 +85,7 @@ def test_the_table_stands_at_the_end_of_each_run(caplog):
     seconds = trainer.profiler.recorded_durations["run_training_batch"]
     assert float(batches[2]) == pytest.approx(sum(seconds), abs=6e-4)
     trainer.test(Classifier(), loader(16), verbose=False)
-    assert "[Strategy]Strategy.test_step" in caplog.text
+    assert "[Strategy]SingleDeviceStrategy.test_step" in caplog.text
 
 
 def test_the_phases_of_a_batch_stand_behind_the_table():

@@ -22,6 +22,7 @@ class Manager:
     def __init__(self, take, give, events=(), failures=()):
         self.take, self.give, self.events, self.failures = take, give, dict(events), set(failures)
         self.step, self.quorums, self.sums, self.error, self.hung_up = 0, [], 0, None, []
+        self.devices = set()  # of what was summed
 
     def start_quorum(self, *, shrink_only):
         self.error = None
@@ -38,6 +39,7 @@ class Manager:
 
     def allreduce(self, tensor, *, reduce_op):
         self.sums += 1
+        self.devices.add(tensor.device.type)
         if self.sums in self.failures:
             tensor.fill_(torch.nan)
             self.error = RuntimeError("connection closed by peer")
@@ -66,14 +68,14 @@ class Manager:
         self.step = state["step"]
 
 
-def quorum_with(**options):
+def quorum_with(device=None, **options):
     made = []
 
     def connect(take, give):
         made.append(Manager(take, give, **options))
         return made[0].connection()
 
-    return Quorum(connect), made[0]
+    return Quorum(connect, device), made[0]
 
 
 class Made(list):
@@ -328,3 +330,28 @@ def test_who_comes_in_the_middle_of_a_step_gets_no_state():
     quorum, _ = quorum_with(events={1: {"step": 4, "last": [], "state": None}})
     with pytest.raises(DistributedError, match="between two steps"):
         quorum.join()
+
+
+@pytest.mark.gpu
+def test_what_lies_on_the_host_is_shared_through_the_gpu():
+    """NCCL, over which groups with a GPU exchange, sums nothing else."""
+    quorum, manager = quorum_with(torch.device("cuda", 0))
+    values = [torch.arange(5, dtype=torch.uint8), torch.randn(3, 2), torch.randn(3, 2, device="cuda").half().t()]
+    before = [value.clone() for value in values]
+    quorum.share(values)
+    assert manager.devices == {"cuda"}
+    assert all(map(torch.equal, values, before))
+
+
+@pytest.mark.gpu
+def test_the_last_sum_is_sent_from_the_host():
+    """torchft copies from the GPU on a stream of its own, which waits for no other."""
+    quorum, manager = quorum_with(torch.device("cuda", 0))
+    quorum.join()
+    own = torch.randn(1000, device="cuda")
+    wanted = own.cpu()
+    quorum.run([own])
+    assert manager.sums == 1
+    (sent,) = quorum._get_state()["last"]
+    assert sent.device.type == "cpu"
+    assert torch.equal(sent, wanted)

@@ -218,6 +218,25 @@ def test_every_rank_gets_the_same_error_about_different_modules():
     assert "'bias (2,) torch.float32', rank 2 has 'bias (2,) torch.float32 frozen'" in first
 
 
+def lazy_somewhere():
+    strategy = DDP(timeout=20)
+    strategy.setup_environment(environment(), CPU)
+    module = nn.LazyLinear(2) if strategy.rank == 1 else nn.Linear(2, 2)
+    with pytest.raises(ConfigError) as caught:
+        strategy.check_same_module(module)
+    strategy.barrier("after the error")
+    strategy.teardown()
+    return str(caught.value)
+
+
+def test_no_rank_waits_for_one_with_lazy_parameters():
+    first, other = run_ranks(lazy_somewhere, 2, backend=None)
+    assert first == other
+    assert first.startswith("weight, bias have no shape yet")
+    with pytest.raises(ConfigError, match="weight, bias have no shape yet"):
+        DDP().share_module(nn.LazyLinear(2))
+
+
 class UsersError(ConfigError):
     """One that no other process could make from its words alone."""
 

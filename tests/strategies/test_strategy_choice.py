@@ -10,7 +10,16 @@ from torch import nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.memory import GradientMemory
-from fabricamp.strategies import DDP, IN_PLACE, STRATEGIES, Environment, Strategy, strategy_from
+from fabricamp.strategies import (
+    DDP,
+    IN_PLACE,
+    STRATEGIES,
+    DDPStrategy,
+    Environment,
+    SingleDeviceStrategy,
+    Strategy,
+    strategy_from,
+)
 from tests.windows import summed
 
 
@@ -19,14 +28,32 @@ def average_hook(state, bucket):
 
 
 def test_names_and_auto():
-    assert type(strategy_from("single", 1)) is Strategy
+    assert isinstance(strategy_from("single", 1), Strategy)
     assert isinstance(strategy_from("ddp", 4), DDP)
-    assert type(strategy_from("auto", 1)) is Strategy
+    assert isinstance(strategy_from("auto", 1), Strategy)
     assert isinstance(strategy_from("auto", 2), DDP)
     assert isinstance(strategy_from("ddp", 1), DDP)
     own = DDP(static_graph=True)
     assert strategy_from(own, 2) is own
     assert {"single", "ddp"} <= set(STRATEGIES.names())
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "kind"),
+    [
+        ("auto", 1, SingleDeviceStrategy),
+        ("single", 1, SingleDeviceStrategy),
+        ("single_device", 1, SingleDeviceStrategy),
+        ("auto", 2, DDPStrategy),
+        ("ddp", 2, DDPStrategy),
+        ("ddp_spawn", 2, DDPStrategy),
+        ("ddp_find_unused_parameters_true", 2, DDPStrategy),
+    ],
+)
+def test_a_name_gives_lightnings_class(name, world_size, kind):
+    strategy = strategy_from(name, world_size)
+    assert type(strategy) is kind
+    assert type(pickle.loads(pickle.dumps(strategy))) is kind
 
 
 @pytest.mark.parametrize(

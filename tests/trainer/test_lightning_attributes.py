@@ -280,3 +280,24 @@ def test_variables_stand_for_arguments_that_are_not_given(monkeypatch):
     monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "many")
     with pytest.raises(ConfigError, match="max_epochs='many'"):
         Trainer(**QUIET)
+
+
+def test_the_trainer_of_a_module_can_be_set():
+    class Outer(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.inner = Classifier()
+
+    module, trainer = Outer(), quiet_trainer(max_steps=1)
+    module.trainer = trainer
+    assert module.trainer is module.inner.trainer is trainer
+    with pytest.raises(ConfigError):
+        _ = Classifier().trainer  # the others are as before
+    module.trainer = None
+    with pytest.raises(ConfigError, match="not attached"):
+        _ = module.trainer
+    trainer.fit(module, loader())
+    other = quiet_trainer()
+    module.trainer = other
+    assert module.trainer is other
+    assert module.optimizers().optimizer is trainer.optimizers[0]

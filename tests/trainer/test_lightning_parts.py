@@ -11,7 +11,7 @@ import torch
 from fabricamp import Callback, ConfigError
 from fabricamp.accelerators import CPUAccelerator, CUDAAccelerator, find_usable_cuda_devices
 from fabricamp.accelerators.cpu import CPUAccelerator as SameAccelerator
-from fabricamp.strategies import Strategy
+from fabricamp.strategies import SingleDeviceStrategy
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -82,7 +82,7 @@ def test_the_strategy_knows_the_run():
     assert strategy.optimizers == trainer.optimizers
     assert strategy.precision_plugin is trainer.precision_plugin
     for copied in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert type(copied) is Strategy
+        assert type(copied) is SingleDeviceStrategy
         assert copied.lightning_module is None
     assert strategy.reduce(torch.tensor(2.0), reduce_op="sum") == 2
     assert strategy.broadcast(1, src=0) == 1

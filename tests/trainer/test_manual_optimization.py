@@ -125,3 +125,38 @@ def test_a_plain_backward_is_as_good_where_nothing_is_scaled():
     before = module.first.weight.detach().clone()
     quiet_trainer(max_epochs=1, precision="O4").fit(module, batches())
     assert not torch.equal(module.first.weight, before)
+
+
+class Anything:
+    """A schedule without ``step``, which the module calls as it likes."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.moves = optimizer, 0
+
+    def state_dict(self):
+        return {"moves": self.moves}
+
+    def load_state_dict(self, state_dict):
+        self.moves = state_dict["moves"]
+
+
+class StepsItsSchedules(TwoPlayers):
+    def configure_optimizers(self):
+        one, two = super().configure_optimizers()
+        return [one, two], [torch.optim.lr_scheduler.ReduceLROnPlateau(one, patience=0), Anything(two)]
+
+    def on_train_epoch_end(self):
+        plateau, anything = self.lr_schedulers()
+        plateau.step(1.0)
+        anything.moves += 1
+
+
+def test_a_schedule_needs_neither_monitor_nor_step(tmp_path):
+    module = StepsItsSchedules()
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(module, batches())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    again = StepsItsSchedules()
+    quiet_trainer(max_epochs=3).fit(again, batches(), ckpt_path=tmp_path / "two.ckpt")
+    assert again.lr_schedulers()[1].moves == 3

@@ -87,6 +87,34 @@ def test_an_epoch_without_a_step_says_why_once(caplog):
     assert caplog.text == ""
 
 
+class EarlySteps(Classifier):
+    """Only the first three batches of the first epoch have a loss."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.current_epoch == 0 and batch_idx < 3 else None
+
+
+class SavesAtTheCut(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 0 and batch_idx == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def test_an_epoch_whose_steps_lie_before_the_cut_is_not_one_without_a_step(tmp_path, caplog):
+    path = tmp_path / "cut.ckpt"
+    quiet_trainer(max_epochs=1, callbacks=[SavesAtTheCut(path)]).fit(EarlySteps(), loader(32))
+    assert "ended without a step" not in caplog.text
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(EarlySteps(), loader(32), ckpt_path=path)
+    assert trainer.global_step == 3
+    assert "epoch 1 ended without a step" not in caplog.text
+    assert caplog.text.count("epoch 2 ended without a step") == 1  # that one ran here from its first batch
+
+
 def test_a_fit_without_an_optimizer_is_told_of_under_automatic_optimization_only(caplog):
     fit(variant(configure_optimizers=lambda self: None))
     assert caplog.text.count("Variant.configure_optimizers returned no optimizer: no weight will change") == 1

@@ -267,3 +267,9 @@ def test_workers_that_the_trainer_starts_send_back_what_they_found():
     assert module.hparams.lr == finder.suggestion()
     module.hparams.lr = 0.1
     assert content(module) == before
+
+
+def test_the_module_stays_attached():
+    module, trainer = Tried(), quiet_trainer(max_steps=3)
+    Tuner(trainer).lr_find(module, num_training=5)
+    assert module.trainer is trainer

@@ -1,4 +1,4 @@
-"""Linear layers with an activation after each of them."""
+"""Stands in for apex's fused MLP: linear layers with an activation after each of them, by torch's own operations."""
 
 from __future__ import annotations
 
@@ -11,39 +11,51 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fabricamp.apex._autocast_utils import _cast_if_autocast_enabled
 from fabricamp.arguments.checks import check_choice
+from fabricamp.errors import ConfigError
 
 _ACTIVATIONS: Final = ("none", "relu", "sigmoid")
+"""The activations by apex's codes: the index of each is its code."""
 
 
 class MlpFunction:
-    """``MlpFunction.apply(bias, activation, input, *weights, *biases)``; autograd runs through torch's operations.
+    """Has the call of apex's autograd function, ``MlpFunction.apply(bias, activation, input, *weights, *biases)``.
 
-    ``bias`` says whether there are biases; ``activation`` is 0 (none), 1 (relu) or 2 (sigmoid).
+    It is no ``torch.autograd.Function`` and has no custom backward: autograd differentiates torch's operations.  ``bias`` is a
+    flag, 1 if biases follow the weights; ``activation`` is a code, 0 (none), 1 (relu) or 2 (sigmoid).
     """
 
     @staticmethod
     def apply(bias: int | bool, activation: int, *args: Tensor) -> Tensor:
-        """Returns the output of the last layer."""
+        """Returns the output of the last layer; raises :class:`ConfigError` for another code of an activation."""
+        if activation not in range(len(_ACTIVATIONS)):
+            known = ", ".join(f"{code} ({name})" for code, name in enumerate(_ACTIVATIONS))
+            raise ConfigError(f"activation={activation!r} is no code of an MLP's activation (known: {known})")
         value, rest = args[0], args[1:]
         layers = len(rest) // 2 if bias else len(rest)
-        biases: Sequence[Tensor | None] = rest[layers:] if bias else [None] * layers
-        for weight, shift in zip(rest[:layers], biases, strict=True):
-            value = F.linear(value, weight, shift)
-            if activation:
-                value = value.relu() if activation == 1 else value.sigmoid()
+        bias_tensors: Sequence[Tensor | None] = rest[layers:] if bias else [None] * layers
+        for weight, bias_tensor in zip(rest[:layers], bias_tensors, strict=True):
+            value = F.linear(value, weight, bias_tensor)
+            if activation == 1:
+                value = value.relu()
+            elif activation == 2:
+                value = value.sigmoid()
         return value
 
 
 def mlp_function(bias: int | bool, activation: int, *args: Tensor) -> Tensor:
-    """Returns the output of :class:`MlpFunction`, in autocast's dtype if autocast is on."""
-    result: Tensor = MlpFunction.apply(bias, activation, *_cast_if_autocast_enabled(*args))
-    return result
+    """Returns the output of :class:`MlpFunction`.
+
+    If autocast is on, it is in autocast's dtype: torch's linear layer casts.  apex's kernel does not, so apex casts here.
+    """
+    return MlpFunction.apply(bias, activation, *args)
 
 
 class MLP(nn.Module):
     """Linear layers with the sizes ``mlp_sizes`` (input first); each, also the last, is followed by ``activation``.
+
+    ``bias`` says whether the layers have biases.  The attributes ``bias`` and ``activation`` are apex's: 0 or 1, and the
+    activation's code.
 
     >>> MLP([4, 8, 2])(torch.zeros(3, 4)).shape
     torch.Size([3, 2])
@@ -73,14 +85,17 @@ class MLP(nn.Module):
         return [getattr(self, f"bias_{layer}") for layer in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
-        """Initialises the parameters at random."""
+        """Initialises the parameters as apex does: from normal distributions with mean 0.
+
+        The variance of a weight is 2 / (inputs + outputs) of its layer, that of a bias 1 / outputs.
+        """
         for weight in self.weights:
             nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
-        for bias in self.biases:
-            nn.init.normal_(bias, 0.0, math.sqrt(1.0 / len(bias)))
+        for bias_parameter in self.biases:
+            nn.init.normal_(bias_parameter, 0.0, math.sqrt(1.0 / len(bias_parameter)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # apex's name
-        """Returns the output of the last layer for ``input`` of shape (N, sizes[0])."""
+        """Returns the output of the last layer for ``input`` of shape (N, mlp_sizes[0])."""
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:

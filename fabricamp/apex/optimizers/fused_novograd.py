@@ -1,4 +1,4 @@
-"""apex's FusedNovoGrad."""
+"""apex's name for FusedNovoGrad, whose checkpoints also have what apex stores: a group's norms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fabricamp.apex.optimizers._layout import StepInGroup
 class FusedNovoGrad(StepInGroup, optimizers.FusedNovoGrad):
     """:class:`fabricamp.optimizers.FusedNovoGrad` with apex's layout.
 
-    ``state_dict()`` has the norms of a group in ``exp_avg_sq`` too: [those of fp16 parameters, those of the others].
+    ``state_dict()`` also has the norms of a group in ``exp_avg_sq``, apex's key: two tensors, of fp16 and of the other parameters.
+    ``load_state_dict`` of the base class reads this form.
     """
 
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
@@ -23,12 +24,15 @@ class FusedNovoGrad(StepInGroup, optimizers.FusedNovoGrad):
         """Returns the state, with the norms in the groups as well as for each parameter."""
         result = super().state_dict()
         for own, saved in zip(self.param_groups, result["param_groups"], strict=True):
-            norms: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+            halves: list[torch.Tensor] = []
+            others: list[torch.Tensor] = []
             for parameter in own["params"]:
                 state = self.state.get(parameter)
-                if state:
-                    norms[parameter.dtype is not torch.float16].append(state["exp_avg_norm"].detach())
-            if norms[0] or norms[1]:
-                nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
-                saved["exp_avg_sq"] = [torch.stack(one) if one else nothing for one in norms]
+                if not state:
+                    continue
+                norms = halves if parameter.dtype is torch.float16 else others
+                norms.append(state["exp_avg_norm"].detach())
+            if halves or others:
+                empty = torch.zeros(0, dtype=torch.float32, device="cpu")
+                saved["exp_avg_sq"] = [torch.stack(norms) if norms else empty for norms in (halves, others)]
         return result

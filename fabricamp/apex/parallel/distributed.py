@@ -40,7 +40,7 @@ from fabricamp.strategies.exchange import (
     checked_triggers,
     marked,
 )
-from fabricamp.strategies.overlapped import Lane, Overlap, lanes_for
+from fabricamp.strategies.overlapped_allreduce import Lane, Overlap, lanes_for
 from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.torch_private import call_at_end_of_backward, current_backward
 

@@ -1,14 +1,26 @@
 """A captured call: a CUDA graph, the memory that it reads and writes, and the host's work for each replay.
 
-Each of the three classes is a case of the one before it:
+Three classes, each derived from the one before it:
 
 - :class:`Captured`: a call for batches of one shape, such as a step of an evaluation.
 - :class:`CapturedStep`: a micro-batch of training.  It also looks after the gradients and the optimizer's hyper-parameters.
-- :class:`CapturedGroup`: the micro-batches of several steps, in one graph.  Memory and launch are those of a ``CapturedStep``.
-  The host's work comes once per step and is that of ``single``, the ``CapturedStep`` of the same shape.
+- :class:`CapturedGroup`: several steps of training in one graph, started by one launch.  It inherits what concerns the graph: its
+  memory, the checks and the launch.  The host's work after each step is done by ``single``, the ``CapturedStep`` of the same shape.
 
-All are used in the same order: ``capture`` once, then for each launch ``is_valid``, ``launch``, and ``after_replay``
-(``after_step`` for each step of a group).  If the first replay after a capture does not happen, ``undo`` comes in its place.
+The order of use:
+
+1. ``capture``, once.  The graph of a group is told the end of each step within it by ``keep``.
+2. Before each launch ``is_valid``, then ``can_continue`` (only of a step).  Both return whether the graph may be replayed, and both
+   prepare the replay: they copy metric states, upload hyper-parameters, or move gradients.  So they are called for a graph that is
+   about to be launched, and the checks without effects come first.
+3. ``launch``.
+4. ``after_replay``; for a group ``after_step``, once per step.
+
+If the first replay after a capture does not happen, ``undo`` takes the place of 3 and 4.  Before a replay that is compared with an
+eager step comes ``restore_gradients``, and after the comparison ``show_gradients``.
+
+Logged values are in a *bank*, one tensor on the device for a table of metrics; a *cell* is the place of one value in it.  The
+*weight* of a cell is the number on the host by which a logged mean is divided.
 """
 
 from __future__ import annotations
@@ -16,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import operator
+import os
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -38,10 +51,10 @@ if TYPE_CHECKING:
 
     from fabricamp.engine.graph.lr_table import LrTable
     from fabricamp.engine.graph.update import AccumulationGradients, Role
-    from fabricamp.gradients.memory import GradientMemory
+    from fabricamp.gradients.memory import GradientMemory, Presence
     from fabricamp.metrics import Metrics
 
-_grad: Final = operator.attrgetter("grad")
+_grad_of: Final = operator.attrgetter("grad")
 
 
 class Captured:
@@ -65,13 +78,13 @@ class Captured:
 
         Graphs of one ``pool`` overwrite each other's memory.  Raises the exception of ``run`` after the host's state is restored.
         """
-        captured = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        recording = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
             with (
                 without_collection(),
-                self.generators.captured(self._graph),
+                self.generators.registered_with(self._graph),
                 _ended_on_failure(stream.device, pool),
-                captured,
+                recording,
             ):
                 self.outputs = run()
                 self.metric_states.rebind_in_capture()
@@ -82,13 +95,20 @@ class Captured:
         self.metric_states.record()
 
     def undo(self) -> None:
-        """Restores the host's state from before the capture; called if its first replay does not happen."""
+        """Restores the host's state from before the capture; called if its first replay does not happen.
+
+        The state is as recorded before the capture, so a second call changes nothing.
+        """
         self.log_replay.undo()
         self.metric_states.undo()
 
     def is_valid(self) -> bool:
-        """Whether all tensors of the graph still have their addresses, and all captured numbers their values."""
-        return self.constants.hold() and self.log_replay.is_valid() and self.metric_states.rebind()
+        """Whether all tensors of the graph still have their addresses, and all captured numbers their values.
+
+        Copies metric states that are elsewhere (after a reset, or an eager step) to the graph's tensors.  This comes last, so it is
+        done only if the other checks have passed.
+        """
+        return self.constants.are_unchanged() and self.log_replay.is_valid() and self.metric_states.rebind()
 
     def launch(self, batch: Any) -> None:
         """Copies the batch into the graph's inputs and replays the graph."""
@@ -121,45 +141,52 @@ class CapturedStep(Captured):
         self.loss: Tensor | None = None
         """The loss, if the micro-batch does not finish its accumulation."""
         self.note: Callable[[], None] | None = None
-        """Callback after a replay; it records which parameters the gradient statistics belong to."""
+        """Callback after a replay; it records which parameters the gradient statistics belong to.  None in a group, which has
+        ``notes``, one for each of its steps."""
         self.upload: Callable[[], bool] = lambda: True
-        """Prepares the optimizer's hyper-parameters, see :func:`hyperparameter_upload`."""
+        """Prepares the optimizer's hyper-parameters, and returns whether the graph may be replayed with them; see
+        :func:`hyperparameter_upload`."""
         self._role = role
         self._memory = memory
         self._flat = None if memory is None else memory.flat
         self._parameters = list(module.parameters())
         self._gradients_before: list[Tensor | None] = []
         self._gradients: list[Tensor | None] = []
-        self._presence = [] if memory is None else [memory.presence]
-        """Which parameters have summed gradients: before the step and, once it is captured, after it."""
+        self._presence_before = None if memory is None else memory.presence
+        """Which parameters have summed gradients before the step; None without ``memory``."""
+        self._presence_after: Presence | None = None
+        """The same after the step, known once it is captured."""
 
     def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run`` and records the gradients before and after it."""
-        self._gradients_before = list(map(_grad, self._parameters))
+        self._gradients_before = list(map(_grad_of, self._parameters))
         super().capture(run, stream, pool)
         # These references keep the graph's memory for the gradients from being reused.
-        self._gradients = list(map(_grad, self._parameters))
+        self._gradients = list(map(_grad_of, self._parameters))
         if self._memory is not None:
-            self._presence.append(self._memory.presence)
+            self._presence_after = self._memory.presence
 
     def undo(self) -> None:
-        """Also restores the gradients."""
+        """Also restores the gradients, again with the same result for every call."""
         super().undo()
         self.restore_gradients()
 
     def restore_gradients(self) -> None:
         """Restores the host's gradients from before the step: a capture has already put the graph's own into ``.grad``."""
         self._put(self._gradients_before)
-        if self._memory is not None:
-            self._memory.presence = self._presence[0]
+        if self._memory is not None and self._presence_before is not None:
+            self._memory.presence = self._presence_before
 
     def is_valid(self) -> bool:
-        """Also checks the gradient memory and the optimizer's tensors, and uploads its hyper-parameters."""
+        """Also checks the gradient memory and the optimizer's tensors; uploads its hyper-parameters if all checks have passed."""
         return (self._memory is None or self._memory.flat is self._flat) and super().is_valid() and self.upload()
 
     def can_continue(self, gradients: AccumulationGradients) -> bool:
-        """Prepares the accumulation in progress for the graph; False if other parameters have gradients than in the capture."""
-        if self._memory is not None and self._memory.presence != self._presence[0]:
+        """Prepares the accumulation in progress for the graph; False if other parameters have gradients than in the capture.
+
+        May copy gradients to the addresses that the graph reads.
+        """
+        if self._memory is not None and self._memory.presence != self._presence_before:
             return False
         return self._role.opens or gradients.prepare(self._gradients_before)
 
@@ -167,12 +194,12 @@ class CapturedStep(Captured):
         """Runs the step on the device; ``.grad`` has the graph's gradients afterwards."""
         super().launch(batch)
         self.show_gradients()
-        if self._memory is not None:
-            self._memory.presence = self._presence[1]
+        if self._memory is not None and self._presence_after is not None:
+            self._memory.presence = self._presence_after
 
     def show_gradients(self) -> None:
         """Puts the graph's gradients into ``.grad``, unless they are there; an eager step or a validation may have put others."""
-        if not all(map(operator.is_, map(_grad, self._parameters), self._gradients)):
+        if not all(map(operator.is_, map(_grad_of, self._parameters), self._gradients)):
             self._put(self._gradients)
 
     def _put(self, gradients: list[Tensor | None]) -> None:
@@ -188,6 +215,9 @@ class CapturedStep(Captured):
 
 class CapturedGroup(CapturedStep):
     """The steps of one launch, captured in one graph.
+
+    It has no gradient ``memory``: steps that accumulate are launched one by one (``refusals.group_refusal``), so no gradients are
+    kept between two steps.
 
     ``single`` is the graph of one such step; it has the host's work after each step.  ``lr_table`` is None unless a schedule
     follows steps.  ``shows_logs``: each step's logged values are restored before its hooks run.
@@ -207,18 +237,20 @@ class CapturedGroup(CapturedStep):
         super().__init__(module, inputs, role, LogReplay(metrics), None)
         self.lr_table = lr_table
         self.notes: list[Callable[[], None]] = []
-        """One callback per step; it records which parameters the step's gradient statistics belong to."""
+        """One callback per step, in place of ``note``; it records which parameters the step's gradient statistics belong to."""
         self._single = single
         self._steps = len(inputs)
-        # During the capture: each step's outputs.  Then the graph's own memory: each output, stacked over the steps.
-        self._each: list[list[Tensor]] = []
-        self._stacked: list[Tensor] = []
-        self._rows: list[tuple[Tensor, ...]] = []
-        """The outputs of the last launch, one row per step."""
+        self._outputs_by_step: list[list[Tensor]] = []
+        """The output tensors of each step so far, during the capture; empty after it."""
+        self._stacked_outputs: list[Tensor] = []
+        """The same in the graph's memory, each stacked over the steps; every replay overwrites them."""
+        self._launched_outputs: list[tuple[Tensor, ...]] = []
+        """Copies of the output tensors of the last launch, one tuple per step."""
         self._names: tuple[str, ...] | None = None
         """The keys of the outputs, if they are a dict of tensors: a fast path for the usual form."""
         self._metrics = metrics
-        self._next_weights: list[int] = []
+        self._expected_weights: list[int] = []
+        """The weights of the logged means after the current step, unless a hook logs to the same cells."""
         self._step = 0
         """The step of the launch that the host is at."""
         self._step_in_bank = 0
@@ -245,12 +277,12 @@ class CapturedGroup(CapturedStep):
         """Captures copies of a step's outputs and logged values, which the next step overwrites."""
         self.metric_states.rebind_in_capture()
         if outputs is not None:
-            self._each.append(tensors_of(outputs))
+            self._outputs_by_step.append(tensors_of(outputs))
         if self._logged_cells is not None:
             torch.index_select(self._single.log_replay.table.bank, 0, self._logged_cells, out=self._logged[number])
         if number == self._steps - 1:  # stacked, so that launch() copies an output of all steps by one clone
-            self._stacked = [torch.stack(column) for column in zip(*self._each, strict=True)]
-            self._each.clear()
+            self._stacked_outputs = [torch.stack(each) for each in zip(*self._outputs_by_step, strict=True)]
+            self._outputs_by_step.clear()
 
     def is_valid(self) -> bool:
         """Also checks that the learning-rate table is still valid."""
@@ -259,7 +291,8 @@ class CapturedGroup(CapturedStep):
     def launch(self, batch: list[Any]) -> None:
         """Runs one step per batch, all in one replay."""
         super().launch(batch)
-        self._rows = list(zip(*[one.clone().unbind() for one in self._stacked], strict=True))
+        copies = [stacked.clone() for stacked in self._stacked_outputs]
+        self._launched_outputs = list(zip(*[stacked.unbind() for stacked in copies], strict=True))
 
     def after_step(self, number: int) -> Any:
         """Does the host's work after a step of the launch; returns the step's outputs."""
@@ -271,23 +304,27 @@ class CapturedGroup(CapturedStep):
         return None if self.outputs is None else self._outputs_of(number)
 
     def _outputs_of(self, number: int) -> Any:
-        row = self._rows[number] if self._rows else ()
+        tensors = self._launched_outputs[number] if self._launched_outputs else ()
         if self._names is not None:
-            return dict(zip(self._names, row, strict=True))
-        return _filled(self.outputs, iter(row))
+            return dict(zip(self._names, tensors, strict=True))
+        return _filled(self.outputs, iter(tensors))
 
-    # -- logged values, one row a step -------------------------------------------------------------------------------------------
+    # -- the logged values of each step ------------------------------------------------------------------------------------------
 
     def _restore_logs(self, number: int) -> None:
-        """Lets the hooks of a step see the values that it logged: they are written into the bank when something looks at them."""
+        """Lets the hooks of a step see the values that it logged: they are written into the bank when something looks at them.
+
+        This is the work of ``metrics.before_look``, set from the first step of a launch to the last.  If an exception comes between
+        them, ``GroupUpdate._drop`` removes it, which every end of a run calls.
+        """
         log_replay = self._single.log_replay
-        if number and log_replay.accumulated_weights() != self._next_weights:
+        if number and log_replay.accumulated_weights() != self._expected_weights:
             names = ", ".join(sorted({repr(cell.published.key) for cell in log_replay.cells}))
             raise ConfigError(
                 f"cuda_graph: a batch hook logs a name that training_step logs too (one of {names}), and a launch of several "
                 "steps would log them in another order; log it under a name of its own, or give CudaGraph(steps=1)"
             )
-        self._next_weights = log_replay.next_accumulated_weights()
+        self._expected_weights = log_replay.next_accumulated_weights()
         self._step = number
         if number == 0:
             self._step_in_bank = self._steps - 1
@@ -336,25 +373,38 @@ def _ended_on_failure(device: torch.device, pool: Any) -> Iterator[None]:
         raise
 
 
+_CONSTANTS: Final = (bool, int, float, str, tuple)
+"""The types of hyper-parameters that a step which is not fused reads on the host: they are constants of its graph."""
+
+
 def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
     """Returns the call that prepares the optimizer's hyper-parameters for a replay; it returns whether the graph may be replayed.
 
     A fused optimizer uploads them, as long as it still has the tensors of the capture.  For others they are constants in the graph,
-    and are compared with those of now.
+    or tensors that it reads, and are compared with those of now.  ``load_state_dict`` replaces the parameter groups, and the state
+    with them, which the graph would not see: other groups are a change, too.
     """
     if is_fused(optimizer):
         upload: Callable[[], bool] = optimizer.upload
         return upload
-    groups = optimizer.param_groups
 
-    def numbers() -> list[dict[str, Any]]:
-        return [{key: value for key, value in group.items() if isinstance(value, _NUMBERS)} for group in groups]
+    def constants() -> list[dict[str, Any]]:
+        groups = optimizer.param_groups
+        return [{key: value for key, value in group.items() if isinstance(value, _CONSTANTS)} for group in groups]
 
-    captured = numbers()
-    return lambda: numbers() == captured
+    def objects() -> list[object]:
+        groups = optimizer.param_groups
+        return [*groups, *(value for group in groups for value in group.values() if isinstance(value, Tensor))]
 
+    constants_before = constants()
+    objects_before = objects()
 
-_NUMBERS: Final = (bool, int, float, str, tuple)
+    def are_unchanged() -> bool:
+        now = objects()
+        same_objects = len(now) == len(objects_before) and all(map(operator.is_, now, objects_before))
+        return same_objects and constants() == constants_before
+
+    return are_unchanged
 
 
 def reason_of_failure(error: BaseException) -> str:
@@ -369,8 +419,9 @@ def reason_of_failure(error: BaseException) -> str:
     return f"the step does something that cannot be captured{where} ({type(error).__name__}: {first})"
 
 
-_OWN_FOLDER = str(Path(__file__).parents[2])
-_TORCHS_FOLDER = str(Path(torch.__file__).parent)
+# With a separator at the end, so that folders whose names begin alike (torchvision) are not taken for these.
+_OWN_FOLDER = f"{Path(__file__).parents[2]}{os.sep}"
+_TORCHS_FOLDER = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def _line_of_user_code(error: BaseException) -> str:

@@ -222,7 +222,8 @@ def _same(before: Any, now: Any, depth: int) -> bool:
 class CapturedConstantsGuard:
     """The host values that are constants of a captured step: plain attributes of the modules, and the tensors of their weights.
 
-    :meth:`hold` is called before each replay, so it works by C functions (``map``, ``operator``, ``itemgetter``) where possible.
+    :meth:`are_unchanged` is called before each replay, so it works by C functions (``map``, ``operator``, ``itemgetter``) where
+    possible.
     """
 
     def __init__(self, module: nn.Module, hparams: Mapping[str, Any]) -> None:
@@ -253,7 +254,7 @@ class CapturedConstantsGuard:
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._trained = list(map(_requires_grad, self._tensors))
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Whether no module, tensor, attribute or ``requires_grad`` has changed."""
         present = chain.from_iterable(map(_children, self._parents))
         if list(map(len, self._parents)) != self._lengths or not all(map(operator.is_, present, self._children)):
@@ -474,7 +475,7 @@ class Generators:
         self._all = [torch.cuda.default_generators[torch.cuda.current_device()], *self._own]
 
     @contextlib.contextmanager
-    def captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def registered_with(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """A context that lets ``graph`` use the generators; resets them after a failed capture, which leaves them capturing."""
         for generator in self._own:  # torch registers its default generator itself
             graph.register_generator_state(generator)

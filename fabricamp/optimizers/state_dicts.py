@@ -1,0 +1,110 @@
+"""Loads the state dict of a fused optimizer: of its own, of torch's optimizers or of apex's, without rounding to half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabricamp.errors import CheckpointError
+from fabricamp.optimizers.refusals import owned_parameters
+
+_TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
+"""Group options of torch's optimizers only.  ``fused=None`` would even tell a Precision that a step cannot skip by itself."""
+
+
+def as_cell(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a number as a 0-dim tensor in device memory: ``value`` itself if it already is one."""
+    if isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == ((), dtype, device):
+        return value
+    return torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(()).clone()
+
+
+def load_state(
+    optimizer: Optimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    cells: Sequence[str],
+    narrow_cells: Sequence[str],
+) -> None:
+    """Loads a state dict, maybe torch's or apex's, by torch's ``load``.
+
+    ``narrow_cells`` become fp32; other floating tensors get their parameter's dtype, but at least fp32.  Options that the state
+    dict does not have keep their values.
+    """
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    normalised: list[dict[str, Any]] = []
+
+    def normalise(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        normalised.append(_with_steps_by_parameter(given, type(optimizer).__name__, cells=cells))
+        return normalised[0]
+
+    # Registered last, so that it sees the state dict as other hooks have left it.
+    handle = optimizer.register_load_state_dict_pre_hook(normalise)
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    for group, before in zip(optimizer.param_groups, options, strict=True):
+        for key, value in before.items():
+            group.setdefault(key, value)
+    _restore_full_precision(optimizer, normalised[0], narrow_cells)
+
+
+@torch.no_grad()
+def load_into(own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
+    """Copies each loaded tensor into the tensor of ``own`` that it would replace, and stores the latter in ``loaded``."""
+    for key, entry in own.items():
+        for name, tensor in entry.items():
+            value = loaded[key].get(name) if key in loaded else None
+            if isinstance(tensor, Tensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
+                loaded[key][name] = tensor.copy_(value)
+
+
+def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Sequence[str]) -> dict[str, Any]:
+    """Returns ``state_dict`` with a ``step`` for each parameter, where apex has one per group.
+
+    Options that only torch's optimizers have are left out.  Raises CheckpointError for amsgrad, and for a state without ``step``
+    if the optimizer needs one.
+    """
+    result = {**state_dict, "state": dict(state_dict["state"]), "param_groups": []}
+    for group in state_dict["param_groups"]:
+        if group.get("amsgrad", False):
+            raise CheckpointError(
+                f"this state was saved with amsgrad=True, which {name} does not have; load it into torch.optim.Adam"
+            )
+        own = {key: value for key, value in group.items() if key not in _TORCHS_OWN}
+        step = own.pop("step", None)
+        result["param_groups"].append(own)
+        if "step" not in cells:
+            continue
+        for key in own["params"]:
+            entry = result["state"].get(key)
+            if not entry or "step" in entry:
+                continue
+            if step is None:
+                raise CheckpointError(
+                    f"the state of parameter {key} has no 'step', nor has its group; {name} needs one"
+                )
+            result["state"][key] = {**entry, "step": step}
+    return result
+
+
+def _restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cells: Sequence[str]) -> None:
+    """Restores the saved values that ``Optimizer.load_state_dict`` rounded to half: at least fp32, on the parameter's device."""
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    parameters = owned_parameters(optimizer)
+    for key, parameter in zip(saved, parameters, strict=True):
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        for name, value in state_dict["state"].get(key, {}).items():
+            if name in cells:
+                number = value.detach() if isinstance(value, Tensor) else float(value)
+                loaded = torch.as_tensor(number, dtype=torch.float32, device=parameter.device).reshape(()).clone()
+            elif isinstance(value, Tensor) and value.is_floating_point():
+                loaded = value.detach().to(parameter.device, wide, copy=True)
+            else:
+                continue
+            optimizer.state[parameter][name] = loaded
