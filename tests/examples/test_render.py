@@ -138,7 +138,15 @@ def test_the_page_opens_with_one_table_and_names_no_section_twice():
     assert titles[-1] == "What falls short, and why"
     opening = text[: text.index("\n## ")]
     assert "| what | fabricamp | compared with | on |" in opening
-    for part in ("hand-written loop", "GPT-2-small", "SyncBatchNorm", "cross-entropy", "LayerNorm", "Adam", "all-reduce"):
+    for part in (
+        "hand-written loop",
+        "GPT-2-small",
+        "SyncBatchNorm",
+        "cross-entropy",
+        "LayerNorm",
+        "Adam",
+        "all-reduce",
+    ):
         assert part in opening, part
     assert not re.search(r"\bgoals?\b|\bours?\b", text)
 
