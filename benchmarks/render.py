@@ -16,7 +16,7 @@ HEAD = """# Performance
 
 A script in `benchmarks/` measured every figure; its result is in `benchmarks/results/`, and `make docs` writes this page from
 these files. The figures of a row were measured in one run. Compare their ratio: the absolute times are those of one machine.
-[The last section](#what-falls-short-and-why) lists the goals that were missed."""
+[The last section](#what-falls-short-and-why) lists the targets that were missed."""
 
 
 def facts(result, *names):
