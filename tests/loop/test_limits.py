@@ -301,9 +301,13 @@ def test_a_trial_run_leaves_no_files(value, batches, tmp_path):
     trainer.validate(module, loader(40), verbose=False)
     trainer.test(module, loader(40), verbose=False)
     assert len(trainer.predict(module, loader(40))) == batches
-    assert ([type(one) for one in trainer.loggers], trainer.checkpoint_callback, trainer.max_epochs) == (
+    assert (
+        [type(one) for one in trainer.loggers],
+        trainer.checkpoint_callback.best_model_path,
+        trainer.max_epochs,
+    ) == (
         [DummyLogger],
-        None,
+        "",
         1,
     )
     assert list(tmp_path.iterdir()) == []
