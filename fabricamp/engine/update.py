@@ -335,6 +335,9 @@ class Update:
         self.stepped = True
         self.empty_steps += 1
         if self._advances_at_once:
+            if self._optimizer is not None:
+                # Else a schedule would warn that it steps before its optimizer, which has nothing to do in this step.
+                cast("Any", self._optimizer)._opt_called = True
             self.schedules.advance(self._state.global_step)
 
     def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:

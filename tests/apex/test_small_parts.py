@@ -168,7 +168,7 @@ def test_check_of_cudnn(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fabricamp.apex.check_cudnn_version_and_warn("--fmha", 8400)
-    with pytest.warns(UserWarning, match="--fmha needs cuDNN 9000, and there is cuDNN 8500"):
+    with pytest.warns(UserWarning, match="--fmha needs cuDNN 9000; found: cuDNN 8500"):
         assert not fabricamp.apex.check_cudnn_version_and_warn("--fmha", 9000)
 
 

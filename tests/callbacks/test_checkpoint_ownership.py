@@ -85,7 +85,7 @@ def test_a_url_in_a_checkpoint_is_never_opened(tmp_path, probe, kind):
     (tmp_path / "c").mkdir()
     (tmp_path / "hostile.ckpt").replace(tmp_path / "c" / "hostile.ckpt")
     trainer = quiet_trainer(enable_checkpointing=True, callbacks=ModelCheckpoint(tmp_path / "c", every_n_train_steps=2))
-    with pytest.raises(CheckpointError, match="names probe://host/x.ckpt as the best, which is no .ckpt file in"):
+    with pytest.raises(CheckpointError, match="names probe://host/x.ckpt as the best, which is not a .ckpt file in"):
         trainer.test(Classifier(), loader(4), ckpt_path="best")
     assert not probe
     fsspec.filesystem("memory").store.clear()
@@ -120,7 +120,7 @@ def test_a_name_without_its_suffix_is_not_followed(tmp_path):
     newest = tmp_path / "epoch=0-step=2.ckpt"
     edited(newest, newest, edit)
     trainer = quiet_trainer(enable_checkpointing=True, callbacks=ModelCheckpoint(tmp_path, every_n_train_steps=2))
-    with pytest.raises(CheckpointError, match=r"notes\.txt as the best, which is no \.ckpt file in"):
+    with pytest.raises(CheckpointError, match=r"notes\.txt as the best, which is not a \.ckpt file in"):
         trainer.validate(WithValidation(), loader(4), ckpt_path="best")
     resumed = ModelCheckpoint(tmp_path, every_n_train_steps=2)
     fit(2, resumed)

@@ -119,6 +119,6 @@ class KeptData(fabricamp.DataModule):
 
 def test_one_hyperparameter_with_two_values_is_a_runtime_error(tmp_path):
     trainer = quiet_trainer(max_epochs=1, logger=CSVLogger(tmp_path))
-    with pytest.raises(RuntimeError, match="keep other values under the same names: rate") as caught:
+    with pytest.raises(RuntimeError, match="save different values under the same names: rate") as caught:
         trainer.fit(Kept(), datamodule=KeptData())
     assert isinstance(caught.value, ConfigError)

@@ -77,7 +77,7 @@ def test_workers_that_are_restarted_meet_whatever_their_agents_count(tmp_path):
 
 def wait_in_vain():
     os.environ["WORLD_SIZE"] = "3"
-    with pytest.raises(DistributedError, match="rank 0 waited 1 s for rank 1, 2 of 3 to come"):
+    with pytest.raises(DistributedError, match="rank 0 waited 1 s for rank 1, 2 of 3 at the rendezvous"):
         join(timeout=1.0)
 
 
@@ -87,5 +87,5 @@ def test_rank_0_names_those_that_do_not_come():
 
 def test_the_others_name_rank_0_where_it_does_not_come():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(DistributedError, match=r"rank 1 waited 0.1 s for rank 0 of 2 to come"):
+    with pytest.raises(DistributedError, match=r"rank 1 waited 0.1 s for rank 0 of 2 at the rendezvous"):
         _attempt(store, 1, 2, timedelta(seconds=0.1))
