@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["CometLogger"]
 
 LAST_SECONDS = 30.0
-"""How long the end of a fit waits for unsent values."""
+"""How many seconds the end of a fit waits for unsent values."""
 
-_OWN = ("api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix")
+_ARGUMENTS = ("api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix")
 _QUIET = {"auto_metric_logging": False, "auto_output_logging": False}
 """Disables the package's own logging of torch metrics and of output: each would slow steps, or disturb the progress bar."""
 
@@ -38,8 +38,13 @@ class CometLogger(Logger):
 
     If the server cannot be reached, values are lost with a warning, and the run continues.  ``online=False`` needs no server: the
     logger leaves an archive for ``comet upload`` when the experiment ends.  A resumed run continues its experiment, unless
-    ``experiment_key`` is given; values after the checkpoint appear twice.  The experiment stays open after ``fit``, and ends with
-    the process.  Needs ``pip install "fabricamp[comet]"``.
+    ``experiment_key`` is given; it logs the steps after the checkpoint once more, so their values appear twice.  The
+    experiment stays open after ``fit``, and ends with the process.  Needs ``pip install "fabricamp[comet]"``.
+
+    A run begins with four calls: :meth:`identity` chooses a key on rank 0, :meth:`join` gives it to every rank,
+    :meth:`load_state_dict` may replace it by the key in a checkpoint, and :meth:`begin` opens the experiment.
+
+    A pickle of the logger contains ``api_key`` if it was given: processes that the Trainer starts need it.
 
     Args:
         api_key: the key; None uses the one in the environment or in the package's configuration.
@@ -72,7 +77,7 @@ class CometLogger(Logger):
     ) -> None:
         package = _package()
         known = inspect.signature(package.ExperimentConfig).parameters
-        check_names("CometLogger has no option", kwargs, (*_OWN, *known), where="CometLogger")
+        check_names("CometLogger has no option", kwargs, (*_ARGUMENTS, *known), where="CometLogger")
         settings = package.get_config()
         online = settings["comet.start.online"] if online is None else online
         if online is not False and not (api_key or settings["comet.api_key"]):
@@ -80,8 +85,11 @@ class CometLogger(Logger):
                 "CometLogger has no API key: set COMET_API_KEY, give api_key=..., or online=False, which needs none"
             )
         self._given = experiment_key or settings["comet.experiment_key"]
+        """The key that the user gave; None if the logger chooses one, or a checkpoint does."""
         self._experiment_key = self._given
         self._goes_on = False
+        """Whether the run continues the experiment of a checkpoint."""
+        # Arguments of comet_ml.start; those of its ExperimentConfig are in _config.
         self._where = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}
         self._where["mode"] = mode or "get_or_create"
         self._config = {**_QUIET, **kwargs}
@@ -90,7 +98,21 @@ class CometLogger(Logger):
         vars(self)["name"] = project or settings["comet.project_name"]
         self._prefix = prefix or ""
         self._experiment: Any = None
-        self._clear()
+        self._set_up_process()
+
+    def _set_up_process(self) -> None:
+        """Creates what each process has for itself: a lock, and the queue with its thread."""
+        self._process = os.getpid()
+        # Guards the opening of the experiment.  It stays for later fits: after a close that timed out, the earlier thread may still
+        # be opening the experiment, and a second one must not be opened beside it.
+        self._lock = threading.RLock()
+        self._queue: WriteQueue[Call] = WriteQueue(self._send)
+
+    def _leave_parent(self) -> None:
+        """In a forked process, leaves the experiment, the lock and the queue to the parent: their threads do not exist here."""
+        if self._process != os.getpid():
+            self._experiment = None
+            self._set_up_process()
 
     # -- the experiment ----------------------------------------------------------------------------------------------------------
 
@@ -108,7 +130,10 @@ class CometLogger(Logger):
         return self._experiment_key
 
     def identity(self) -> str:
-        """Returns the experiment's key; the experiment is opened later, because a checkpoint may name another."""
+        """Returns the experiment's key, and chooses one if there is none.
+
+        Does not open the experiment: :meth:`load_state_dict` comes later and may set another key.
+        """
         self._experiment_key = self._experiment_key or _package().generate_guid()
         return self._experiment_key
 
@@ -121,7 +146,7 @@ class CometLogger(Logger):
         return {"experiment_key": self._experiment_key}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues that experiment, if no key was given and no experiment is open yet."""
+        """Sets the key in ``state_dict``, to continue its experiment, if no key was given and no experiment is open yet."""
         key = state_dict.get("experiment_key")
         if key and not self._given and self._experiment is None:
             self._goes_on = True
@@ -130,7 +155,7 @@ class CometLogger(Logger):
     # -- logging -----------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Lets the thread open the experiment."""
+        """Makes the thread open the experiment, by a call that does nothing else."""
         self._put(Call(lambda _: None))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -144,7 +169,7 @@ class CometLogger(Logger):
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Logs the hyper-parameters, nested ones as ``outer/inner``.
 
-        Logs none if a number or a flag among them comes from the environment, because others would see that value.
+        A number or a flag that comes from the environment may be a secret that others would see at Comet; then none are logged.
         """
         if self.private:
             say_once(
@@ -163,22 +188,29 @@ class CometLogger(Logger):
 
     def barrier(self, step: int) -> None:
         """Returns once the package has stored all values so far, on disk or on the server."""
+        self._leave_parent()
         self._queue.wait()
         if self._experiment is not None:
             self._experiment.flush()
 
     def close(self) -> None:
-        """Waits up to 30 seconds for unsent values; ends the experiment in a process that was started only for this fit."""
+        """Waits up to 30 seconds for unsent values.
+
+        Ends the experiment in a process that the Trainer started, which ends with the fit.  In the user's process it stays open.
+        """
+        self._leave_parent()
         self._queue.close(LAST_SECONDS)
         self._queue.report(self.trouble)
         if self._experiment is not None and multiprocessing.parent_process() is not None:
             self._experiment.end()
             self._experiment = None
-        self._clear()
+        self._queue = WriteQueue(self._send)
 
-    # -- called by the thread ----------------------------------------------------------------------------------------------------
+    # -- the experiment and the queue --------------------------------------------------------------------------------------------
 
     def _opened(self) -> Any:
+        """Returns the experiment, opened on the first call; called by the queue's thread and by :attr:`experiment`."""
+        self._leave_parent()
         with self._lock:
             if self._experiment is None:
                 package = _package()
@@ -192,6 +224,7 @@ class CometLogger(Logger):
             return self._experiment
 
     def _send(self, items: Sequence[Call]) -> None:
+        """Makes the calls on the experiment; called by the queue's thread."""
         experiment = self._opened()
         if not experiment.alive:
             raise ConnectionError("Comet's server cannot be reached, or refuses the experiment")
@@ -199,26 +232,22 @@ class CometLogger(Logger):
             item.call(experiment)
 
     def _put(self, item: Call) -> None:
+        """Queues a call for the thread, on rank 0; reports calls that have failed meanwhile."""
         if not writes():
             return
-        if self._process != os.getpid():  # forked: neither this thread nor the experiment's exist here
-            self._experiment = None
-            self._clear()
+        self._leave_parent()
         self._queue.put(item)
         self._queue.report(self.trouble)
 
-    def _clear(self) -> None:
-        self._lock = threading.RLock()
-        self._queue: WriteQueue[Call] = WriteQueue(self._send)
-        self._process = os.getpid()
+    # -- pickles -----------------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_queue", "_process")  # one of each per process
+        own = ("_lock", "_queue", "_process")  # see _set_up_process
         return {name: value for name, value in self.__dict__.items() if name not in own} | {"_experiment": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._clear()
+        self._set_up_process()
 
 
 def _package() -> Any:
@@ -226,5 +255,6 @@ def _package() -> Any:
         package = importlib.import_module("comet_ml")
     except ModuleNotFoundError as error:
         raise ConfigError('CometLogger needs the package comet_ml: pip install "fabricamp[comet]"') from error
+    # Its threads draw random numbers, which must not change those that the run draws from Python's generator.
     give_numbers_of_its_own("comet_ml", "urllib3")
     return package

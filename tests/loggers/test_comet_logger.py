@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.errors import ConfigError
 from fabricamp.loggers import CometLogger
+from fabricamp.loggers import comet as own
 from tests.small import Classifier, loader, quiet_trainer
 
 os.environ["COMET_INTERNAL_SENTRY_DSN"] = ""  # no reports of warnings to its makers
@@ -174,6 +176,74 @@ def test_a_server_that_cannot_be_reached_costs_values_and_no_step_waits(monkeypa
     with pytest.warns(RuntimeWarning) as told:
         assert fit(logger, model=Releases()).global_step == 4
     assert "4 rows are lost, of the steps 0 to 3: Comet's server cannot be reached" in str(told[-1].message)
+
+
+class Opened:
+    """An experiment that only the process that opened it may use."""
+
+    alive, disabled = True, False
+
+    def __init__(self):
+        self.process, self.ended = os.getpid(), False
+
+    def flush(self):
+        assert self.process == os.getpid()
+
+    def end(self):
+        self.flush()
+        self.ended = True
+
+
+def test_after_a_close_that_timed_out_there_is_still_one_experiment(tmp_path, monkeypatch):
+    opened, found = [], []
+    begun, waits = threading.Event(), threading.Event()
+
+    def start(**options):
+        begun.set()
+        waits.wait(100)
+        opened.append(Opened())
+        return opened[-1]
+
+    monkeypatch.setattr(comet_ml, "start", start)
+    monkeypatch.setattr(own, "LAST_SECONDS", 0.1)
+    logger = offline(tmp_path)
+    logger.begin()
+    assert begun.wait(100)
+    with pytest.warns(RuntimeWarning, match="no answer within"):
+        logger.close()
+    begun.clear()
+    user = threading.Thread(target=lambda: found.append(logger.experiment))
+    user.start()
+    assert not begun.wait(1)
+    waits.set()
+    user.join(100)
+    assert len(opened) == 1
+    assert found == opened
+
+
+def use_in_a_fork(logger, parents):
+    logger.barrier(0)
+    assert logger._experiment is None
+    assert logger.experiment.process == os.getpid()
+    used = logger.experiment
+    logger.close()
+    assert used.ended
+    assert not parents.ended
+
+
+def close_in_a_fork(logger, parents):
+    logger.close()
+    assert not parents.ended
+
+
+@pytest.mark.parametrize("use", [use_in_a_fork, close_in_a_fork])
+def test_a_forked_process_leaves_the_experiment_to_the_one_that_opened_it(tmp_path, monkeypatch, use):
+    monkeypatch.setattr(comet_ml, "start", lambda **options: Opened())
+    logger = offline(tmp_path)
+    process = multiprocessing.get_context("fork").Process(target=use, args=(logger, logger.experiment))
+    process.start()
+    process.join(100)
+    assert process.exitcode == 0
 
 
 def test_what_others_may_not_see_is_not_sent(tmp_path):
