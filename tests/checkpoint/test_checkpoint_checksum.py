@@ -47,7 +47,9 @@ def test_members_that_were_exchanged_with_right_checksums_are_noticed(tmp_path, 
     assert read_checkpoint(path)["state_dict"]["b"][0] == 2
     repack(path, edit, comment=comment)
     for read in (read_checkpoint, lambda path: read_header(str(path))):
-        with pytest.raises(CheckpointError, match=r"a\.ckpt (is damaged.*not those that were written|was changed after it was written)"):
+        with pytest.raises(
+            CheckpointError, match=r"a\.ckpt (is damaged.*not those that were written|was changed after it was written)"
+        ):
             read(path)
 
 
