@@ -337,7 +337,8 @@ class Update:
         if self._advances_at_once:
             if self._optimizer is not None:
                 # Else a schedule would warn that it steps before its optimizer, which has nothing to do in this step.
-                cast("Any", self._optimizer)._opt_called = True
+                optimizer: Any = self._optimizer
+                optimizer._opt_called = True
             self.schedules.advance(self._state.global_step)
 
     def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
