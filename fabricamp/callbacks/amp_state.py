@@ -127,9 +127,10 @@ class AmpState(Callback):
         if not trainer.is_global_zero:
             return
         skipped = trainer.skipped_steps
+        empty = getattr(trainer.precision_plugin.verdicts, "empty_steps", 0)
         values = {
             "amp/loss_scale": _scale(trainer.precision_plugin),
-            "amp/applied_steps": float(step - skipped),
+            "amp/applied_steps": float(step - skipped - empty),
             "amp/skipped_steps": float(skipped),
         }
         trainer.delivery.log_metrics(values, max(step - 1, 0))

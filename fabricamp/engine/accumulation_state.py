@@ -189,7 +189,7 @@ def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Upda
         gradients = {name: _unstacked(stacked, rank) for name, stacked in gradients.items()}
     for name, gradient in gradients.items():
         if name not in parameters or parameters[name].shape != gradient.shape:
-            return f"it has a gradient of {name}, and this module has no parameter of this name"
+            return f"it has a gradient of {name}, and this module has no parameter of this name and shape"
     tensors = [_unstacked(stacked, rank) for stacked in accumulation["tensors"]]
     problem = update.load_accumulation_state({**accumulation, "tensors": tensors})
     if problem:

@@ -334,6 +334,9 @@ class Update:
         self._state.global_step += 1
         self.stepped = True
         self.empty_steps += 1
+        note_empty_step = getattr(self._parts.precision.verdicts, "note_empty_step", None)
+        if note_empty_step is not None:
+            note_empty_step()
         if self._advances_at_once:
             if self._optimizer is not None:
                 # Else a schedule would warn that it steps before its optimizer, which has nothing to do in this step.

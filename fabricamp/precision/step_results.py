@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -47,6 +48,10 @@ class StepResults:
         self._strategy = Strategy()
         self._param_maps: Sequence[ParamGradMap] = ()
         self._stats_per_optimizer = 1
+        self.empty_steps = 0
+        """The steps of this process of which no micro-batch had a loss: they count for the run, and the device makes none."""
+        self._empty_since: deque[int] = deque(maxlen=1000)
+        """For each of the last such steps, the number of steps on the device by then."""
         self._first: tuple[int, Tensor | None] | None = None
         """The step of the last overflow, and the parameter of its lowest non-finite statistic (None: not known)."""
 
@@ -137,6 +142,11 @@ class StepResults:
             self._find_first(self.scaler.overflow)
         return status
 
+    def note_empty_step(self) -> None:
+        """Counts a step of which no micro-batch had a loss."""
+        self.empty_steps += 1
+        self._empty_since.append(self.scaler.steps)
+
     def drain(self) -> list[StepStatus]:
         """Returns the statuses that :meth:`close_window` has not returned yet; waits for the device.
 
@@ -153,7 +163,9 @@ class StepResults:
             scaler.settle()
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         nonfinite = [names[id(parameter)] for parameter in self._nonfinite(scaler.overflow) if id(parameter) in names]
-        return overflow_message(scaler.overflow, nonfinite, global_step - 1 - scaler.steps_since(scaler.overflow))
+        empty_since = sum(steps > scaler.overflow.step for steps in self._empty_since)
+        steps_since = scaler.steps_since(scaler.overflow) + empty_since
+        return overflow_message(scaler.overflow, nonfinite, global_step - 1 - steps_since)
 
     def _find_first(self, overflow: Overflow) -> None:
         """Finds the parameter of an overflow's lowest non-finite statistic, before its ring slot is overwritten."""

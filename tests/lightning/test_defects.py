@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from fabricamp import Callback, ConfigError, DataModule, TrainingModule
-from fabricamp.callbacks import ModelCheckpoint
+from fabricamp import Callback, ConfigError, DataModule, NonFiniteError, TrainingModule
+from fabricamp.callbacks import AmpState, ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
 from fabricamp.data import CombinedLoader
-from fabricamp.loggers import CSVLogger
+from fabricamp.loggers import CSVLogger, Logger
 from fabricamp.profilers import SimpleProfiler
 from fabricamp.tuner import Tuner
 from tests.small import Classifier, loader, quiet_trainer
@@ -165,6 +165,44 @@ class Silent(Classifier):
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Interrupted(Classifier):
+    """Batch 3 has a loss that is not a number; some batches have none."""
+
+    def __init__(self, without_loss):
+        super().__init__()
+        self.without_loss = without_loss
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx in self.without_loss:
+            return None
+        return loss * float("nan") if batch_idx == 3 else loss
+
+
+@pytest.mark.parametrize("without_loss", [(), (1,), (4,), (4, 5)])
+def test_an_overflow_is_of_its_own_step_whatever_steps_without_a_loss_follow(without_loss):
+    with pytest.raises(NonFiniteError, match=r"not finite at step 3 \("):
+        quiet_trainer(max_steps=10, nan_policy="raise").fit(Interrupted(without_loss), loader(40))
+
+
+def test_a_step_without_a_loss_is_not_an_applied_one():
+    logger = Rows()
+    trainer = quiet_trainer(
+        max_epochs=1, precision="O5", nan_policy="skip", logger=logger, log_every_n_steps=1, callbacks=[AmpState()]
+    )
+    trainer.fit(Interrupted((1, 2, 5)), loader(32))
+    assert trainer.global_step == 8
+    assert logger.rows[-1] == {"amp/loss_scale": 1.0, "amp/applied_steps": 4.0, "amp/skipped_steps": 1.0}
+
+
+class Rows(Logger):
+    def __init__(self):
+        self.rows = []
+
+    def log_metrics(self, metrics, step):
+        self.rows.append({name: value for name, value in metrics.items() if name.startswith("amp/")})
 
 
 def test_a_step_without_a_loss_counts():

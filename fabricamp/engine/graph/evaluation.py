@@ -158,7 +158,8 @@ class GraphEvaluation:
         if difference and _difference(run_eagerly()[1], eager):
             difference = ""  # two eager calls differ, too: the step's kernels are not deterministic
         bank.copy_(eager[-1] if difference else replayed[-1])
-        states.put_back(states_eager if difference else states_replayed)
+        # The counts of updates are the host's, which after_replay continues.
+        states.put_back(states_eager._replace(counts=states_replayed.counts) if difference else states_replayed)
         generators.put_back(drawn_eager if difference else drawn_replayed)
         for cell, weight in weights:
             cell.weight = weight
