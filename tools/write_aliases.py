@@ -15,21 +15,21 @@ HEAD = "# Written by tools/write_aliases.py"
 def modules() -> dict[str, str]:
     """Returns the text of each alias module by its path from the project's root."""
     rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    return {f"fabricamp/{path}": _text(row["doc"], row["names"]) for path, row in rows.items()}
+    return {f"fabricamp/{path}": _text(row["doc"], row["names"], row.get("all", False)) for path, row in rows.items()}
 
 
-def _text(doc: str, names: list[str]) -> str:
+def _text(doc: str, names: list[str], exports_all: bool) -> str:
     imports: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    renamed = False
+    has_all = exports_all  # for `import *`, which would also bind submodules
     for one in names:
         module, _, name = one.partition(":")
         original, _, alias = name.partition(" as ")
-        renamed = renamed or bool(alias)
+        has_all = has_all or bool(alias)  # without it a type checker takes `A as B` for private
         imports[module].append((original, alias or original))
     lines = [HEAD, f'"""{doc}"""', ""]
     for module, pairs in sorted(imports.items()):
         lines += [f"from {module} import {original} as {alias}" for original, alias in sorted(pairs, key=_isort_key)]
-    if renamed:  # without it a type checker takes `A as B` for private
+    if has_all:
         exported = sorted(alias for pairs in imports.values() for _, alias in pairs)
         lines += ["", f"__all__ = {exported}".replace("'", '"')]
     return "\n".join(lines) + "\n"

@@ -182,7 +182,7 @@ def _is_writable(layout: _RowStrides, rows: int, classes: int) -> bool:
     dimensions = [(layout.inner_stride, layout.inner), (layout.outer_stride, rows // layout.inner)]
     extent = classes
     for stride, size in sorted(dimensions):
-        if size == 1:
+        if size <= 1:
             continue
         if stride < extent:
             return False

@@ -224,11 +224,12 @@ class FSDP(ProcessGroupStrategy):
     def _share(self, modules: Sequence[nn.Module], exchange: Exchange) -> None:
         """Broadcasts rank 0's values of the modules' own tensors, on the device; with ``parallelize`` they end in host memory."""
         # By id, because modules may share a tensor.
-        tensors = {
-            id(tensor): tensor
-            for module in modules
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        }
+        tensors = {}
+        for module in modules:
+            # Not by parameters() and buffers(): a user's class may override these, and leave some out.
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    tensors[id(tensor)] = tensor
         for tensor in tensors.values():
             tensor.data = tensor.data.to(self.device)
         if tensors and self.world_size > 1:

@@ -166,7 +166,8 @@ class ProcessGroupStrategy(Strategy):
         """
         try:
             if dist.is_initialized():
-                dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+                # By the current device: the strategy's may have no index.
+                dist.barrier(device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None)
             else:
                 self._barrier_between_runs()
         except RuntimeError as error:

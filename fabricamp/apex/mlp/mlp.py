@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fabricamp.apex._autocast_utils import _cast_if_autocast_enabled
 from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError
 
@@ -44,11 +45,9 @@ class MlpFunction:
 
 
 def mlp_function(bias: int | bool, activation: int, *args: Tensor) -> Tensor:
-    """Returns the output of :class:`MlpFunction`.
-
-    If autocast is on, it is in autocast's dtype: torch's linear layer casts.  apex's kernel does not, so apex casts here.
-    """
-    return MlpFunction.apply(bias, activation, *args)
+    """Returns the output of :class:`MlpFunction`, in autocast's dtype if autocast is on."""
+    # Cast by each call, as in apex: autocast's cache would share one cast among calls, and sum their gradients in half.
+    return MlpFunction.apply(bias, activation, *_cast_if_autocast_enabled(*args))
 
 
 class MLP(nn.Module):

@@ -7,3 +7,5 @@ from fabricamp.apex.optimizers.fused_lamb import FusedLAMB as FusedLAMB
 from fabricamp.apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb as FusedMixedPrecisionLamb
 from fabricamp.apex.optimizers.fused_novograd import FusedNovoGrad as FusedNovoGrad
 from fabricamp.apex.optimizers.fused_sgd import FusedSGD as FusedSGD
+
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
