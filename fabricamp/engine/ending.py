@@ -21,7 +21,7 @@ from torch import nn
 from fabricamp import launch
 from fabricamp.engine.ckpt_path import model_checkpoints
 from fabricamp.errors import DistributedError, NonFiniteError, advice
-from fabricamp.hooks import call_all
+from fabricamp.hooks import call_all, call_hook
 from fabricamp.lightning.given import hand_back
 from fabricamp.lightning.lending import detach
 from fabricamp.module import TrainingModule
@@ -107,7 +107,7 @@ def _release_after(session: Session, error: BaseException) -> None:
     try:
         call_all(session.hooks.callbacks("on_exception"), error)
         if session.source.datamodule is not None:
-            session.source.datamodule.on_exception(error)
+            call_hook(session.source.datamodule, "on_exception", error)
     finally:
         session.end(failed=True)
         session.give_back(failed=True)

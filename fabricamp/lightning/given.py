@@ -128,9 +128,11 @@ def _methods_to_forward(value: Any, base: type, kind: type, name: str) -> list[s
     for method in methods:
         if method in _FORWARDED.get(name, ()):
             continue
-        empty_in_theirs = getattr(base, method) is getattr(root, method, None)
+        if getattr(base, method) is not getattr(root, method, None):
+            return None
+        # An empty hook of Lightning's is one of fabricamp's Callback too; other methods fabricamp's class need not have.
         empty_in_ours = getattr(kind, method) is getattr(Callback, method, None)
-        if not (empty_in_theirs and empty_in_ours and callable(getattr(base, method))):
+        if not (empty_in_ours and callable(getattr(base, method))):
             return None
     return methods
 

@@ -76,10 +76,6 @@ def _folder(name: str, value: Any) -> str:
     return str(folder)
 
 
-def _minimum(name: str, value: Any) -> int:
-    return 0 if value is None else check_number(name, value, least=0)
-
-
 _ENDLESS = functools.partial(check_number, least=0, endless=True)
 _FROM_0, _FROM_1 = (functools.partial(check_number, least=least) for least in (0, 1))
 
@@ -108,8 +104,8 @@ class Settings:
     max_epochs: int = _checked(_ENDLESS)
     max_epochs_by_default: bool
     max_steps: int = _checked(_ENDLESS)
-    min_epochs: int = _checked(_minimum)
-    min_steps: int = _checked(_minimum)
+    min_epochs: int = _checked(_FROM_0)
+    min_steps: int = _checked(_FROM_0)
     max_time: float | None = _checked(as_seconds)
     limit_train_batches: int | float = _checked(check_limit_of)
     limit_val_batches: int | float = _checked(check_limit_of)
@@ -182,8 +178,10 @@ def check_settings(given: dict[str, Any]) -> Settings:
     by_default = given["max_epochs"] is None and given["max_steps"] == NO_LIMIT and given["max_time"] is None
     if given["max_epochs"] is None:
         given = {**given, "max_epochs": 1000 if by_default else NO_LIMIT}
-    if given["val_check_interval"] is None:
-        given = {**given, "val_check_interval": 1.0}
+    # None in the signature, as in Lightning's.
+    for name, default in (("val_check_interval", 1.0), ("min_epochs", 0), ("min_steps", 0)):
+        if given[name] is None:
+            given = {**given, name: default}
     check_cadence(given["val_check_interval"], given["check_val_every_n_epoch"])
     settings = Settings(
         **{name: check(name, given[name]) for name, check in CHECKS.items()},

@@ -354,3 +354,18 @@ def test_the_best_path_can_be_set(tmp_path):
     trainer = quiet_trainer(max_epochs=1, callbacks=[checkpoint], enable_checkpointing=True)
     trainer.fit(Classifier(), loader(4))
     assert checkpoint.best_model_path.startswith(str(tmp_path))
+
+
+def test_an_error_of_a_step_is_raised_as_it_is_where_a_hook_for_errors_is_none():
+    class Fails(Classifier):
+        def training_step(self, batch, batch_idx):
+            raise KeyError("mine")
+
+    class Data(DataModule):
+        on_exception = None
+
+        def train_dataloader(self):
+            return loader(8)
+
+    with pytest.raises(KeyError, match="mine"):
+        quiet_trainer(max_epochs=1).fit(Fails(), datamodule=Data())

@@ -230,6 +230,17 @@ def test_what_ours_would_not_ask_is_refused():
         quiet_trainer(callbacks=Loads())
 
 
+def test_a_bar_that_draws_by_itself_is_refused_with_the_import_to_change():
+    """Our bar has no such method at all."""
+
+    class Bar(pl.callbacks.TQDMProgressBar):
+        def init_train_tqdm(self):
+            return super().init_train_tqdm()
+
+    with pytest.raises(ConfigError, match="Bar derives from Lightning's TQDMProgressBar; change the import"):
+        quiet_trainer(callbacks=[Bar()])
+
+
 def test_lightnings_tuner_searches_in_our_trainer():
     """And leaves the callbacks as they were, so that it can search again and the fit is a fit."""
     module, trainer = Module(lr=1e-4), quiet_trainer(max_epochs=1)
