@@ -276,3 +276,17 @@ def test_attributes():
         assert copied == hparams
         assert type(copied) is Hyperparameters
         assert copied.net.width == 2
+
+
+def test_a_closed_configuration_is_saved_although_another_argument_is_ignored():
+    """Hydra's are in struct mode."""
+
+    class Net(HyperparametersMixin):
+        def __init__(self, config, net=None):
+            self.save_hyperparameters(config, ignore="net")
+
+    config = OmegaConf.create({"lr": 0.1})
+    OmegaConf.set_struct(config, True)
+    assert Net(config).hparams.lr == 0.1
+    OmegaConf.set_readonly(config, True)
+    assert Net(config).hparams.lr == 0.1

@@ -113,3 +113,11 @@ def test_the_license_is_the_whole_apache_license():
     text = (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_a_trainer_does_not_import_what_only_sharded_runs_need():
+    """torch's distributed checkpoint takes a second."""
+    code = "import sys; from fabricamp import Trainer; print([one for one in sys.modules if 'distributed' in one])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "torch.distributed.checkpoint" not in done.stdout
+    assert "torch.distributed.tensor" not in done.stdout

@@ -266,9 +266,10 @@ def _refuse_no_file(path: str) -> None:
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - beside lstat
     except FileNotFoundError as error:
-        why = _not_there(path)
         if os.path.lexists(path):
             why = f"{path} is a link to {os.readlink(path)}, which is not there"  # noqa: PTH115 - the same
+        else:
+            why = _not_there(path)
         raise CheckpointNotFoundError(why, path) from error
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {path}: {_reason(error)}") from error

@@ -166,8 +166,8 @@ class _FolderWriter:
         if self._handle is None:
             return False
         names = [self._folder, self.target / self._folder.name]  # before and after the container is renamed
-        created = os.fstat(self._handle)
-        return not any(name.is_dir() and os.path.samestat(name.stat(), created) for name in names)
+        # The handle is asked only if there is a folder: on NFS asking for a removed one fails.
+        return not any(name.is_dir() and os.path.samestat(name.stat(), os.fstat(self._handle)) for name in names)
 
     def close(self) -> None:
         """Removes an incomplete folder, and closes the handle."""

@@ -145,8 +145,8 @@ class HyperparametersMixin:
         else:
             content = {name: value for name, value in _content(source).items() if name not in ignored}
             self._add_hyperparameters(content, overrides=overrides)
-        for name in ignored:  # the __init__ of a base class may have saved it
-            self.hparams.pop(name, None)
+            for name in ignored:  # the __init__ of a base class may have saved it
+                self.hparams.pop(name, None)
         self.__dict__["_hparams_initial"] = _copied(self.hparams)
         self.__dict__["_hparams_logged"] = logger
 

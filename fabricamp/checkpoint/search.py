@@ -40,7 +40,7 @@ class Candidates:
     def skip(self, problem: str) -> None:
         """Records and logs why the last checkpoint is skipped."""
         self._problems.append(problem)
-        logger.warning("skipped this checkpoint, trying an older one: %s", problem)
+        logger.warning("skipped, trying an older checkpoint: %s", problem)
 
     def _ordered(self, groups: Iterable[Iterable[str]], *, training: bool) -> Iterator[str]:
         for files in groups:

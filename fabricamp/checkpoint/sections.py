@@ -12,7 +12,7 @@ from fabricamp.checkpoint.foreign import fit_names
 from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparameters
 from fabricamp.checkpoint.plain import PRIVATE, builtin_numbers
 from fabricamp.checkpoint.record import Section
-from fabricamp.checkpoint.shards import sharded_states, sharded_weights
+from fabricamp.checkpoint.shard_loading import sharded_states, sharded_weights
 from fabricamp.errors import CheckpointError, FabricampError
 from fabricamp.strategies.meta_init import leave_meta
 

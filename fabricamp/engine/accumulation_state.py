@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricamp.checkpoint.record import Section
-from fabricamp.checkpoint.shards import full_gradient, sharded_gradients
+from fabricamp.checkpoint.shard_loading import full_gradient, sharded_gradients
 from fabricamp.ops.shards import is_shard, local
 
 if TYPE_CHECKING:

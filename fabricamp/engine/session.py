@@ -14,7 +14,7 @@ import torch
 
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.plain import stages_as_text
-from fabricamp.checkpoint.shards import sharded_weights
+from fabricamp.checkpoint.shard_loading import sharded_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch
 from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.compiled import step_of

@@ -24,7 +24,7 @@ from fabricamp.checkpoint import (
     write_together,
 )
 from fabricamp.checkpoint.folder import read_without_shards, write_folder
-from fabricamp.checkpoint.shards import sharded_weights
+from fabricamp.checkpoint.shard_loading import sharded_weights
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.strategies import Strategy
