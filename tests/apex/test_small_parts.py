@@ -316,3 +316,21 @@ def test_asp_says_what_comes_first(asp):
         asp.restore_pruned_weights()
     with pytest.raises(ConfigError, match="one model"):
         asp.init_model_for_pruning(net())
+
+
+def test_calls_in_one_autocast_region_cast_by_themselves():
+    """apex's do: the gradients of several calls add up in fp32, not in the half of a cast that they share."""
+    from fabricamp.apex.mlp import MLP
+
+    torch.manual_seed(0)
+    mlp, own = MLP([64, 64, 32]), MLP([64, 64, 32])
+    own.load_state_dict(mlp.state_dict())
+    inputs = [torch.randn(16, 64) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        sum(mlp(x).float().square().sum() for x in inputs).backward()
+    expected = 0.0
+    for x in inputs:
+        with torch.autocast("cpu", torch.bfloat16):
+            (gradient,) = torch.autograd.grad(own(x).float().square().sum(), own.weight_0)
+        expected = expected + gradient
+    torch.testing.assert_close(mlp.weight_0.grad, expected, rtol=1e-6, atol=1e-6)
