@@ -24,6 +24,7 @@ from fabricamp.engine.graph import captured, memory_budget
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import hyperparameter_upload, reason_of_failure, without_collection
+from fabricamp.engine.graph.evaluation import GraphEvaluation
 from fabricamp.engine.graph.host_effects import (
     AttributeSnapshot,
     CapturedConstantsGuard,
@@ -636,3 +637,52 @@ def test_shapes_that_are_gathered_are_compared_but_where_a_step_may_not_wait(gra
     trainer = SimpleNamespace(strategy=strategy, state=SimpleNamespace(scope=scope), _runner=runner)
     assert gathered(trainer, torch.ones(3)).shape == (2, 3)
     assert len(asked) == gathers
+
+
+class WrongReplay:
+    """A graph whose replay changes nothing and returns zeros; its capture has counted one batch."""
+
+    def __init__(self, states):
+        self.metric_states = states
+        self.generators = SimpleNamespace(states=list, put_back=lambda states: None)
+        self.outputs = torch.zeros(1)
+
+    def launch(self, batch):
+        pass
+
+    def after_replay(self, *, first):
+        if not first:
+            self.metric_states.repeat()
+        return self.outputs.clone()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_wrong_replay_of_an_evaluation_counts_its_batch_once(first):
+    class Measured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+    module = Measured()
+    module.mean.update(torch.tensor(1.0))
+    states = MetricStates(module)
+    module.mean.update(torch.tensor(2.0))  # the captured batch
+    states.rebind_in_capture()
+    states.record()
+    counted = module.mean.update_count
+
+    def forward(batch):
+        module.mean.update(torch.tensor(3.0))
+        return torch.ones(1)
+
+    evaluation = object.__new__(GraphEvaluation)
+    evaluation._memory_budget = SimpleNamespace(has_free=lambda size: True, eager_bytes=lambda key: 0)
+    evaluation._table = SimpleNamespace(bank=torch.zeros(4, dtype=torch.float64), cells={})
+    evaluation._step = "validation_step"
+    evaluation._forward = forward
+    reasons = []
+    evaluation._give_up = reasons.append
+    outputs = evaluation._run_checked(WrongReplay(states), "key", (None,), first=first)
+    assert len(reasons) == 1
+    assert torch.equal(outputs, torch.ones(1))
+    assert module.mean.update_count == (counted if first else counted + 1)
