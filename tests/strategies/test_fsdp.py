@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fabricamp.errors import CheckpointError
 from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import OptLevel
-from fabricamp.strategies import FSDP
+from fabricamp.strategies import FSDP, Environment
 from fabricamp.strategies.fsdp_units import described, units_of
 from fabricamp.tuner import Tuner
 from tests.small import Classifier, loader, quiet_trainer
@@ -344,3 +345,21 @@ def test_gradients_of_an_open_window_come_back_at_their_offset(offset):
     assert found.data_ptr() % 16 == offset
     assert torch.equal(found, part)
     assert at_offset(torch.empty(0, 3), offset).shape == (0, 3)
+
+
+class Filtered(torch.nn.Linear):
+    """Shows only its trainable parameters, as adapters do."""
+
+    def parameters(self, recurse=True):
+        return (parameter for parameter in super().parameters(recurse) if parameter.requires_grad)
+
+
+def test_what_a_module_does_not_show_is_shared_as_well():
+    layer = Filtered(2, 3)
+    layer.weight.requires_grad_(False)
+    sent = []
+    strategy = FSDP()
+    strategy.device = torch.device("cpu")
+    strategy.environment = Environment(rank=0, world_size=2, local_rank=0)
+    strategy._share([layer], SimpleNamespace(broadcast=sent.extend))
+    assert {tuple(tensor.shape) for tensor in sent} == {(3, 2), (3,)}
