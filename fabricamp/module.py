@@ -217,15 +217,15 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         finally:
             self.untoggle_optimizer(optimizer)
 
-    def freeze(self) -> None:
-        """Freezes every parameter and switches to evaluation."""
+    def freeze(self) -> Self:
+        """Freezes every parameter and switches to evaluation; returns the module."""
         self.requires_grad_(False)
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """Unfreezes every parameter and switches to training."""
+    def unfreeze(self) -> Self:
+        """Unfreezes every parameter and switches to training; returns the module."""
         self.requires_grad_(True)
-        self.train()
+        return self.train()
 
     # -- logging -----------------------------------------------------------------------------------------------------------------
 
@@ -331,6 +331,15 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         for child in self.children():
             if isinstance(child, TrainingModule):
                 child.trainer = trainer
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        """The Trainer, None if there is none: read by neuralforecast and darts."""
+        return self._attachment.trainer
+
+    @_trainer.setter
+    def _trainer(self, trainer: Trainer | None) -> None:
+        self.trainer = trainer
 
     @property
     def global_step(self) -> int:
