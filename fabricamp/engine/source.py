@@ -376,6 +376,11 @@ class DataSource:
         return True
 
     @property
+    def reloads(self) -> bool:
+        """Whether the present epoch is one that reloads the loaders."""
+        return self._reload_epoch == self._state.epoch
+
+    @property
     def _reload_epoch(self) -> int:
         """The epoch in which the present epoch's loaders are asked for; -1 if loaders are never reloaded."""
         every = self._settings.reload_dataloaders_every_n_epochs
