@@ -197,7 +197,7 @@ class ModelCheckpoint(Checkpoint):
     @property
     def state_key(self) -> str:
         """The key of this callback's state; contains monitor, mode, filename and cadence."""
-        lengths = ", ".join(str(length) for length in self._lengths.values() if length)
+        lengths = ", ".join(str(length) for length in self._lengths.values() if length not in (0, None))
         return f"{self._kind} every {lengths or '0'}"
 
     def accepts_state_of(self, key: str) -> bool:
@@ -210,7 +210,7 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def _kind(self) -> str:
-        cadence = "+".join(unit for unit, length in self._lengths.items() if length) or "epochs"
+        cadence = "+".join(unit for unit, length in self._lengths.items() if length not in (0, None)) or "epochs"
         about = {"monitor": self.monitor, "mode": self.mode, "cadence": cadence, "filename": self.filename}
         return f"{type(self).__qualname__}{about}"
 
@@ -507,12 +507,12 @@ class ModelCheckpoint(Checkpoint):
         for name, length in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
             if length < 0:
                 raise ConfigError(f"ModelCheckpoint({name}={length}): choose 1 or more, or 0 for never")
-        if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta(0)):
+        if interval is not None and not (isinstance(interval, timedelta) and interval >= timedelta(0)):
             raise ConfigError(
                 f"ModelCheckpoint(train_time_interval={interval!r}): give a timedelta such as timedelta(minutes=30)"
             )
         lengths = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": interval}
-        given = [name for name, length in lengths.items() if length]
+        given = [name for name, length in lengths.items() if length not in (0, None)]  # timedelta(0) is each step
         if len(given) > 1 and self.every is None:
             raise ConfigError(
                 f"ModelCheckpoint was given {' and '.join(given)}: choose one, or every='100 steps, 1 epoch, 30 min' for several"

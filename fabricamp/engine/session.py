@@ -487,6 +487,8 @@ class Session:
         if self.trainer.state.interrupted:
             return None if self.fn is TrainerFn.PREDICTING else []
         if self.fn is TrainerFn.PREDICTING:
+            if not keep:
+                self.predicted = None  # those of a writer may be as large as the memory
             return gather_predictions(self.strategy.all_gather_object(outputs), self.strategy) if keep else None
         results = self.metrics.evaluation_results(len(feeds))
         if verbose and self.trainer.is_global_zero:
@@ -525,7 +527,8 @@ class Session:
         self.watchdog.close()
         self.graphs.close(failed=failed)
         self.data.close()
-        self.predicted = None  # may be as large as the memory
+        if failed:
+            self.predicted = None
         self.validation_follows = bool
         if not failed:
             self._call_setup("teardown")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ _BY_DEFAULT: Final[Mapping[str, type[Callback]]] = {
 def as_callbacks(value: Any) -> list[Callback]:
     """Returns the list of callbacks for a callback, a registered name, a sequence of these, or None; raises ConfigError."""
     given = [] if value is None else _listed(value)
+    given += _of_installed_packages()
     found = [_by_name(one) if isinstance(one, str) else adopted(one) for one in given]
     for one in found:
         if not (isinstance(one, Callback) or runs_as_it_is(one)):
@@ -51,6 +53,20 @@ def as_callbacks(value: Any) -> list[Callback]:
     return found
 
 
+def _of_installed_packages() -> list[Any]:
+    """Returns the callbacks that installed packages add to each Trainer of a program that imports Lightning's names."""
+    names = sys.modules.get("fabricamp.lightning.names")
+    if names is None or names.Names not in sys.meta_path:
+        return []
+    import importlib.metadata
+
+    return [
+        callback
+        for factory in importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
+        for callback in _listed(factory.load()())
+    ]
+
+
 def _listed(value: Any) -> list[Any]:
     """Returns a list of the value, or of its items if it is any sequence: hydra's ``instantiate`` passes its own list class."""
     return [*value] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -63,7 +79,12 @@ def default_callbacks(given: Mapping[str, Any], callbacks: Sequence[Callback]) -
     if ModelCheckpoint not in wanted and saving is not None:
         name = type(saving).__name__
         raise ConfigError(f"callbacks holds a {name}, but enable_checkpointing=False; leave one of them out")
-    return [kind() for kind in wanted]
+    defaults = [kind() for kind in wanted]
+    if given["max_time"] is None:
+        return defaults
+    from fabricamp.callbacks.timer import Timer
+
+    return [Timer.of_max_time(given["max_time"]), *defaults]
 
 
 def _by_name(name: str) -> Callback:

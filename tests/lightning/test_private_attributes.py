@@ -144,6 +144,11 @@ def test_a_checkpoint_with_objects_loads_only_if_that_was_allowed(tmp_path):
     assert isinstance(load(tmp_path / "a.ckpt", weights_only=False)["object"], Reader)
 
 
+def test_freezing_returns_the_module():
+    module = Line()
+    assert module.freeze() is module.unfreeze() is module
+
+
 def test_anomalib_asks_for_barebones(tmp_path):
     assert not trainer(tmp_path).barebones
     assert Trainer(barebones=True, accelerator="cpu").barebones

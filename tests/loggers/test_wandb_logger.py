@@ -309,13 +309,18 @@ class Artifact:
 
 
 def test_artifacts_are_used_and_downloaded(tmp_path, monkeypatch):
-    api = type("Api", (), {"artifact": lambda self, name, type: Artifact("api", name, type)})
-    monkeypatch.setattr(wandb, "Api", api)
+    class Api:
+        def artifact(self, name, **options):
+            return Artifact("api", name, options["type"])
+
+    monkeypatch.setattr(wandb, "Api", Api)
     assert WandbLogger.download_artifact("a:v0", artifact_type="model") == (("api", "a:v0", "model"), None)
     logger = WandbLogger()
-    monkeypatch.setattr(logger.experiment, "use_artifact", lambda name, type=None: Artifact("run", name, type))
+    monkeypatch.setattr(
+        logger.experiment, "use_artifact", lambda name, **options: Artifact("run", name, *options.values())
+    )
     assert logger.use_artifact("a:v0", "model").found == ("run", "a:v0", "model")
-    assert logger.download_artifact("a:v0", tmp_path) == (("run", "a:v0", None), str(tmp_path))
+    assert logger.download_artifact("a:v0", tmp_path) == (("run", "a:v0"), str(tmp_path))
     assert logger.download_artifact("a:v0", use_artifact=False) == (("api", "a:v0", None), None)
 
 

@@ -171,7 +171,9 @@ def test_draws_and_orders_are_lightnings_where_loaders_are_new(tmp_path, every):
     assert module.notes == plain_loop(4, every)
 
 
-@pytest.mark.parametrize(("place", "epoch", "done"), [("start", 2, 0), ("within", 2, 2), ("end", 2, 4), ("epoch=2", 3, 0)])
+@pytest.mark.parametrize(
+    ("place", "epoch", "done"), [("start", 2, 0), ("within", 2, 2), ("end", 2, 4), ("epoch=2", 3, 0)]
+)
 def test_a_resumed_run_draws_no_number_of_a_reload_twice(tmp_path, place, epoch, done):
     options = {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1, "default_root_dir": tmp_path}
     straight, resumed = Draws(saves=[(place, 2)], path=tmp_path), Draws()
