@@ -51,7 +51,7 @@ class Timer(Callback):
 
     @classmethod
     def of_max_time(cls, max_time: str | timedelta | dict[str, int]) -> Timer:
-        """Returns the Timer that ``trainer.callbacks`` has with ``Trainer(max_time=...)``: it measures, and the Trainer ends runs."""
+        """Returns the Timer of ``Trainer(max_time=...)`` in ``trainer.callbacks``: it measures, and the Trainer ends the run."""
         timer = cls(max_time)
         timer._ends_run = False
         return timer
