@@ -75,6 +75,11 @@ class ProgressBar(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_trainer": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Attributes of earlier versions that are properties now.
+        names = {"is_enabled": "_enabled", "refresh_rate": "_refresh_rate"}
+        vars(self).update({names.get(name, name): value for name, value in state.items()})
+
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:

@@ -652,3 +652,9 @@ def test_a_pickled_bar_holds_neither_a_trainer_nor_a_subclass_s_bar():
     copied = pickle.loads(pickle.dumps(bar))
     with pytest.raises(TypeError, match="setup"):
         copied.train_progress_bar  # noqa: B018 - reading it raises
+
+
+def test_a_bar_that_an_earlier_version_pickled_stays_as_it_was():
+    bar = object.__new__(TQDMProgressBar)
+    bar.__setstate__({"is_enabled": False, "refresh_rate": 0})
+    assert (bar.is_enabled, bar.is_disabled, bar.refresh_rate, bar.process_position) == (False, True, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fabricamp._utils.say_once import say_once
@@ -95,8 +96,9 @@ class _BarOf:
     def __get__(self, bar: TQDMProgressBar | None, owner: type | None = None) -> Any:
         if bar is None:
             return self
-        if self._name in bar._own_bars:
-            return bar._own_bars[self._name]
+        own_bars = vars(bar).get("_own_bars", {})
+        if self._name in own_bars:
+            return own_bars[self._name]
         _ = bar.trainer  # raises before the first run
         return ShownBar(bar, trains=self._trains)
 
@@ -104,7 +106,7 @@ class _BarOf:
         say_once(
             f"{type(bar).__name__} sets {self._name}: only its own methods update that bar; fabricamp shows another one"
         )
-        bar._own_bars[self._name] = own
+        vars(bar).setdefault("_own_bars", {})[self._name] = own
 
 
 class TQDMProgressBar(LightningsBar):
@@ -121,6 +123,10 @@ class TQDMProgressBar(LightningsBar):
 
     drawing = ("init_sanity_tqdm", "init_train_tqdm", "init_validation_tqdm", "init_test_tqdm", "init_predict_tqdm")
 
+    # Of the class, for bars that earlier versions pickled.
+    process_position: int = 0
+    _postfix: Mapping[str, Any] = MappingProxyType({})
+
     train_progress_bar = _BarOf(trains=True)
     val_progress_bar = _BarOf(trains=False)
     test_progress_bar = _BarOf(trains=False)
@@ -128,8 +134,6 @@ class TQDMProgressBar(LightningsBar):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         self.process_position = process_position
-        self._own_bars: dict[str, Any] = {}
-        self._postfix: dict[str, Any] = {}
         super().__init__(refresh_rate, 4.0)
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
