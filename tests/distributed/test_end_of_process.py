@@ -215,7 +215,7 @@ how = ""
 atexit.register(left)
 
 import gc, socket, sys, threading, types
-import torch
+import torch, torch._dynamo  # seconds that each process would spend
 from tests.distributed.ranks import variables_of
 from tests.small import Classifier, loader, quiet_trainer
 

@@ -16,8 +16,8 @@ B, S = torch.bfloat16, torch.float32
 SHARED_MEMORY, PROCESSORS = 228 * 1024, 132  # of an H200
 SIZES = (1, 2, 4, 8)  # of its clusters
 
-# With column sums in shared memory and the next row loaded ahead, compilers before NVRTC 13.3 (torch's own for CUDA 13.0 is 13.0.88)
-# keep up to 14 of the 128 registers in local memory.  Cards with clusters, as Hopper, take the ring instead.
+# With column sums in shared memory and the next row loaded ahead, compilers before NVRTC 13.3 (13.0.88 comes with torch for CUDA
+# 13.0) keep some of a thread's values in local memory.  Cards with clusters, as Hopper, take the ring instead.
 OLDER_SPILL, WITHOUT_SPILLS = 56, (13, 3)
 
 
