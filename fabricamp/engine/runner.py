@@ -41,7 +41,7 @@ from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.rng import deterministic_mode
 from fabricamp.state import TrainerFn
 from fabricamp.torch_private import uncompiled
-from fabricamp.watchdog import interrupts, leave_at_exit
+from fabricamp.watchdog import end_by_sigint_at_exit, interrupts, leave_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -169,6 +169,7 @@ class Runner:
     def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
         """Sets up this process's rank and yields a session; releases the session's parts however the run ends."""
         launch.hold_logging_at_fork()
+        end_by_sigint_at_exit()
         try:
             session = self._enter(fn, module, source)
         except BaseException:
