@@ -317,12 +317,12 @@ RUNS = {
 
 
 def threads():
-    """Names of this process's threads, by number; what ends meanwhile has none."""
+    """Names of this process's threads, by number, but for those of the CUDA driver; what ends meanwhile has none."""
     found = {}
     for file in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):
             found[file.parent.name] = file.read_text().strip()
-    return found
+    return {number: name for number, name in found.items() if not name.startswith("cuda")}
 
 
 def new_since(before):
