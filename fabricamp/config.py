@@ -340,15 +340,12 @@ def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
     nearby = "beside the configuration or in a folder of import_from"
     if where.startswith("--"):
         nearby = "in the current folder or one of PYTHONPATH"
+    # import_from has put its folders first on sys.path.
+    files = [file.stem for folder in sys.path[:3] if folder for file in Path(folder).glob("*.py")]
     raise ConfigError(
         f"{where}={'.'.join(words)!r}: there is no module {words[0]!r}, neither installed "
-        f"nor {nearby}{nearest(words[0], _modules_nearby())}"
+        f"nor {nearby}{nearest(words[0], [*files, 'fabricamp'])}"
     )
-
-
-def _modules_nearby() -> list[str]:
-    """Returns names of modules in the folders that ``import_from`` put first on ``sys.path``."""
-    return [file.stem for folder in sys.path[:3] if folder for file in Path(folder).glob("*.py")] + ["fabricamp"]
 
 
 def _build_part(content: Configuration, name: str) -> Any:
