@@ -43,7 +43,7 @@ def join_groups(session: Session, path: str | None, checkpoint: dict[str, Any] |
     runs = True
     if received is None:
         return path, given
-    content = _unpacked(received)
+    content: dict[str, Any] = torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=True)
     return content["path"], content["checkpoint"]
 
 
@@ -60,11 +60,6 @@ def _packed(content: dict[str, Any]) -> Tensor:
     file = io.BytesIO()
     torch.save(on_host(content), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
-    return content
 
 
 def _check(session: Session) -> None:
