@@ -28,7 +28,9 @@ def install() -> None:
     """
     from fabricamp.apex._not_offered import tell_on_import
 
-    extensions = {name: f"{_HOME}._extensions.{name}" for name in _extension_names()}
+    # apex's compiled modules, which scripts import without a package.
+    names = [module.name for module in pkgutil.iter_modules([str(_EXTENSIONS)]) if module.name != "apex"]
+    extensions = {name: f"{_HOME}._extensions.{name}" for name in names}
     for name in ("apex", *extensions):
         _refuse_another(name)
     # Imports all of them now: a submodule first imported under its other name would be loaded twice, with separate state.
@@ -59,11 +61,6 @@ def _name_classes(name: str) -> None:
     for value in vars(sys.modules[name]).values():
         if isinstance(value, type) and value.__module__ == name and not value.__name__.startswith("_"):
             value.__module__ = name.removeprefix("fabricamp.")
-
-
-def _extension_names() -> list[str]:
-    """Returns the names of apex's compiled modules, which scripts import without a package."""
-    return [module.name for module in pkgutil.iter_modules([str(_EXTENSIONS)]) if module.name != "apex"]
 
 
 def _refuse_another(name: str) -> None:

@@ -212,7 +212,7 @@ class DrawnOrder:
             index = next(source, None)
             if index is None:
                 return
-            if number == 0 or not _same(before, generator.get_state()):
+            if number == 0 or before.numpy().tobytes() != generator.get_state().numpy().tobytes():
                 self._note(Draw(number, before))
             yield index
             if not self._draws_on:  # no further draw to look for
@@ -232,7 +232,3 @@ Order = SeededOrder | DrawnOrder
 def numbers(indices: Tensor) -> Iterator[int]:
     """Yields ``indices`` as Python integers."""
     return itertools.chain.from_iterable(chunk.tolist() for chunk in torch.split(indices, _CHUNK))
-
-
-def _same(before: Tensor, after: Tensor) -> bool:
-    return before.numpy().tobytes() == after.numpy().tobytes()
