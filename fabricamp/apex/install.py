@@ -7,7 +7,6 @@ import os
 import pkgutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Final
 
 from fabricamp.errors import ConfigError
@@ -68,21 +67,16 @@ def _refuse_another(name: str) -> None:
     module = sys.modules.get(name)
     if module is None:
         return
-    file = _file_of(module)
+    path = getattr(module, "__file__", None)
+    if path is None:  # a package without a file: its folder
+        path = next(iter(getattr(module, "__path__", ())), None)
+    file = None if path is None else Path(path)
     if file is not None and _FOLDER in file.parents:
         return
     raise ConfigError(
         f"{name!r} is imported already, from {file or 'nowhere'}, which is {_description(name, file)}; call "
         "fabricamp.apex.install() before the first import of it, or run the script as `python -m fabricamp.apex script.py`"
     )
-
-
-def _file_of(module: ModuleType) -> Path | None:
-    """Returns the file of a module; for a package without a file, its folder."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        file = next(iter(getattr(module, "__path__", ())), None)
-    return None if file is None else Path(file)
 
 
 def _description(name: str, file: Path | None) -> str:

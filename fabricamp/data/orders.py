@@ -213,17 +213,14 @@ class DrawnOrder:
             if index is None:
                 return
             if number == 0 or before.numpy().tobytes() != generator.get_state().numpy().tobytes():
-                self._note(Draw(number, before))
+                # Drops draws that no resume point needs any more, but keeps the first.
+                while len(self.draws) > 2 and self.draws[2].at + self._window <= number:
+                    del self.draws[1]
+                self.draws.append(Draw(number, before))
             yield index
             if not self._draws_on:  # no further draw to look for
                 yield from source
                 return
-
-    def _note(self, draw: Draw) -> None:
-        """Records a draw; drops draws that no resume point needs any more, but keeps the first."""
-        while len(self.draws) > 2 and self.draws[2].at + self._window <= draw.at:
-            del self.draws[1]
-        self.draws.append(draw)
 
 
 Order = SeededOrder | DrawnOrder
