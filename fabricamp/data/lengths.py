@@ -24,8 +24,10 @@ def loader_length(loader: Any, name: str) -> int | float:
     _check_iterable(loader, name)
     length = known_length(loader)
     if length == 0 and not _all_elsewhere(loader):
+        dataset = getattr(loader, "dataset", None)
+        over = "" if dataset is None else f" over {type(dataset).__name__}"
         raise ConfigError(
-            f"{name}: {_described(loader)} has no batches; give it at least one "
+            f"{name}: {type(loader).__name__}{over} has no batches; give it at least one "
             "(an empty dataset, or drop_last=True with fewer samples than a batch?)"
         )
     return length
@@ -130,12 +132,6 @@ def _check_iterable(loader: Any, name: str) -> None:
 def _all_elsewhere(loader: Any) -> bool:
     sampler = getattr(loader, "sampler", None)
     return isinstance(sampler, EvalSampler) and sampler.dataset_size > 0
-
-
-def _described(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
-    over = "" if dataset is None else f" over {type(dataset).__name__}"
-    return f"{type(loader).__name__}{over}"
 
 
 def _count(length: float) -> str:

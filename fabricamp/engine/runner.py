@@ -179,8 +179,8 @@ class Runner:
         with (
             reported(self.trainer, fn, module),
             deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
-            self._anomaly_detection(),
-            self._performance_mode(),
+            torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext(),
+            contextlib.nullcontext() if self.settings.performance is None else self.settings.performance.mode(),
             kernel_choice(session),
             # Before loader workers start: they then leave Ctrl-C to this process.
             interrupts(session.agreement),
@@ -189,12 +189,6 @@ class Runner:
             yield session
         if session.agreement.asked and not self.trainer.state.interrupted:  # after the last position to stop at
             self.trainer.state.interrupt(session.agreement.asked)
-
-    def _anomaly_detection(self) -> Any:
-        return torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext()
-
-    def _performance_mode(self) -> Any:
-        return contextlib.nullcontext() if self.settings.performance is None else self.settings.performance.mode()
 
     def _enter(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Session:
         """Sets up the rank, the loggers and the callbacks; returns the session of a run, whose watchdog has started."""
