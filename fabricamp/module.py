@@ -60,6 +60,9 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     """False: ``training_step`` itself calls ``manual_backward`` and the optimizers' ``step``."""
     strict_loading: bool = True
     """False: a checkpoint may lack weights of the module or have others; only weights of the same name are loaded."""
+    CHECKPOINT_HYPER_PARAMS_KEY = MODULE.values
+    CHECKPOINT_HYPER_PARAMS_NAME = MODULE.name
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
     _attachment: RunContext = DETACHED  # pickles of 0.1 have this name
 
     def attach(self, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> RunContext:

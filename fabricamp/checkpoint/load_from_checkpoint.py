@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import logging
 import os
 import sys
 import typing
@@ -26,6 +27,8 @@ from fabricamp.arguments.environment import first_reference
 from fabricamp.checkpoint.hyperparameters import HyperparameterKeys, Hyperparameters, HyperparametersMixin
 from fabricamp.checkpoint.plain import PRIVATE, name_of
 from fabricamp.errors import CheckpointError, ConfigError, nearest
+
+_LOG = logging.getLogger("fabricamp")
 
 Owner = TypeVar("Owner", bound=HyperparametersMixin)
 
@@ -62,6 +65,9 @@ def _from_yaml(file: Any) -> Any:
     try:
         with Path(file).open() as text:
             return yaml.safe_load(text) or {}
+    except FileNotFoundError:
+        _LOG.warning("hparams_file=%r does not exist: the constructor gets no hyper-parameters from it or the checkpoint", str(file))
+        return {}
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(
             f"hparams_file={str(file)!r} cannot be read ({' '.join(str(error).split()):.300}); give a YAML file of plain values"
