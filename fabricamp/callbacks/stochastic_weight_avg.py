@@ -26,10 +26,9 @@ class StochasticWeightAveraging(Callback):
     """Averages the weights of the last epochs, which train with a separate learning rate.
 
     From ``swa_epoch_start`` on, torch's ``SWALR`` replaces the module's schedule, and the weights at the beginning of each epoch
-    are averaged (fp32 masters at O2 and O5).  When a fit reaches ``max_epochs``, or ends with ``max_epochs=-1``, the module gets the
-    average.  A forward pass
-    over the training data (each rank its share) then computes BatchNorm's statistics, without updates and logs.  Until then
-    validation and a checkpoint's ``state_dict`` have the weights; the average is in the callback's state.
+    are averaged (fp32 masters at O2 and O5).  When a fit reaches ``max_epochs``, or ends with ``max_epochs=-1``, the module gets
+    the average.  A forward pass over the training data (each rank its share) then computes BatchNorm's statistics, without updates
+    and logs.  Until then validation and a checkpoint's ``state_dict`` have the weights; the average is in the callback's state.
 
     Args:
         swa_lrs: the final learning rate; a list: one for each parameter group.
@@ -40,7 +39,7 @@ class StochasticWeightAveraging(Callback):
         device: where the average is kept; None: where the weights are.
 
     Raises:
-        ConfigError: for wrong arguments, manual optimization, several optimizers or schedules, and for a share of no ``max_epochs``.
+        ConfigError: for wrong arguments, manual optimization, several optimizers or schedules, and a share of no ``max_epochs``.
 
     Example:
         >>> averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.75)

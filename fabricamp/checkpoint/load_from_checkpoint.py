@@ -66,7 +66,10 @@ def _from_yaml(file: Any) -> Any:
         with Path(file).open() as text:
             return yaml.safe_load(text) or {}
     except FileNotFoundError:
-        _LOG.warning("hparams_file=%r does not exist: the constructor gets no hyper-parameters from it or the checkpoint", str(file))
+        _LOG.warning(
+            "hparams_file=%r does not exist: the constructor gets no hyper-parameters, as from an empty file",
+            str(file),
+        )
         return {}
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(
