@@ -26,7 +26,7 @@ from torch import Tensor
 from fabricamp.arguments.environment import first_reference
 from fabricamp.checkpoint.hyperparameters import HyperparameterKeys, Hyperparameters, HyperparametersMixin
 from fabricamp.checkpoint.plain import PRIVATE, name_of
-from fabricamp.errors import CheckpointError, ConfigError, nearest
+from fabricamp.errors import CheckpointError, ConfigError, FabricampError, nearest
 
 _LOG = logging.getLogger("fabricamp")
 
@@ -51,6 +51,8 @@ def build(
     arguments = arguments_for(owner, checkpoint, keys, path, overrides, types)
     try:
         built = owner(**arguments)
+    except FabricampError:  # some are TypeErrors too, and say what to change
+        raise
     except TypeError as error:
         raise CheckpointError(
             f"{owner.__name__} cannot be built from {path}: {error}; pass what is missing as keyword arguments, "

@@ -13,7 +13,7 @@ from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparame
 from fabricamp.checkpoint.plain import PRIVATE, builtin_numbers
 from fabricamp.checkpoint.record import Section, WholeKey
 from fabricamp.checkpoint.shard_loading import sharded_states, sharded_weights
-from fabricamp.errors import CheckpointError, FabricampError
+from fabricamp.errors import CheckpointError, FabricampError, WeightsOnlyError
 from fabricamp.strategies.meta_init import leave_meta
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Optimizers(Section):
         """Loads the states; raises if their number differs, or if elementwise state has another shape than its parameter."""
         states = checkpoint.get("optimizer_states")
         if states is None:
-            raise CheckpointError(
+            raise WeightsOnlyError(
                 f"{path} holds weights only, and training cannot resume from it; load the weights with "
                 "TrainingModule.load_from_checkpoint and start from the beginning, or give a checkpoint saved with "
                 "save_weights_only=False"

@@ -23,7 +23,7 @@ from fabricamp._utils import lightning_alias
 from fabricamp.data import set_epoch
 from fabricamp.engine.overflow_policy import OverflowPolicy
 from fabricamp.engine.schedules import Schedules
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, OptimizationError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
@@ -226,7 +226,7 @@ class Update:
         if output is None and not self._parts.strategy.lockstep:
             return None
         if output is None:
-            raise ConfigError(
+            raise OptimizationError(
                 f"training_step returned None on rank {self._parts.strategy.rank}: with several processes every rank has to "
                 "return a loss, or the others wait for its gradients; return `0.0 * loss` instead"
             )

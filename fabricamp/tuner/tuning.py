@@ -21,7 +21,7 @@ from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.checkpoint.hyperparameters import setting_refs
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, MissingAttributeError
 from fabricamp.hooks import overrides
 from fabricamp.lightning.given import adopted, hand_back, searches_alone
 from fabricamp.module import TrainingModule
@@ -230,7 +230,7 @@ def find_learning_rate(
     names = (options.attr_name,) if options.attr_name else ("lr", "learning_rate")
     name = next((name for name in names if setting_refs(name, module, source.datamodule)), None)
     if options.update_attr and name is None:
-        raise ConfigError(
+        raise MissingAttributeError(
             f"{type(module).__name__} and its hparams have no {' or '.join(map(repr, names))} that lr_find could set; keep the "
             "rate there and make the optimizer with it, or give attr_name= its name, or update_attr=False"
         )
