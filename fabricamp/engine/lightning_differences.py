@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def say_differences(session: Session) -> None:
     """Logs the lines that apply to this run, each once; called when loaders, optimizers and the resume point are known."""
-    lines = [*_of_processes(session)]
+    lines = [*_of_processes(session), *_of_evaluation(session)]
     if session.fn is TrainerFn.FITTING:
         lines += [*_of_optimization(session), *_of_data(session)]
         for callback in session.trainer.callbacks:
@@ -51,6 +51,16 @@ def _of_processes(session: Session) -> Iterator[str]:
     )
     if session.fn is TrainerFn.PREDICTING:
         yield "predict returns the predictions of all ranks, in the order of the samples; Lightning returns a rank's own"
+
+
+def _of_evaluation(session: Session) -> Iterator[str]:
+    is_evaluation = session.fn is not TrainerFn.FITTING
+    if is_evaluation and session.checkpoint is not None and any(_model_checkpoints(session)):
+        yield "ModelCheckpoint keeps the paths and scores of this training; Lightning takes those in the checkpoint that is loaded"
+
+
+def _model_checkpoints(session: Session) -> list[ModelCheckpoint]:
+    return [callback for callback in session.trainer.callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _of_optimization(session: Session) -> Iterator[str]:

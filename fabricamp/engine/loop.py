@@ -377,6 +377,9 @@ class TrainingLoop:
                 return True
             if state.global_step < settings.min_steps or state.epoch < settings.min_epochs:
                 requests.spread()
+                lightning_alias.say_difference(
+                    "steps while a stop waits for min_steps or min_epochs are logged every log_every_n_steps; Lightning logs each"
+                )
             elif state.agreed or requests.all_ask(boundary):
                 return True
         state.passed = boundary

@@ -230,6 +230,24 @@ def test_files_with_other_weights(for_lightning, caplog, tmp_path):
     assert "a ModelCheckpoint by steps saves after the validation" in caplog.text
 
 
+def test_a_stop_that_waits(for_lightning, caplog):
+    class Stops(Classifier):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.trainer.should_stop = True
+
+    assert fit(Stops(), loader(16), min_steps=3).global_step == 3
+    assert "steps while a stop waits for min_steps" in caplog.text
+
+
+def test_a_test_of_a_checkpoint(for_lightning, caplog, tmp_path):
+    callback = ModelCheckpoint(tmp_path)
+    trainer = fit(enable_checkpointing=True, callbacks=[callback])
+    trainer.test(Classifier(), loader(4))
+    assert "ModelCheckpoint keeps the paths and scores of this training" not in caplog.text
+    trainer.test(Classifier(), loader(4), ckpt_path=callback.best_model_path)
+    assert "ModelCheckpoint keeps the paths and scores of this training" in caplog.text
+
+
 def test_a_resumed_run(for_lightning, caplog, tmp_path):
     options = {"max_epochs": 2, "enable_checkpointing": True}
     # Both layers have a bias of zeros with three numbers: Lightning takes the second for the first.
