@@ -48,6 +48,19 @@ def overhead(result):
     return f"## What a step costs on the host, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
 
+def calls(result):
+    rows = [
+        [name, f"{row['calls']:.0f}", f"{row['files']}", f"{row['changes_of_file']:.0f}"]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        "Calls of fabricamp's own functions in one steady step at O2 with FusedAdam and clipping (resumed generators included),\n"
+        "the files that they are in, and how often the file changes from one call to the next. They say how much a reader has to\n"
+        "follow, not what a step costs."
+    )
+    return f"## Calls in a step, {result['device']}\n\n{about}\n\n{table(['a step', 'calls', 'files', 'changes of file'], rows)}"
+
+
 def optimizers_on_cpu(result):
     rows = [[row["optimizer"], row["row"], f"{row['ms']:.1f}"] for row in result["rows"]]
     about = "Time of `optimizer.step()` with ResNet-50's parameters, one thread."
@@ -441,6 +454,7 @@ def cell(value, form="{:.2f}", factor=1.0):
 RENDERERS = {
     "syncbn": syncbn,
     "overhead": overhead,
+    "calls": calls,
     "optimizers": optimizers,
     "norms": norms,
     "ddp": ddp,
