@@ -102,4 +102,4 @@ def test_at_most_eight_rows_stay_different_and_the_page_says_why():
     assert not any(first.match(name) for name in ON_PURPOSE)
     page = (HERE.parents[1] / "docs" / "from-lightning.md").read_text()
     assert "LBFGS with `accumulate_grad_batches`" in page
-    assert "`dataloader_iter`" in page
+    assert "dataloader_iter)`" in page
