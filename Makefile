@@ -88,10 +88,11 @@ format: $(STAMP) ## formats, and corrects what ruff can correct
 aliases: $(STAMP) ## writes the modules that only give names of Lightning and apex another path
 	$(BIN)/python tools/write_aliases.py
 
-docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and losses.svg from benchmarks/results
+docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and the pictures from benchmarks/results
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python benchmarks/render.py
 	$(BIN)/python benchmarks/draw_losses.py
+	$(BIN)/python benchmarks/draw_step.py
 
 release: $(STAMP) ## sdist and wheel of the commit in dist/, with the addresses of pyproject.toml
 	$(BIN)/python tools/release.py
