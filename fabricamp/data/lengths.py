@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from fabricamp.data.samplers import EvalSampler, TrainSampler
-from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.errors import ArgumentTypeError, ConfigError, DistributedError
 
 if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
@@ -120,10 +120,12 @@ def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: An
 
 def _check_iterable(loader: Any, name: str) -> None:
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        raise ConfigError(f"{name}: {type(loader).__name__} is a dataset; wrap it: DataLoader(dataset, batch_size=...)")
+        raise ArgumentTypeError(
+            f"{name}: {type(loader).__name__} is a dataset; wrap it: DataLoader(dataset, batch_size=...)"
+        )
     by_index = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
     if isinstance(loader, str | bytes | Tensor) or not (hasattr(loader, "__iter__") or by_index):
-        raise ConfigError(
+        raise ArgumentTypeError(
             f"{name}: {type(loader).__name__} gives no batches; "
             "pass a DataLoader or another iterable of batches, or a DataModule"
         )

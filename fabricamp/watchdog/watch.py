@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from fabricamp.errors import DistributedError
+from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.launch import PEER_FAILURE_NOTE, record_end
 from fabricamp.state import RunState
 from fabricamp.strategies.base import Strategy
@@ -113,7 +113,9 @@ class Watchdog:
 
     def _failed_before(self, error: BaseException) -> dict[int, str]:
         """Returns ranks whose end may have caused ``error``, each with a description; polls, as a process takes a moment to die."""
-        deadline = time.monotonic() + (_GONE_SECONDS if isinstance(error, RuntimeError) else 0.0)
+        # A collective fails by a RuntimeError.  Some ConfigErrors are RuntimeErrors too, and no other rank causes them.
+        may_be_caused = isinstance(error, RuntimeError) and not isinstance(error, ConfigError)
+        deadline = time.monotonic() + (_GONE_SECONDS if may_be_caused else 0.0)
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the store may be gone too
             while time.monotonic() < deadline:
