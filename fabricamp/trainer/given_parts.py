@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fabricamp import callbacks
+from fabricamp._utils import lightning_alias
 from fabricamp.arguments.checks import check_flag
 from fabricamp.arguments.not_offered import lightnings
 from fabricamp.callbacks.base import CALLBACKS, Callback
@@ -55,8 +55,7 @@ def as_callbacks(value: Any) -> list[Callback]:
 
 def _of_installed_packages() -> list[Any]:
     """Returns the callbacks that installed packages add to each Trainer of a program that imports Lightning's names."""
-    names = sys.modules.get("fabricamp.lightning.names")
-    if names is None or names.Names not in sys.meta_path:
+    if not lightning_alias.is_installed():
         return []
     import importlib.metadata
 
