@@ -35,14 +35,14 @@ def _text(path: str, row: dict[str, Any]) -> str:
         has_all = has_all or bool(alias) or original == "*"  # without it a type checker takes `A as B` for private
         imports[module].append((original, alias or original))
     with_all_names = [module for module, pairs in sorted(imports.items()) if ("*", "*") in pairs]
-    lines = [HEAD, f'"""{row["doc"]}"""', ""]
+    lines = [HEAD, f'"""{row["doc"]}"""', ""] if imports else [HEAD, f'"""{row["doc"]}"""']
     lines += [f"import {module}" for module in with_all_names]
     for module, pairs in sorted(imports.items()):
         for original, alias in sorted(pairs, key=_isort_key):
             lines += _import(module, original, alias)
     if has_all:
         own = {alias for module, pairs in imports.items() if module != REFUSED for _, alias in pairs if alias != "*"}
-        lines += ["", *_list("__all__ = [", [f'"{name}"' for name in sorted(own | set(refused))], "]")]
+        lines += ["", *_list("__all__ = [", [f'"{name}"' for name in sorted(own | set(refused), key=_all_key)], "]")]
         lines += [f"__all__ += {module}.__all__" for module in with_all_names]
     for name in refused:
         lines += ["", "", f"class {name}(Refused):", '    """Not offered: constructing it raises."""', ""]
@@ -68,7 +68,14 @@ def _list(head: str, items: list[str], end: str) -> list[str]:
 def _part(path: str) -> str:
     """Returns the part of Lightning that a module behind the alias belongs to: "plugins", or "fabric"."""
     parts = path.removeprefix(BEHIND_THE_ALIAS).removesuffix(".py").split("/")
-    return parts[1] if parts[0] == "pytorch" else parts[0]
+    if parts[0] != "pytorch":
+        return parts[0]
+    return ".".join(parts[1:3]) if parts[2] in ("connectors", "launchers") else parts[1]
+
+
+def _all_key(name: str) -> tuple[int, str]:
+    """The order of names in ``__all__``: constants, classes, others."""
+    return 0 if name.isupper() else 1 if name[0].isupper() else 2, name
 
 
 def _isort_key(pair: tuple[str, str]) -> tuple[int, str]:

@@ -3,19 +3,9 @@
 
 import fabricamp.accelerators
 from fabricamp.accelerators import *  # noqa: F403
-from fabricamp.lightning.refused import Refused
+from fabricamp.lightning.packages.fabric.accelerators.registry import ACCELERATOR_REGISTRY as AcceleratorRegistry
+from fabricamp.lightning.packages.pytorch.accelerators.mps import MPSAccelerator as MPSAccelerator
+from fabricamp.lightning.packages.pytorch.accelerators.xla import XLAAccelerator as XLAAccelerator
 
-__all__ = ["MPSAccelerator", "XLAAccelerator"]
+__all__ = ["AcceleratorRegistry", "MPSAccelerator", "XLAAccelerator"]
 __all__ += fabricamp.accelerators.__all__
-
-
-class MPSAccelerator(Refused):
-    """Not offered: constructing it raises."""
-
-    _lightnings_name = "accelerators.MPSAccelerator"
-
-
-class XLAAccelerator(Refused):
-    """Not offered: constructing it raises."""
-
-    _lightnings_name = "accelerators.XLAAccelerator"

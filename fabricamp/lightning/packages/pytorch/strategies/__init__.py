@@ -2,6 +2,7 @@
 """The names of ``lightning.pytorch.strategies``."""
 
 import fabricamp.strategies
+from fabricamp.lightning.packages.fabric.strategies.registry import STRATEGY_REGISTRY as StrategyRegistry
 from fabricamp.lightning.packages.pytorch.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
 from fabricamp.lightning.packages.pytorch.strategies.fsdp import FSDPStrategy as FSDPStrategy
 from fabricamp.lightning.packages.pytorch.strategies.model_parallel import (
@@ -20,6 +21,7 @@ __all__ = [
     "ModelParallelStrategy",
     "ParallelStrategy",
     "SingleDeviceXLAStrategy",
+    "StrategyRegistry",
     "XLAStrategy",
 ]
 __all__ += fabricamp.strategies.__all__
