@@ -73,7 +73,7 @@ def save_hparams_to_yaml(config_yaml: Any, hparams: dict[str, Any] | Namespace, 
         else:
             values[key] = plain
     with _opened_to_write(config_yaml) as file:
-        yaml.safe_dump(values, file)
+        yaml.safe_dump(values, file, sort_keys=False)
 
 
 def load_hparams_from_yaml(config_yaml: Any, use_omegaconf: bool = True) -> Any:

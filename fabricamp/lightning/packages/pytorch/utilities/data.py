@@ -17,8 +17,8 @@ from fabricamp.utilities.rank_zero import rank_zero_warn
 
 def extract_batch_size(batch: Any) -> int:
     """Returns the first dimension of the first tensor in a batch; warns if others differ, raises ConfigError if there is none."""
-    sizes = [*dict.fromkeys(_extract_batch_size(batch))]
-    if not sizes or sizes[0] is None:
+    sizes = [size for size in dict.fromkeys(_extract_batch_size(batch)) if size is not None]
+    if not sizes:
         raise ConfigError("the batch has no tensor that shows the number of samples; give self.log(batch_size=...)")
     if len(sizes) > 1:
         rank_zero_warn(

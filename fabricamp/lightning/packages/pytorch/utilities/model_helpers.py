@@ -20,9 +20,6 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         parent = next((base for base in (TrainingModule, DataModule, Callback) if isinstance(instance, base)), None)
     if parent is None:
         raise ValueError(f"a {type(instance).__name__} is no module, DataModule or callback; give parent=")
-    # Names that the parent lacks are the object's own.
-    if not hasattr(parent, method_name):
-        return hasattr(instance, method_name)
     overridden: bool = _is_overridden(method_name, instance, parent)
     return overridden
 
