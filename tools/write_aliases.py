@@ -15,6 +15,8 @@ LINE_LENGTH = 120
 
 BEHIND_THE_ALIAS = "lightning/packages/"
 REFUSED = "fabricamp.lightning.refused"
+_TOLD_APART = ("connectors", "environments", "io", "launchers", "precision")
+"""Packages within a part of Lightning that migration.toml has words for."""
 
 
 def modules() -> dict[str, str]:
@@ -68,9 +70,9 @@ def _list(head: str, items: list[str], end: str) -> list[str]:
 def _part(path: str) -> str:
     """Returns the part of Lightning that a module behind the alias belongs to: "plugins", or "fabric"."""
     parts = path.removeprefix(BEHIND_THE_ALIAS).removesuffix(".py").split("/")
-    if parts[0] != "pytorch":
-        return parts[0]
-    return ".".join(parts[1:3]) if parts[2] in ("connectors", "launchers") else parts[1]
+    if parts[0] == "fabric" and parts[1] != "plugins":
+        return "fabric"
+    return ".".join(parts[1:3]) if parts[2] in _TOLD_APART else parts[1]
 
 
 def _all_key(name: str) -> tuple[int, str]:

@@ -15,11 +15,13 @@ class Refused:
     """
 
     _lightnings_name: ClassVar[str]
-    """The class's path and name in Lightning, such as "strategies.DeepSpeedStrategy": a key of migration.toml's ``not_offered``."""
+    """The class's name, such as "strategies.DeepSpeedStrategy": it or its package is a key of migration.toml's ``not_offered``."""
 
     def __new__(cls, *_: Any, **__: Any) -> NoReturn:
         """Raises :class:`ConfigError` with what to write instead."""
         name = cls._lightnings_name
-        words = words_for(name) or words_for(name.split(".")[0]) or f"Lightning's {name} is not offered by fabricamp"
+        package = name.rpartition(".")[0]
+        of_package = words_for(package) or f"Lightning's {package} is not offered by fabricamp"
+        words = words_for(name) or of_package.replace(f"Lightning's {package} ", f"Lightning's {name} ", 1)
         derived = "" if name.endswith(cls.__name__) else f"{cls.__name__} cannot be constructed: "
         raise ConfigError(f"{derived}{words}")

@@ -18,46 +18,46 @@ __all__ = [
 class ClusterEnvironment(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.ClusterEnvironment"
+    _lightnings_name = "plugins.environments.ClusterEnvironment"
 
 
 class KubeflowEnvironment(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.KubeflowEnvironment"
+    _lightnings_name = "plugins.environments.KubeflowEnvironment"
 
 
 class LSFEnvironment(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.LSFEnvironment"
+    _lightnings_name = "plugins.environments.LSFEnvironment"
 
 
 class LightningEnvironment(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.LightningEnvironment"
+    _lightnings_name = "plugins.environments.LightningEnvironment"
 
 
 class MPIEnvironment(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.MPIEnvironment"
+    _lightnings_name = "plugins.environments.MPIEnvironment"
 
 
 class SLURMEnvironment(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.SLURMEnvironment"
+    _lightnings_name = "plugins.environments.SLURMEnvironment"
 
 
 class TorchElasticEnvironment(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.TorchElasticEnvironment"
+    _lightnings_name = "plugins.environments.TorchElasticEnvironment"
 
 
 class XLAEnvironment(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.XLAEnvironment"
+    _lightnings_name = "plugins.environments.XLAEnvironment"

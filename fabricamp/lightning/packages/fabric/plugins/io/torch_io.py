@@ -9,4 +9,4 @@ __all__ = ["TorchCheckpointIO"]
 class TorchCheckpointIO(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.TorchCheckpointIO"
+    _lightnings_name = "plugins.io.TorchCheckpointIO"

@@ -9,4 +9,4 @@ __all__ = ["XLACheckpointIO"]
 class XLACheckpointIO(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.XLACheckpointIO"
+    _lightnings_name = "plugins.io.XLACheckpointIO"

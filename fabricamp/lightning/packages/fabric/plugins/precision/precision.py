@@ -25,4 +25,4 @@ _PRECISION_INPUT = _PRECISION_INPUT_INT | _PRECISION_INPUT_STR | _PRECISION_INPU
 class Precision(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "fabric.Precision"
+    _lightnings_name = "plugins.precision.Precision"

@@ -9,4 +9,4 @@ __all__ = ["AsyncCheckpointIO"]
 class AsyncCheckpointIO(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "plugins.AsyncCheckpointIO"
+    _lightnings_name = "plugins.io.AsyncCheckpointIO"

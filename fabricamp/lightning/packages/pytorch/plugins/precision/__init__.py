@@ -20,46 +20,46 @@ __all__ = [
 class BitsandbytesPrecision(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "plugins.BitsandbytesPrecision"
+    _lightnings_name = "plugins.precision.BitsandbytesPrecision"
 
 
 class DeepSpeedPrecision(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "plugins.DeepSpeedPrecision"
+    _lightnings_name = "plugins.precision.DeepSpeedPrecision"
 
 
 class DoublePrecision(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "plugins.DoublePrecision"
+    _lightnings_name = "plugins.precision.DoublePrecision"
 
 
 class FSDPPrecision(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "plugins.FSDPPrecision"
+    _lightnings_name = "plugins.precision.FSDPPrecision"
 
 
 class HalfPrecision(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "plugins.HalfPrecision"
+    _lightnings_name = "plugins.precision.HalfPrecision"
 
 
 class MixedPrecision(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "plugins.MixedPrecision"
+    _lightnings_name = "plugins.precision.MixedPrecision"
 
 
 class TransformerEnginePrecision(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "plugins.TransformerEnginePrecision"
+    _lightnings_name = "plugins.precision.TransformerEnginePrecision"
 
 
 class XLAPrecision(Refused):
     """Not offered: constructing it raises."""
 
-    _lightnings_name = "plugins.XLAPrecision"
+    _lightnings_name = "plugins.precision.XLAPrecision"
