@@ -49,10 +49,10 @@ ALL_FORMS = """
     assert Deep is ModelCheckpoint is callbacks.ModelCheckpoint is fabricamp.callbacks.ModelCheckpoint
     assert importlib.import_module("lightning.pytorch.trainer.trainer").Trainer is fabricamp.Trainer
     assert L.Trainer is fabricamp.Trainer and L.pytorch.callbacks.EarlyStopping is EarlyStopping
-    assert importlib.util.find_spec("lightning.pytorch.loops") is None and importlib.util.find_spec("lightning.app") is None
+    assert importlib.util.find_spec("lightning.pytorch.trainer.call") is None and importlib.util.find_spec("lightning.app") is None
     assert fabricamp.__spec__.name == "fabricamp" and fabricamp.__name__ == "fabricamp"
     assert not [name for name, one in sys.modules.items() if "site-packages/lightning/" in str(getattr(one, "__file__", ""))]
-    for name in ("lightning.pytorch.loops", "pytorch_lightning.serve", "lightning.pytorch.non"):
+    for name in ("lightning.pytorch.trainer.call", "pytorch_lightning.utilities.migration", "lightning.pytorch.non"):
         try:
             __import__(name)
         except ModuleNotFoundError as error:
@@ -87,8 +87,8 @@ def test_every_form_of_import_and_what_is_not_offered(tmp_path, monkeypatch, ins
         assert "No module named 'lightning'" in run(tmp_path, "-c", "import lightning", code=1)[1]
     shown, _ = run(tmp_path, *DOOR, "script.py", text=ALL_FORMS)
     lines = shown.splitlines()
-    assert lines[0].startswith("Lightning's loops is not offered by fabricamp: override the hooks")
-    assert lines[1].startswith("Lightning's serve is not offered by fabricamp: ")
+    assert lines[0].startswith("Lightning's trainer.call is not offered by fabricamp: override the hooks")
+    assert lines[1].startswith("Lightning's utilities.migration is not offered by fabricamp: ")
     assert lines[2] == "No module named 'lightning.pytorch.non'"
     assert "devices=2" in lines[3]
     assert "ckpt_path" in lines[4]
@@ -145,9 +145,11 @@ def test_an_interrupt_is_told_by_the_signal(tmp_path):
 
 
 def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
-    _, shown = run(tmp_path, *DOOR, "script.py", code=1, text="from lightning.pytorch.loops import _FitLoop")
+    _, shown = run(
+        tmp_path, *DOOR, "script.py", code=1, text="from lightning.pytorch.trainer.call import _call_setup_hook"
+    )
     assert re.findall(r'File "(.*?)", line', shown) == [str(tmp_path / "script.py")]
-    assert "ModuleNotFoundError: Lightning's loops is not offered by fabricamp" in shown
+    assert "ModuleNotFoundError: Lightning's trainer.call is not offered by fabricamp" in shown
 
 
 @pytest.mark.parametrize(
