@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fabricamp._utils import lightning_alias
 from fabricamp.arguments.cadence import Cadence, Every, parse_every
 from fabricamp.arguments.checks import check_kind
 from fabricamp.arguments.not_offered import is_lightnings
@@ -196,13 +197,28 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state; contains monitor, mode, filename and cadence."""
+        """The key of this callback's state; contains monitor, mode, filename and cadence.
+
+        In a program written for Lightning it is Lightning's, without the filename.
+        """
+        if lightning_alias.is_installed():
+            return self._lightnings_key
         lengths = ", ".join(str(length) for length in self._lengths.values() if length)
         return f"{self._kind} every {lengths or '0'}"
 
     def accepts_state_of(self, key: str) -> bool:
-        """Also accepts the state of a run with the same kind of cadence and another length."""
-        return key == self._kind or key.startswith(f"{self._kind} every ")
+        """Also accepts the state of a run with the same kind of cadence and another length, and Lightning's key."""
+        return key in (self._kind, self._lightnings_key) or key.startswith(f"{self._kind} every ")
+
+    @property
+    def _lightnings_key(self) -> str:
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self.every_n_train_steps,
+            every_n_epochs=self.every_n_epochs,
+            train_time_interval=self.train_time_interval,
+        )
 
     @property
     def _lengths(self) -> dict[str, Any]:

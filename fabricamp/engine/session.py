@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricamp._utils import lightning_alias
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.checkpoint.shard_loading import sharded_weights
@@ -139,6 +140,11 @@ class Session:
         self.checkpoint = checkpoint
         if fits:
             # Gradients of an earlier fit, which may have failed within an accumulation, must not enter this fit's sums.
+            by_hand = not self.module.automatic_optimization
+            if by_hand and any(parameter.grad is not None for parameter in self.module.parameters()):
+                lightning_alias.say_difference(
+                    "gradients from before fit are cleared; in Lightning the first step uses them"
+                )
             self.module.zero_grad()
         self._prepare_data()
         self._call_setup("setup")
@@ -285,9 +291,17 @@ class Session:
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
+        self._say_differences()
         loop = TrainingLoop(parts, update)
         self.validation_follows = loop.validation_follows
         return profile_fit(self, loop)
+
+    def _say_differences(self) -> None:
+        """Logs what gives other results than Lightning, in a program written for it."""
+        if lightning_alias.is_installed():
+            from fabricamp.engine.lightning_differences import say_differences
+
+            say_differences(self)
 
     def _fit_parts(self) -> FitParts:
         """Returns the loop's parts; asks for the training loader before the validation loaders."""
@@ -464,6 +478,7 @@ class Session:
         if not feeds:
             cure = self.data.what_to_write(LOADERS[kind], "dataloaders")
             raise ConfigError(f"there is nothing to {self.fn.value}: {cure}")
+        self._say_differences()
         self.run_summary.weights(chosen=chosen)
         outputs = loop.run(feeds, keep=keep)
         if self.trainer.state.interrupted:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NotInstalledError
 from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import edges_of, showable, writes
@@ -367,7 +367,7 @@ def _package() -> Any:
     try:
         return importlib.import_module("wandb")
     except ModuleNotFoundError as error:
-        raise ConfigError('WandbLogger needs the package wandb: pip install "fabricamp[wandb]"') from error
+        raise NotInstalledError('WandbLogger needs the package wandb: pip install "fabricamp[wandb]"') from error
 
 
 def _new_id() -> str:

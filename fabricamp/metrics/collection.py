@@ -272,7 +272,11 @@ class Metrics(Recording):
             own = self._own_steps(merged)
             self._show(own)
             self.logged.update(_for_loggers(own))
-        values = self._collect(table, merged)
+        values = []
+        # Step values before epoch values: the last one takes the plain key.
+        for one in sorted(merged, key=lambda one: not one.published.per_step):
+            number = self._computed(table, one) if one.reduced is None else one.reduced
+            values.append((one.published, number))
         table.mark_reduced()
         for published, value in values:
             self._publish_to_callbacks(published, value)
@@ -280,14 +284,6 @@ class Metrics(Recording):
         if training:
             values = [(published, value) for published, value in values if not published.per_step]
         self.logged.update(_for_loggers(values))
-        return values
-
-    def _collect(self, table: MetricTable, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
-        """Returns the values over all ranks, step values before epoch values: the last one takes the plain key."""
-        values = []
-        for value in sorted(merged, key=lambda value: not value.published.per_step):
-            number = self._computed(table, value) if value.reduced is None else value.reduced
-            values.append((value.published, number))
         return values
 
     def _computed(self, table: MetricTable, value: exchange.Merged) -> float:

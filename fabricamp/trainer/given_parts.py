@@ -14,7 +14,7 @@ from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
-from fabricamp.errors import ConfigError, without_address
+from fabricamp.errors import ConfigError, DuplicateCallbackError, without_address
 from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import DummyLogger
@@ -45,7 +45,7 @@ def as_callbacks(value: Any) -> list[Callback]:
     keys = [one.state_key for one in found]
     for one, key in zip(found, keys, strict=True):
         if keys.count(key) > 1 and one.state_dict():
-            raise ConfigError(
+            raise DuplicateCallbackError(
                 f"two callbacks have the state key {key!r}; give them different arguments, or override state_key"
             )
     return found

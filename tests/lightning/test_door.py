@@ -140,8 +140,15 @@ def test_it_ends_as_python_ends_it(tmp_path, name):
 
 
 def test_an_interrupt_is_told_by_the_signal(tmp_path):
-    _, shown = run(tmp_path, *DOOR, "script.py", code=-signal.SIGINT, text="raise KeyboardInterrupt")
+    text = """
+        import atexit
+        atexit.register(print, "left")
+        raise KeyboardInterrupt
+    """
+    printed, shown = run(tmp_path, *DOOR, "script.py", code=-signal.SIGINT, text=text)
+    assert printed == "left\n"
     assert shown.splitlines()[-1] == "KeyboardInterrupt"
+    assert shown.count("Traceback") == 1
 
 
 def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
