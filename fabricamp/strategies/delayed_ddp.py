@@ -240,11 +240,11 @@ class DelayedDDP(ProcessGroupStrategy):
     def _average(self, parameters: Sequence[Tensor] | None) -> Gradients:
         """Averages each ``.grad``; None: of the module's parameters, with the averages in ``.grad`` again."""
         assert self._module is not None, "wrap_module comes first"
-        own = list(self._module.parameters()) if parameters is None else parameters
-        key = tuple(map(id, own))
+        averaged = list(self._module.parameters()) if parameters is None else parameters
+        key = tuple(map(id, averaged))
         laid_out = self._flats.get(key)
         if laid_out is None:
-            laid_out = self._lay_out(own)
+            laid_out = self._lay_out(averaged)
             self._flats[key] = laid_out
         flat, report = laid_out
         if flat.frozen:
