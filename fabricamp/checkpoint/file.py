@@ -67,30 +67,33 @@ def read_checkpoint(
     verify: bool = True,
     mapped: bool = False,
     weights_only: bool | None = None,
+    keep_objects: bool = False,
 ) -> dict[str, Any]:
     """Returns the checkpoint at ``path`` with current keys: a file or folder of fabricamp (any format), Lightning or apex.
 
     ``path`` may also be an open file.  ``map_location`` is ``torch.load``'s.  With ``verify`` the checksums of the whole file are
-    compared first; without, damage inside tensors goes unnoticed, and objects stay references.  With ``mapped`` a local file is
-    memory-mapped: its tensors are read on first use.
+    compared first; without, damage inside tensors goes unnoticed.  With ``mapped`` a local file is memory-mapped: its tensors are
+    read on first use.
 
     Runs no code from the file, unless ``weights_only`` is False: that allows its objects to be rebuilt, once the file is verified.
-    Otherwise raises :class:`CheckpointObjectsError` for objects of types that the program has not allowed.  Raises
-    :class:`CheckpointError` if the file is damaged or not a checkpoint, and its subclass :class:`CheckpointNotFoundError` if there
-    is none.
+    Otherwise raises :class:`CheckpointObjectsError` for objects of types that the program has not allowed.  With ``keep_objects``,
+    and without ``verify``, objects stay as they were written, and can be written again.  Raises :class:`CheckpointError` if the
+    file is damaged or not a checkpoint, and its subclass :class:`CheckpointNotFoundError` if there is none.
     """
+    keep_objects = keep_objects or not verify
+    options: dict[str, Any] = {"weights_only": weights_only, "keep_objects": keep_objects}
     if not isinstance(path, str | os.PathLike):
-        return _read_file(name_of_source(path), _seekable(path), map_location, verify=verify, weights_only=weights_only)
+        return _read_file(name_of_source(path), _seekable(path), map_location, verify=verify, **options)
     path = storage.normalized(path)
     if storage.is_folder(path):
         from fabricamp.checkpoint.folder import read_folder  # imports torch.distributed.checkpoint: one second
 
-        return read_folder(path, map_location=map_location, verify=verify, weights_only=weights_only)
+        return read_folder(path, map_location=map_location, verify=verify, **options)
     # Opening a pipe could block, and reading a device might never end.
     _refuse_no_file(path)
     try:
         with storage.open_for_reading(path) as file:
-            return _read_file(path, file, map_location, verify=verify, mapped=mapped, weights_only=weights_only)
+            return _read_file(path, file, map_location, verify=verify, mapped=mapped, **options)
     except CheckpointError:  # some are OSErrors too
         raise
     except OSError as error:
@@ -116,6 +119,7 @@ def _read_file(
     verify: bool,
     mapped: bool = False,
     weights_only: bool | None,
+    keep_objects: bool,
 ) -> dict[str, Any]:
     sealed = False
     try:
@@ -141,7 +145,7 @@ def _read_file(
             f"{path} is not a checkpoint of a Trainer: it holds {held:.500}, and no dict as 'state_dict'; load "
             "weights alone with module.load_state_dict(torch.load(path, weights_only=True))"
         )
-    if verify:
+    if not keep_objects:
         unpack_objects(state, path, weights_only=weights_only)
     return state
 

@@ -31,10 +31,11 @@ from torch import Tensor, nn
 
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
 from fabricamp.ops.shards import is_shard
+from fabricamp.precision.boundary import reduced_without_boundary
 from fabricamp.torch_private import WeightsOnlyUnpickler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 _PROTOCOL: Final = 2
 """torch.save's, and the only one that torch's weights-only unpickler reads."""
@@ -107,14 +108,17 @@ class ObjectRef:
 # -- pickling ------------------------------------------------------------------------------------------------------------------
 
 
-def pickle_into(pickled: PickledObjects, objects: Sequence[tuple[str, str, object]]) -> None:
+def pickle_into(
+    pickled: PickledObjects, objects: Sequence[tuple[str, str, object]], full: Mapping[int, Tensor] | None = None
+) -> None:
     """Fills ``pickled`` with objects, given as (key path, name, object).
 
-    Raises :class:`CheckpointError` with the key path of an object that cannot be pickled.
+    ``full`` maps ids of tensors inside them to those that stand in their place: the full values of half weights.  Raises
+    :class:`CheckpointError` with the key path of an object that cannot be pickled.
     """
     values = [value for _, _, value in objects]
     try:
-        data, tensors = _dumped(values)
+        data, tensors = _dumped(values, full or {})
     except Exception as error:  # a class of the user may raise anything
         path, name, reason = _culprit(objects, error)
         raise CheckpointError(
@@ -131,16 +135,16 @@ def _culprit(objects: Sequence[tuple[str, str, object]], error: Exception) -> tu
     """Returns key path, name and reason of the first object that cannot be pickled alone."""
     for path, name, value in objects:
         try:
-            _dumped([value])
+            _dumped([value], {})
         except Exception as own:  # noqa: BLE001 - the same
             return path, name, f"{type(own).__name__}: {own}"
     path, name, _ = objects[0]
     return path, name, f"{type(error).__name__}: {error}"
 
 
-def _dumped(values: list[object]) -> tuple[bytearray, list[Tensor]]:
+def _dumped(values: list[object], full: Mapping[int, Tensor]) -> tuple[bytearray, list[Tensor]]:
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, full)
     pickler.dump(values)
     return bytearray(file.getbuffer()), pickler.tensors
 
@@ -148,10 +152,15 @@ def _dumped(values: list[object]) -> tuple[bytearray, list[Tensor]]:
 class _Pickler(pickle.Pickler):
     """Keeps tensors, and storages of tensors of other classes, out of the bytes."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, full: Mapping[int, Tensor]) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self.tensors: list[Tensor] = []  # they keep what is numbered alive, so no id is used twice
+        self._full = full
         self._numbers: dict[int, int] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = reduced_without_boundary(value) if isinstance(value, nn.Module) else None
+        return NotImplemented if reduced is None else reduced
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -160,7 +169,7 @@ class _Pickler(pickle.Pickler):
             # A tensor with attributes or of another class is taken apart by its own __reduce_ex__, which ends at a storage; one
             # on the meta device has none.
             if type(value) in (Tensor, nn.Parameter) and not value.is_meta and not vars(value):
-                return self._number(id(value), value)
+                return self._number(id(value), self._full.get(id(value), value))
         elif isinstance(value, torch.storage.TypedStorage):
             storage = value._untyped_storage  # the public methods warn that the class will go
             whole = torch.empty(0, dtype=value.dtype, device=storage.device).set_(storage)

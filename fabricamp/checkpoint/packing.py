@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from typing import Any
+
+from torch import Tensor, nn
 
 from fabricamp.checkpoint.objects import ObjectRef, PickledObjects, pickle_into, refusal
 from fabricamp.checkpoint.plain import MAPPINGS, TENSORS, VALUES, check_content, name_of
@@ -12,12 +15,13 @@ from fabricamp.errors import CheckpointError, CheckpointObjectsError
 from fabricamp.ops.shards import is_shard
 
 
-def pack_objects(state: dict[str, Any]) -> dict[str, Any]:
+def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
     """Returns ``state`` with references in place of its objects, which are pickled now; ``state`` itself if it has none.
 
     An object is a value that ``torch.load(weights_only=True)`` could not load; a tuple, a set or the keys of a dict with such a
-    value in them count as one object.  Containers without objects are those of ``state``.  Raises :class:`CheckpointError` with
-    the key path of an object that cannot be pickled.
+    value in them count as one object.  Containers without objects are those of ``state``.  Tensors of ``module`` inside objects are
+    saved with the values that ``state["state_dict"]`` has for them: full ones, where the module's are half.  Raises
+    :class:`CheckpointError` with the key path of an object that cannot be pickled.
     """
     packing = _Packing()
     try:
@@ -25,8 +29,21 @@ def pack_objects(state: dict[str, Any]) -> dict[str, Any]:
     except RecursionError:  # lists within themselves: the check of the content names them
         return state
     if packing.found:
-        pickle_into(packing.pickled, packing.found)
+        pickle_into(packing.pickled, packing.found, {} if module is None else _full_values(module, state))
     return packed
+
+
+def _full_values(module: nn.Module, state: dict[str, Any]) -> dict[int, Tensor]:
+    """Returns the values in ``state`` of tensors of ``module`` that have another dtype, by the ids of these tensors."""
+    values = state.get("state_dict")
+    full: dict[int, Tensor] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        value: Any = values.get(name) if isinstance(values, dict) else None
+        if type(value) not in TENSORS or value.dtype == tensor.dtype:
+            continue
+        is_parameter = isinstance(tensor, nn.Parameter)
+        full[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+    return full
 
 
 class _Packing:
@@ -90,10 +107,15 @@ def unpack_objects(state: Any, path: str, *, weights_only: bool | None) -> None:
     for _, container, key in places:
         pickled = container[key].objects
         if id(pickled) not in by_pack:
-            by_pack[id(pickled)] = _loaded(pickled, path, state, weights_only=weights_only is not False)
+            by_pack[id(pickled)] = _loaded(pickled, path, state, weights_only=weights_only is not False or _forbidden())
     for _, container, key in places:
         reference = container[key]
         container[key] = by_pack[id(reference.objects)][reference.index]
+
+
+def _forbidden() -> bool:
+    """Returns whether torch's environment variable takes the permission away from every call."""
+    return os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
 
 
 def _loaded(pickled: PickledObjects, path: str, state: Any, *, weights_only: bool) -> list[Any]:

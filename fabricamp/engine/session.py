@@ -517,7 +517,7 @@ class Session:
 
         def pack() -> None:
             nonlocal packed
-            packed = pack_objects(checkpoint)
+            packed = pack_objects(checkpoint, self.module)
             if packed is checkpoint or self._told_of_objects:
                 return
             self._told_of_objects = True

@@ -19,6 +19,7 @@ from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint, read_header, write_checkpoint
 from fabricamp.checkpoint.objects import ObjectRef
 from fabricamp.checkpoint.packing import pack_objects
+from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointObjectsError
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -58,6 +59,13 @@ class Forecast(Classifier):
 
     def training_step(self, batch, batch_idx):
         return self.loss(self.net(batch[0]), batch[1])
+
+
+class WithNet(Classifier):
+    def __init__(self, net):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = net
 
 
 class Statistics(Callback):
@@ -253,6 +261,21 @@ def test_tensors_inside_objects_are_counted_and_copied_like_others():
     assert torch.equal(found["objects"][1].classes.to_dense(), torch.eye(2))
 
 
+@pytest.mark.parametrize("precision", ["O2", "O3"])
+def test_a_half_network_is_saved_in_full_and_without_casts(precision, tmp_path):
+    """Inside an object the values are those of ``state_dict``, and no hook of the precision is in the file."""
+    net = nn.Linear(8, 3)
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
+    options = {"precision": precision, "max_steps": 1, "checkpoint_objects": True, "enable_checkpointing": True}
+    quiet_trainer(callbacks=[checkpoint], **options).fit(WithNet(net), loader())
+    content = read_checkpoint(checkpoint.best_model_path, weights_only=False)
+    found = content["hyper_parameters"]["net"]
+    assert torch.equal(found.weight, content["state_dict"]["net.weight"])
+    assert found.weight.dtype is content["state_dict"]["net.weight"].dtype
+    assert not [hook for name, hook in vars(found).items() if "forward" in name and hook]
+    assert found(torch.ones(1, 8, dtype=found.weight.dtype)).dtype is found.weight.dtype
+
+
 def test_tensors_keep_views_attributes_and_class():
     whole = torch.arange(6.0)
     marked = nn.Parameter(torch.ones(2))
@@ -299,6 +322,12 @@ def test_the_switch_to_write_allows_nothing_to_be_read(saved, monkeypatch):
     for call in CALLS.values():
         with pytest.raises(CheckpointObjectsError):
             call(quiet_trainer(max_epochs=2, checkpoint_objects=True), saved)
+
+
+def test_torchs_variable_takes_the_permission_away(saved, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(CheckpointObjectsError):
+        read_checkpoint(saved, weights_only=False)
 
 
 def test_a_wrong_permission_is_refused():
@@ -363,6 +392,15 @@ def test_open_files(saved):
         Forecast.load_from_checkpoint(content)
     with pytest.raises(CheckpointError, match="the BytesIO is damaged"):
         Forecast.load_from_checkpoint(io.BytesIO(b"text"), weights_only=False)
+
+
+@pytest.mark.parametrize("target", ["copy.ckpt", "copy/"])
+def test_an_export_hands_objects_on_without_looking_into_them(target, saved, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delitem(globals(), "Encoder")
+        export(str(saved), target)
+    found = Forecast.load_from_checkpoint(target.rstrip("/"), weights_only=False)
+    assert found.hparams.encoder == Encoder(["a", "b"])
 
 
 def test_a_header_is_read_without_permission_and_its_objects_stay_closed(saved):
