@@ -366,7 +366,8 @@ def _not_there(path: str) -> str:
 def _unreadable(path: str, file: IO[bytes], error: Exception, *, weights_only: bool | None) -> CheckpointError:
     """Returns the error for a file that could not be loaded: what is wrong, and what to do."""
     file.seek(0)
-    unsafe = _unsafe_globals(file) if weights_only is False or isinstance(error, pickle.UnpicklingError) else []
+    asks_for_code = weights_only is False or isinstance(error, pickle.UnpicklingError)
+    unsafe = [name for name in _unsafe_globals(file) if name not in GLOBALS] if asks_for_code else []
     if unsafe and weights_only is False:
         return CheckpointObjectsError(
             f"{path} holds objects ({', '.join(unsafe):.500}) that cannot be rebuilt here ({type(error).__name__}: "

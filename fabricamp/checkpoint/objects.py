@@ -41,7 +41,7 @@ _PROTOCOL: Final = 2
 """torch.save's, and the only one that torch's weights-only unpickler reads."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # slots: a file cannot set an attribute in the place of a method
 class PickledObjects:
     """The bytes of a list of objects."""
 
@@ -82,7 +82,7 @@ class PickledObjects:
         return PickledObjects(*(copy.deepcopy(part, memo) for part in self.parts()))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class ObjectRef:
     """The place of an object in a state."""
 

@@ -102,7 +102,10 @@ def unpack_objects(state: Any, path: str, *, weights_only: bool | None) -> None:
     ``weights_only`` False allows code to rebuild them.  True and None allow torch's own types, and those that the program gave to
     ``torch.serialization.add_safe_globals``; raises :class:`CheckpointObjectsError` with the keys and classes of others.
     """
-    places = [*_places(state)]
+    try:
+        places = _places(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; use an older one from the same folder") from error
     by_pack: dict[int, list[Any]] = {}
     for _, container, key in places:
         pickled = container[key].objects

@@ -17,7 +17,7 @@ from torch import nn
 from fabricamp import Callback, CheckpointError, ConfigError, DataModule
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint
 from fabricamp.checkpoint import read_checkpoint, read_header, write_checkpoint
-from fabricamp.checkpoint.objects import ObjectRef
+from fabricamp.checkpoint.objects import ObjectRef, PickledObjects
 from fabricamp.checkpoint.packing import pack_objects
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointObjectsError
@@ -429,6 +429,43 @@ def test_no_code_runs_without_permission(tmp_path):
         read_checkpoint(path, weights_only=False)
         assert touched.exists()
         touched.unlink()
+
+
+PLACES = {
+    "no bytes": lambda: ObjectRef(None, 0),
+    "another index": lambda: ObjectRef(PickledObjects(names=["x"]), 5),
+    "no number": lambda: ObjectRef(PickledObjects(names=["x"]), "0"),
+    "other bytes": lambda: ObjectRef(PickledObjects(torch.ones(3), [], ["x"], ""), 0),
+    "no tensors": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8), None, ["x"], ""), 0),
+    "no names": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8), [], [1], ""), 0),
+}
+
+
+@pytest.mark.parametrize("weights_only", [None, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_objects_of_another_layout_are_damage(place, weights_only, tmp_path):
+    torch.save({"state_dict": {}, "x": PLACES[place]()}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is damaged") as refused:
+        read_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)
+    assert not isinstance(refused.value, CheckpointObjectsError)
+
+
+def test_no_file_puts_an_attribute_in_the_place_of_a_method(tmp_path):
+    class Trap:
+        def __init__(self, name, own):
+            self.name, self.own = name, own
+
+        def __reduce__(self):
+            function, parts = self.own.__reduce__()
+            return function, parts, {self.name: torch._utils._rebuild_tensor_v2}
+
+    packed = pack_objects({"state_dict": {}, "x": Encoder([1])})
+    for name in ("load", "parts", "objects"):
+        packed["x"].objects = Trap(name, packed["x"].objects)
+        torch.save(packed, tmp_path / "a.ckpt")
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_checkpoint(tmp_path / "a.ckpt", weights_only=False)
+        packed["x"].objects = packed["x"].objects.own
 
 
 def changed(path, member, change):
