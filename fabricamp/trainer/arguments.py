@@ -162,6 +162,11 @@ class Settings:
     left_by_schedule: int = 1
     """``accumulate_grad_batches`` after the last fit's schedule; another schedule may replace this value."""
 
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        # A pickle of version 0.1.0 has no ``checkpoint_objects``.
+        for name, value in {"checkpoint_objects": False, **state[1]}.items():
+            setattr(self, name, value)
+
     @property
     def most_accumulated(self) -> int:
         """The largest number of micro-batches in a step."""

@@ -390,6 +390,8 @@ def test_open_files(saved):
         assert isinstance(Forecast.load_from_checkpoint(file, weights_only=False).hparams.loss, Loss)
     with pytest.raises(CheckpointObjectsError, match="the BytesIO holds objects"):
         Forecast.load_from_checkpoint(content)
+    with pytest.raises(FileNotFoundError, match="BytesIO"):  # as in Lightning, whose fit takes paths alone
+        quiet_trainer().fit(forecast(), loader(), ckpt_path=content)
     with pytest.raises(CheckpointError, match="the BytesIO is damaged"):
         Forecast.load_from_checkpoint(io.BytesIO(b"text"), weights_only=False)
 
