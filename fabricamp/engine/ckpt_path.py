@@ -97,6 +97,7 @@ def _candidates(trainer: Trainer) -> Candidates:
         # A given folder is the same in every attempt, so its files compete with the known ones.
         first = [path for callback in callbacks for path in callback.known_files() if storage.exists(path)]
         for callback in callbacks:
+            first += callback.found_last_checkpoints(trainer)
             if callback.dirpath_given:
                 for folder in possible_folders(trainer, callback):
                     first += listed(callback, folder)

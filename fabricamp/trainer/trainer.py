@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Never
 
 from fabricamp import launch
+from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ckpt_path import best_of_last_fit
 from fabricamp.engine.ending import end_fit, leave_interrupted
@@ -114,6 +115,10 @@ class Trainer(TrainerProperties):
     Example:
         >>> trainer = Trainer(max_epochs=3, precision="O1", accelerator="cpu", logger=False, enable_checkpointing=False)
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_private_methods(cls)
 
     @from_environment
     def __init__(
