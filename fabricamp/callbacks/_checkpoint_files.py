@@ -25,6 +25,7 @@ from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+    from fabricamp.checkpoint import CheckpointIO
     from fabricamp.trainer import Trainer
 
 _NEWEST = 2
@@ -393,7 +394,11 @@ class Lineage:
 
 
 def find_own_files(
-    kept: KeptFiles, lineage: Lineage, files: Iterable[str], trusts: Callable[[str], bool]
+    kept: KeptFiles,
+    lineage: Lineage,
+    files: Iterable[str],
+    trusts: Callable[[str], bool],
+    io: CheckpointIO | None = None,
 ) -> tuple[KeptFiles, frozenset[str], Lineage]:
     """Returns (files a resumed callback continues with, paths among them that it did not write, its lineage).
 
@@ -404,7 +409,7 @@ def find_own_files(
     headers: dict[str, dict[str, Any]] = {}
     for path in files:
         try:
-            header = read_header(path)
+            header = read_header(path, io)
         except CheckpointError:
             continue  # damaged: its writer is unknown
         if sort_key := lineage.sort_key(header):

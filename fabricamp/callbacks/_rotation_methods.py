@@ -39,6 +39,7 @@ from fabricamp.callbacks._checkpoint_files import (
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import link_checkpoint, read_header, storage
+from fabricamp.checkpoint.checkpoint_io import remove_by
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.metrics.values import score_tensor
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import timedelta
 
+    from fabricamp.checkpoint import CheckpointIO
     from fabricamp.trainer import Trainer
 
 _LOG = logging.getLogger("fabricamp")
@@ -110,6 +112,8 @@ class RotationMethods(Checkpoint):
     _assigned: Mapping[str, Any] = {}  # values of an override that do not follow from the files
     _named: frozenset[str] = frozenset()  # paths that this callback has chosen for its files in this process
     _rotating = False  # a save by these methods is in progress
+    _io: CheckpointIO | None = None
+    """The plug-in that writes the files; it can write, load and remove, but not copy and rename, so these methods save."""
 
     # -- what users read, and overrides assign -----------------------------------------------------------------------------------
 
@@ -260,8 +264,8 @@ class RotationMethods(Checkpoint):
 
     @property
     def _saves_by_methods(self) -> bool:
-        """Whether a method that makes a save is overridden, in the class or on the object."""
-        return any(
+        """Whether a method that makes a save is overridden, in the class or on the object, or a plug-in writes the files."""
+        return self._io is not None or any(
             name in vars(self) or getattr(type(self), name) is not getattr(RotationMethods, name)
             for name in _STEPS_OF_A_SAVE
         )
@@ -485,11 +489,14 @@ class RotationMethods(Checkpoint):
         self._named -= {path}
 
     def _remove_own(self, path: str) -> None:
-        if storage.exists(path) and not self._wrote(path):
+        if not self._wrote(path) and (storage.exists(path) or self._io is not None):
             raise ConfigError(
                 f"{type(self).__name__}._remove_checkpoint({path!r}): this callback did not write that file, and removes only its "
                 "own; remove other files in your method, with os.remove"
             )
+        if self._io is not None:
+            remove_by(self._io, path)
+            return
         if path in self._named and not storage.is_remote(path) and Path(path).is_dir() and not storage.is_folder(path):
             shutil.rmtree(path)  # a folder that an overridden _save_checkpoint has made, as save_pretrained does
             return
@@ -501,7 +508,7 @@ class RotationMethods(Checkpoint):
         if path in self._named or path in {*kept.files, kept.last, kept.spare} - self._foreign:
             return True
         try:
-            attempt = read_header(path).get(WRITTEN_BY)
+            attempt = read_header(path, self._io).get(WRITTEN_BY)
         except CheckpointError:
             return False
         return attempt is not None and attempt in {self._lineage.attempt, *self._lineage.earlier}

@@ -33,6 +33,7 @@ from fabricamp.callbacks._monitoring import has_validation, missing_monitor
 from fabricamp.callbacks._rotation_methods import RotationMethods
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.checkpoint import storage
+from fabricamp.checkpoint.checkpoint_io import writes_own_files
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -196,7 +197,8 @@ class ModelCheckpoint(RotationMethods):
             return True
         if not path.endswith(self.FILE_EXTENSION):
             return False
-        return any(storage.resolves_within(path, folder) for folder in self._followed)
+        any_folder = self._io is not None
+        return any(storage.resolves_within(path, folder, any_folder=any_folder) for folder in self._followed)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Chooses the folder, the same on every rank."""
@@ -205,6 +207,8 @@ class ModelCheckpoint(RotationMethods):
             return
         self._judged_step = -1
         self._waits = False
+        io = trainer.strategy.checkpoint_io
+        self._io = None if writes_own_files(io) else io
         if self.save_on_exception and trainer.world_size > 1:
             raise ConfigError(
                 f"ModelCheckpoint(save_on_exception=True) with {trainer.world_size} processes: the rank that raised cannot gather "
@@ -237,7 +241,11 @@ class ModelCheckpoint(RotationMethods):
         if not self._restored:
             return self._kept, self._foreign, lineage
         files = files_beside(trainer, self)
-        kept, foreign, lineage = find_own_files(self._kept, lineage, files, self._trusts)
+        kept, foreign, lineage = find_own_files(
+            self._kept, lineage, files, self._trusts, trainer.strategy.checkpoint_io
+        )
+        if self._io is not None:
+            return kept, foreign, lineage  # what the plug-in has written need not be a local file
         planner = dataclasses.replace(self._planner(trainer), foreign=foreign)
         return planner.remove_leftovers(kept), foreign, lineage
 

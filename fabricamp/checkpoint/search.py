@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fabricamp.checkpoint import storage
+from fabricamp.checkpoint.checkpoint_io import CheckpointIO, load_by, reads_own_files
 from fabricamp.checkpoint.file import read_checkpoint
 from fabricamp.errors import CheckpointError
 
@@ -20,7 +21,8 @@ class Candidates:
     of two runs in one folder), the one written last comes first.  With ``training``, checkpoints with only weights come last.
     """
 
-    def __init__(self, groups: Iterable[Iterable[str]], *, training: bool) -> None:
+    def __init__(self, groups: Iterable[Iterable[str]], *, training: bool, io: CheckpointIO | None = None) -> None:
+        self._io = io
         self._problems: list[str] = []
         self._paths = self._ordered(groups, training=training)
 
@@ -47,7 +49,7 @@ class Candidates:
             readable: list[tuple[tuple[int, ...], str]] = []
             for path in dict.fromkeys(map(storage.normalized, files)):
                 try:
-                    header = read_header(path)
+                    header = read_header(path, self._io)
                 except CheckpointError as error:
                     self.skip(str(error))
                 else:
@@ -56,8 +58,13 @@ class Candidates:
             yield from (path for _, path in sorted(readable, reverse=True))
 
 
-def read_header(path: str) -> dict[str, Any]:
-    """Returns the content of a checkpoint with tensors on the meta device: their values are not read."""
+def read_header(path: str, io: CheckpointIO | None = None) -> dict[str, Any]:
+    """Returns the content of a checkpoint with tensors on the meta device: their values are not read.
+
+    A plug-in (``io``) that loads by itself loads the complete file.
+    """
+    if io is not None and not reads_own_files(io):
+        return load_by(io, path)
     return read_checkpoint(path, map_location="meta", verify=False)
 
 

@@ -10,6 +10,7 @@ from fabricamp.callbacks._checkpoint_files import files_in, possible_folders, tr
 from fabricamp.callbacks.base import matched_states
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import Candidates, read_header, read_together, storage
+from fabricamp.checkpoint.checkpoint_io import is_asynchronous, wait_for, writes_own_files
 from fabricamp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -38,6 +39,9 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
     unchanged.  Raises :class:`MissingCheckpointError` if no file is found, and :class:`CheckpointError` if none of the found
     files can be read.
     """
+    io = trainer.strategy.checkpoint_io
+    if is_asynchronous(io):
+        trainer.strategy.on_rank_zero(lambda: wait_for(io))
     if ckpt_path not in _WORDS:
         _refuse_a_misspelt_word(trainer, ckpt_path)
         if ckpt_path is None:
@@ -115,7 +119,7 @@ def _candidates(trainer: Trainer) -> Candidates:
             candidates.skip(f"{where} cannot be listed ({reason}), and there may be checkpoints in it")
             return []
 
-    candidates = Candidates(groups(), training=trainer.state.fitting)
+    candidates = Candidates(groups(), training=trainer.state.fitting, io=trainer.strategy.checkpoint_io)
     return candidates
 
 
@@ -125,7 +129,8 @@ def _best(trainer: Trainer) -> str:
         if callback.best_model_path:
             return callback.best_model_path
     last = _candidates(trainer).next_path()
-    states = read_header(last).get("callbacks") if last else None
+    io = trainer.strategy.checkpoint_io
+    states = read_header(last, io).get("callbacks") if last else None
     if not isinstance(states, dict):
         return ""
     for callback, state in matched_states(model_checkpoints(trainer), states):
@@ -136,7 +141,8 @@ def _best(trainer: Trainer) -> str:
         # A checkpoint may name any file; only those in folders of this run are accepted.
         folders = trusted_folders(trainer, callback, last)
         is_checkpoint = best.endswith(callback.FILE_EXTENSION)
-        if is_checkpoint and any(storage.resolves_within(best, folder) for folder in folders):
+        any_folder = not writes_own_files(io)
+        if is_checkpoint and any(storage.resolves_within(best, folder, any_folder=any_folder) for folder in folders):
             return best
         raise CheckpointError(
             f"{last} names {best} as the best, which is not a {callback.FILE_EXTENSION} file in {' or '.join(folders)}; give "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.checkpoint import read_together, write_together
+from fabricamp.checkpoint.checkpoint_io import end_plugin
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.checkpoint.shard_loading import sharded_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch
@@ -511,6 +512,7 @@ class Session:
         self.validation_follows = bool
         if not failed:
             self._call_setup("teardown")
+        end_plugin(self.strategy, failed=failed)
 
     def give_back(self, *, failed: bool) -> None:
         """Releases the parts and restores the module; after a failure, leaves out the steps that may fail themselves."""
