@@ -163,7 +163,8 @@ def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:
 def write_in_background(callback: Callback) -> None:
     """Makes a ModelCheckpoint write as an :class:`AsyncCheckpoint` does; it keeps its class's name, and so the key of its state."""
     if isinstance(callback, ModelCheckpoint) and not isinstance(callback, AsyncCheckpoint):
-        callback.__class__ = _background_kind(type(callback))
+        kind: Any = type(callback)
+        callback.__class__ = _background_kind(kind)
 
 
 @functools.cache

@@ -88,5 +88,5 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Removes the file of an earlier failed fit; a file of this fit (written at a signal) stays."""
-        if stage == "fit" and not self._saved and not trainer.fast_dev_run:
+        if stage == "fit" and not self._saved and not trainer.fast_dev_run and storage.exists(self._file):
             remove_by(trainer.strategy.checkpoint_io, self._file)

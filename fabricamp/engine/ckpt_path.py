@@ -96,10 +96,13 @@ def _furthest(trainer: Trainer, word: str) -> tuple[str, dict[str, Any] | None]:
 def _candidates(trainer: Trainer) -> Candidates:
     """Returns this run's files, then those of each folder that may belong to an earlier attempt, newest run first."""
     callbacks = model_checkpoints(trainer)
+    io = trainer.strategy.checkpoint_io
 
     def groups() -> Iterator[list[str]]:
         # A given folder is the same in every attempt, so its files compete with the known ones.
-        first = [path for callback in callbacks for path in callback.known_files() if storage.exists(path)]
+        elsewhere = not writes_own_files(io)  # the plug-in alone knows whether a file is there
+        known = [path for callback in callbacks for path in callback.known_files()]
+        first = [path for path in known if elsewhere or storage.exists(path)]
         for callback in callbacks:
             first += callback.found_last_checkpoints(trainer)
             if callback.dirpath_given:
@@ -119,7 +122,7 @@ def _candidates(trainer: Trainer) -> Candidates:
             candidates.skip(f"{where} cannot be listed ({reason}), and there may be checkpoints in it")
             return []
 
-    candidates = Candidates(groups(), training=trainer.state.fitting, io=trainer.strategy.checkpoint_io)
+    candidates = Candidates(groups(), training=trainer.state.fitting, io=io)
     return candidates
 
 

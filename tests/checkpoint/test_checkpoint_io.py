@@ -172,7 +172,7 @@ def test_weights_only_is_passed_only_where_it_is_taken(tmp_path):
     train(Takes(), tmp_path)
     train(Takes(), tmp_path, epochs=3, ckpt_path=tmp_path / "epoch=1-step=8.ckpt")
     train(Files(), tmp_path, epochs=4, ckpt_path=tmp_path / "epoch=2-step=12.ckpt")
-    assert seen == [None]
+    assert set(seen) == {None}
 
 
 def test_a_plug_in_that_only_loads_keeps_todays_files(tmp_path):
@@ -210,6 +210,7 @@ def test_a_file_at_an_exception_goes_through_the_plug_in(tmp_path):
         def on_train_epoch_end(self, trainer, pl_module):
             raise ZeroDivisionError
 
+    train(Files(), tmp_path, OnExceptionCheckpoint(tmp_path, filename="error"))  # removes no file that is not there
     io = Files()
     saving = OnExceptionCheckpoint(tmp_path, filename="error")
     with pytest.raises(ZeroDivisionError):

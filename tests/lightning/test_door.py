@@ -150,9 +150,9 @@ def test_an_interrupt_is_told_by_the_signal(tmp_path):
 
 
 def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
-    _, shown = run(tmp_path, *DOOR, "script.py", code=1, text="from lightning.pytorch.plugins import MixedPrecision")
+    _, shown = run(tmp_path, *DOOR, "script.py", code=1, text="from lightning.pytorch.loops import _FitLoop")
     assert re.findall(r'File "(.*?)", line', shown) == [str(tmp_path / "script.py")]
-    assert "ModuleNotFoundError: Lightning's plugins.precision is not offered by fabricamp" in shown
+    assert "ModuleNotFoundError: Lightning's loops is not offered by fabricamp" in shown
 
 
 @pytest.mark.parametrize(
