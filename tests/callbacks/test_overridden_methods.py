@@ -280,6 +280,20 @@ def test_a_last_file_that_an_override_finds(tmp_path):
     assert trainer.ckpt_path == str(tmp_path / "elsewhere" / "end.ckpt")
 
 
+def test_two_ranks_save_and_remove_the_same_files(tmp_path):
+    class Noted(Told):
+        def on_train_end(self, trainer, pl_module):
+            super().on_train_end(trainer, pl_module)
+            (tmp_path / f"calls of {trainer.global_rank}").write_text(repr(self.calls))
+
+    checkpoint = Noted(tmp_path / "files", monitor="v", save_last=True)
+    fit(checkpoint, epochs=3, devices=2, strategy="ddp", start_method="fork")
+    assert names(tmp_path / "files") == ["epoch=1-step=4.ckpt", "last.ckpt"]
+    calls = (tmp_path / "calls of 0").read_text()
+    assert calls == (tmp_path / "calls of 1").read_text()
+    assert "('remove', 'epoch=0-step=2.ckpt')" in calls
+
+
 # -- an EarlyStopping
 
 
@@ -293,6 +307,15 @@ def test_an_early_stopping_that_decides_by_itself():
     trainer = fit(stopping)
     assert (stopping.wait_count, stopping.stopped_epoch, stopping.stopping_reason_message) == (3, 2, "the third")
     assert trainer.current_epoch == 3
+
+
+def test_all_ranks_stop_if_one_decides_so(tmp_path):
+    class OfRankOne(EarlyStopping):
+        def _evaluate_stopping_criteria(self, current):
+            return torch.distributed.get_rank() == 1, "rank 1 has enough"
+
+    trainer = fit(OfRankOne("v"), devices=2, strategy="ddp", start_method="fork", default_root_dir=tmp_path)
+    assert trainer.current_epoch == 1
 
 
 def test_an_early_stopping_that_looks_on():
