@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
-.PHONY: help setup demo test quick lint layers types format docs aliases
+.PHONY: help setup demo test quick lint layers types format docs aliases release
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -88,7 +88,11 @@ format: $(STAMP) ## formats, and corrects what ruff can correct
 aliases: $(STAMP) ## writes the modules that only give names of Lightning and apex another path
 	$(BIN)/python tools/write_aliases.py
 
-docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and losses.svg from benchmarks/results
+docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and the pictures from benchmarks/results
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python benchmarks/render.py
 	$(BIN)/python benchmarks/draw_losses.py
+	$(BIN)/python benchmarks/draw_step.py
+
+release: $(STAMP) ## sdist and wheel of the commit in dist/, with the addresses of pyproject.toml
+	$(BIN)/python tools/release.py
