@@ -15,7 +15,7 @@ from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint, OnExceptionChe
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.errors import CheckpointError
 from fabricamp.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-from fabricamp.plugins.io.wrapper import _WrappingCheckpointIO
+from fabricamp.checkpoint.checkpoint_io import WrappingCheckpointIO
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -195,7 +195,7 @@ def test_a_plug_in_that_only_loads_keeps_todays_files(tmp_path):
 
 
 def test_a_plug_in_around_another(tmp_path):
-    class Noted(_WrappingCheckpointIO):
+    class Noted(WrappingCheckpointIO):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
             super().save_checkpoint({**checkpoint, "noted": True}, path)
 
