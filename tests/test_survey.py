@@ -31,7 +31,7 @@ def late(value: "pl.core.LightningModule"):
 """
 
 LINE = (
-    "| {0} | 13 | `fabric.utilities.nothing`, `pytorch.callbacks.NoSuchCallback`, `pytorch.no_such_part`, "
+    "| {0} | 16 | `fabric.utilities.nothing`, `pytorch.callbacks.NoSuchCallback`, `pytorch.no_such_part`, "
     "`pytorch.utilities.rank_zero.no_such_function` |"
 )
 
