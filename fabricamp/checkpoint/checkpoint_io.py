@@ -22,6 +22,7 @@ from fabricamp.checkpoint.background import BackgroundWriter
 from fabricamp.checkpoint.file import CHECKSUM, read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
+from fabricamp.checkpoint.packing import pack_objects, unpack_objects
 from fabricamp.checkpoint.plain import PRIVATE
 from fabricamp.errors import CheckpointError, CheckpointNotFoundError
 
@@ -63,7 +64,7 @@ class TorchCheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Returns the verified content of the file at ``path``."""
-        return read_checkpoint(path, "cpu" if map_location is None else map_location)
+        return read_checkpoint(path, "cpu" if map_location is None else map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes the file at ``path``, if it is there."""
@@ -133,7 +134,12 @@ class AsyncCheckpointIO(WrappingCheckpointIO):
         """Calls ``write`` in the thread with a copy of ``checkpoint``."""
         self.wait()
         self._writer = self._writer or BackgroundWriter()
-        self._writer.start(checkpoint, write)
+
+        def unpack_and_write(copied: dict[str, Any]) -> None:
+            unpack_objects(copied, "the copy of the state", weights_only=False)  # they are this process's own
+            write(copied)
+
+        self._writer.start(pack_objects(checkpoint), unpack_and_write)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads, once the write in flight has ended."""

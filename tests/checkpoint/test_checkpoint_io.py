@@ -13,9 +13,9 @@ import torch
 from fabricamp import Callback, ConfigError
 from fabricamp.callbacks import AsyncCheckpoint, ModelCheckpoint, OnExceptionCheckpoint
 from fabricamp.checkpoint import read_checkpoint
+from fabricamp.checkpoint.checkpoint_io import WrappingCheckpointIO
 from fabricamp.errors import CheckpointError
 from fabricamp.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-from fabricamp.checkpoint.checkpoint_io import WrappingCheckpointIO
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -308,6 +308,31 @@ def test_one_write_is_in_flight_and_a_removal_waits_for_it(tmp_path):
     assert names(tmp_path) == ["epoch=1-step=8.ckpt"]
     assert not [one for one in threading.enumerate() if one.name == "fabricamp-checkpoint"]
     trainer.test(ckpt_path="best", dataloaders=loader(8), verbose=False)
+
+
+class Loss:
+    """An object that has no plain form."""
+
+    scale = 3
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_plug_in_gets_objects_as_they_are(background, tmp_path):
+    class Saves(Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            checkpoint["loss"] = Loss()
+
+    class Pickles(Files):
+        def load_checkpoint(self, path, map_location=None, weights_only=None):
+            return torch.load(path, weights_only=weights_only)
+
+    io = AsyncCheckpointIO(Pickles()) if background else Pickles()
+    checkpoint = ModelCheckpoint(tmp_path, monitor="v")
+    train(io, tmp_path, checkpoint, Saves(), checkpoint_objects=True)
+    found = torch.load(tmp_path / "epoch=1-step=8.ckpt", weights_only=False)
+    assert type(found["loss"]) is Loss
+    with pytest.raises(CheckpointError, match="Pickles cannot load"):
+        train(io, tmp_path, epochs=3, ckpt_path=tmp_path / "epoch=1-step=8.ckpt")
 
 
 # -- two processes

@@ -17,7 +17,7 @@ import torch
 import fabricamp
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.callbacks.early_stopping import EarlyStoppingReason
-from fabricamp.checkpoint import lightning_names
+from fabricamp.checkpoint import lightning_names, read_checkpoint
 from fabricamp.checkpoint.hyperparameters import Hyperparameters
 from fabricamp.checkpoint.lightning_names import Pickler, Unpickler
 from fabricamp.errors import CheckpointError, ConfigError
@@ -160,3 +160,60 @@ def test_a_round_trip(under, tmp_path):
         back = Unpickler(file).load()
     assert shown(back) == shown(VALUES)
     assert [type(one) for one in back["enums"]] == [type(one) for one in VALUES["enums"]]
+
+
+WRITES = """
+import sys
+import torch
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import AttributeDict
+
+class Options:
+    def __init__(self):
+        self.stage, self.kind, self.more = TrainerFn.FITTING, pl.LightningModule, AttributeDict(width=3)
+
+class Net(pl.LightningModule):
+    def __init__(self, options):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+options = Options() if sys.argv[2] == "named" else pl.callbacks.EarlyStopping("v")
+trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Net(options), [torch.ones(2, 2)])
+trainer.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_a_file_of_a_program_for_lightning_has_lightnings_names(tmp_path, monkeypatch):
+    (tmp_path / "writes.py").write_text(WRITES)
+    run(tmp_path / "writes.py", tmp_path / "a.ckpt", "named", door=True)
+    closed = read_checkpoint(tmp_path / "a.ckpt", verify=False)["hyper_parameters"]["options"]
+    found = names_in(bytes(closed.objects.data.numpy()))
+    assert found >= {"lightning.pytorch.trainer.states TrainerFn", "lightning.pytorch.core.module LightningModule"}
+    assert not [name for name in found if name.startswith("fabricamp")]
+    monkeypatch.setattr(
+        sys.modules["__main__"], "Options", type("Options", (), {"__module__": "__main__"}), raising=False
+    )
+    options = read_checkpoint(tmp_path / "a.ckpt", weights_only=False)["hyper_parameters"]["options"]
+    assert (options.stage, options.kind) == (TrainerFn.FITTING, fabricamp.LightningModule)
+    assert type(options.more) is Hyperparameters
+
+
+def test_a_file_of_a_program_for_lightning_refuses_other_objects_of_ours(tmp_path):
+    (tmp_path / "writes.py").write_text(WRITES)
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run(tmp_path / "writes.py", tmp_path / "a.ckpt", "unnamed", door=True)
+    assert "checkpoint['hyper_parameters']['options'] is a" in caught.value.stderr
+    assert (
+        "an object of fabricamp.callbacks.early_stopping.EarlyStopping has another state than Lightning's"
+        in caught.value.stderr
+    )
+    assert not (tmp_path / "a.ckpt").exists()
