@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import pickle
 import shutil
 import warnings
 from abc import ABC, abstractmethod
@@ -22,6 +23,7 @@ from fabricamp.checkpoint.background import BackgroundWriter
 from fabricamp.checkpoint.file import CHECKSUM, read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
+from fabricamp.checkpoint.objects import refusal
 from fabricamp.checkpoint.packing import pack_objects, unpack_objects
 from fabricamp.checkpoint.plain import PRIVATE
 from fabricamp.errors import CheckpointError, CheckpointNotFoundError
@@ -283,7 +285,8 @@ def load_by(
 ) -> dict[str, Any]:
     """Returns the checkpoint that the plug-in loads, with fabricamp's keys.
 
-    ``weights_only`` is passed only to a plug-in that takes it.  Raises :class:`CheckpointError` whatever the plug-in raises.
+    ``weights_only`` is passed only to a plug-in that takes it.  Raises :class:`CheckpointError` whatever the plug-in raises;
+    :class:`CheckpointObjectsError` if torch refuses objects in the file, which is no damage.
     """
     given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
     parameters = inspect.signature(io.load_checkpoint).parameters
@@ -299,6 +302,12 @@ def load_by(
         raise
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{type(io).__name__} found no checkpoint {path}: {error}", path) from error
+    except pickle.UnpicklingError as error:
+        # torch names the class that it does not allow; without a name the file is damaged.
+        if weights_only is not False and "GLOBAL" in str(error):
+            words = str(error).partition("GLOBAL ")[2].partition(" was not")[0]
+            raise refusal(path, [f"{words}, says {type(io).__name__}"]) from error
+        raise CheckpointError(f"{type(io).__name__} cannot load {path}: {error}") from error
     except Exception as error:  # code of the program
         raise CheckpointError(f"{type(io).__name__} cannot load {path}: {type(error).__name__}: {error}") from error
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
