@@ -9,6 +9,7 @@ from inspect import Parameter
 from typing import Any, ParamSpec, TypeVar
 
 from fabricamp._utils.containers import own_containers
+from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.errors import UnknownArgumentError, advice, meant, nearest
 
 _Given = ParamSpec("_Given")
@@ -18,11 +19,13 @@ _Result = TypeVar("_Result")
 class NamesKeywords:
     """Makes constructors of subclasses raise :class:`UnknownArgumentError`; Python's TypeError may name a parent, without a hint.
 
+    Also refuses subclasses that override private methods of Lightning.
     Signatures, docstrings and pickles of the classes stay the same, and so do all other errors of a constructor.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        refuse_private_methods(cls)
         if "__init__" in vars(cls):
             cls.__init__ = _refusing(cls, cls.__init__)  # type: ignore[method-assign]  # the same signature
 

@@ -25,6 +25,7 @@ from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+    from fabricamp.checkpoint import CheckpointIO
     from fabricamp.trainer import Trainer
 
 _NEWEST = 2
@@ -114,8 +115,8 @@ class KeptFiles:
         """Returns whether a file with ``score`` would be among the best ``top_k`` (-1: always); nan is the worst score."""
         if top_k < 0 or len(self.scores) < top_k:
             return True
-        worst = max((_sort_key(other, mode) for other in self.scores.values()), default=-math.inf)
-        return _sort_key(score, mode) < worst
+        worst = max((sort_key(other, mode) for other in self.scores.values()), default=-math.inf)
+        return sort_key(score, mode) < worst
 
     def add(self, path: str, score: float | None, top_k: int, mode: str) -> KeptFiles:
         """Returns this with ``path`` as the newest file.
@@ -125,7 +126,7 @@ class KeptFiles:
         files = (*(file for file in self.files if file != path), path)
         if score is None:
             return replace(self, files=files, best=self.best if self.scores else path)
-        ranked = sorted((self.scores | {path: score}).items(), key=lambda item: _sort_key(item[1], mode))
+        ranked = sorted((self.scores | {path: score}).items(), key=lambda item: sort_key(item[1], mode))
         scores = dict(ranked)
         while 0 <= top_k < len(scores):
             del scores[_worst_of(scores)]
@@ -199,7 +200,7 @@ def _worst_of(scores: dict[str, float]) -> str:
     return next(path for path, score in scores.items() if score == worst)
 
 
-def _sort_key(score: float, mode: str) -> float:
+def sort_key(score: float, mode: str) -> float:
     """Returns the sort key of ``score``: smaller is better, nan is last."""
     if math.isnan(score):
         return math.inf
@@ -393,7 +394,11 @@ class Lineage:
 
 
 def find_own_files(
-    kept: KeptFiles, lineage: Lineage, files: Iterable[str], trusts: Callable[[str], bool]
+    kept: KeptFiles,
+    lineage: Lineage,
+    files: Iterable[str],
+    trusts: Callable[[str], bool],
+    io: CheckpointIO | None = None,
 ) -> tuple[KeptFiles, frozenset[str], Lineage]:
     """Returns (files a resumed callback continues with, paths among them that it did not write, its lineage).
 
@@ -404,7 +409,7 @@ def find_own_files(
     headers: dict[str, dict[str, Any]] = {}
     for path in files:
         try:
-            header = read_header(path)
+            header = read_header(path, io)
         except CheckpointError:
             continue  # damaged: its writer is unknown
         if sort_key := lineage.sort_key(header):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from fabricamp.errors import nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from fabricamp.trainer import Trainer
 
 
@@ -32,7 +34,12 @@ def monitored_value(trainer: Trainer, monitor: str) -> float | None:
 
 def missing_monitor(trainer: Trainer, what: str, monitor: str) -> str:
     """Returns the message for a metric that ``what`` needs and that was not logged."""
-    known = sorted(trainer.monitored_metrics)
+    return missing_in(trainer.monitored_metrics, what, monitor)
+
+
+def missing_in(metrics: Collection[str], what: str, monitor: str) -> str:
+    """Returns the message for a metric that ``what`` needs and that is not in ``metrics``."""
+    known = sorted(metrics)
     exist = "nothing was logged so far; call self.log(name, value) in your steps"
     if known:
         exist = f"logged so far: {', '.join(known)}"

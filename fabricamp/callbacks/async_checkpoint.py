@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fabricamp.callbacks._checkpoint_files import SavePlan
+    from fabricamp.callbacks.base import Callback
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -156,3 +158,26 @@ def _together(trainer: Trainer, action: Callable[[], Value]) -> Value:
         problem = error
     trainer.strategy.agree(problem)
     return result
+
+
+def write_in_background(callback: Callback) -> None:
+    """Makes a ModelCheckpoint write as an :class:`AsyncCheckpoint` does; it keeps its class's name, and so the key of its state."""
+    if isinstance(callback, ModelCheckpoint) and not isinstance(callback, AsyncCheckpoint):
+        kind: Any = type(callback)
+        callback.__class__ = _background_kind(kind)
+
+
+@functools.cache
+def _background_kind(kind: Any) -> Any:
+    """Returns a subclass of ``kind`` that writes in the background."""
+    bases = (AsyncCheckpoint,) if kind is ModelCheckpoint else (kind, AsyncCheckpoint)
+    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
+    return type(kind.__name__, bases, {**names, "__reduce__": _reduced, "_written_as": kind})
+
+
+def _reduced(callback: Any) -> tuple[Any, ...]:
+    return _blank, (type(callback)._written_as,), callback.__getstate__()
+
+
+def _blank(kind: Any) -> Any:
+    return object.__new__(_background_kind(kind))

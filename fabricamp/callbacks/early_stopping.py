@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from fabricamp.arguments.checks import check_kind
-from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_monitor, monitored_value
+from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_in, monitored_value
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError, MissingMetricError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from fabricamp.module import TrainingModule
@@ -57,6 +59,8 @@ class EarlyStopping(Callback):
     """
 
     monitors: ClassVar[bool] = True
+    mode_dict: ClassVar[dict[str, Callable[..., Tensor]]] = {"min": torch.lt, "max": torch.gt}
+    order_dict: ClassVar[dict[str, str]] = {"min": "<", "max": ">"}
 
     def __init__(
         self,
@@ -99,11 +103,28 @@ class EarlyStopping(Callback):
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._announced_missing = False
         self._check_arguments()
+        if self._decides_by_override and mode == "min":
+            self.min_delta = -self.min_delta  # an override finds Lightning's sign
 
     @property
     def best_score(self) -> Tensor:
         """The best value so far, on the CPU; infinite before the first check."""
         return torch.tensor(self._best, dtype=torch.float32, device="cpu")
+
+    @best_score.setter
+    def best_score(self, score: Tensor | float) -> None:
+        self._best = float(score)
+
+    @property
+    def monitor_op(self) -> Callable[..., Tensor]:
+        """The comparison of torch that says whether a value is better than another."""
+        return self.mode_dict[self.mode]
+
+    @property
+    def _decides_by_override(self) -> bool:
+        """Whether a subclass overrides the decision, which ranks could then make differently."""
+        name = "_evaluate_stopping_criteria"
+        return name in vars(self) or getattr(type(self), name) is not getattr(EarlyStopping, name)
 
     @property
     def state_key(self) -> str:
@@ -155,13 +176,13 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Checks, unless this callback checks at the end of the train epoch."""
-        if not self._at_train_epoch_end(trainer):
-            self._check(trainer)
+        if not self._at_train_epoch_end(trainer) and not self._should_skip_check(trainer):
+            self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Checks, unless this callback checks after validation."""
-        if self._at_train_epoch_end(trainer):
-            self._check(trainer)
+        if self._at_train_epoch_end(trainer) and not self._should_skip_check(trainer):
+            self._run_early_stopping_check(trainer)
 
     def _check_arguments(self) -> None:
         if self.mode not in ("min", "max"):
@@ -180,31 +201,72 @@ class EarlyStopping(Callback):
             return self._check_on_train_epoch_end
         return checks_at_train_epoch_end(trainer)
 
-    def _check(self, trainer: Trainer) -> None:
-        if not trainer.state.fitting or trainer.fast_dev_run:
+    # -- Lightning's methods, in the order of a check; a subclass may override and call them ------------------------------------
+
+    def _should_skip_check(self, trainer: Trainer) -> bool:
+        """Returns whether nothing is checked now, because no fit is at work."""
+        return not trainer.state.fitting
+
+    def _run_early_stopping_check(self, trainer: Trainer) -> None:
+        """Checks the value of ``monitor``, and ends training if it says so; every rank calls it."""
+        if trainer.fast_dev_run:
             return
         # Epoch metrics are equal on every rank, but a monitored step value is not; ranks that disagree would wait for ever.
         current = trainer.strategy.broadcast(monitored_value(trainer, self.monitor))
-        if current is None:
-            self._monitor_is_missing(trainer)
+        logs = {name: torch.as_tensor(value) for name, value in trainer.monitored_metrics.items()}
+        logs.pop(self.monitor, None)
+        if current is not None:
+            logs[self.monitor] = torch.tensor(current, dtype=torch.float64, device="cpu")
+        if not self._validate_condition_metric(logs):
+            if not self._announced_missing:
+                self._announced_missing = True
+                self._log_info(trainer, self._missing(logs), self.log_rank_zero_only)
             return
-        reason, message = self._judge(current)
-        if reason is not EarlyStoppingReason.NOT_STOPPED:
-            self.stopping_reason = reason
+        before = self.stopping_reason
+        should_stop, message = self._evaluate_stopping_criteria(logs[self.monitor])
+        if self._decides_by_override:
+            should_stop = trainer.strategy.reduce_boolean_decision(should_stop, all=False)
+        if should_stop:
+            if self.stopping_reason is EarlyStoppingReason.NOT_STOPPED is before:
+                self.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED
             self.stopping_reason_message = message
             self.stopped_epoch = trainer.current_epoch
-            trainer.stop(message)
+            trainer.stop(message or "EarlyStopping")
         if message and self.verbose:
-            self._say(trainer, message)
+            self._log_info(trainer, message, self.log_rank_zero_only)
 
-    def _monitor_is_missing(self, trainer: Trainer) -> None:
-        cure = "Log it where the check runs (check_on_train_epoch_end), or pass strict=False to skip checks without it"
-        message = f"{missing_monitor(trainer, f'EarlyStopping(monitor={self.monitor!r})', self.monitor)}. {cure}"
+    def _validate_condition_metric(self, logs: dict[str, Tensor]) -> bool:
+        """Returns whether ``logs`` has the value of ``monitor``; raises :class:`MissingMetricError` if not, with ``strict``."""
+        if self.monitor in logs:
+            return True
         if self.strict:
-            raise MissingMetricError(message)
-        if not self._announced_missing:
-            self._announced_missing = True
-            self._say(trainer, message)
+            raise MissingMetricError(self._missing(logs))
+        return False
+
+    def _missing(self, logs: dict[str, Tensor]) -> str:
+        cure = "Log it where the check runs (check_on_train_epoch_end), or pass strict=False to skip checks without it"
+        return f"{missing_in(logs, f'EarlyStopping(monitor={self.monitor!r})', self.monitor)}. {cure}"
+
+    def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
+        """Records the value of ``monitor``; returns whether it ends training, and a message for it or for an improvement."""
+        reason, message = self._judge(float(current))
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            self.stopping_reason = reason
+        return reason is not EarlyStoppingReason.NOT_STOPPED, message or None
+
+    def _improvement_message(self, current: Tensor) -> str:
+        """Returns the message for a value that is better than ``best_score``."""
+        return f"{self.monitor}={float(current):.6g} is better than {self._best:.6g}"
+
+    @staticmethod
+    def _log_info(trainer: Trainer, message: str, log_rank_zero_only: bool) -> None:
+        """Logs a line on rank 0, or on each rank with its number."""
+        if not log_rank_zero_only:
+            _LOG.info("[rank %d] EarlyStopping: %s", trainer.global_rank, message)
+        elif trainer.is_global_zero:
+            _LOG.info("EarlyStopping: %s", message)
+
+    # -- the decision ------------------------------------------------------------------------------------------------------------
 
     def _judge_at_once(self, current: float) -> tuple[EarlyStoppingReason, str]:
         """Returns the reason and message if this value alone ends training."""
@@ -232,16 +294,17 @@ class EarlyStopping(Callback):
         reason, message = self._judge_at_once(current)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             return reason, message
-        margin = self.min_delta if self.mode == "max" else -self.min_delta
+        delta = abs(self.min_delta)
+        margin = delta if self.mode == "max" else -delta
         if self._better(current - margin, self._best):
-            before = self._best
+            message = self._improvement_message(torch.tensor(current, dtype=torch.float64, device="cpu"))
             self._best = current
             self.wait_count = 0
-            return EarlyStoppingReason.NOT_STOPPED, f"{self.monitor}={current:.6g} is better than {before:.6g}"
+            return EarlyStoppingReason.NOT_STOPPED, message
         self.wait_count += 1
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, ""
-        by = f" by more than min_delta={self.min_delta:g}" if self.min_delta else ""
+        by = f" by more than min_delta={delta:g}" if delta else ""
         checks = "1 check" if self.wait_count == 1 else f"{self.wait_count} checks"
         return (
             EarlyStoppingReason.PATIENCE_EXHAUSTED,
@@ -250,10 +313,3 @@ class EarlyStopping(Callback):
 
     def _better(self, value: float, than: float) -> bool:
         return value > than if self.mode == "max" else value < than
-
-    def _say(self, trainer: Trainer, message: str) -> None:
-        if self.log_rank_zero_only:
-            if trainer.is_global_zero:
-                _LOG.info("EarlyStopping: %s", message)
-        else:
-            _LOG.info("[rank %d] EarlyStopping: %s", trainer.global_rank, message)

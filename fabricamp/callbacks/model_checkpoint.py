@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-import torch
 from torch import Tensor
 
 from fabricamp._utils import lightning_alias
@@ -32,12 +30,12 @@ from fabricamp.callbacks._checkpoint_files import (
     find_own_files,
     trusted_folders,
 )
-from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, has_validation, missing_monitor
+from fabricamp.callbacks._monitoring import has_validation, missing_monitor
+from fabricamp.callbacks._rotation_methods import RotationMethods
 from fabricamp.callbacks.base import ends_everywhere
-from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import storage
+from fabricamp.checkpoint.checkpoint_io import writes_own_files
 from fabricamp.errors import ConfigError
-from fabricamp.metrics.values import score_tensor
 
 if TYPE_CHECKING:
     import os
@@ -48,8 +46,11 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("fabricamp")
 
+_ASSIGNED: Final = ("best_model_score", "kth_best_model_path", "kth_value")
+"""Keys of Lightning's state that follow from the files here, unless an override assigns them."""
 
-class ModelCheckpoint(Checkpoint):
+
+class ModelCheckpoint(RotationMethods):
     """Writes a checkpoint every n steps, epochs or minutes, and keeps the ``save_top_k`` best by ``monitor``.
 
     The two newest files are always kept, so ``save_top_k=1`` leaves one extra file.  Files of another run are never removed.
@@ -82,14 +83,6 @@ class ModelCheckpoint(Checkpoint):
     """
 
     monitors: ClassVar[bool] = True
-    CHECKPOINT_JOIN_CHAR = "-"
-    CHECKPOINT_EQUALS_CHAR = "="
-    CHECKPOINT_NAME_LAST = "last"
-    FILE_EXTENSION = ".ckpt"
-    STARTING_VERSION = 1
-
-    _waits = False
-    """Whether a save that was due is left to the next validation."""
 
     def __init__(
         self,
@@ -150,50 +143,9 @@ class ModelCheckpoint(Checkpoint):
         self._judged_step = -1
         self._start_at(0)
 
-    @property
-    def best_model_path(self) -> str:
-        """Path of the file with the best ``monitor``; without a monitor, of the newest file."""
-        return self._kept.best
-
-    @best_model_path.setter
-    def best_model_path(self, path: str) -> None:
-        self._kept = replace(self._kept, best=path)
-
-    @property
-    def best_model_score(self) -> Tensor | None:
-        """The ``monitor`` value of ``best_model_path``."""
-        return score_tensor(self._kept.scores.get(self._kept.best))
-
-    @property
-    def current_score(self) -> Tensor | None:
-        """The ``monitor`` value of the file that was ranked last."""
-        return score_tensor(self._kept.current)
-
-    @property
-    def best_k_models(self) -> dict[str, Tensor]:
-        """Paths of the top k files, best first, mapped to their ``monitor`` values."""
-        return {
-            path: torch.tensor(score, dtype=torch.float32, device="cpu") for path, score in self._kept.scores.items()
-        }
-
-    @property
-    def kth_best_model_path(self) -> str:
-        """Path of the worst file in the top k, the next to be replaced; empty while fewer than k files are kept."""
-        return self._kept.worst(self.save_top_k)
-
-    @property
-    def kth_value(self) -> Tensor | None:
-        """The ``monitor`` value of ``kth_best_model_path``."""
-        return score_tensor(self._kept.scores.get(self.kth_best_model_path))
-
-    @property
-    def last_model_path(self) -> str:
-        """Path of the ``save_last`` file, or of the file written at Ctrl-C or an exception."""
-        return self._kept.last
-
     def known_files(self) -> set[str]:
         """Returns the paths of all files that this callback keeps."""
-        return self._kept.all()
+        return self._adopted().all()
 
     @property
     def state_key(self) -> str:
@@ -232,13 +184,14 @@ class ModelCheckpoint(Checkpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the kept files; a checkpoint that is being written is already among the files in its own state."""
-        kept = self._writing or self._kept
+        kept = self._writing or self._adopted()
         return {
             "dirpath": self.dirpath,
             "judged_step": self._judged_step,
             **kept.state_dict(),
             **self._lineage.state_dict(),
             **({"waits_for_validation": True} if self._waits else {}),
+            **self._assigned,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -250,6 +203,8 @@ class ModelCheckpoint(Checkpoint):
         self._kept = kept.without({path for path in kept.all() if not self._trusts(path)})
         self._foreign = frozenset(kept.all())  # until training starts and the files' headers are read
         self._lineage = Lineage.from_state_dict(state_dict)
+        if self._saves_by_methods:
+            self._assigned = {name: state_dict[name] for name in _ASSIGNED if state_dict.get(name) is not None}
         self._restored = True
 
     def _trusts(self, path: str) -> bool:
@@ -258,7 +213,8 @@ class ModelCheckpoint(Checkpoint):
             return True
         if not path.endswith(self.FILE_EXTENSION):
             return False
-        return any(storage.resolves_within(path, folder) for folder in self._followed)
+        any_folder = self._io is not None
+        return any(storage.resolves_within(path, folder, any_folder=any_folder) for folder in self._followed)
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Chooses the folder, the same on every rank."""
@@ -267,6 +223,8 @@ class ModelCheckpoint(Checkpoint):
             return
         self._judged_step = -1
         self._waits = False
+        io = trainer.strategy.checkpoint_io
+        self._io = None if writes_own_files(io) else io
         if self.save_on_exception and trainer.world_size > 1:
             raise ConfigError(
                 f"ModelCheckpoint(save_on_exception=True) with {trainer.world_size} processes: the rank that raised cannot gather "
@@ -299,7 +257,11 @@ class ModelCheckpoint(Checkpoint):
         if not self._restored:
             return self._kept, self._foreign, lineage
         files = files_beside(trainer, self)
-        kept, foreign, lineage = find_own_files(self._kept, lineage, files, self._trusts)
+        kept, foreign, lineage = find_own_files(
+            self._kept, lineage, files, self._trusts, trainer.strategy.checkpoint_io
+        )
+        if self._io is not None:
+            return kept, foreign, lineage  # what the plug-in has written need not be a local file
         planner = dataclasses.replace(self._planner(trainer), foreign=foreign)
         return planner.remove_leftovers(kept), foreign, lineage
 
@@ -325,6 +287,11 @@ class ModelCheckpoint(Checkpoint):
             trainer.reduce_step_metrics()  # the file is ranked by this step's values
             if self._leaves_to_validation(trainer):
                 self._waits = True
+            elif self._saves_by_methods:
+                if self.monitor is None or self.monitor in self._metrics(trainer):
+                    self._by_methods(trainer, self._save_at_step)
+                else:  # as in Lightning, the next validation then makes the complete save
+                    self._waits = True
             else:
                 self._save(trainer)
 
@@ -333,7 +300,7 @@ class ModelCheckpoint(Checkpoint):
 
         Before ``monitor`` was first logged the file cannot be ranked; the next validation then saves once more.
         """
-        if self.monitor is None or self._at_train_epoch_end(trainer):
+        if self.monitor is None or self._should_save_on_train_epoch_end(trainer):
             return False
         self._waits = self._waits or self.monitor not in self._metrics(trainer)
         return trainer.validation_follows
@@ -343,46 +310,69 @@ class ModelCheckpoint(Checkpoint):
         if not trainer.state.fitting:
             return
         self._validated = True
-        if self._at_train_epoch_end(trainer):
+        if self._should_save_on_train_epoch_end(trainer):
             return
-        if self._waits:
-            self._waits = False
+        waited = self._waits
+        self._waits = False
+        if self._saves_by_methods:
+            self._by_methods(trainer, self._save_at_step if waited else self._save_at_epoch_end)
+            return
+        if waited:
             self._save(trainer)
         self._save_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Saves, unless this callback saves after validation; from now on a missing ``monitor`` is an error."""
         self._metrics_complete = self._validated or not has_validation(trainer)
-        if self._at_train_epoch_end(trainer):
-            self._save_epoch(trainer)
+        if self._should_save_on_train_epoch_end(trainer):
+            if self._saves_by_methods:
+                self._by_methods(trainer, self._save_at_epoch_end)
+            else:
+                self._save_epoch(trainer)
         if self._metrics_complete and self._unjudged:
             self._unjudged = False
             self._check_monitor(trainer, ranked=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Writes the ``save_last`` file if training ended before any save was due."""
-        if self.save_last and not self._kept.last:
+        if not self.save_last or self._kept.last:
+            return
+        if self._saves_by_methods:
+            self._by_methods(trainer, lambda one: self._save_last_checkpoint(one, self._shared_candidates(one)))
+        else:
             self._save(trainer, ranked=False)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
         """Saves if training was ended by Ctrl-C or a ``nan_policy``, or, with ``save_on_exception``, by any exception."""
-        on_any_exception = self.save_on_exception and not is_lightnings(trainer) and trainer.state.fitting
+        on_any_exception = not is_lightnings(trainer) and self._should_save_on_exception(trainer)
         if not (on_any_exception or ends_everywhere(trainer, exception)):
             return
         if self._saved_step != trainer.global_step:
-            self._save(trainer, ranked=False)
+            if self._saves_by_methods:
+                self._by_methods(trainer, self._save_at_exception)
+            else:
+                self._save(trainer, ranked=False)
         elif self._kept.files and not self._kept.last:
             # The step has a file already; ``last_model_path`` then names that one.
             self._kept = dataclasses.replace(self._kept, last=self._kept.files[-1])
 
+    def _by_methods(self, trainer: Trainer, save: Callable[[Trainer], None]) -> None:
+        """Saves by Lightning's methods, because a subclass overrides one; marks all files that they write as this callback's."""
+        if trainer.fast_dev_run:
+            return
+        self._settle(trainer)
+        self._rotating = True
+        try:
+            save(trainer)
+        finally:
+            self._rotating = False
+
+    def _write_file(self, trainer: Trainer, plan: SavePlan) -> None:
+        self._write(trainer, plan)
+
     def _save_epoch(self, trainer: Trainer) -> None:
         if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             self._save(trainer)
-
-    def _at_train_epoch_end(self, trainer: Trainer) -> bool:
-        if self._save_on_train_epoch_end is not None:
-            return self._save_on_train_epoch_end
-        return checks_at_train_epoch_end(trainer)
 
     def _save(self, trainer: Trainer, *, ranked: bool = True) -> None:
         """Writes the file that rank 0 plans, then removes surplus files, then publishes the new paths; called by every rank.
@@ -415,9 +405,6 @@ class ModelCheckpoint(Checkpoint):
             )
         self._unjudged = self._unjudged or missing
 
-    def _metrics(self, trainer: Trainer) -> dict[str, Tensor | float]:
-        return {**trainer.monitored_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-
     def _plan(self, trainer: Trainer, *, ranked: bool) -> SavePlan:
         """Returns rank 0's decision: the file, its name and the files it replaces; moves files whose names are needed."""
         metrics = self._metrics(trainer)
@@ -430,20 +417,12 @@ class ModelCheckpoint(Checkpoint):
             path = self.format_checkpoint_name(metrics)
             self._warn_of_zeros(trainer, metrics)
         last = self.format_checkpoint_name(metrics, self.CHECKPOINT_NAME_LAST) if self.save_last else ""
-        plan = self._planner(trainer).plan(self._kept, path, last, score)
+        plan = self._planner(trainer).plan(self._adopted(), path, last, score)
         if not ranked and not last:
             # ``last_model_path`` also names a file that was written at Ctrl-C or an exception.
             plan = dataclasses.replace(plan, after=dataclasses.replace(plan.after, last=plan.target))
         plan.make_room()
         return plan
-
-    def format_checkpoint_name(
-        self, metrics: Mapping[str, Tensor | float], filename: str | None = None, ver: int | None = None
-    ) -> str:
-        """Returns the path of a checkpoint with these metrics, in ``dirpath`` once ``dirpath`` is known."""
-        name = self._template(filename or self.filename).fill(metrics)
-        version = "" if ver is None else f"{self.CHECKPOINT_JOIN_CHAR}v{ver}"
-        return storage.join(self.dirpath or "", f"{name}{version}{self.FILE_EXTENSION}")
 
     def _template(self, filename: str | None) -> FileNameTemplate:
         template = filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
@@ -494,7 +473,7 @@ class ModelCheckpoint(Checkpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
         """Marks a checkpoint that this callback writes with the id of the current attempt."""
-        if self._writing is None:
+        if self._writing is None and not self._rotating:
             return
         checkpoint[WRITTEN_BY] = self._lineage.attempt
         checkpoint.setdefault("callbacks", {self.state_key: self.state_dict()})  # weights-only files have none
@@ -502,6 +481,8 @@ class ModelCheckpoint(Checkpoint):
     def _publish(self, trainer: Trainer, plan: SavePlan) -> None:
         """Updates the public paths and notifies the loggers, which may upload the file; runs only once the file exists."""
         self._kept = plan.after.without(plan.remove)
+        self._assigned = {}
+        self._last_checkpoint_saved = plan.target
         trainer.delivery.after_save_checkpoint(self)
 
     def _check_arguments(self) -> None:

@@ -9,6 +9,7 @@ from fabricamp.arguments.checks import check_kind
 from fabricamp.arguments.not_offered import is_lightnings
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import storage
+from fabricamp.checkpoint.checkpoint_io import remove_by
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,5 +88,5 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Removes the file of an earlier failed fit; a file of this fit (written at a signal) stays."""
-        if stage == "fit" and not self._saved and not trainer.fast_dev_run:
-            storage.remove(self._file)
+        if stage == "fit" and not self._saved and not trainer.fast_dev_run and storage.exists(self._file):
+            remove_by(trainer.strategy.checkpoint_io, self._file)

@@ -1,6 +1,7 @@
 """Checkpoints: allowed content, the file and its location, other libraries' layouts, and writing in the background."""
 
 from fabricamp.checkpoint.background import BackgroundWriter, HostCopy, StagedFolder
+from fabricamp.checkpoint.checkpoint_io import CheckpointIO
 from fabricamp.checkpoint.file import copy_checkpoint, link_checkpoint, read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.foreign import apex_scales, fit_names
 from fabricamp.checkpoint.plain import check_content, plain
@@ -12,6 +13,7 @@ __all__ = [
     "PARTIAL_SUFFIX",
     "BackgroundWriter",
     "Candidates",
+    "CheckpointIO",
     "HostCopy",
     "StagedFolder",
     "apex_scales",

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from fabricamp.arguments.environment import exposes, resolved
+from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.checkpoint.plain import described, is_config, items_of, resolved_config
 from fabricamp.errors import ConfigError, nearest
 
@@ -64,6 +65,10 @@ class Hyperparameters(dict[str, Any]):
 
 class HyperparametersMixin:
     """Gives a class :meth:`save_hyperparameters` and ``hparams``."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_private_methods(cls)
 
     @property
     def hparams(self) -> Hyperparameters:

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from fabricamp._utils import lightning_alias
+from fabricamp.checkpoint.lightning_names import allowed_under_both_names, find_named, refuse_unnamed, renamed
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
 from fabricamp.ops.shards import is_shard
 from fabricamp.precision.boundary import reduced_without_boundary
@@ -70,7 +72,8 @@ class PickledObjects:
             unpickler.persistent_load = lambda number: _tensor_or_storage(self.tensors, number)
         else:
             unpickler = _Unpickler(file, self.tensors)
-        objects = unpickler.load()
+        with allowed_under_both_names():
+            objects = unpickler.load()
         if not isinstance(objects, list) or len(objects) != len(self.names):
             raise CheckpointError("its objects are not as many as were written")
         return objects
@@ -146,7 +149,10 @@ def _dumped(values: list[object], full: Mapping[int, Tensor]) -> tuple[bytearray
     file = io.BytesIO()
     pickler = _Pickler(file, full)
     pickler.dump(values)
-    return bytearray(file.getbuffer()), pickler.tensors
+    data = file.getvalue()
+    if lightning_alias.is_installed():  # the file may go back to Lightning
+        data = renamed(data)
+    return bytearray(data), pickler.tensors
 
 
 class _Pickler(pickle.Pickler):
@@ -159,6 +165,8 @@ class _Pickler(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def reducer_override(self, value: Any) -> Any:
+        if lightning_alias.is_installed():
+            refuse_unnamed(value)
         reduced = reduced_without_boundary(value) if isinstance(value, nn.Module) else None
         return NotImplemented if reduced is None else reduced
 
@@ -199,6 +207,10 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: Any) -> Any:
         return _tensor_or_storage(self._tensors, number)
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = find_named(module, name)
+        return super().find_class(module, name) if found is None else found
 
 
 def _tensor_or_storage(tensors: list[Tensor], number: Any) -> Any:

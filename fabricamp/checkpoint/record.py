@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fabricamp.checkpoint import storage
+from fabricamp.checkpoint.checkpoint_io import load_by, reads_own_files, save_by, wait_for, writes_own_files
 from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
 from fabricamp.checkpoint.formats import FORMAT
 from fabricamp.errors import CheckpointError, FabricampError
@@ -120,7 +121,10 @@ def _put(checkpoint: dict[str, Any], dotted_key: str, value: Any) -> None:
 
 def write_together(path: str, checkpoint: dict[str, Any], strategy: Strategy) -> None:
     """Writes ``checkpoint`` in the strategy's form, a file by rank 0 or a folder by all ranks; every rank calls it with its own."""
-    if strategy.checkpoint_form == "folder":
+    io = strategy.checkpoint_io
+    if io is not None and not writes_own_files(io):
+        strategy.on_rank_zero(lambda: save_by(io, checkpoint, path))
+    elif strategy.checkpoint_form == "folder":
         from fabricamp.checkpoint.folder import write_folder
 
         write_folder(path, checkpoint, strategy)
@@ -145,6 +149,10 @@ def read_together(path: str, strategy: Strategy, *, weights_only: bool | None = 
 
 
 def _read_for(path: str, strategy: Strategy, *, weights_only: bool | None) -> dict[str, Any]:
+    io = strategy.checkpoint_io
+    if io is not None and not reads_own_files(io):
+        wait_for(io)
+        return load_by(io, path, weights_only=weights_only)
     if strategy.checkpoint_form == "file":
         return read_checkpoint(path, weights_only=weights_only)
     path = storage.normalized(path)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fabricamp.checkpoint import storage
+from fabricamp.checkpoint.checkpoint_io import CheckpointIO, load_by, reads_own_files
 from fabricamp.checkpoint.file import read_checkpoint
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
 
@@ -21,7 +22,15 @@ class Candidates:
     A file whose objects are not allowed to be rebuilt is not damaged: it raises :class:`CheckpointObjectsError`.
     """
 
-    def __init__(self, groups: Iterable[Iterable[str]], *, training: bool, weights_only: bool | None = None) -> None:
+    def __init__(
+        self,
+        groups: Iterable[Iterable[str]],
+        *,
+        training: bool,
+        io: CheckpointIO | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        self._io = io
         self._problems: list[str] = []
         self._weights_only = weights_only
         self._paths = self._ordered(groups, training=training)
@@ -49,7 +58,7 @@ class Candidates:
             readable: list[tuple[tuple[int, ...], str]] = []
             for path in dict.fromkeys(map(storage.normalized, files)):
                 try:
-                    header = read_header(path, weights_only=self._weights_only)
+                    header = read_header(path, self._io, weights_only=self._weights_only)
                 except CheckpointObjectsError:
                     raise
                 except CheckpointError as error:
@@ -60,11 +69,14 @@ class Candidates:
             yield from (path for _, path in sorted(readable, reverse=True))
 
 
-def read_header(path: str, *, weights_only: bool | None = None) -> dict[str, Any]:
+def read_header(path: str, io: CheckpointIO | None = None, *, weights_only: bool | None = None) -> dict[str, Any]:
     """Returns the content of a checkpoint with tensors on the meta device: their values are not read, and objects stay closed.
 
-    ``weights_only`` False is for files of other trainers, whose objects are among the plain values.
+    ``weights_only`` False is for files of other trainers, whose objects are among the plain values.  A plug-in (``io``) that loads
+    by itself loads the complete file.
     """
+    if io is not None and not reads_own_files(io):
+        return load_by(io, path, weights_only=weights_only)
     return read_checkpoint(path, map_location="meta", verify=False, weights_only=weights_only)
 
 

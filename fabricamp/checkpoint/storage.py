@@ -98,8 +98,11 @@ def exists(path: str) -> bool:
     return os.path.lexists(path)
 
 
-def resolves_within(path: str, folder: str) -> bool:
-    """Returns whether a path from a file leads to a file below ``folder``; never to another host, nor by a link out of it."""
+def resolves_within(path: str, folder: str, *, any_folder: bool = False) -> bool:
+    """Returns whether a path from a file leads to a file below ``folder``; never to another host, nor by a link out of it.
+
+    With ``any_folder`` a folder counts as a file: a plug-in may write checkpoints as folders.
+    """
     if is_remote(folder):
         # fsspec reads "::" and "://" within a URL as another file system.
         below = path[len(folder) :]
@@ -107,7 +110,8 @@ def resolves_within(path: str, folder: str) -> bool:
     if is_remote(path):
         return False
     real = os.path.realpath(path)
-    return is_within(real, os.path.realpath(folder)) and (Path(real).is_file() or is_folder(real))
+    is_checkpoint = Path(real).is_file() or is_folder(real) or (any_folder and Path(real).is_dir())
+    return is_checkpoint and is_within(real, os.path.realpath(folder))
 
 
 def same_file(path: str, other: str) -> bool:

@@ -10,6 +10,7 @@ from fabricamp.callbacks._checkpoint_files import files_in, possible_folders, tr
 from fabricamp.callbacks.base import matched_states
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import Candidates, read_header, read_together, storage
+from fabricamp.checkpoint.checkpoint_io import is_asynchronous, wait_for, writes_own_files
 from fabricamp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -42,6 +43,9 @@ def resolve_checkpoint(
     unchanged.  Raises :class:`MissingCheckpointError` if no file is found, :class:`CheckpointError` if none of the found files can
     be read, and :class:`CheckpointObjectsError` if the chosen one holds objects and ``weights_only`` is not False.
     """
+    io = trainer.strategy.checkpoint_io
+    if is_asynchronous(io):
+        trainer.strategy.on_rank_zero(lambda: wait_for(io))
     if ckpt_path not in _WORDS:
         _refuse_a_misspelt_word(trainer, ckpt_path)
         begins_anew = ckpt_path is None and trainer.state.fitting
@@ -92,11 +96,15 @@ def _furthest(trainer: Trainer, word: str, weights_only: bool | None) -> tuple[s
 def _candidates(trainer: Trainer, weights_only: bool | None) -> Candidates:
     """Returns this run's files, then those of each folder that may belong to an earlier attempt, newest run first."""
     callbacks = model_checkpoints(trainer)
+    io = trainer.strategy.checkpoint_io
 
     def groups() -> Iterator[list[str]]:
         # A given folder is the same in every attempt, so its files compete with the known ones.
-        first = [path for callback in callbacks for path in callback.known_files() if storage.exists(path)]
+        elsewhere = not writes_own_files(io)  # the plug-in alone knows whether a file is there
+        known = [path for callback in callbacks for path in callback.known_files()]
+        first = [path for path in known if elsewhere or storage.exists(path)]
         for callback in callbacks:
+            first += callback.found_last_checkpoints(trainer)
             if callback.dirpath_given:
                 for folder in possible_folders(trainer, callback):
                     first += listed(callback, folder)
@@ -114,7 +122,7 @@ def _candidates(trainer: Trainer, weights_only: bool | None) -> Candidates:
             candidates.skip(f"{where} cannot be listed ({reason}), and there may be checkpoints in it")
             return []
 
-    candidates = Candidates(groups(), training=trainer.state.fitting, weights_only=weights_only)
+    candidates = Candidates(groups(), training=trainer.state.fitting, io=io, weights_only=weights_only)
     return candidates
 
 
@@ -124,7 +132,8 @@ def _best(trainer: Trainer, weights_only: bool | None) -> str:
         if callback.best_model_path:
             return callback.best_model_path
     last = _candidates(trainer, weights_only).next_path()
-    states = read_header(last, weights_only=weights_only).get("callbacks") if last else None
+    io = trainer.strategy.checkpoint_io
+    states = read_header(last, io, weights_only=weights_only).get("callbacks") if last else None
     if not isinstance(states, dict):
         return ""
     for callback, state in matched_states(model_checkpoints(trainer), states):
@@ -135,7 +144,8 @@ def _best(trainer: Trainer, weights_only: bool | None) -> str:
         # A checkpoint may name any file; only those in folders of this run are accepted.
         folders = trusted_folders(trainer, callback, last)
         is_checkpoint = best.endswith(callback.FILE_EXTENSION)
-        if is_checkpoint and any(storage.resolves_within(best, folder) for folder in folders):
+        any_folder = not writes_own_files(io)
+        if is_checkpoint and any(storage.resolves_within(best, folder, any_folder=any_folder) for folder in folders):
             return best
         raise CheckpointError(
             f"{last} names {best} as the best, which is not a {callback.FILE_EXTENSION} file in {' or '.join(folders)}; give "

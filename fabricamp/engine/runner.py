@@ -17,9 +17,11 @@ import torch
 
 from fabricamp import launch
 from fabricamp.arguments.not_offered import lightnings
+from fabricamp.callbacks.async_checkpoint import write_in_background
 from fabricamp.callbacks.base import decides_by_metrics
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import storage
+from fabricamp.checkpoint.checkpoint_io import is_asynchronous, writes_own_files
 from fabricamp.data import DataModule
 from fabricamp.engine.ckpt_path import resolve_checkpoint
 from fabricamp.engine.ending import releasing
@@ -157,6 +159,10 @@ class Runner:
             # Once per module: its callbacks keep their state from run to run, as given ones do.
             self._own_callbacks = callbacks_of(module, self.trainer)
             self._callbacks_of = module
+        io = self.trainer.strategy.checkpoint_io
+        if is_asynchronous(io) and writes_own_files(io):
+            for callback in (*self._given_callbacks, *self._own_callbacks, *self._default_callbacks):
+                write_in_background(callback)
         own_classes = {type(callback) for callback in self._own_callbacks}
         callbacks = [callback for callback in self._given_callbacks if type(callback) not in own_classes]
         callbacks += self._own_callbacks

@@ -15,6 +15,7 @@ import torch
 
 from fabricamp._utils import lightning_alias
 from fabricamp.checkpoint import read_together, write_together
+from fabricamp.checkpoint.checkpoint_io import end_plugin, writes_own_files
 from fabricamp.checkpoint.packing import described_objects, pack_objects
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.checkpoint.shard_loading import sharded_weights
@@ -535,7 +536,8 @@ class Session:
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
         call_hook(self.module, "on_save_checkpoint", checkpoint)
         checkpoint = stages_as_text(checkpoint)
-        if self.settings.checkpoint_objects:
+        # A plug-in that writes gets the objects themselves, as in Lightning.
+        if self.settings.checkpoint_objects and writes_own_files(self.strategy.checkpoint_io):
             checkpoint = self._with_objects_pickled(checkpoint)
 
         if write is None:
@@ -575,6 +577,7 @@ class Session:
         self.validation_follows = bool
         if not failed:
             self._call_setup("teardown")
+        end_plugin(self.strategy, failed=failed)
 
     def give_back(self, *, failed: bool) -> None:
         """Releases the parts and restores the module; after a failure, leaves out the steps that may fail themselves."""

@@ -18,7 +18,7 @@ _ELSEWHERE: Final = {
     "accelerator": "give Trainer(accelerator=...)",
     "parallel_devices": "give Trainer(devices=...)",
     "cluster_environment": "torchrun and SLURM are recognised by themselves",
-    "checkpoint_io": "checkpoints have one form; write them elsewhere with ModelCheckpoint(dirpath='s3://...')",
+    "checkpoint_io": "give Trainer(plugins=[...])",
     "precision_plugin": "give Trainer(precision=...)",
     "ddp_comm_wrapper": "wrap the hook before it is given",
     "model_averaging_period": "average in a Callback",

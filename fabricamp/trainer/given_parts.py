@@ -10,18 +10,20 @@ from fabricamp import callbacks
 from fabricamp._utils import lightning_alias
 from fabricamp.arguments.checks import check_flag
 from fabricamp.arguments.not_offered import lightnings
+from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint
 from fabricamp.callbacks.base import CALLBACKS, Callback
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
+from fabricamp.checkpoint.checkpoint_io import CheckpointIO, innermost, reads_own_files, writes_own_files
 from fabricamp.errors import ConfigError, DuplicateCallbackError, without_address
 from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import DummyLogger
 from fabricamp.loggers.tensorboard import TensorBoardLogger
 from fabricamp.precision.base import Precision
-from fabricamp.strategies.base import Environment
+from fabricamp.strategies.base import Environment, Strategy
 from fabricamp.trainer.arguments import Settings
 
 _BY_DEFAULT: Final[Mapping[str, type[Callback]]] = {
@@ -119,20 +121,44 @@ def _checked_loggers(value: Any) -> list[Logger]:
     return given
 
 
-def of_plugins(plugins: Any, precision: Any) -> tuple[Any, Environment | None]:
-    """Returns (precision, environment): a precision in ``plugins`` replaces ``precision``; the environment may be None."""
+def of_plugins(plugins: Any, precision: Any) -> tuple[Any, Environment | None, CheckpointIO | None]:
+    """Returns (precision, environment or None, CheckpointIO or None); a precision in ``plugins`` replaces ``precision``."""
     given = [] if plugins is None else _listed(plugins)
     precisions = [one for one in given if isinstance(one, Precision)]
     environments = [one for one in given if isinstance(one, Environment)]
+    writers = [one for one in given if isinstance(one, CheckpointIO)]
     for one in given:
-        if one not in precisions and one not in environments:
+        if not isinstance(one, Precision | Environment | CheckpointIO):
             raise ConfigError(
-                f"plugins holds {without_address(one)}; it takes a precision of fabricamp's, such as OptLevel('O2'), and a "
-                "fabricamp.strategies.Environment. A strategy goes to strategy=; sync_batchnorm=True and AsyncCheckpoint "
-                "stand for Lightning's TorchSyncBatchNorm and AsyncCheckpointIO; torchrun and SLURM are found by themselves"
+                f"plugins holds {without_address(one)}; it takes a precision of fabricamp's, such as OptLevel('O2'), a "
+                "fabricamp.strategies.Environment, and a CheckpointIO of fabricamp.plugins.io. A strategy goes to strategy=; "
+                "sync_batchnorm=True stands for Lightning's TorchSyncBatchNorm; torchrun and SLURM are found by themselves"
             )
-    if len(precisions) > 1 or len(environments) > 1:
-        raise ConfigError("plugins holds two precisions, or two environments; give one of each at most")
+    if max(len(precisions), len(environments), len(writers)) > 1:
+        raise ConfigError(
+            "plugins holds two precisions, two environments or two CheckpointIOs; give one of each at most"
+        )
     if precisions and precision != "O0":
         raise ConfigError(f"precision={precision!r} and a precision in plugins; give one of them")
-    return (precisions or [precision])[0], environments[0] if environments else None
+    environment = environments[0] if environments else None
+    return (precisions or [precision])[0], environment, writers[0] if writers else None
+
+
+def give_checkpoint_io(io: CheckpointIO | None, strategy: Strategy, callbacks: Sequence[Callback]) -> None:
+    """Gives the strategy the plug-in of ``plugins``; raises ConfigError for what cannot work with one that writes by itself."""
+    if io is not None and strategy.checkpoint_io is not None and io is not strategy.checkpoint_io:
+        raise ConfigError("a CheckpointIO in plugins and another one in the strategy; give one of them")
+    strategy.checkpoint_io = io = strategy.checkpoint_io if io is None else io
+    if writes_own_files(io) and reads_own_files(io):
+        return
+    name = type(innermost(io) or io).__name__
+    if strategy.checkpoint_form == "folder":
+        raise ConfigError(
+            f"{name} with strategy={strategy.name!r}: each rank writes its own shards, and a CheckpointIO is called on rank 0 "
+            "only; leave it out, or give strategy='ddp'"
+        )
+    if not writes_own_files(io) and any(isinstance(one, AsyncCheckpoint) for one in callbacks):
+        raise ConfigError(
+            f"{name} in plugins and an AsyncCheckpoint: AsyncCheckpoint writes files by itself; give ModelCheckpoint, and "
+            f"plugins=[AsyncCheckpointIO({name}(...))] to write in the background"
+        )

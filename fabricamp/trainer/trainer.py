@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Never
 
 from fabricamp import launch
+from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.engine.ckpt_path import best_of_last_fit
 from fabricamp.engine.ending import end_fit, leave_interrupted
@@ -26,7 +27,7 @@ from fabricamp.trainer.arguments import (
     refuse_unknown_data,
     with_defaults,
 )
-from fabricamp.trainer.given_parts import as_callbacks, as_loggers, default_callbacks, of_plugins
+from fabricamp.trainer.given_parts import as_callbacks, as_loggers, default_callbacks, give_checkpoint_io, of_plugins
 from fabricamp.trainer.properties import TrainerProperties
 from fabricamp.tuner.tuning import Tuner, search_first
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fabricamp.callbacks.base import Callback
+    from fabricamp.checkpoint import CheckpointIO
     from fabricamp.cuda_graph import CudaGraph
     from fabricamp.data import DataModule
     from fabricamp.loggers.base import Logger
@@ -101,7 +103,8 @@ class Trainer(TrainerProperties):
         sync_batchnorm: BatchNorm statistics over the batches of all processes.
         inference_mode: ``validate``, ``test`` and ``predict`` run under ``torch.inference_mode``; False: under ``torch.no_grad``.
         cuda_graph: True replays the training step as one CUDA graph, "auto" does if possible; a :class:`CudaGraph` has options.
-        plugins: a :class:`Precision` or an :class:`Environment` (the rank and world size), or a list of them; None for none.
+        plugins: a :class:`Precision`, an :class:`Environment` (the rank and world size) or a ``CheckpointIO`` of
+            ``fabricamp.plugins.io`` (writes and reads checkpoints), or a list of them; None for none.
         reload_dataloaders_every_n_epochs: rebuilds the loaders each time after this number of epochs; 0 builds them once.
         enable_autolog_hparams: gives loggers the hyper-parameters that ``save_hyperparameters`` saved.
         checkpoint_objects: checkpoints hold objects too, such as a loss among the hyper-parameters; loading one then takes
@@ -117,6 +120,10 @@ class Trainer(TrainerProperties):
     Example:
         >>> trainer = Trainer(max_epochs=3, precision="O1", accelerator="cpu", logger=False, enable_checkpointing=False)
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_private_methods(cls)
 
     @from_environment
     def __init__(
@@ -164,7 +171,11 @@ class Trainer(TrainerProperties):
         sync_batchnorm: bool | None = False,
         inference_mode: bool | None = True,
         cuda_graph: bool | str | CudaGraph | None = False,
-        plugins: Precision | Environment | Sequence[Precision | Environment] | None = None,
+        plugins: Precision
+        | Environment
+        | CheckpointIO
+        | Sequence[Precision | Environment | CheckpointIO]
+        | None = None,
         reload_dataloaders_every_n_epochs: int | None = 0,
         enable_autolog_hparams: bool | None = True,
         checkpoint_objects: bool | None = None,
@@ -178,7 +189,7 @@ class Trainer(TrainerProperties):
         refuse_unknown(unknown, given)
         given = with_defaults(given, Trainer.__init__)
         settings = check_settings(given)
-        given["precision"], environment = of_plugins(plugins, given["precision"])
+        given["precision"], environment, checkpoint_io = of_plugins(plugins, given["precision"])
         environment, indices = self._choose_processes(given, settings.num_nodes, environment)
         check_cuda_graph(settings, self.device_type, self.strategy)
         if settings.start_method == "auto":
@@ -191,6 +202,7 @@ class Trainer(TrainerProperties):
         self.log_folder: str | None = None
         self.loggers = as_loggers(logger, settings)
         own = as_callbacks(callbacks)
+        give_checkpoint_io(checkpoint_io, self.strategy, own)
         self.callbacks: list[Callback] = []
         self._runner = Runner(self, settings, environment, indices, own, default_callbacks(given, own))
 

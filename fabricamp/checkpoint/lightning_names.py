@@ -1,0 +1,155 @@
+"""Pickles for Lightning: in files of programs written for it, fabricamp's classes have Lightning's names.
+
+Such a file goes back to Lightning, and to code that reads only names that it knows.  Objects whose pickled state is the same in
+both (``hparams``, enums, ...) are named ``lightning.pytorch...``, and so are classes and functions of which only the name is
+pickled.  Anything else of fabricamp is refused: Lightning could not rebuild it.  ``lightning_names.toml`` has the names;
+``__module__`` of the classes stays, so that other pickles, as those of spawned ranks, are as before.
+
+A pickler calls :func:`refuse_unnamed` in its ``reducer_override`` and passes its bytes through :func:`renamed`; an unpickler calls
+:func:`find_named` in its ``find_class``.  :class:`Pickler` and :class:`Unpickler` do just that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import pickle
+import pickletools
+import tomllib
+from importlib import resources
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fabricamp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROTOCOL: Final = 2
+"""torch.save's.  Its pickles name each class in one opcode, without a length, and have no frames: a name can be replaced."""
+
+_FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, str]]:
+    text = resources.files(__package__).joinpath("lightning_names.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@functools.cache
+def same_state() -> dict[str, str]:
+    """Returns Lightning's name of each class whose objects have the same pickled state there."""
+    return _table()["same_state"]
+
+
+@functools.cache
+def lightnings_names() -> dict[str, str]:
+    """Returns Lightning's name of each class and function that has one."""
+    return {**_table()["by_name"], **same_state()}
+
+
+@functools.cache
+def _our_names() -> dict[str, str]:
+    """Returns fabricamp's name for each of Lightning's; a class of two names there is found under both."""
+    names = {theirs: ours for ours, theirs in lightnings_names().items()}
+    names.update({place: names[theirs] for place, theirs in _table()["defined_at"].items()})
+    for package, other in (("lightning.pytorch.", "pytorch_lightning."), ("lightning.fabric.", "lightning_fabric.")):
+        names.update(
+            {name.replace(package, other, 1): ours for name, ours in names.items() if name.startswith(package)}
+        )
+    return names
+
+
+def _name_of(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _is_fabricamps(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "fabricamp"
+
+
+def refuse_unnamed(value: Any) -> None:
+    """Raises :class:`CheckpointError` if ``value``, which is about to be pickled, is fabricamp's and Lightning has none such."""
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        if _is_fabricamps(value) and _name_of(value) not in lightnings_names():
+            raise CheckpointError(
+                f"{_name_of(value)} is a name of fabricamp alone, and this file is for programs written for Lightning: leave it "
+                "out (save_hyperparameters(ignore=[...])), or give a class or function of your own"
+            )
+        return
+    kind = type(value)
+    if _is_fabricamps(kind) and _name_of(kind) not in same_state():
+        raise CheckpointError(
+            f"an object of {_name_of(kind)} has another state than Lightning's of that name, or Lightning has none, and this file "
+            "is for programs written for Lightning: leave it out (save_hyperparameters(ignore=[...])), or save what it is made of"
+        )
+
+
+def renamed(data: bytes) -> bytes:
+    """Returns a pickle of :data:`PROTOCOL` in which Lightning's names stand for fabricamp's."""
+    result = io.BytesIO()
+    done = 0
+    for opcode, argument, position in pickletools.genops(data):
+        if opcode.name != "GLOBAL" or position is None:  # None is for pickles that are read from a stream
+            continue
+        module, _, name = str(argument).partition(" ")  # genops puts a space between the two lines
+        theirs = lightnings_names().get(f"{module}.{name}")
+        if theirs is None:
+            continue
+        their_module, _, their_name = theirs.rpartition(".")
+        result.write(data[done:position] + f"c{their_module}\n{their_name}\n".encode())
+        done = position + len(f"c{module}\n{name}\n".encode())
+    return result.getvalue() + data[done:]
+
+
+def find_named(module: str, name: str) -> Any:
+    """Returns fabricamp's class or function for a name of Lightning's; None for any other name."""
+    ours = _our_names().get(f"{module}.{name}")
+    if ours is None:
+        return None
+    our_module, _, our_name = ours.rpartition(".")
+    return getattr(importlib.import_module(our_module), our_name)
+
+
+@contextlib.contextmanager
+def allowed_under_both_names() -> Iterator[None]:
+    """A context in which ``torch.load(weights_only=True)`` knows types of ``add_safe_globals`` by Lightning's names too."""
+    given = [one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals()]
+    by_name = lightnings_names()
+    more: list[Any] = [
+        (one, by_name[_name_of(one)]) for one in given if _is_fabricamps(one) and _name_of(one) in by_name
+    ]
+    with torch.serialization.safe_globals(more):
+        yield
+
+
+class Pickler(pickle.Pickler):
+    """Pickles for a file that may go to Lightning; call :meth:`dumped`."""
+
+    def __init__(self) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=PROTOCOL)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Refuses what Lightning could not rebuild; called for each value that is none of Python's own."""
+        refuse_unnamed(value)
+        return NotImplemented
+
+    def dumped(self, value: Any) -> bytes:
+        """Returns the bytes of ``value``."""
+        self.dump(value)
+        return renamed(self._buffer.getvalue())
+
+
+class Unpickler(pickle.Unpickler):
+    """Rebuilds what :class:`Pickler` has written, whether Lightning's names can be imported or not."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns fabricamp's class for a name of Lightning's."""
+        found = find_named(module, name)
+        return super().find_class(module, name) if found is None else found

@@ -1,0 +1,219 @@
+"""Pickles in files of programs written for Lightning: Lightning's names, and a round trip each way."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import fabricamp
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.callbacks.early_stopping import EarlyStoppingReason
+from fabricamp.checkpoint import lightning_names, read_checkpoint
+from fabricamp.checkpoint.hyperparameters import Hyperparameters
+from fabricamp.checkpoint.lightning_names import Pickler, Unpickler
+from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.state import RunningStage, TrainerFn, TrainerStatus
+
+VALUES = {
+    "hparams": Hyperparameters(lr=0.1, net=Hyperparameters(width=3), fn=torch.relu),
+    "enums": [*TrainerFn, *RunningStage, *TrainerStatus, *EarlyStoppingReason],
+    "error": ConfigError("no"),
+    "types": [fabricamp.LightningModule, fabricamp.Trainer, ModelCheckpoint, fabricamp.seed_everything],
+    "within": partial(dict, kind=fabricamp.Callback),
+}
+ROOT = Path(__file__).parents[2]
+
+# Both run with the names of an installed Lightning, or of the alias: they show that the same code sees equal values.
+READS = """
+import pickle, sys
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.parsing import AttributeDict
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+with open(sys.argv[1], "rb") as file:
+    values = pickle.load(file)
+assert type(values["hparams"]) is AttributeDict and values["hparams"].net.width == 3, values
+assert values["enums"] == [*TrainerFn, *RunningStage, *TrainerStatus, *EarlyStoppingReason]
+assert [type(one) for one in values["enums"][:2]] == [TrainerFn] * 2
+assert values["types"] == [pl.LightningModule, pl.Trainer, pl.callbacks.ModelCheckpoint, pl.seed_everything]
+assert values["within"].keywords == {"kind": pl.Callback}
+with open(sys.argv[2], "wb") as file:
+    pickle.dump(values, file, protocol=2)
+"""
+
+
+def shown(value):
+    if isinstance(value, dict):
+        return {key: shown(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [shown(part) for part in value]
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    return (type(value), value.args) if isinstance(value, Exception) else value
+
+
+def names_in(data):
+    return {argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"}
+
+
+def test_names_are_lightnings():
+    data = Pickler().dumped(VALUES)
+    found = names_in(data)
+    assert not [name for name in found if name.startswith("fabricamp")]
+    assert {"lightning.pytorch.utilities.parsing AttributeDict", "lightning.pytorch.trainer.states TrainerFn"} <= found
+    assert shown(Unpickler(io.BytesIO(data)).load()) == shown(VALUES)
+    assert type(Unpickler(io.BytesIO(data)).load()["hparams"]) is Hyperparameters
+
+
+def test_a_pickle_without_such_names_stays_as_it_is():
+    values = {
+        "a": [1, 2.0, "fabricamp.state\nTrainerFn\n", "cfabricamp.state\nTrainerFn\n"],
+        "b": {3, 4},
+        "c": partial(int, 3),
+    }
+    data = Pickler().dumped(values)
+    assert data == pickle.dumps(values, protocol=2)
+
+
+def test_the_names_of_classes_do_not_change():
+    assert Hyperparameters.__module__ == "fabricamp.checkpoint.hyperparameters"
+    assert b"fabricamp.checkpoint.hyperparameters" in pickle.dumps(VALUES)
+    # Pickles of earlier versions name fabricamp's modules.
+    assert Unpickler(io.BytesIO(pickle.dumps(VALUES, protocol=2))).load()["hparams"] == VALUES["hparams"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (ModelCheckpoint(), r"an object of fabricamp\.callbacks\.model_checkpoint\.ModelCheckpoint"),
+        ({"a": [Hyperparameters(b=ModelCheckpoint())]}, r"an object of fabricamp\.callbacks\.model_checkpoint"),
+        (fabricamp.OptLevel("O2"), r"an object of fabricamp\.precision"),
+        (fabricamp.OptLevel, r"fabricamp\.precision\..*OptLevel is a name of fabricamp alone"),
+        (Hyperparameters(a=fabricamp.checkpoint.read_header), r"fabricamp\.checkpoint\.search\.read_header is a name"),
+    ],
+)
+def test_what_lightning_could_not_rebuild_is_refused_by_name(value, words):
+    with pytest.raises(CheckpointError, match=words):
+        Pickler().dumped(value)
+
+
+def test_an_object_of_a_users_class_is_as_it_was():
+    class Plain(fabricamp.Callback):
+        pass
+
+    lightning_names.refuse_unnamed(Plain())
+    lightning_names.refuse_unnamed(Plain)
+
+
+def test_types_that_the_program_allows_are_known_by_both_names():
+    data = Pickler().dumped(Hyperparameters(lr=0.1))
+    from torch._weights_only_unpickler import Unpickler as WeightsOnly
+
+    with torch.serialization.safe_globals([Hyperparameters]):
+        with pytest.raises(pickle.UnpicklingError):
+            WeightsOnly(io.BytesIO(data)).load()
+        with lightning_names.allowed_under_both_names():
+            assert WeightsOnly(io.BytesIO(data)).load() == {"lr": 0.1}
+    with lightning_names.allowed_under_both_names(), pytest.raises(pickle.UnpicklingError):
+        WeightsOnly(io.BytesIO(data)).load()
+
+
+def run(code, *arguments, door=False, path=()):
+    command = [sys.executable, *(["-m", "fabricamp.lightning"] if door else []), code, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])}
+    subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_each_name_leads_to_the_same_under_the_alias(tmp_path):
+    (tmp_path / "code.py").write_text(
+        "import importlib\n"
+        "from fabricamp.checkpoint.lightning_names import find_named, lightnings_names\n"
+        "for ours, theirs in lightnings_names().items():\n"
+        "    module, _, name = theirs.rpartition('.')\n"
+        "    found = getattr(importlib.import_module(module), name)\n"
+        "    assert found is find_named(module, name), theirs\n"
+        "    assert f'{found.__module__}.{found.__qualname__}' == ours, (ours, theirs)\n"
+    )
+    run(tmp_path / "code.py", door=True)
+
+
+@pytest.mark.parametrize("under", ["the alias", "lightning"])
+def test_a_round_trip(under, tmp_path):
+    lightning = []
+    if under == "lightning":
+        installed = os.environ.get("LIGHTNING_SITE")
+        spec = None if installed else pytest.importorskip("lightning.pytorch", reason="needs the package lightning")
+        lightning = [installed or Path(spec.__file__).parents[2]]
+    (tmp_path / "reads.py").write_text(READS)
+    (tmp_path / "there").write_bytes(Pickler().dumped(VALUES))
+    run(tmp_path / "reads.py", tmp_path / "there", tmp_path / "back", door=under == "the alias", path=lightning)
+    with (tmp_path / "back").open("rb") as file:
+        back = Unpickler(file).load()
+    assert shown(back) == shown(VALUES)
+    assert [type(one) for one in back["enums"]] == [type(one) for one in VALUES["enums"]]
+
+
+WRITES = """
+import sys
+import torch
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import AttributeDict
+
+class Options:
+    def __init__(self):
+        self.stage, self.kind, self.more = TrainerFn.FITTING, pl.LightningModule, AttributeDict(width=3)
+
+class Net(pl.LightningModule):
+    def __init__(self, options):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+options = Options() if sys.argv[2] == "named" else pl.callbacks.EarlyStopping("v")
+trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Net(options), [torch.ones(2, 2)])
+trainer.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_a_file_of_a_program_for_lightning_has_lightnings_names(tmp_path, monkeypatch):
+    (tmp_path / "writes.py").write_text(WRITES)
+    run(tmp_path / "writes.py", tmp_path / "a.ckpt", "named", door=True)
+    closed = read_checkpoint(tmp_path / "a.ckpt", verify=False)["hyper_parameters"]["options"]
+    found = names_in(bytes(closed.objects.data.numpy()))
+    assert found >= {"lightning.pytorch.trainer.states TrainerFn", "lightning.pytorch.core.module LightningModule"}
+    assert not [name for name in found if name.startswith("fabricamp")]
+    monkeypatch.setattr(
+        sys.modules["__main__"], "Options", type("Options", (), {"__module__": "__main__"}), raising=False
+    )
+    options = read_checkpoint(tmp_path / "a.ckpt", weights_only=False)["hyper_parameters"]["options"]
+    assert (options.stage, options.kind) == (TrainerFn.FITTING, fabricamp.LightningModule)
+    assert type(options.more) is Hyperparameters
+
+
+def test_a_file_of_a_program_for_lightning_refuses_other_objects_of_ours(tmp_path):
+    (tmp_path / "writes.py").write_text(WRITES)
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run(tmp_path / "writes.py", tmp_path / "a.ckpt", "unnamed", door=True)
+    assert "checkpoint['hyper_parameters']['options'] is a" in caught.value.stderr
+    assert (
+        "an object of fabricamp.callbacks.early_stopping.EarlyStopping has another state than Lightning's"
+        in caught.value.stderr
+    )
+    assert not (tmp_path / "a.ckpt").exists()
