@@ -85,6 +85,8 @@ def read_checkpoint(
             source = file if storage.is_remote(path) else path
             mapped = mapped and is_zip and source is path
             state = torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+    except FileNotFoundError as error:  # removed since the check
+        raise CheckpointNotFoundError(_not_there(path), path) from error
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {path}: {_reason(error)}") from error
     except Exception as error:  # a damaged pickle can raise anything

@@ -16,6 +16,7 @@ from fabricamp._utils.keywords import refuse_others
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.hyperparameters import DATA, HyperparametersMixin
 from fabricamp.checkpoint.load_from_checkpoint import build
+from fabricamp.checkpoint.sections import data_state
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
 
@@ -35,6 +36,9 @@ class DataModule(HyperparametersMixin):
     """The Trainer that uses this DataModule; None before."""
     name: str | None = None
     """An optional name for the data."""
+    CHECKPOINT_HYPER_PARAMS_KEY = DATA.values
+    CHECKPOINT_HYPER_PARAMS_NAME = DATA.name
+    CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
 
     @classmethod
     def from_datasets(
@@ -89,7 +93,7 @@ class DataModule(HyperparametersMixin):
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location="cpu" if map_location is None else map_location)
         data = build(cls, checkpoint, DATA, str(checkpoint_path), overrides, types, hparams_file)
-        if state := checkpoint.get("data", {}).get("datamodule"):
+        if state := data_state(checkpoint, cls):
             data.load_state_dict(state)
         return data
 

@@ -29,7 +29,14 @@ def join_groups(session: Session, path: str | None, checkpoint: dict[str, Any] |
     strategy = session.strategy
     if not strategy.heals:
         return path, checkpoint
-    _check(session)
+    if not session.module.automatic_optimization:
+        raise ConfigError(
+            f"strategy {strategy.name!r} averages automatic optimization's gradients; leave the steps to the Trainer"
+        )
+    if session.settings.sync_batchnorm:
+        raise ConfigError(
+            f"sync_batchnorm=True with strategy {strategy.name!r}: groups exchange only gradients; leave it out"
+        )
     given = read_together(path, strategy) if path is not None and checkpoint is None else checkpoint
     runs = False
 
@@ -43,7 +50,7 @@ def join_groups(session: Session, path: str | None, checkpoint: dict[str, Any] |
     runs = True
     if received is None:
         return path, given
-    content = _unpacked(received)
+    content: dict[str, Any] = torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=True)
     return content["path"], content["checkpoint"]
 
 
@@ -60,18 +67,3 @@ def _packed(content: dict[str, Any]) -> Tensor:
     file = io.BytesIO()
     torch.save(on_host(content), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
-    return content
-
-
-def _check(session: Session) -> None:
-    name = session.strategy.name
-    if not session.module.automatic_optimization:
-        raise ConfigError(
-            f"strategy {name!r} averages automatic optimization's gradients; leave the steps to the Trainer"
-        )
-    if session.settings.sync_batchnorm:
-        raise ConfigError(f"sync_batchnorm=True with strategy {name!r}: groups exchange only gradients; leave it out")

@@ -145,8 +145,15 @@ def test_it_ends_as_python_ends_it(tmp_path, name):
 
 
 def test_an_interrupt_is_told_by_the_signal(tmp_path):
-    _, shown = run(tmp_path, *DOOR, "script.py", code=-signal.SIGINT, text="raise KeyboardInterrupt")
+    text = """
+        import atexit
+        atexit.register(print, "left")
+        raise KeyboardInterrupt
+    """
+    printed, shown = run(tmp_path, *DOOR, "script.py", code=-signal.SIGINT, text=text)
+    assert printed == "left\n"
     assert shown.splitlines()[-1] == "KeyboardInterrupt"
+    assert shown.count("Traceback") == 1
 
 
 def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
@@ -206,3 +213,35 @@ def test_a_public_style_program_runs_as_written(tmp_path):
     own = [line for line in printed.splitlines() if line.split(" ")[0] in {one.split(" ")[0] for one in lines}]
     different = list(differences("\n".join(lines), "\n".join(own)))
     assert not different, "".join(different)
+
+
+FACTORY = """
+    from lightning.pytorch.callbacks import Callback, Timer
+
+    class Counts(Callback):
+        pass
+
+    def one():
+        return Counts()
+
+    def several():
+        return [Timer()]
+"""
+
+
+def test_installed_packages_add_callbacks_to_the_trainers_of_a_lightning_script(tmp_path):
+    (tmp_path / "adds.py").write_text(textwrap.dedent(FACTORY))
+    folder = tmp_path / "adds-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: adds\nVersion: 1.0\n")
+    group = "[lightning.pytorch.callbacks_factory]\none = adds:one\nseveral = adds:several\n"
+    (folder / "entry_points.txt").write_text(group)
+    script = """
+        import {package} as pl
+        trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        print([type(callback).__name__ for callback in trainer.callbacks])
+    """
+    shown, _ = run(tmp_path, *DOOR, "script.py", text=script.format(package="lightning.pytorch"))
+    assert shown == "['Counts', 'Timer', 'ModelSummary']\n"
+    shown, _ = run(tmp_path, "script.py", text=script.format(package="fabricamp"))
+    assert shown == "['ModelSummary']\n"
