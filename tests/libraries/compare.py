@@ -67,7 +67,12 @@ class Difference:
 def compared(one: Path, other: Path) -> Difference:
     """All trainings and predictions in folder ``one`` against those in ``other``."""
     difference = Difference()
-    names = {path.name for folder in (one, other) for path in folder.glob("*.pt") if path.name.startswith(("training-", "predictions"))}
+    names = {
+        path.name
+        for folder in (one, other)
+        for path in folder.glob("*.pt")
+        if path.name.startswith(("training-", "predictions"))
+    }
     for name in sorted(names):
         if not ((one / name).exists() and (other / name).exists()):
             difference.add(math.inf, f"only one of the two wrote {name}")
@@ -78,5 +83,6 @@ def compared(one: Path, other: Path) -> Difference:
 
 if __name__ == "__main__":
     import sys
+
     d = compared(Path(sys.argv[1]), Path(sys.argv[2]))
     print(d.numbers, "numbers, over:", d.over, "largest", d.largest, d.where)

@@ -1,4 +1,4 @@
-"""Writes down what a training logged, its final weights and its predictions: with the same code under Lightning and under fabricamp."""
+"""Writes down what a training logged, its final weights and its predictions, under Lightning and under fabricamp alike."""
 
 import sys
 from pathlib import Path

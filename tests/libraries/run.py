@@ -2,9 +2,9 @@
 
     python tests/libraries/run.py [LIBRARY ...] [--write] [--built]
 
-Each library has a script (train_*.py), and an environment of its own with the versions of requirements/*.txt. torch, Lightning and what
-many libraries share are in a base environment, which the others see behind their own packages; fabricamp is this tree. Environments
-are kept in $FABRICAMP_LIBRARIES, or in ~/.cache/fabricamp-libraries; to build them all takes an hour where cores are slow.
+Each library has a script (train_*.py), and an environment of its own with the versions of requirements/*.txt. torch, Lightning and
+what many libraries share are in a base environment, which the others see behind their own packages; fabricamp is this tree.
+Environments are kept in $FABRICAMP_LIBRARIES, or in ~/.cache/fabricamp-libraries; to build all takes an hour on two cores.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ ROW = re.compile(r"^\| ([\w.-]+) \| [^|]* \| (yes|no)[^|]* \| (yes|no)[^|]* \| [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Libraries built on Lightning, trained under Lightning and under fabricamp.")
-    parser.add_argument("names", nargs="*", metavar="LIBRARY", help=f"all of them where none is named: {', '.join(LIBRARIES)}")
+    parser = argparse.ArgumentParser(
+        description="Libraries built on Lightning, trained under Lightning and under fabricamp."
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="LIBRARY", help=f"all of them where none is named: {', '.join(LIBRARIES)}"
+    )
     parser.add_argument("--built", action="store_true", help="only those whose environment is there")
     parser.add_argument("--write", action="store_true", help="write the rows into docs/from-lightning.md")
     given = parser.parse_args()
@@ -87,8 +91,16 @@ def build(name: str) -> Path:
     subprocess.run([sys.executable, "-m", "venv", *(["--without-pip"] if base else []), "--clear", folder], check=True)
     if base:
         # Behind the environment's own packages: a version that its requirements name comes first.
-        (folder / "lib" / python / "site-packages" / "base.pth").write_text(f"{PLACE / 'base' / 'lib' / python / 'site-packages'}\n")
-    pip = [base or folder / "bin" / "python", "-m", "pip", "--python", folder / "bin" / "python", "--disable-pip-version-check"]
+        packages = Path("lib", python, "site-packages")
+        (folder / packages / "base.pth").write_text(f"{PLACE / 'base' / packages}\n")
+    pip = [
+        base or folder / "bin" / "python",
+        "-m",
+        "pip",
+        "--python",
+        folder / "bin" / "python",
+        "--disable-pip-version-check",
+    ]
     requirements = HERE / "requirements" / f"{name}.txt"
     # No dependencies: the files hold all of them, also where a library's own limits are narrower than what it works with.
     command = [*pip, "install", "-q", "--no-deps", "-r", requirements]
@@ -111,7 +123,7 @@ def is_built(name: str) -> bool:
 
 
 def outcome(name: str, python: Path) -> tuple[bool, bool, str, float]:
-    """Whether the script runs under the alias, whether it agrees with Lightning, the difference in words, and the seconds it took."""
+    """Whether the script runs under the alias, and agrees with Lightning; the difference in words; the seconds it took."""
     began = time.monotonic()
     script = HERE / f"train_{name.replace('-', '_')}.py"
     with tempfile.TemporaryDirectory() as place:
@@ -125,7 +137,10 @@ def outcome(name: str, python: Path) -> tuple[bool, bool, str, float]:
         difference = compared(*folders)
     agrees = difference.largest <= SAME
     if not agrees:
-        print(f"  {name}: {difference.over} of {difference.numbers} numbers differ, the most {difference.where}", flush=True)
+        print(
+            f"  {name}: {difference.over} of {difference.numbers} numbers differ, the most {difference.where}",
+            flush=True,
+        )
     return True, agrees, words(difference), time.monotonic() - began
 
 
@@ -141,7 +156,9 @@ def trained(folder: Path, command: list[str | Path], *, with_tree: bool) -> str:
         "MPLBACKEND": "agg",
     }
     for stage in ("fit", "predict"):
-        ran = subprocess.run([*command, stage], cwd=folder, env=variables, capture_output=True, text=True, timeout=600, check=False)
+        ran = subprocess.run(
+            [*command, stage], cwd=folder, env=variables, capture_output=True, text=True, timeout=600, check=False
+        )
         if ran.returncode != 0:
             return f"{stage}: {(ran.stderr.strip() or ran.stdout.strip()).splitlines()[-1]}".replace("|", "/")
     return ""

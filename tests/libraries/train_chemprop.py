@@ -6,7 +6,9 @@ from chemprop import data, featurizers, models, nn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from recorder import Records, main
 
-CHAINS = [end.format(chain="C" * length) for length in range(1, 13) for end in ("{chain}O", "{chain}N", "{chain}C(=O)O")]
+CHAINS = [
+    end.format(chain="C" * length) for length in range(1, 13) for end in ("{chain}O", "{chain}N", "{chain}C(=O)O")
+]
 
 
 class Recorder(Records, pl.Callback):
@@ -14,9 +16,7 @@ class Recorder(Records, pl.Callback):
 
 
 def points():
-    return [
-        data.MoleculeDatapoint.from_smi(smiles, [float(len(smiles) + smiles.count("O") / 2)]) for smiles in CHAINS
-    ]
+    return [data.MoleculeDatapoint.from_smi(smiles, [float(len(smiles) + smiles.count("O") / 2)]) for smiles in CHAINS]
 
 
 def splits():
@@ -46,9 +46,15 @@ def fit():
         accelerator="cpu",
         devices=1,
         max_epochs=4,
-        callbacks=[ModelCheckpoint("checkpoints", "best-{epoch}-{val_loss:.2f}", "val_loss", mode="min", save_last=True), Recorder()],
+        callbacks=[
+            ModelCheckpoint("checkpoints", "best-{epoch}-{val_loss:.2f}", "val_loss", mode="min", save_last=True),
+            Recorder(),
+        ],
     )
-    loaders = [data.build_dataloader(part, batch_size=6, num_workers=0, shuffle=i == 0) for i, part in enumerate((training, validation, test))]
+    loaders = [
+        data.build_dataloader(part, batch_size=6, num_workers=0, shuffle=i == 0)
+        for i, part in enumerate((training, validation, test))
+    ]
     trainer.fit(model, loaders[0], loaders[1])
     print(trainer.test(dataloaders=loaders[2], weights_only=False))
     models.save_model("model.pt", model)

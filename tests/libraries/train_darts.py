@@ -1,4 +1,4 @@
-"""N-BEATS and a torch-based recurrent model of darts' user guide, on a noisy sine: checkpoints, early stopping, saved and loaded."""
+"""N-BEATS and an LSTM of darts' user guide, on a noisy sine: with checkpoints and early stopping, saved and loaded."""
 
 import numpy as np
 import pandas as pd
@@ -45,8 +45,13 @@ def fit():
     nbeats.fit(training, val_series=validation)
     nbeats.save("nbeats.pt")
     recurrent = BlockRNNModel(
-        model="LSTM", hidden_dim=8, dropout=0.1, model_name="lstm", lr_scheduler_cls=torch.optim.lr_scheduler.ExponentialLR,
-        lr_scheduler_kwargs={"gamma": 0.9}, **options()
+        model="LSTM",
+        hidden_dim=8,
+        dropout=0.1,
+        model_name="lstm",
+        lr_scheduler_cls=torch.optim.lr_scheduler.ExponentialLR,
+        lr_scheduler_kwargs={"gamma": 0.9},
+        **options(),
     )
     recurrent.fit(training, val_series=validation)
 

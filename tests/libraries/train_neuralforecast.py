@@ -19,14 +19,27 @@ def frame():
     generator = np.random.default_rng(1)
     days = pd.date_range("2023-01-01", periods=120, freq="D")
     series = [
-        pd.DataFrame({"unique_id": name, "ds": days, "y": slope * np.arange(120) + np.sin(np.arange(120) / 3) + 0.1 * generator.normal(size=120)})
+        pd.DataFrame(
+            {
+                "unique_id": name,
+                "ds": days,
+                "y": slope * np.arange(120) + np.sin(np.arange(120) / 3) + 0.1 * generator.normal(size=120),
+            }
+        )
         for name, slope in (("one", 0.01), ("two", 0.03), ("three", -0.02))
     ]
     return pd.concat(series, ignore_index=True)
 
 
 def fit():
-    options = {"h": HORIZON, "input_size": 3 * HORIZON, "max_steps": 20, "val_check_steps": 5, "early_stop_patience_steps": 3, "accelerator": "cpu"}
+    options = {
+        "h": HORIZON,
+        "input_size": 3 * HORIZON,
+        "max_steps": 20,
+        "val_check_steps": 5,
+        "early_stop_patience_steps": 3,
+        "accelerator": "cpu",
+    }
     models = [
         NHITS(mlp_units=3 * [[16, 16]], scaler_type="robust", **options, callbacks=[Recorder()]),
         LSTM(encoder_hidden_size=8, decoder_hidden_size=8, **options, callbacks=[Recorder()]),

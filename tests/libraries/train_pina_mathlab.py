@@ -1,4 +1,4 @@
-"""The physics-informed network of PINA's first page, on its differential equation u' = u; with its default of one batch an epoch."""
+"""The physics-informed network of PINA's first page for u' = u, with one batch an epoch, which is its default, and with more."""
 
 import lightning.pytorch as pl
 import torch

@@ -21,7 +21,9 @@ def frame():
     generator = np.random.default_rng(0)
     times = np.arange(60)
     series = [
-        pd.DataFrame({"time": times, "group": str(i), "value": 3 + i + np.sin(times / (2 + i)) + 0.1 * generator.normal(size=60)})
+        pd.DataFrame(
+            {"time": times, "group": str(i), "value": 3 + i + np.sin(times / (2 + i)) + 0.1 * generator.normal(size=60)}
+        )
         for i in range(2)
     ]
     return pd.concat(series, ignore_index=True)

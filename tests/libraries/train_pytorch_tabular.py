@@ -1,4 +1,4 @@
-"""PyTorch Tabular's first example: a CategoryEmbeddingModel that classifies a table of numbers and categories, saved as a folder."""
+"""PyTorch Tabular's first example: a CategoryEmbeddingModel classifies a table of numbers and categories; saved as a folder."""
 
 import numpy as np
 import pandas as pd

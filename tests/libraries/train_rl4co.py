@@ -17,7 +17,9 @@ class Recorder(Records, pl.Callback):
 
 def parts():
     env = TSPEnv(generator_params={"num_loc": 8})
-    policy = AttentionModelPolicy(env_name=env.name, embed_dim=16, num_encoder_layers=1, num_heads=2, feedforward_hidden=16)
+    policy = AttentionModelPolicy(
+        env_name=env.name, embed_dim=16, num_encoder_layers=1, num_heads=2, feedforward_hidden=16
+    )
     return env, policy
 
 
@@ -41,7 +43,12 @@ def fit():
         precision="32-true",
         logger=CSVLogger("logs"),
         log_every_n_steps=1,
-        callbacks=[ModelCheckpoint("checkpoints", "epoch_{epoch:03d}", save_top_k=1, save_last=True, monitor="val/reward", mode="max"), Recorder()],
+        callbacks=[
+            ModelCheckpoint(
+                "checkpoints", "epoch_{epoch:03d}", save_top_k=1, save_last=True, monitor="val/reward", mode="max"
+            ),
+            Recorder(),
+        ],
     )
     trainer.fit(model)
     trainer.test(model)

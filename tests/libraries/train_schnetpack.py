@@ -1,4 +1,4 @@
-"""A SchNet for energies and forces as in SchNetPack's tutorials, on small clusters with the energy of a spring between each two atoms."""
+"""A SchNet for energies and forces, as in SchNetPack's tutorials, on clusters with a spring between each two atoms."""
 
 from pathlib import Path
 
@@ -11,7 +11,9 @@ import torchmetrics
 from pytorch_lightning.loggers import CSVLogger
 from recorder import Records, main
 
-torch.utils.data.dataloader.T_co = torch.utils.data.dataset._T_co  # torch 2.13 renamed it; SchNetPack's annotations import it
+torch.utils.data.dataloader.T_co = (
+    torch.utils.data.dataset._T_co
+)  # torch 2.13 renamed it; SchNetPack's annotations import it
 
 import schnetpack as spk
 from schnetpack import transform
@@ -40,7 +42,9 @@ def clusters(count=40):
 
 
 def write():
-    dataset = ASEAtomsData.create("clusters.db", distance_unit="Ang", property_unit_dict={"energy": "eV", "forces": "eV/Ang"})
+    dataset = ASEAtomsData.create(
+        "clusters.db", distance_unit="Ang", property_unit_dict={"energy": "eV", "forces": "eV/Ang"}
+    )
     systems, values = zip(*clusters(), strict=True)
     dataset.add_systems(property_list=list(values), atoms_list=list(systems))
 
