@@ -177,9 +177,10 @@ def write(rows: dict[str, str]) -> None:
     """Replaces the rows of these libraries in the page."""
     text = PAGE.read_text()
     for name, row in rows.items():
-        text, count = re.subn(rf"^\| {re.escape(name)} \|.*$", lambda _, row=row: row, text, flags=re.MULTILINE)
+        cells = rf"^\| {re.escape(name)} \| [^|]* \| (?:yes|no) \| (?:yes|no) \|.*$"
+        text, count = re.subn(cells, lambda _, row=row: row, text, flags=re.MULTILINE)
         if count != 1:
-            raise SystemExit(f"{PAGE} has {count} rows that begin with '| {name} |'; it needs one")
+            raise SystemExit(f"{PAGE} has {count} rows of {name} with yes or no; it needs one")
     PAGE.write_text(text)
 
 
