@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
-.PHONY: help setup demo test quick lint layers types format docs aliases libraries
+.PHONY: help setup demo test quick lint layers types format docs aliases release libraries
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -92,7 +92,11 @@ aliases: $(STAMP) ## writes the modules that only give names of Lightning and ap
 libraries: $(STAMP) ## trains libraries of the package index under Lightning and under fabricamp, and compares them
 	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
 
-docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and losses.svg from benchmarks/results
+docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and the pictures from benchmarks/results
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python benchmarks/render.py
 	$(BIN)/python benchmarks/draw_losses.py
+	$(BIN)/python benchmarks/draw_step.py
+
+release: $(STAMP) ## sdist and wheel of the commit in dist/, with the addresses of pyproject.toml
+	$(BIN)/python tools/release.py

@@ -7,7 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SHOWN = {
-    "torch fp32": ("#888888", "torch fp32, by hand"),
+    "torch fp32": ("#bbbbbb", "torch fp32, by hand (wide line)"),
     "fabricamp O2": ("#d62728", "O2: fp16, fp32 masters"),
     "fabricamp O5": ("#1f77b4", "O5: bf16, fp32 masters"),
     "fabricamp O3": ("#2ca02c", "O3: fp16 alone"),
@@ -49,7 +49,8 @@ def draw(found):
         points = " ".join(
             place((index + 1) / len(values), loss) for index, loss in enumerate(values) if loss <= HIGHEST
         )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        wide = 6 if run == "torch fp32" else 1.5  # the others lie on it, and it is seen on both sides of them
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{wide}"/>')
         parts.append(text(WIDTH - 220, TOP + 42 + 18 * number, name, f'fill="{colour}"'))
     title = f"Loss (nats per byte) of a small GPT, {found['device']}, torch {found['torch']}"
     parts.append(text(WIDTH - 220, TOP + 20, "loss, nats per byte"))

@@ -48,6 +48,19 @@ def overhead(result):
     return f"## What a step costs on the host, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
 
+def calls(result):
+    rows = [
+        [name, f"{row['calls']:.0f}", f"{row['files']}", f"{row['changes_of_file']:.0f}"]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        "Calls of fabricamp's own functions in one steady step at O2 with FusedAdam and clipping (resumed generators included),\n"
+        "the files that they are in, and how often the file changes from one call to the next. They say how much a reader has to\n"
+        "follow, not what a step costs."
+    )
+    return f"## Calls in a step, {result['device']}\n\n{about}\n\n{table(['a step', 'calls', 'files', 'changes of file'], rows)}"
+
+
 def optimizers_on_cpu(result):
     rows = [[row["optimizer"], row["row"], f"{row['ms']:.1f}"] for row in result["rows"]]
     about = "Time of `optimizer.step()` with ResNet-50's parameters, one thread."
@@ -433,6 +446,31 @@ def ddp_graphs(result):
     return "\n\n".join([head, about, table(["wall ms", *columns], rows)])
 
 
+def fastest(result):
+    names = {
+        "gpt2-16": "GPT-2-small, 16 x 512",
+        "resnet50-64": "ResNet-50, batch 64",
+        "resnet50-256": "ResNet-50, batch 256",
+    }
+    rows = result["rows"]
+    ways = list(dict.fromkeys(way for row in rows for way in row["wall_ms"]))
+
+    def shown(row, way):
+        if way not in row["wall_ms"]:
+            return ""
+        low, high = row["quartiles"][way]
+        return f"{row['wall_ms'][way]:.1f} ({low:.1f} to {high:.1f})"
+
+    lines = [[way, *[shown(row, way) for row in rows]] for way in ways]
+    about = (
+        "Wall ms of a whole step: forward, backward, clipping and AdamW, medians of interleaved rounds with quartiles. By hand:\n"
+        "bf16 autocast and torch's fused AdamW, eager, by `torch.compile(network)` and by its mode reduce-overhead (CUDA graphs).\n"
+        "The Trainer and Lightning (bf16-mixed) have everything on. A cell is empty where a way was not measured."
+    )
+    head = f"## The fastest step on {result['device']}"
+    return "\n\n".join([head, about, table(["wall ms", *[names[row["network"]] for row in rows]], lines)])
+
+
 def cell(value, form="{:.2f}", factor=1.0):
     """A number, or nothing where there is none: a CPU has no GPU time."""
     return "" if value is None else form.format(value * factor)
@@ -441,10 +479,12 @@ def cell(value, form="{:.2f}", factor=1.0):
 RENDERERS = {
     "syncbn": syncbn,
     "overhead": overhead,
+    "calls": calls,
     "optimizers": optimizers,
     "norms": norms,
     "ddp": ddp,
     "ddp_graphs": ddp_graphs,
+    "fastest": fastest,
     "cross_entropy": cross_entropy,
     "end_to_end": end_to_end,
     "loop": loop,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fabricamp.strategies import DelayedDDP as DelayedDDP
     from fabricamp.trainer import Trainer as Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PARTS = (
     "accelerators",

@@ -6,6 +6,7 @@ import difflib
 import errno
 import fnmatch
 import os
+import pickle
 from collections.abc import Iterable
 
 from fabricamp.arguments.migration import meanings
@@ -66,6 +67,13 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
     def __reduce__(self) -> tuple[type[CheckpointNotFoundError], tuple[str, str | None]]:
         return type(self), (str(self), self.filename)
+
+
+class CheckpointObjectsError(CheckpointError, pickle.UnpicklingError):
+    """A checkpoint holds objects, and the call does not allow code to rebuild them; this error is an UnpicklingError too.
+
+    The file is not damaged, so ``ckpt_path="auto"``, ``"last"`` and ``"best"`` try no other file.
+    """
 
 
 class NonFiniteError(FabricampError, RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fabricamp._utils.say_once import say_once
 from fabricamp.checkpoint import read_checkpoint
+from fabricamp.checkpoint.file import name_of_source
 from fabricamp.checkpoint.hyperparameters import MODULE, HyperparametersMixin
 from fabricamp.checkpoint.load_from_checkpoint import build
 from fabricamp.checkpoint.sections import restore_weights
@@ -392,26 +393,29 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | Path,
+        checkpoint_path: str | Path | IO[bytes],
         map_location: Any = None,
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
-        weights_only: bool | None = None,  # noqa: ARG003 - as all files are read
+        weights_only: bool | None = None,
         *,
         types: Iterable[type] = (),
         **overrides: Any,
     ) -> Self:
         """Returns a module built from a checkpoint's hyper-parameters, updated by ``overrides``, with the checkpoint's weights.
 
-        Enums, dataclasses and paths are restored as such if the annotations of ``__init__`` or ``types`` name their class.  A
-        checkpoint names no code to run: pass modules, functions, classes and partials as ``overrides``; raises
-        :class:`CheckpointError` with the names of missing ones.  ``strict`` None means the module's ``strict_loading``.
+        Enums, dataclasses and paths are restored as such if the annotations of ``__init__`` or ``types`` name their class.  Pass
+        modules, functions, classes and partials as ``overrides``; raises :class:`CheckpointError` with the names of missing ones.
+        If the file holds them as objects, ``weights_only=False`` allows it to rebuild them by code (only for files that you
+        trust); None means True, and raises :class:`CheckpointObjectsError`.  ``strict`` None means the module's ``strict_loading``.
         """
-        checkpoint = read_checkpoint(checkpoint_path, map_location="cpu" if map_location is None else map_location)
-        module = build(cls, checkpoint, MODULE, str(checkpoint_path), overrides, types, hparams_file)
+        device = "cpu" if map_location is None else map_location
+        checkpoint = read_checkpoint(checkpoint_path, device, weights_only=weights_only)
+        path = name_of_source(checkpoint_path)
+        module = build(cls, checkpoint, MODULE, path, overrides, types, hparams_file, weights_only=weights_only)
         call_hook(module, "configure_model")
         call_hook(module, "on_load_checkpoint", checkpoint)
-        restore_weights(module, checkpoint, str(checkpoint_path), strict=strict)
+        restore_weights(module, checkpoint, path, strict=strict)
         return module
 
 

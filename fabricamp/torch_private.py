@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._weights_only_unpickler import Unpickler as WeightsOnlyUnpickler
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.loss import _Loss as AnyLoss
@@ -33,6 +34,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "WeightsOnlyUnpickler",
     "allocator",
     "any_autocast",
     "call_at_end_of_backward",
@@ -77,6 +79,7 @@ __all__ = [
 # global_forward_pre_hooks: the public register_module_forward_pre_hook leaves out keyword arguments, which a boundary casts too.
 # global_optimizer_*_hooks, profiler_enabled: the conditions that Optimizer.step's wrapper checks; a step without hooks and
 #   profiler bypasses the wrapper (10 us).
+# WeightsOnlyUnpickler: the bytes of a checkpoint's objects are a part of its file, and torch.load reads whole files.
 # is_traceable_wrapper_subclass: kernels cannot read a DTensor or another wrapper subclass; fused optimizers refuse them.
 
 functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
@@ -308,6 +311,7 @@ ATTRIBUTES: Final[dict[str, str]] = {
     "torch.amp.GradScaler._per_optimizer_states": "torch hands the scaler to optimizers that unscale by themselves",
     "torch.amp.GradScaler._check_inf_per_device": "the same",
     "torch.amp.GradScaler._get_scale_async": "the same",
+    "torch.storage.TypedStorage._untyped_storage": "the public methods warn that the class will go",
     "torch.Tensor._version": "whether a tensor was written since it was looked at",
     "torch.Tensor._base": "cross-entropy in place writes over no view of a leaf",
     "torch.Tensor._is_view": "gradients that a wrapper shows as views of its buckets are copied before they are kept",

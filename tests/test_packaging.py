@@ -7,10 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import fabricamp
+from tools import release
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("fabricamp", "pyproject.toml", "README.md", "LICENSE")
@@ -121,3 +126,64 @@ def test_a_trainer_does_not_import_what_only_sharded_runs_need():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch.distributed.checkpoint" not in done.stdout
     assert "torch.distributed.tensor" not in done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """The names in the source distribution, built from the files that git tracks and those that it does not ignore."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs the git repository")
+    folder = tmp_path_factory.mktemp("sdist")
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    for name in listed.stdout.split("\n"):
+        if (ROOT / name).is_file():
+            (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "tree" / name)
+    build = (
+        "import os, sys; from setuptools import build_meta; os.chdir(sys.argv[1]); build_meta.build_sdist(sys.argv[2])"
+    )
+    python("-c", build, str(folder / "tree"), str(folder / "dist"))
+    (found,) = (folder / "dist").glob("*.tar.gz")
+    with tarfile.open(found) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    return names, set(listed.stdout.split())
+
+
+def test_the_source_distribution_is_what_a_clone_is(sdist):
+    names, tracked = sdist
+    missing = {name for name in tracked - names if not name.startswith((".ci", ".github", ".gitignore"))}
+    assert not missing
+    generated = {name for name in names - tracked if not name.startswith("fabricamp.egg-info")}
+    folders = {str(parent) for name in tracked for parent in Path(name).parents}
+    assert generated - folders <= {"", "PKG-INFO", "setup.cfg"}
+
+
+def test_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert fabricamp.__version__ == project
+    assert f"version: {project}" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_a_release_without_an_address_is_refused():
+    done = subprocess.run([sys.executable, "tools/release.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "set address, authors, contact in [tool.fabricamp.release] of pyproject.toml first; nothing was built\n"
+    )
+
+
+def test_a_release_has_links_to_its_address_and_its_authors():
+    text = "[a](docs/a.md#b) ![picture](docs/p.svg) [c](https://c.org) [d](#d)"
+    absolute = release.with_absolute_links(text, "https://host/project/", "1.2")
+    assert absolute == (
+        "[a](https://host/project/blob/v1.2/docs/a.md#b) ![picture](https://host/project/raw/v1.2/docs/p.svg) "
+        "[c](https://c.org) [d](#d)"
+    )
+    found = {"address": "https://host/project", "authors": ["Ann B <ann@host>", "Carl"], "contact": "safe@host"}
+    project = tomllib.loads(release.with_metadata((ROOT / "pyproject.toml").read_text(), found))["project"]
+    assert project["authors"] == [{"name": "Ann B", "email": "ann@host"}, {"name": "Carl"}]
+    assert project["maintainers"] == [{"name": "contact", "email": "safe@host"}]
+    assert project["urls"]["Issues"] == "https://host/project/issues"
+    assert release.variables('[tool.fabricamp.release]\naddress = "https://host"\n') == {"address": "https://host"}

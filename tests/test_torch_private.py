@@ -82,6 +82,9 @@ def samples(tmp_path_factory):
         "torch.optim.Optimizer": torch.optim.SGD(linear.parameters(), 0.1),
         "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
         "torch.Tensor": torch.zeros(1),
+        "torch.storage.TypedStorage": torch.storage.TypedStorage(
+            wrap_storage=torch.zeros(1).untyped_storage(), dtype=torch.float32, _internal=True
+        ),
         "torch.UntypedStorage": torch.zeros(1).untyped_storage(),
         "torch.utils.data.DataLoader": DataLoader([0]),
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": iter(DataLoader([0], num_workers=1)),

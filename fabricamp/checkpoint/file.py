@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pickle
 import stat
@@ -20,9 +21,11 @@ from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.checksum import ChecksumFile, check_members, is_sealed
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
+from fabricamp.checkpoint.objects import GLOBALS, ObjectRef, refusal, without_unpickling
+from fabricamp.checkpoint.packing import unpack_objects
 from fabricamp.checkpoint.plain import PRIVATE, structure, tensors_in
 from fabricamp.checkpoint.storage import PARTIAL_SUFFIX
-from fabricamp.errors import CheckpointError, CheckpointNotFoundError, nearest
+from fabricamp.errors import CheckpointError, CheckpointNotFoundError, CheckpointObjectsError, nearest
 
 CHECKSUM = "checksum"
 """The key of the digest, which covers everything else in a checkpoint except the tensors' values."""
@@ -58,41 +61,83 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
 
 
 def read_checkpoint(
-    path: _Path, map_location: Any = "cpu", *, verify: bool = True, mapped: bool = False
+    path: _Path | IO[bytes],
+    map_location: Any = "cpu",
+    *,
+    verify: bool = True,
+    mapped: bool = False,
+    weights_only: bool | None = None,
+    keep_objects: bool = False,
 ) -> dict[str, Any]:
     """Returns the checkpoint at ``path`` with current keys: a file or folder of fabricamp (any format), Lightning or apex.
 
-    Runs no code from the file.  ``map_location`` is ``torch.load``'s.  With ``verify`` the checksums of the whole file are compared
-    first; without, damage inside tensors goes unnoticed.  With ``mapped`` a local file is memory-mapped: its tensors are read on
-    first use.  Raises :class:`CheckpointError` if the file is damaged or not a checkpoint, and its subclass
-    :class:`CheckpointNotFoundError` if there is none.
+    ``path`` may also be an open file.  ``map_location`` is ``torch.load``'s.  With ``verify`` the checksums of the whole file are
+    compared first; without, damage inside tensors goes unnoticed.  With ``mapped`` a local file is memory-mapped: its tensors are
+    read on first use.
+
+    Runs no code from the file, unless ``weights_only`` is False: that allows its objects to be rebuilt, once the file is verified.
+    Otherwise raises :class:`CheckpointObjectsError` for objects of types that the program has not allowed.  With ``keep_objects``,
+    and without ``verify``, objects stay as they were written, and can be written again.  Raises :class:`CheckpointError` if the
+    file is damaged or not a checkpoint, and its subclass :class:`CheckpointNotFoundError` if there is none.
     """
+    keep_objects = keep_objects or not verify
+    options: dict[str, Any] = {"weights_only": weights_only, "keep_objects": keep_objects}
+    if not isinstance(path, str | os.PathLike):
+        return _read_file(name_of_source(path), _seekable(path), map_location, verify=verify, **options)
     path = storage.normalized(path)
     if storage.is_folder(path):
         from fabricamp.checkpoint.folder import read_folder  # imports torch.distributed.checkpoint: one second
 
-        return read_folder(path, map_location=map_location, verify=verify)
+        return read_folder(path, map_location=map_location, verify=verify, **options)
     # Opening a pipe could block, and reading a device might never end.
     _refuse_no_file(path)
-    sealed = False
     try:
         with storage.open_for_reading(path) as file:
-            is_zip = zipfile.is_zipfile(file)
-            if is_zip:
-                sealed = _verify(file, data=verify)
-            file.seek(0)
-            # Prefer a path to a file object: torch then reads in C++, without calls into Python.
-            source = file if storage.is_remote(path) else path
-            mapped = mapped and is_zip and source is path
-            state = torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+            return _read_file(path, file, map_location, verify=verify, mapped=mapped, **options)
+    except CheckpointError:  # some are OSErrors too
+        raise
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {path}: {_reason(error)}") from error
+
+
+def name_of_source(source: _Path | IO[bytes]) -> str:
+    """Returns what messages call a checkpoint that was given as a path or as an open file."""
+    if isinstance(source, str | os.PathLike):
+        return str(source)
+    return str(getattr(source, "name", "")) or f"the {type(source).__name__}"
+
+
+def _seekable(file: IO[bytes]) -> IO[bytes]:
+    return file if file.seekable() else io.BytesIO(file.read())
+
+
+def _read_file(
+    path: str,
+    file: IO[bytes],
+    map_location: Any,
+    *,
+    verify: bool,
+    mapped: bool = False,
+    weights_only: bool | None,
+    keep_objects: bool,
+) -> dict[str, Any]:
+    sealed = False
+    try:
+        is_zip = zipfile.is_zipfile(file)
+        if is_zip:
+            sealed = _verify(file, data=verify)
+        is_local = isinstance(file, io.BufferedReader) and file.name == path
+        # Prefer a path to a file object: torch then reads in C++, without calls into Python.
+        source = path if is_local else file
+        state = load_closed(source, map_location, mapped=mapped and is_zip and is_local, weights_only=weights_only)
+    except (OSError, CheckpointError):
+        raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(_why_unreadable(path, error)) from error
+        raise _unreadable(path, file, error, weights_only=weights_only) from error
     if isinstance(state, dict):
         _check_unchanged(state, path, sealed=sealed)
         state = upgraded(translated(state), path)
-    if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
+    if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict | ObjectRef):
         held = f"a {type(state).__name__}"
         if isinstance(state, dict):
             held = f"a dict with the keys {', '.join(map(repr, state))}"
@@ -100,7 +145,34 @@ def read_checkpoint(
             f"{path} is not a checkpoint of a Trainer: it holds {held:.500}, and no dict as 'state_dict'; load "
             "weights alone with module.load_state_dict(torch.load(path, weights_only=True))"
         )
+    if not keep_objects:
+        unpack_objects(state, path, weights_only=weights_only)
     return state
+
+
+def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool = False, weights_only: bool | None) -> Any:
+    """Returns what ``torch.save`` has written; objects that :func:`pack_objects` has pickled are not unpickled.
+
+    ``weights_only`` False allows code to rebuild other objects, which are in the files of other trainers.
+    """
+
+    def load(*, weights_only: bool) -> Any:
+        if not isinstance(source, str):
+            source.seek(0)
+        return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
+
+    try:
+        return load(weights_only=True)
+    except pickle.UnpicklingError:
+        if not isinstance(source, str):
+            source.seek(0)
+        found = set(_unsafe_globals(source))
+        if found and found <= GLOBALS:
+            with without_unpickling():
+                return load(weights_only=True)
+        if weights_only is not False:
+            raise
+    return load(weights_only=False)
 
 
 def copy_checkpoint(source: _Path, target: _Path) -> None:
@@ -291,35 +363,32 @@ def _not_there(path: str) -> str:
     return f"there is no checkpoint {path}{hint}"
 
 
-def _why_unreadable(path: str, error: Exception) -> str:
-    """Returns the error message for a file that could not be loaded: what is wrong, and what to do."""
-    unsafe = _unsafe_globals(path) if isinstance(error, pickle.UnpicklingError) else []
-    if unsafe:
-        return (
-            f"{path} holds objects that only code could rebuild ({', '.join(unsafe):.500}), so it is not loaded. If you trust its "
-            "source: load it once with torch.load(path, weights_only=False), put plain values in their place, torch.save it again"
+def _unreadable(path: str, file: IO[bytes], error: Exception, *, weights_only: bool | None) -> CheckpointError:
+    """Returns the error for a file that could not be loaded: what is wrong, and what to do."""
+    file.seek(0)
+    asks_for_code = weights_only is False or isinstance(error, pickle.UnpicklingError)
+    unsafe = [name for name in _unsafe_globals(file) if name not in GLOBALS] if asks_for_code else []
+    if unsafe and weights_only is False:
+        return CheckpointObjectsError(
+            f"{path} holds objects ({', '.join(unsafe):.500}) that cannot be rebuilt here ({type(error).__name__}: "
+            f"{error!s:.300}); import or define their classes as when they were saved"
         )
+    if unsafe:
+        return refusal(path, unsafe)
     message = f"{str(error).partition('. ')[0]:.200}"
-    if not _begins_as_one(path):
+    file.seek(0)
+    if not file.read(2).startswith((b"PK", b"\x80")):  # those of a zip file or a pickle, as torch.save writes them
         why = "its first bytes are not those of a checkpoint"
     elif " " in message and "weights_only" not in message:
         why = message
     else:  # one word says too little; a message about weights_only advises loading untrusted files
         why = type(error).__name__
-    return f"{path} is damaged or not a checkpoint ({why}); use an older one from the same folder"
+    return CheckpointError(f"{path} is damaged or not a checkpoint ({why}); use an older one from the same folder")
 
 
-def _begins_as_one(path: str) -> bool:
-    """Returns whether the first bytes are those of a zip file or a pickle, as torch.save writes them."""
-    with contextlib.suppress(OSError), storage.open_for_reading(path) as file:
-        return bytes(file.read(2)).startswith((b"PK", b"\x80"))
-    return False
-
-
-def _unsafe_globals(path: str) -> list[str]:
+def _unsafe_globals(source: str | IO[bytes]) -> list[str]:
     try:
-        with storage.open_for_reading(path) as file:
-            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
     except Exception:  # noqa: BLE001 - it parses the same damaged pickle; the caller then reports damage
         return []
 

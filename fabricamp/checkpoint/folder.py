@@ -247,9 +247,12 @@ def _remove_others(target: Path, name: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_folder(path: str, *, verify: bool = True, map_location: Any = "cpu") -> dict[str, Any]:
-    """Returns the content of the checkpoint at ``path`` with full tensors; with ``map_location="meta"`` they are not read."""
-    state = read_without_shards(path, map_location=map_location, verify=verify)
+def read_folder(path: str, *, verify: bool = True, map_location: Any = "cpu", **options: Any) -> dict[str, Any]:
+    """Returns the content of the checkpoint at ``path`` with full tensors; with ``map_location="meta"`` they are not read.
+
+    ``options`` are those of :func:`read_checkpoint` about objects.
+    """
+    state = read_without_shards(path, map_location=map_location, verify=verify, **options)
     if map_location == "meta":
         return state
     folder, files = _shard_files(state, path)
@@ -265,9 +268,12 @@ def read_folder(path: str, *, verify: bool = True, map_location: Any = "cpu") ->
     return full
 
 
-def read_without_shards(path: str, *, map_location: Any = "cpu", verify: bool = True) -> dict[str, Any]:
-    """Returns the content of ``state.pt`` at ``path``: sharded tensors are on the meta device, ``shards`` has their files."""
-    state = read_checkpoint(Path(path) / storage.STATE, map_location, verify=verify)
+def read_without_shards(path: str, *, map_location: Any = "cpu", verify: bool = True, **options: Any) -> dict[str, Any]:
+    """Returns the content of ``state.pt`` at ``path``: sharded tensors are on the meta device, ``shards`` has their files.
+
+    ``options`` are those of :func:`read_checkpoint` about objects.
+    """
+    state = read_checkpoint(Path(path) / storage.STATE, map_location, verify=verify, **options)
     folder, _ = _shard_files(state, path)
     if not (folder / METADATA).is_file() or digest_of(folder) != state[SHARDS].get("digest"):
         raise CheckpointError(f"{path} is damaged: the list of its tensors is missing, or not the one that was written")

@@ -110,7 +110,8 @@ class HyperparametersMixin:
         """Saves the arguments of the calling ``__init__`` in ``hparams``: all, only ``names``, or all but ``ignore``.
 
         Arguments may have any type; ``hparams`` holds the same objects, but copies of lists, tuples and dicts.  Files hold plain
-        data only: of modules, functions, classes and other objects the name, so that ``load_from_checkpoint`` asks for them.
+        data only: of modules, functions, classes and other objects the name, so that ``load_from_checkpoint`` asks for them; with
+        ``Trainer(checkpoint_objects=True)`` the objects themselves.
 
         Instead of names, pass one dict, Namespace or OmegaConf container to save its content.  A call in the ``__init__`` of a base
         class saves the arguments of the derived classes too; for equal names the values of the derived class win.
@@ -295,12 +296,15 @@ class HyperparameterKeys:
     name: str
     """The name of the argument, if a single argument held all hyper-parameters."""
 
-    def entries(self, owner: object) -> dict[str, Any]:
-        """Returns the checkpoint entries of the ``owner``'s hyper-parameters; empty if there are none."""
+    def entries(self, owner: object, *, objects: bool = False) -> dict[str, Any]:
+        """Returns the checkpoint entries of the ``owner``'s hyper-parameters; empty if there are none.
+
+        With ``objects``, values without a plain form are the objects themselves.
+        """
         saved = saved_hyperparameters(owner)
         if not saved.values:
             return {}
-        values, notes = described(saved.values, private=saved.private)
+        values, notes = described(saved.values, private=saved.private, objects=objects)
         entries = {self.values: values, self.types: notes, self.name: saved.name}
         return {key: value for key, value in entries.items() if value}
 

@@ -13,6 +13,7 @@ import enum
 import importlib
 import inspect
 import os
+import pkgutil
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,14 +39,17 @@ def build(
     overrides: Mapping[str, Any],
     types: Iterable[type] = (),
     hparams_file: Any = None,
+    *,
+    weights_only: bool | None = None,
 ) -> Owner:
     """Returns an ``owner`` built with :func:`arguments_for`; raises :class:`CheckpointError` if its constructor refuses them.
 
-    ``hparams_file`` is a YAML file with hyper-parameters, which replaces those in ``checkpoint``.
+    ``weights_only`` False allows the file to name the classes of its values.  ``hparams_file`` is a YAML file with
+    hyper-parameters, which replaces those in ``checkpoint``.
     """
     if hparams_file is not None:
         checkpoint = {**checkpoint, keys.values: _from_yaml(hparams_file), keys.types: []}
-    arguments = arguments_for(owner, checkpoint, keys, path, overrides, types)
+    arguments = arguments_for(owner, checkpoint, keys, path, overrides, types, imports=weights_only is False)
     try:
         built = owner(**arguments)
     except TypeError as error:
@@ -75,10 +79,13 @@ def arguments_for(
     path: str,
     overrides: Mapping[str, Any],
     types: Iterable[type],
+    *,
+    imports: bool = False,
 ) -> dict[str, Any]:
     """Returns the arguments that build ``owner`` from ``checkpoint``, read from ``path``; ``overrides`` take precedence.
 
-    ``types`` are classes that hyper-parameters may be rebuilt as, in addition to those annotated in ``owner``'s constructor.
+    ``types`` are classes that hyper-parameters may be rebuilt as, in addition to those annotated in ``owner``'s constructor; with
+    ``imports`` also those that the file names.
     Raises :class:`CheckpointError` if a value is not in the file (for example a module or a function): it has to be given.
     """
     types = _checked(types)
@@ -93,7 +100,7 @@ def arguments_for(
     needed = {key: value for key, value in saved.items() if key not in overrides}
     _check_references(needed, path)
     try:
-        values, missing = rebuilt(needed, notes, named_types(owner, types))
+        values, missing = rebuilt(needed, notes, named_types(owner, types), imports=imports)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if missing:
@@ -175,8 +182,10 @@ class Rebuilt(NamedTuple):
     """By first key, why a value could not be rebuilt: only the name of an object was saved, or its type was not given."""
 
 
-def rebuilt(values: Mapping[str, Any], notes: Any, types: Iterable[type]) -> Rebuilt:
+def rebuilt(values: Mapping[str, Any], notes: Any, types: Iterable[type], *, imports: bool = False) -> Rebuilt:
     """Returns ``values`` rebuilt as ``types``, according to the ``notes`` of :func:`described`; no other class is used.
+
+    With ``imports``, classes that the notes name are imported.
 
     Raises :class:`CheckpointError` if the notes do not have the expected layout.
     """
@@ -184,7 +193,7 @@ def rebuilt(values: Mapping[str, Any], notes: Any, types: Iterable[type]) -> Reb
         by_keys = {tuple(note["at"]): (str(note["kind"]), str(note["type"])) for note in notes}
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"its recorded types cannot be read ({type(error).__name__}: {error})") from None
-    rebuilder = _Rebuilder(by_keys, tuple(types), {})
+    rebuilder = _Rebuilder(by_keys, tuple(types), {}, imports)
     if by_keys.get((), ("",))[0] == "config":
         for key, value in values.items():
             rebuilder.check_resolved(value, (key,))
@@ -242,6 +251,7 @@ class _Rebuilder:
     """(kind, name of the type) by the keys that lead to a value."""
     types: tuple[type, ...]
     missing: dict[str, str]
+    imports: bool
 
     def rebuild(self, value: Any, at: tuple[Any, ...]) -> Any:
         """Returns the value with the keys ``at`` in its original type; the plain value, recorded as missing, if that fails."""
@@ -289,6 +299,8 @@ class _Rebuilder:
         exact = [kind for kind in fitting if name_of(kind) == name]
         if exact:
             return exact[0]
+        if self.imports and (imported := _imported(name)) and fits(imported):
+            return imported
         if fits is _fits_a_path:
             return next(iter(fitting), None)
         moved = [kind for kind in fitting if kind.__name__ == name.rpartition(".")[2]]
@@ -297,6 +309,14 @@ class _Rebuilder:
     def _add_missing(self, at: tuple[Any, ...], why: str) -> None:
         dotted = ".".join(map(str, at))
         self.missing.setdefault(str(at[0]), f"{dotted!r} was {why}")
+
+
+def _imported(name: str) -> type | None:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):  # it is gone, or was defined within a function
+        return None
+    return found if isinstance(found, type) else None
 
 
 def _fits_a_path(kind: type) -> bool:

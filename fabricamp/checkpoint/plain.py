@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricamp.arguments.environment import FromEnvironment, Resolved, resolved
+from fabricamp.checkpoint.objects import ObjectRef, PickledObjects
 from fabricamp.errors import CheckpointError
 from fabricamp.state import TrainerFn
 
@@ -32,7 +33,7 @@ PRIVATE = "private"
 VALUES = frozenset(
     {bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout},
 )
-_MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
+MAPPINGS = frozenset({dict, collections.OrderedDict, collections.Counter})
 _SEQUENCES = frozenset({list, tuple, set})
 TENSORS = frozenset({Tensor, nn.Parameter})
 
@@ -86,12 +87,14 @@ def _digest(value: object, known: dict[int, bytes]) -> bytes:
     elif isinstance(value, list | tuple) and type(value) in _SEQUENCES:
         known[id(value)] = b"within itself"
         words += [_digest(part, known) for part in value]
+    elif isinstance(value, PickledObjects | ObjectRef):
+        words += [_digest(part, known) for part in value.parts()]
     elif isinstance(value, set):
         words += sorted(_digest(part, known) for part in value)
     else:
         words.append(repr(value).encode("utf-8", "surrogatepass"))
     digest = hashlib.blake2b(b"|".join(words), digest_size=16).digest()
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple | PickledObjects):
         known[id(value)] = digest
     return digest
 
@@ -99,7 +102,7 @@ def _digest(value: object, known: dict[int, bytes]) -> bytes:
 def _items_to_check(path: str, item: object, *, stored: bool) -> list[tuple[str, object]]:
     """Returns the values inside ``item`` that are still to be checked; raises if ``item`` itself could not be loaded."""
     kind = type(item)
-    if kind in _MAPPINGS:
+    if kind in MAPPINGS:
         assert isinstance(item, dict)
         inside = [(f"{path}[{key!r}]", part) for key, part in item.items()]
         inside += [(f"{path} (its key {key!r})", key) for key in item]
@@ -114,10 +117,13 @@ def _items_to_check(path: str, item: object, *, stored: bool) -> list[tuple[str,
                 f"{path} is a tensor on the meta device, which has no values to save; materialise it first"
             )
         return _attributes(path, item)
+    if isinstance(item, PickledObjects | ObjectRef):
+        return [(f"{path} (its part {index})", part) for index, part in enumerate(item.parts())]
     raise CheckpointError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, numbers, strings, None, and lists, tuples "
         "and dicts of these, so that it loads without running code. Convert it (float(x), str(x), x.tolist()), or leave it out "
-        "(save_hyperparameters(ignore=[...]), state_dict, on_save_checkpoint)"
+        "(save_hyperparameters(ignore=[...]), state_dict, on_save_checkpoint); Trainer(checkpoint_objects=True) saves objects, and "
+        "whoever loads them has to allow code by weights_only=False"
     )
 
 
@@ -144,7 +150,7 @@ def _stages_as_text(value: Any) -> Any:
     kind = type(value)
     if kind is TrainerFn:
         return value.value
-    if kind in _MAPPINGS:
+    if kind in MAPPINGS:
         items = [(_stages_as_text(key), _stages_as_text(part)) for key, part in value.items()]
         if all(key is old and part is value[old] for (key, part), old in zip(items, value, strict=True)):
             return value
@@ -177,10 +183,13 @@ def plain(value: Any, *, private: bool = False) -> Any:
     return described(value, private=private).values
 
 
-def described(value: Any, *, private: bool = False) -> Described:
-    """Returns ``value`` as :func:`plain` does, with notes of the original types in it."""
+def described(value: Any, *, private: bool = False, objects: bool = False) -> Described:
+    """Returns ``value`` as :func:`plain` does, with notes of the original types in it.
+
+    With ``objects``, what would become its name alone (an object, a class, a function, a partial) stays as it is.
+    """
     notes: list[dict[str, Any]] = []
-    return Described(_plain(value, _Position((), notes, frozenset(), private)), notes)
+    return Described(_plain(value, _Position((), notes, frozenset(), private, objects)), notes)
 
 
 def builtin_numbers(value: Any) -> Any:
@@ -219,12 +228,13 @@ class _Position:
     within: frozenset[int]
     """Ids of the enclosing containers, as a container may contain itself."""
     private: bool
+    objects: bool
 
     def note(self, kind: str, name: str) -> None:
         self.notes.append({"at": self.at, "kind": kind, "type": name})
 
     def below(self, container: Any, key: Any) -> _Position:
-        return _Position((*self.at, key), self.notes, self.within | {id(container)}, self.private)
+        return _Position((*self.at, key), self.notes, self.within | {id(container)}, self.private, self.objects)
 
 
 class _Kind(NamedTuple):
@@ -253,6 +263,9 @@ def _plain(value: Any, position: _Position) -> Any:
         content = kind.content(value)
     if isinstance(content, Resolved):
         content = content.values if position.private else content.written
+    has_plain_form = kind is not None and content is not None and kind.name != "partial"
+    if position.objects and not has_plain_form:
+        return value
     if kind is None or content is None:
         position.note("name" if hasattr(value, "__qualname__") else "object", name_of(value))
         return name_of(value)

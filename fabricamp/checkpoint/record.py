@@ -122,29 +122,30 @@ def write_together(path: str, checkpoint: dict[str, Any], strategy: Strategy) ->
         strategy.on_rank_zero(lambda: write_checkpoint(path, checkpoint))
 
 
-def read_together(path: str, strategy: Strategy) -> dict[str, Any]:
+def read_together(path: str, strategy: Strategy, *, weights_only: bool | None = None) -> dict[str, Any]:
     """Returns the checkpoint on every rank; if one rank cannot read it, all ranks raise that rank's :class:`CheckpointError`.
 
-    If the strategy shards the module, its tensors are not read yet: a file is memory-mapped, a folder's are on the meta device.
+    ``weights_only`` False allows code to rebuild its objects.  If the strategy shards the module, its tensors are not read yet: a
+    file is memory-mapped, a folder's are on the meta device.
     """
     checkpoint: dict[str, Any] = {}
     problem = None
     try:
-        checkpoint = _read_for(path, strategy)
+        checkpoint = _read_for(path, strategy, weights_only=weights_only)
     except CheckpointError as error:
         problem = error
     strategy.agree(problem)
     return checkpoint
 
 
-def _read_for(path: str, strategy: Strategy) -> dict[str, Any]:
+def _read_for(path: str, strategy: Strategy, *, weights_only: bool | None) -> dict[str, Any]:
     if strategy.checkpoint_form == "file":
-        return read_checkpoint(path)
+        return read_checkpoint(path, weights_only=weights_only)
     path = storage.normalized(path)
     if not storage.is_folder(path):
-        return read_checkpoint(path, mapped=True)
+        return read_checkpoint(path, mapped=True, weights_only=weights_only)
     from fabricamp.checkpoint.folder import check_together, read_without_shards
 
-    checkpoint = read_without_shards(path)
+    checkpoint = read_without_shards(path, weights_only=weights_only)
     check_together(path, checkpoint, strategy)
     return checkpoint

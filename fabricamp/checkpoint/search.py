@@ -8,7 +8,7 @@ from typing import Any
 
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.file import read_checkpoint
-from fabricamp.errors import CheckpointError
+from fabricamp.errors import CheckpointError, CheckpointObjectsError
 
 logger = logging.getLogger("fabricamp")
 
@@ -18,10 +18,12 @@ class Candidates:
 
     A checkpoint's own counters decide how far it is, because clocks jump.  If several are equally far (such as the last checkpoints
     of two runs in one folder), the one written last comes first.  With ``training``, checkpoints with only weights come last.
+    A file whose objects are not allowed to be rebuilt is not damaged: it raises :class:`CheckpointObjectsError`.
     """
 
-    def __init__(self, groups: Iterable[Iterable[str]], *, training: bool) -> None:
+    def __init__(self, groups: Iterable[Iterable[str]], *, training: bool, weights_only: bool | None = None) -> None:
         self._problems: list[str] = []
+        self._weights_only = weights_only
         self._paths = self._ordered(groups, training=training)
 
     def next_path(self) -> str:
@@ -47,7 +49,9 @@ class Candidates:
             readable: list[tuple[tuple[int, ...], str]] = []
             for path in dict.fromkeys(map(storage.normalized, files)):
                 try:
-                    header = read_header(path)
+                    header = read_header(path, weights_only=self._weights_only)
+                except CheckpointObjectsError:
+                    raise
                 except CheckpointError as error:
                     self.skip(str(error))
                 else:
@@ -56,9 +60,12 @@ class Candidates:
             yield from (path for _, path in sorted(readable, reverse=True))
 
 
-def read_header(path: str) -> dict[str, Any]:
-    """Returns the content of a checkpoint with tensors on the meta device: their values are not read."""
-    return read_checkpoint(path, map_location="meta", verify=False)
+def read_header(path: str, *, weights_only: bool | None = None) -> dict[str, Any]:
+    """Returns the content of a checkpoint with tensors on the meta device: their values are not read, and objects stay closed.
+
+    ``weights_only`` False is for files of other trainers, whose objects are among the plain values.
+    """
+    return read_checkpoint(path, map_location="meta", verify=False, weights_only=weights_only)
 
 
 def progress_in(header: dict[str, Any]) -> tuple[int, int, int]:

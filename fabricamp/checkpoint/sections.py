@@ -54,15 +54,17 @@ class Weights(Section):
     strategy: Strategy
     conversion: Conversion
     datamodule: DataModule | None
+    objects: bool = False
+    """Whether hyper-parameters without a plain form are saved as objects, and not as their names."""
 
     def save(self) -> dict[str, Any]:
         """Returns full weights, equal on every rank, or this rank's shards if the module is sharded; and hyper-parameters."""
         module = self.module
         datamodule = self.datamodule
         values: dict[str, Any] = {"state_dict": self.conversion.full_state(self.strategy.module_state(module))}
-        values |= MODULE.entries(module)
+        values |= MODULE.entries(module, objects=self.objects)
         if datamodule is not None:
-            values |= DATA.entries(datamodule)
+            values |= DATA.entries(datamodule, objects=self.objects)
         owners = [owner for owner in (module, datamodule) if owner is not None]
         if any(saved_hyperparameters(owner).private for owner in owners):
             values[PRIVATE] = True

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from fabricamp.checkpoint.plain import TENSORS
+from fabricamp.checkpoint.plain import MAPPINGS, TENSORS
 from fabricamp.errors import CheckpointError
 from fabricamp.ops.shards import is_shard
 
@@ -60,7 +60,7 @@ def split(value: Any, name: str = "", wanted: Callable[[Any], bool] = is_shard) 
     shards: dict[str, Tensor] = {}
 
     def without_shards(value: Any, name: str) -> Any:
-        if isinstance(value, dict):
+        if type(value) in MAPPINGS:
             result = copy.copy(value)  # keeps the attributes that torch sets on a state dict
             for key, item in value.items():
                 result[key] = without_shards(item, _joined(name, key))
@@ -81,7 +81,7 @@ def split(value: Any, name: str = "", wanted: Callable[[Any], bool] = is_shard) 
 def stored_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yields each meta tensor, which stands for a tensor on disk, with its name on disk."""
     items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
+    if type(value) in MAPPINGS:
         items = value.items()
     elif type(value) in (list, tuple):
         items = enumerate(value)
@@ -97,7 +97,7 @@ def _joined(name: str, key: Any) -> str:
 
 def replaced(value: Any, by: Mapping[int, Tensor]) -> Any:
     """Returns ``value`` with tensors replaced by those in ``by``, which maps ids of tensors to replacements."""
-    if isinstance(value, dict):
+    if type(value) in MAPPINGS:
         result = copy.copy(value)
         for key, item in value.items():
             result[key] = replaced(item, by)

@@ -67,7 +67,7 @@ def export(
             f"{str(checkpoint)!r} is not there{nearby_checkpoints(str(checkpoint))}; "
             "give the file or folder of a checkpoint, or a URL"
         )
-    content = read_checkpoint(checkpoint)
+    content = read_checkpoint(checkpoint, keep_objects=True)
     weights = content.get("state_dict")
     if not isinstance(weights, dict):
         raise CheckpointError(

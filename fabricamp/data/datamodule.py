@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Sized
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabricamp._utils.containers import own_containers
 from fabricamp._utils.keywords import refuse_others
 from fabricamp.checkpoint import read_checkpoint
+from fabricamp.checkpoint.file import name_of_source
 from fabricamp.checkpoint.hyperparameters import DATA, HyperparametersMixin
 from fabricamp.checkpoint.load_from_checkpoint import build
 from fabricamp.data.transfer import move_to_device
@@ -75,10 +76,10 @@ class DataModule(HyperparametersMixin):
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | Path,
+        checkpoint_path: str | Path | IO[bytes],
         map_location: Any = None,
         hparams_file: str | Path | None = None,
-        weights_only: bool | None = None,  # noqa: ARG003 - every file is read with True
+        weights_only: bool | None = None,
         *,
         types: Iterable[type] = (),
         **overrides: Any,
@@ -87,8 +88,10 @@ class DataModule(HyperparametersMixin):
 
         See ``TrainingModule.load_from_checkpoint``; raises :class:`CheckpointError` in the same cases.
         """
-        checkpoint = read_checkpoint(checkpoint_path, map_location="cpu" if map_location is None else map_location)
-        data = build(cls, checkpoint, DATA, str(checkpoint_path), overrides, types, hparams_file)
+        device = "cpu" if map_location is None else map_location
+        checkpoint = read_checkpoint(checkpoint_path, device, weights_only=weights_only)
+        path = name_of_source(checkpoint_path)
+        data = build(cls, checkpoint, DATA, path, overrides, types, hparams_file, weights_only=weights_only)
         if state := checkpoint.get("data", {}).get("datamodule"):
             data.load_state_dict(state)
         return data

@@ -41,7 +41,13 @@ def record_of(session: Session) -> Record:
     return Record(
         session.strategy,
         [
-            Weights(session.module, session.strategy, session.conversion, source.datamodule),
+            Weights(
+                session.module,
+                session.strategy,
+                session.conversion,
+                source.datamodule,
+                objects=session.settings.checkpoint_objects,
+            ),
             Counters(session.trainer.state, resume_point.accumulation, session.settings, session.module, session.data),
             StepSizes(session),
             Optimizers(session.optimizers),

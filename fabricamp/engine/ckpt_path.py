@@ -13,10 +13,12 @@ from fabricamp.checkpoint import Candidates, read_header, read_together, storage
 from fabricamp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointObjectsError,
     ConfigError,
     FabricampError,
     MissingCheckpointError,
     nearest,
+    reworded,
 )
 from fabricamp.launch import restarts
 
@@ -30,13 +32,15 @@ _WORDS = ("auto", "best", "last")
 _EVALUATED = ("best", "last")
 
 
-def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | None, dict[str, Any] | None]:
+def resolve_checkpoint(
+    trainer: Trainer, ckpt_path: str | None, *, weights_only: bool | None = None
+) -> tuple[str | None, dict[str, Any] | None]:
     """Returns (file to load or None, its content if it was read already); every rank calls this, rank 0 chooses.
 
     "last" is the furthest checkpoint that every rank can read, of this run or of earlier runs in folders beside this run's;
     "auto" is the same, or None if there is none; "best" is the best file of the first ModelCheckpoint.  A path is returned
-    unchanged.  Raises :class:`MissingCheckpointError` if no file is found, and :class:`CheckpointError` if none of the found
-    files can be read.
+    unchanged.  Raises :class:`MissingCheckpointError` if no file is found, :class:`CheckpointError` if none of the found files can
+    be read, and :class:`CheckpointObjectsError` if the chosen one holds objects and ``weights_only`` is not False.
     """
     if ckpt_path not in _WORDS:
         _refuse_a_misspelt_word(trainer, ckpt_path)
@@ -48,10 +52,10 @@ def resolve_checkpoint(trainer: Trainer, ckpt_path: str | None) -> tuple[str | N
             "ckpt_path='auto' is for fit: it resumes from the last checkpoint, or starts without one; give 'last' or 'best'"
         )
     if ckpt_path == "best":
-        path = _from_rank_zero(trainer, ckpt_path, lambda: _best(trainer))
+        path = _from_rank_zero(trainer, ckpt_path, lambda: _best(trainer, weights_only))
         checkpoint = None
     else:
-        path, checkpoint = _furthest(trainer, ckpt_path)
+        path, checkpoint = _furthest(trainer, ckpt_path, weights_only)
     if not path and ckpt_path != "auto":
         raise MissingCheckpointError(f"ckpt_path={ckpt_path!r}: {_nothing_found(trainer, ckpt_path)}")
     return path or None, checkpoint
@@ -77,19 +81,21 @@ def _warn_of_a_restart(trainer: Trainer) -> None:
         _LOG.warning("torchrun has restarted this run from the beginning; ckpt_path='auto' would resume it")
 
 
-def _furthest(trainer: Trainer, word: str) -> tuple[str, dict[str, Any] | None]:
+def _furthest(trainer: Trainer, word: str, weights_only: bool | None) -> tuple[str, dict[str, Any] | None]:
     """Returns the furthest checkpoint that every rank can read, and its content; all ranks skip a file that one cannot read."""
-    candidates = _candidates(trainer)
+    candidates = _candidates(trainer, weights_only)
     while path := _from_rank_zero(trainer, word, candidates.next_path):
         try:
-            return path, read_together(path, trainer.strategy)
+            return path, read_together(path, trainer.strategy, weights_only=weights_only)
+        except CheckpointObjectsError as error:  # not damaged, so an older file would lose steps
+            raise reworded(error, f"ckpt_path={word!r}: {error}") from error
         except CheckpointError as error:
             if trainer.is_global_zero:
                 candidates.skip(str(error))
     return "", None
 
 
-def _candidates(trainer: Trainer) -> Candidates:
+def _candidates(trainer: Trainer, weights_only: bool | None) -> Candidates:
     """Returns this run's files, then those of each folder that may belong to an earlier attempt, newest run first."""
     callbacks = model_checkpoints(trainer)
 
@@ -114,17 +120,17 @@ def _candidates(trainer: Trainer) -> Candidates:
             candidates.skip(f"{where} cannot be listed ({reason}), and there may be checkpoints in it")
             return []
 
-    candidates = Candidates(groups(), training=trainer.state.fitting)
+    candidates = Candidates(groups(), training=trainer.state.fitting, weights_only=weights_only)
     return candidates
 
 
-def _best(trainer: Trainer) -> str:
+def _best(trainer: Trainer, weights_only: bool | None) -> str:
     """Returns the best file that this Trainer knows, else the best file named in the last checkpoint of an earlier process."""
     for callback in model_checkpoints(trainer):
         if callback.best_model_path:
             return callback.best_model_path
-    last = _candidates(trainer).next_path()
-    states = read_header(last).get("callbacks") if last else None
+    last = _candidates(trainer, weights_only).next_path()
+    states = read_header(last, weights_only=weights_only).get("callbacks") if last else None
     if not isinstance(states, dict):
         return ""
     for callback, state in matched_states(model_checkpoints(trainer), states):
@@ -151,7 +157,8 @@ def _from_rank_zero(trainer: Trainer, word: str, choose: Callable[[], str]) -> s
         try:
             return choose()
         except FabricampError as error:
-            raise CheckpointError(f"ckpt_path={word!r}: {error}") from error
+            family = CheckpointObjectsError if isinstance(error, CheckpointObjectsError) else CheckpointError
+            raise family(f"ckpt_path={word!r}: {error}") from error
 
     return trainer.strategy.on_rank_zero(chosen)
 

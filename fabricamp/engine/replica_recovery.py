@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fabricamp.checkpoint import read_together
 from fabricamp.checkpoint.background import on_host
+from fabricamp.checkpoint.file import load_closed
+from fabricamp.checkpoint.packing import pack_objects, unpack_objects
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,16 +23,21 @@ PEER: Final = "a replica group that runs"
 Found = tuple[str | None, dict[str, Any] | None]
 
 
-def join_groups(session: Session, path: str | None, checkpoint: dict[str, Any] | None) -> Found:
+def join_groups(
+    session: Session, path: str | None, checkpoint: dict[str, Any] | None, *, weights_only: bool | None = None
+) -> Found:
     """Returns what a fit resumes from: ``path`` and its ``checkpoint``, or the state that another group sends.
 
-    Groups that start together use what one of them was given.  Raises :class:`ConfigError` for what cannot work among groups.
+    ``weights_only`` False allows code to rebuild objects in it.  Groups that start together use what one of them was given.  Raises
+    :class:`ConfigError` for what cannot work among groups.
     """
     strategy = session.strategy
     if not strategy.heals:
         return path, checkpoint
     _check(session)
-    given = read_together(path, strategy) if path is not None and checkpoint is None else checkpoint
+    given = checkpoint
+    if path is not None and given is None:
+        given = read_together(path, strategy, weights_only=weights_only)
     runs = False
 
     def state() -> Tensor:
@@ -43,7 +50,7 @@ def join_groups(session: Session, path: str | None, checkpoint: dict[str, Any] |
     runs = True
     if received is None:
         return path, given
-    content = _unpacked(received)
+    content = _unpacked(received, weights_only=weights_only)
     return content["path"], content["checkpoint"]
 
 
@@ -58,12 +65,13 @@ def _present(session: Session) -> dict[str, Any]:
 def _packed(content: dict[str, Any]) -> Tensor:
     """Returns ``content`` as bytes, which later training does not change."""
     file = io.BytesIO()
-    torch.save(on_host(content), file)
+    torch.save(on_host(pack_objects(content)), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def _unpacked(packed: Tensor) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+def _unpacked(packed: Tensor, *, weights_only: bool | None) -> dict[str, Any]:
+    content: dict[str, Any] = load_closed(io.BytesIO(packed.numpy().tobytes()), "cpu", weights_only=None)
+    unpack_objects(content, PEER, weights_only=weights_only)
     return content
 
 

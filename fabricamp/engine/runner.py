@@ -229,15 +229,18 @@ class Runner:
         session.watchdog.start()
         return session
 
-    def resolve(self, ckpt_path: str | Path | None) -> tuple[str | None, dict[str, Any] | None]:
+    def resolve(
+        self, ckpt_path: str | Path | None, *, weights_only: bool | None = None
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """Returns the file to load, and its content if that was read in choosing the file; sets ``trainer.ckpt_path``."""
         fits = self.trainer.state.fn is TrainerFn.FITTING
         plan = the_plan() if fits else None
         if plan is not None:
             ckpt_path = plan.resume_from or ckpt_path
-        path, checkpoint = resolve_checkpoint(self.trainer, None if ckpt_path is None else str(ckpt_path))
+        given = None if ckpt_path is None else str(ckpt_path)
+        path, checkpoint = resolve_checkpoint(self.trainer, given, weights_only=weights_only)
         if fits and self.session is not None:
-            path, checkpoint = join_groups(self.session, path, checkpoint)
+            path, checkpoint = join_groups(self.session, path, checkpoint, weights_only=weights_only)
         self.trainer.ckpt_path = path
         return path, checkpoint
 

@@ -7,12 +7,14 @@ choice of the update, the validation within fit, or :meth:`~Session.evaluate`; :
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabricamp.checkpoint import read_together, write_together
+from fabricamp.checkpoint.packing import described_objects, pack_objects
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.checkpoint.shard_loading import sharded_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
 
 
+_LOG = logging.getLogger("fabricamp")
+
 KINDS = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
 """The kind of evaluation of each entry point, as in ``on_validation_start`` and ``test_step``."""
 
@@ -106,6 +110,7 @@ class Session:
         self.checkpoint: dict[str, Any] | None = None
         self.resumed = False
         self.closed = False
+        self._told_of_objects = False
         self.run_context = DETACHED  # until attach
         self.step: Callable[..., Any] = module.training_step  # in fit: as wrapped by the strategy
         self.validation_follows: Callable[[], bool] = bool  # in fit: as known to the loop
@@ -133,8 +138,13 @@ class Session:
         self.strategy.attach(self)
         self.metrics.sinks.append(partial(log_values, self.trainer.state, self.delivery))
 
-    def open(self, ckpt_path: str | None, checkpoint: dict[str, Any] | None) -> None:
-        """Sets up everything before ``on_fit_start``; ``checkpoint`` is the content of ``ckpt_path`` if it was read already."""
+    def open(
+        self, ckpt_path: str | None, checkpoint: dict[str, Any] | None, *, weights_only: bool | None = None
+    ) -> None:
+        """Sets up everything before ``on_fit_start``; ``checkpoint`` is the content of ``ckpt_path`` if it was read already.
+
+        ``weights_only`` False allows code to rebuild the objects in ``ckpt_path``.
+        """
         fits = self.fn is TrainerFn.FITTING
         self.checkpoint = checkpoint
         if fits:
@@ -145,7 +155,7 @@ class Session:
         self._configure_model(filled_later=ckpt_path is not None)
         self._hide_private_values()
         if ckpt_path is not None:
-            self._load(ckpt_path)
+            self._load(ckpt_path, weights_only)
         self.metrics.forget_earlier()
         self._place_model(loaded=ckpt_path is not None)
         if fits:
@@ -197,10 +207,10 @@ class Session:
             # A logger that has shown private values shows them in a later run too.
             logger.private = logger.private or private
 
-    def _load(self, path: str) -> None:
+    def _load(self, path: str, weights_only: bool | None) -> None:
         """Reads the checkpoint and loads its weights into the fp32 module, from which master weights are taken."""
         if self.checkpoint is None:
-            self.checkpoint = read_together(path, self.strategy)
+            self.checkpoint = read_together(path, self.strategy, weights_only=weights_only)
         if self.strategy.checkpoint_form == "folder":
             self.checkpoint = sharded_weights(self.checkpoint, path, self.module.state_dict())
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
@@ -490,6 +500,8 @@ class Session:
         call_all(self.hooks.callbacks("on_save_checkpoint"), checkpoint)
         call_hook(self.module, "on_save_checkpoint", checkpoint)
         checkpoint = stages_as_text(checkpoint)
+        if self.settings.checkpoint_objects:
+            checkpoint = self._with_objects_pickled(checkpoint)
 
         if write is None:
             self.strategy.on_rank_zero(lambda: self.delivery.barrier(self.trainer.state.global_step))
@@ -498,6 +510,22 @@ class Session:
             write(filepath, checkpoint)
         else:
             self.strategy.on_rank_zero(lambda: write(filepath, checkpoint))
+
+    def _with_objects_pickled(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Returns ``checkpoint`` with its objects pickled on rank 0; the other ranks write sharded tensors alone."""
+        packed = checkpoint
+
+        def pack() -> None:
+            nonlocal packed
+            packed = pack_objects(checkpoint, self.module)
+            if packed is checkpoint or self._told_of_objects:
+                return
+            self._told_of_objects = True
+            objects = ", ".join(described_objects(packed))
+            _LOG.info("Checkpoints hold objects (%.300s): resume with weights_only=False", objects)
+
+        self.strategy.on_rank_zero(pack)
+        return packed
 
     # -- the end -----------------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fabricamp._utils import lightning_alias
 from fabricamp.arguments.not_offered import words_for
 from fabricamp.errors import ConfigError
 from fabricamp.lightning.bases import PACKAGES
@@ -80,6 +81,7 @@ def install() -> None:
                 f"{package!r} is imported already, from {file}; run the script as python -m fabricamp.lightning script.py"
             )
     sys.meta_path.insert(0, Names)
+    lightning_alias.note_installed()
 
 
 def take_over(name: str) -> None:

@@ -165,6 +165,33 @@ class Boundary:
         _watch(CALLS.armed)
 
 
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+def reduced_without_boundary(module: nn.Module) -> tuple[Any, ...] | None:
+    """Returns what pickles ``module`` without its boundary, for a file that other precisions load; None if it has none."""
+    boundary = _table(module).get(_KEY)
+    if boundary is None:
+        return None
+    reduced = cast("tuple[Any, ...]", module.__reduce_ex__(2))
+    build, args, state, *others = reduced
+    own = {_KEY, *(handle.id for handle in boundary.handles)}
+    if isinstance(state, dict):
+        without = {name: _without(state[name], own) for name in _HOOK_TABLES if name in state}
+        state = {**state, **without}
+    return build, args, state, *others
+
+
+def _without(hooks: OrderedDict[Any, Any], keys: set[Any]) -> OrderedDict[Any, Any]:
+    return OrderedDict((key, hook) for key, hook in hooks.items() if key not in keys)
+
+
 class InsideStep:
     """A reusable context, entered in each step: arms the boundaries, and restores the previous state at exit."""
 

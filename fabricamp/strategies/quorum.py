@@ -267,9 +267,40 @@ def _nccl(torchft: Any, timeout: timedelta) -> Any:
     """Returns torchft's process group over NCCL, which aborts a communicator whose sum takes longer than ``timeout``."""
     # Both are read when a communicator is made.  The first one limits its start; torchft sets it too, with a warning.
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, math.ceil(timeout.total_seconds()))))
-    # NCCL may report a dead group before ``timeout``; by default torch's watchdog would end this process for that.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    return torchft.ProcessGroupNCCL(timeout=timeout)
+    # The host looks for errors while it waits for a sum.  Otherwise torch's watchdog does, which then holds the process up for
+    # minutes (it waits for other ranks to write their flight records), or ends it.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+
+    class ProcessGroup(torchft.ProcessGroupNCCL):  # type: ignore[misc]  # torchft is no requirement
+        """torchft's, but an error of a sum aborts the communicator at once."""
+
+        def _wrap_work(self, work: Any, opts: object) -> Any:
+            return super()._wrap_work(_Sum(work, self.abort), opts)
+
+    return ProcessGroup(timeout=timeout)
+
+
+class _Sum:
+    """A sum over NCCL; its wait raises no error.
+
+    torchft leaves the timer of a wait running if that raises, and the timer would later abort the next communicator.  After the
+    abort here torchft reports that the sum failed.
+    """
+
+    def __init__(self, work: Any, abort: Callable[[], None]) -> None:
+        self._work = work
+        self._abort = abort
+
+    def wait(self) -> bool:
+        try:
+            return bool(self._work.wait())
+        except RuntimeError as error:
+            _LOG.warning("NCCL reports: %s", str(error).partition("\n")[0])
+            self._abort()
+            return False
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
 
 
 def _torchft() -> Any:

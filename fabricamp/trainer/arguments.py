@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec
 
+from fabricamp._utils import lightning_alias
 from fabricamp._utils.containers import own_containers
 from fabricamp.arguments.cadence import as_seconds, validation_times
 from fabricamp.arguments.checks import NO_LIMIT, check_choice, check_count, check_flag, check_number
@@ -63,6 +64,23 @@ def check_limit_of(name: str, value: Any) -> int | float:
 
 def _overfit(name: str, value: Any) -> int | float:
     return check_limit(value, name) or 0
+
+
+def _objects(name: str, value: Any) -> bool:
+    """Returns whether checkpoints hold objects; None: as in Lightning, in a script that imports Lightning's names from here."""
+    if value is None:
+        return lightning_alias.is_installed()
+    return bool(check_flag(name, value))
+
+
+def check_weights_only(entry: str, value: Any) -> bool | None:
+    """Returns the permission to rebuild objects in a checkpoint: only False gives it, and None means True."""
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(
+            f"{entry}(weights_only={value!r}): give None or True (no code runs), or False, which allows a file that you trust to "
+            "rebuild its objects by code"
+        )
+    return value
 
 
 def _folder(name: str, value: Any) -> str:
@@ -132,6 +150,7 @@ class Settings:
     inference_mode: bool = _checked(check_flag)
     barebones: bool = _checked(check_flag)
     enable_autolog_hparams: bool = _checked(check_flag)
+    checkpoint_objects: bool = _checked(_objects)
     reload_dataloaders_every_n_epochs: int = _checked(_FROM_0)
     default_root_dir: str = _checked(_folder)
     start_method: str = _checked(_one_of("auto", "script", "spawn", "fork"))
@@ -142,6 +161,11 @@ class Settings:
     """Maps an epoch to ``accumulate_grad_batches`` from that epoch on; None: the same in all epochs."""
     left_by_schedule: int = 1
     """``accumulate_grad_batches`` after the last fit's schedule; another schedule may replace this value."""
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        # A pickle of version 0.1.0 has no ``checkpoint_objects``.
+        for name, value in {"checkpoint_objects": False, **state[1]}.items():
+            setattr(self, name, value)
 
     @property
     def most_accumulated(self) -> int:
@@ -275,10 +299,8 @@ def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
 def refuse_unknown_data(entry: str, given: Mapping[str, Any]) -> None:
     """Raises :class:`ConfigError` for the first argument that fit, validate, test or predict (``entry``) does not have."""
     known = ["model", *(("train_dataloaders", "val_dataloaders") if entry == "fit" else ("dataloaders",))]
-    known += ["datamodule", "ckpt_path"]
-    for name, value in given.items():
-        if name == "weights_only" and value in (None, True, False):
-            continue  # every file is read with weights_only=True, and one that would need code to run is refused by name
+    known += ["datamodule", "ckpt_path", "weights_only"]
+    for name in given:
         meant = "model" if name == "module" else _loaders_meant(name, known)
         cure = f"; give {meant}=..." if meant else advice(entry, name, known)
         raise UnknownArgumentError(f"{entry} has no argument {name!r}{cure}")

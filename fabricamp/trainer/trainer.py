@@ -20,6 +20,7 @@ from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies import strategy_from
 from fabricamp.trainer.arguments import (
     check_settings,
+    check_weights_only,
     from_environment,
     refuse_unknown,
     refuse_unknown_data,
@@ -103,6 +104,8 @@ class Trainer(TrainerProperties):
         plugins: a :class:`Precision` or an :class:`Environment` (the rank and world size), or a list of them; None for none.
         reload_dataloaders_every_n_epochs: rebuilds the loaders each time after this number of epochs; 0 builds them once.
         enable_autolog_hparams: gives loggers the hyper-parameters that ``save_hyperparameters`` saved.
+        checkpoint_objects: checkpoints hold objects too, such as a loss among the hyper-parameters; loading one then takes
+            ``weights_only=False``.  None is False, and True in a script that runs by ``python -m fabricamp.lightning``.
         barebones: only trains: no logs, checkpoints, bar, summary, sanity check, profiler and ``self.log``.
         performance: "max", "safe" or a dict of ``tf32``, ``matmul_precision``, ``benchmark``, ``channels_last`` and ``hold_gc``.
         compile: True runs ``training_step`` through ``torch.compile``; a dict has its keywords.
@@ -164,6 +167,7 @@ class Trainer(TrainerProperties):
         plugins: Precision | Environment | Sequence[Precision | Environment] | None = None,
         reload_dataloaders_every_n_epochs: int | None = 0,
         enable_autolog_hparams: bool | None = True,
+        checkpoint_objects: bool | None = None,
         barebones: bool | None = False,
         performance: str | dict[str, Any] | None = None,
         compile: bool | dict[str, Any] | None = False,  # noqa: A002 - torch's name of it
@@ -213,6 +217,7 @@ class Trainer(TrainerProperties):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
         **unknown: Never,
     ) -> None:
         """Trains from the start, or resumes from a checkpoint.
@@ -227,10 +232,12 @@ class Trainer(TrainerProperties):
             datamodule: a :class:`DataModule` in place of loaders.
             ckpt_path: a path or URL, "last" (the checkpoint that got furthest), "best", or "auto" ("last" if there is one, else a
                 new start).
+            weights_only: False lets the checkpoint rebuild its objects by code: only for files that you trust.  None means True.
             **unknown: raises an error that names the argument to use instead.
         """
         refuse_unknown_data("fit", unknown)
-        self._run(TrainerFn.FITTING, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+        allowed = check_weights_only("fit", weights_only)
+        self._run(TrainerFn.FITTING, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, allowed)
         if self.state.stop_error is not None:
             raise self.state.stop_error
 
@@ -241,6 +248,7 @@ class Trainer(TrainerProperties):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
         """Runs the validation loop once; returns the logged values, one dict per loader.
@@ -253,10 +261,14 @@ class Trainer(TrainerProperties):
                 monitor: the newest); raises :class:`MissingCheckpointError`, a ValueError, if there is no checkpoint.
             verbose: shows the values in a table.
             datamodule: a :class:`DataModule` in place of loaders.
+            weights_only: False lets the checkpoint rebuild its objects by code: only for files that you trust.  None means True.
             **unknown: raises an error that names the argument to use instead.
         """
         refuse_unknown_data("validate", unknown)
-        return self._run(TrainerFn.VALIDATING, model, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
+        allowed = check_weights_only("validate", weights_only)
+        return self._run(  # type: ignore[no-any-return]
+            TrainerFn.VALIDATING, model, None, dataloaders, datamodule, ckpt_path, allowed, verbose=verbose
+        )
 
     def test(
         self,
@@ -265,6 +277,7 @@ class Trainer(TrainerProperties):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[dict[str, float]]:
         """Runs the test loop once; returns the logged values, one dict per loader.
@@ -277,10 +290,14 @@ class Trainer(TrainerProperties):
                 monitor: the newest); raises :class:`MissingCheckpointError`, a ValueError, if there is no checkpoint.
             verbose: shows the values in a table.
             datamodule: a :class:`DataModule` in place of loaders.
+            weights_only: False lets the checkpoint rebuild its objects by code: only for files that you trust.  None means True.
             **unknown: raises an error that names the argument to use instead.
         """
         refuse_unknown_data("test", unknown)
-        return self._run(TrainerFn.TESTING, model, None, dataloaders, datamodule, ckpt_path, verbose=verbose)  # type: ignore[no-any-return]
+        allowed = check_weights_only("test", weights_only)
+        return self._run(  # type: ignore[no-any-return]
+            TrainerFn.TESTING, model, None, dataloaders, datamodule, ckpt_path, allowed, verbose=verbose
+        )
 
     def predict(
         self,
@@ -289,6 +306,7 @@ class Trainer(TrainerProperties):
         datamodule: DataModule | None = None,
         return_predictions: bool | None = True,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
         **unknown: Never,
     ) -> list[Any] | None:
         """Returns the outputs of ``predict_step`` on all ranks, batch by batch; for several loaders: one list per loader.
@@ -301,11 +319,15 @@ class Trainer(TrainerProperties):
             ckpt_path: the checkpoint to load the weights from, a path or URL, "best" or "last".  None with a module: keeps the
                 module's weights.  None without a module: loads the best checkpoint of the first :class:`ModelCheckpoint` (without a
                 monitor: the newest); raises :class:`MissingCheckpointError`, a ValueError, if there is no checkpoint.
+            weights_only: False lets the checkpoint rebuild its objects by code: only for files that you trust.  None means True.
             **unknown: raises an error that names the argument to use instead.
         """
         refuse_unknown_data("predict", unknown)
+        allowed = check_weights_only("predict", weights_only)
         keep = return_predictions is not False
-        return self._run(TrainerFn.PREDICTING, model, None, dataloaders, datamodule, ckpt_path, keep=keep)  # type: ignore[no-any-return]
+        return self._run(  # type: ignore[no-any-return]
+            TrainerFn.PREDICTING, model, None, dataloaders, datamodule, ckpt_path, allowed, keep=keep
+        )
 
     def _run(
         self,
@@ -315,6 +337,7 @@ class Trainer(TrainerProperties):
         evaluation: Any,
         datamodule: DataModule | None,
         ckpt_path: str | Path | None,
+        weights_only: bool | None = None,
         **options: bool,
     ) -> Any:
         """Runs fit, validate, test or predict, in this process or in workers."""
@@ -331,7 +354,15 @@ class Trainer(TrainerProperties):
         if runner.launches:
             of_workers = module if given is None else given  # as given: each worker compiles its own step
             run: Callable[[], Any] = functools.partial(
-                self._run, fn, of_workers, source.train, source.evaluation, source.datamodule, ckpt_path, **options
+                self._run,
+                fn,
+                of_workers,
+                source.train,
+                source.evaluation,
+                source.datamodule,
+                ckpt_path,
+                weights_only,
+                **options,
             )
             result = start_workers(runner, run, fn, module, source)
         else:
@@ -339,7 +370,7 @@ class Trainer(TrainerProperties):
             search_first(self, module, source, ckpt_path)
             with runner.session_of(fn, module, source) as session:
                 session.attach()
-                session.open(*runner.resolve(ckpt_path))
+                session.open(*runner.resolve(ckpt_path, weights_only=weights_only), weights_only=weights_only)
                 if fn is TrainerFn.FITTING:
                     loop = session.fit_loop()
                     with recorded(session):

@@ -143,10 +143,11 @@ def work(plan):
 class Groups:
     """The processes of a run, and the lighthouse beside them."""
 
-    def __init__(self, folder, heartbeat_timeout_ms=1000, min_replicas=1, **plan):
+    def __init__(self, folder, heartbeat_timeout_ms=1000, min_replicas=1, variables=(), **plan):
         from torchft.coordination import LighthouseServer
 
         self.folder, self.plan, self.victim = folder, plan, plan.pop("victim")
+        self.variables = dict(variables)
         self.lighthouse = LighthouseServer(
             bind="[::]:0",
             min_replicas=min_replicas,
@@ -157,7 +158,7 @@ class Groups:
     def start(self, group, life=0):
         plan = {**self.plan, "group": group, "life": life, "victim": group == self.victim and life == 0}
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        variables = {"TORCHFT_LIGHTHOUSE": self.lighthouse.address(), "PYTHONPATH": paths}
+        variables = {"TORCHFT_LIGHTHOUSE": self.lighthouse.address(), "PYTHONPATH": paths, **self.variables}
         return start(self.folder, "-m", "tests.distributed.test_replica_groups", json.dumps(plan), **variables)
 
     def seen(self, group, life=0):

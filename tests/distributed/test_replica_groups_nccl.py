@@ -30,9 +30,12 @@ pytestmark = [pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2
 
 ON_GPUS = {"groups": 2, "accelerator": "gpu", "timeout": 10, "quorum_timeout": 100}
 """NCCL does not notice a dead process of the same machine, so the other group waits for ``timeout``."""
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+"""Connections as between two machines: they break where a process dies, and NCCL reports an error."""
 KILLED = {
     "in the forward": {"victim": 1, "precision": "O0", "accumulated": 2, "place": "forward"},
     "in the exchange": {"victim": 0, "precision": "O2", "accumulated": 2, "place": "exchange"},
+    "over sockets": {"victim": 1, "precision": "O0", "accumulated": 1, "place": "forward", "variables": SOCKETS},
 }
 
 

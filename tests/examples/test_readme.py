@@ -143,7 +143,7 @@ def test_the_demo_installs_only_what_it_runs():
 def test_the_figures_are_those_of_the_measured_table():
     page = (ROOT / "docs" / "performance.md").read_text()
     rows = [line for line in README[: README.index("\n## ")].splitlines() if re.match(r"\| (?!---|what \|)", line)]
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert [row for row in rows if row not in page] == []
     assert "| fabricamp O2 | 17.8 | 17.8 | 5.33 | 1.36x |" in page
     assert "1.36 times" in README
@@ -163,6 +163,15 @@ def test_the_picture_is_that_of_the_results():
     picture = (ROOT / "docs" / "losses.svg").read_text()
     assert picture == draw_losses.draw(found), "results have changed: make docs"
     assert len(ET.fromstring(picture).findall("{*}polyline")) == len(draw_losses.SHOWN)
+
+
+def test_the_picture_of_a_step_is_that_of_the_results():
+    from benchmarks import draw_step
+
+    found = json.loads((draw_step.HERE / "results" / "fastest-h200.json").read_text())
+    picture = (ROOT / "docs" / "step.svg").read_text()
+    assert picture == draw_step.draw(found), "results have changed: make docs"
+    assert len(ET.fromstring(picture).findall("{*}rect")) == 1 + len(draw_step.SHOWN)
 
 
 @pytest.mark.parametrize(

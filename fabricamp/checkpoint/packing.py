@@ -1,0 +1,173 @@
+"""Separates the objects of a state from its plain values before it is written, and puts them back after it was read."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from typing import Any
+
+from torch import Tensor, nn
+
+from fabricamp.checkpoint.objects import ObjectRef, PickledObjects, pickle_into, refusal
+from fabricamp.checkpoint.plain import MAPPINGS, TENSORS, VALUES, check_content, name_of
+from fabricamp.errors import CheckpointError, CheckpointObjectsError
+from fabricamp.ops.shards import is_shard
+
+
+def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
+    """Returns ``state`` with references in place of its objects, which are pickled now; ``state`` itself if it has none.
+
+    An object is a value that ``torch.load(weights_only=True)`` could not load; a tuple, a set or the keys of a dict with such a
+    value in them count as one object.  Containers without objects are those of ``state``.  Tensors of ``module`` inside objects are
+    saved with the values that ``state["state_dict"]`` has for them: full ones, where the module's are half.  Raises
+    :class:`CheckpointError` with the key path of an object that cannot be pickled.
+    """
+    packing = _Packing()
+    try:
+        packed: dict[str, Any] = packing.convert(state, "checkpoint")
+    except RecursionError:  # lists within themselves: the check of the content names them
+        return state
+    if packing.found:
+        pickle_into(packing.pickled, packing.found, {} if module is None else _full_values(module, state))
+    return packed
+
+
+def _full_values(module: nn.Module, state: dict[str, Any]) -> dict[int, Tensor]:
+    """Returns the values in ``state`` of tensors of ``module`` that have another dtype, by the ids of these tensors."""
+    values = state.get("state_dict")
+    full: dict[int, Tensor] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        value: Any = values.get(name) if isinstance(values, dict) else None
+        if type(value) not in TENSORS or value.dtype == tensor.dtype:
+            continue
+        is_parameter = isinstance(tensor, nn.Parameter)
+        full[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+    return full
+
+
+class _Packing:
+    def __init__(self) -> None:
+        self.pickled = PickledObjects()
+        self.found: list[tuple[str, str, object]] = []
+        self._converted: dict[int, Any] = {}  # what stands in the state twice is the same object after a load too
+
+    def convert(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        # Strategies write shards apart; the packed state may be packed again.
+        if kind in VALUES or kind in TENSORS or kind is ObjectRef or is_shard(value):
+            return value
+        if id(value) not in self._converted:
+            self._converted[id(value)] = value  # if it is within itself
+            self._converted[id(value)] = self._convert(value, path)
+        return self._converted[id(value)]
+
+    def _convert(self, value: Any, path: str) -> Any:
+        if type(value) in MAPPINGS and _is_plain([*value, vars(value) if hasattr(value, "__dict__") else None]):
+            return self._with(value, {key: self.convert(part, f"{path}[{key!r}]") for key, part in value.items()})
+        if type(value) is list:
+            return self._with(value, {at: self.convert(part, f"{path}[{at}]") for at, part in enumerate(value)})
+        if type(value) in (tuple, set) and _is_plain(value):
+            return value
+        self.found.append((path, name_of(value), value))
+        return ObjectRef(self.pickled, len(self.found) - 1)
+
+    @staticmethod
+    def _with(container: Any, parts: dict[Any, Any]) -> Any:
+        """Returns a copy of ``container`` with ``parts`` by key, or ``container`` itself if they are its own."""
+        if all(part is container[key] for key, part in parts.items()):
+            return container
+        changed = copy.copy(container)  # with its attributes
+        for key, part in parts.items():
+            changed[key] = part
+        return changed
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        check_content(value, stored=True)
+    except CheckpointError:
+        return False
+    return True
+
+
+def objects_in(state: Any) -> dict[str, ObjectRef]:
+    """Returns the references in ``state`` by key path."""
+    return {path: container[key] for path, container, key in _places(state)}
+
+
+def unpack_objects(state: Any, path: str, *, weights_only: bool | None) -> None:
+    """Puts the objects of a state read from ``path`` in their places.
+
+    ``weights_only`` False allows code to rebuild them.  True and None allow torch's own types, and those that the program gave to
+    ``torch.serialization.add_safe_globals``; raises :class:`CheckpointObjectsError` with the keys and classes of others.
+    """
+    try:
+        places = _places(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; use an older one from the same folder") from error
+    by_pack: dict[int, list[Any]] = {}
+    for _, container, key in places:
+        pickled = container[key].objects
+        if id(pickled) not in by_pack:
+            by_pack[id(pickled)] = _loaded(pickled, path, state, weights_only=weights_only is not False or _forbidden())
+    for _, container, key in places:
+        reference = container[key]
+        container[key] = by_pack[id(reference.objects)][reference.index]
+
+
+def _forbidden() -> bool:
+    """Returns whether torch's environment variable takes the permission away from every call."""
+    return os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
+
+
+def _loaded(pickled: PickledObjects, path: str, state: Any, *, weights_only: bool) -> list[Any]:
+    try:
+        return pickled.load(weights_only=weights_only)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; use an older one from the same folder") from error
+    except pickle.UnpicklingError as error:
+        if weights_only:
+            raise refusal(path, described_objects(state)) from error
+        raise _not_here(path, state, error) from error
+    except Exception as error:  # classes of the user, which may have changed since
+        raise _not_here(path, state, error) from error
+
+
+def described_objects(state: Any) -> list[str]:
+    """Returns key path and class of each object in ``state``."""
+    return [f"{path}: {reference.name}" for path, reference in objects_in(state).items()]
+
+
+def _not_here(path: str, state: Any, error: Exception) -> CheckpointObjectsError:
+    return CheckpointObjectsError(
+        f"{path} holds objects ({', '.join(described_objects(state)):.500}) that cannot be rebuilt here "
+        f"({type(error).__name__}: {error!s:.300}); import or define their classes as when they were saved"
+    )
+
+
+def _places(state: Any) -> list[tuple[str, Any, Any]]:
+    """Returns (key path, container, key) of each reference, in the order of the state."""
+    found: list[tuple[str, Any, Any]] = []
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("checkpoint", state)]
+    while waiting:
+        path, container = waiting.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, part in items:
+            inner = f"{path}[{key!r}]"
+            if isinstance(part, ObjectRef):
+                if not _leads_to_an_object(part):
+                    raise CheckpointError(f"{inner} refers to an object that is not there")
+                found.append((inner, container, key))
+            elif isinstance(part, dict | list):
+                waiting.append((inner, part))
+    return found
+
+
+def _leads_to_an_object(reference: ObjectRef) -> bool:
+    names = getattr(reference.objects, "names", None)  # a damaged file may hold anything
+    return isinstance(names, list) and isinstance(reference.index, int) and 0 <= reference.index < len(names)

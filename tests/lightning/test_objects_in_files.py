@@ -1,0 +1,131 @@
+"""A script of Lightning saves objects, is killed, and goes on where it says ``weights_only=False``; in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SCRIPT = """
+    import os, signal, sys, warnings
+    import lightning.pytorch as pl
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    warnings.filterwarnings("ignore")
+
+    class QuantileLoss(torch.nn.Module):
+        def __init__(self, quantiles):
+            super().__init__()
+            self.quantiles = quantiles
+            self.register_buffer("levels", torch.tensor(quantiles))
+
+        def forward(self, prediction, target):
+            error = target - prediction
+            return torch.maximum(self.levels * error, (self.levels - 1) * error).mean()
+
+    class LabelEncoder:
+        def fit(self, names):
+            self.classes_ = {name: index for index, name in enumerate(names)}
+            return self
+
+    class Forecaster(pl.LightningModule):
+        def __init__(self, loss, encoder, dataset_parameters, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters()
+            self.loss = loss
+            self.net = torch.nn.Linear(4, 3)
+
+        def training_step(self, batch, batch_idx):
+            return self.loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), self.hparams.lr, momentum=0.9)
+
+    class Killed(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == int(os.environ.get("KILL", -1)):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def state_dict(self):
+            return {"encoder": encoder}
+
+    def main(**options):
+        pl.seed_everything(1)
+        checkpoint = pl.callbacks.ModelCheckpoint("files", every_n_train_steps=2, save_top_k=-1)
+        trainer = pl.Trainer(
+            max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[checkpoint, Killed()],
+        )
+        parameters = {"target": "y", "categorical_encoders": {"group": encoder}, "scalers": {"y": LabelEncoder().fit("c")}}
+        model = Forecaster(QuantileLoss([0.1, 0.5, 0.9]), encoder, parameters)
+        data = TensorDataset(torch.randn(12, 4), torch.randn(12, 1))
+        trainer.fit(model, DataLoader(data, batch_size=2, shuffle=True), **options)
+        torch.save(model.state_dict(), os.environ["WEIGHTS"])
+
+    encoder = LabelEncoder().fit("ab")
+
+    if __name__ == "__main__":
+        main(**eval(sys.argv[1]))
+"""
+LOAD = """
+    import torch
+    from train import Forecaster, LabelEncoder, QuantileLoss
+    path = "files/epoch=1-step=12.ckpt"
+    model = Forecaster.load_from_checkpoint(path, weights_only=False)
+    assert type(model.loss) is QuantileLoss and model.loss.quantiles == [0.1, 0.5, 0.9]
+    assert model.hparams.dataset_parameters["categorical_encoders"]["group"] is model.hparams.encoder
+    assert model.hparams.encoder.classes_ == {"a": 0, "b": 1}
+    assert all(torch.equal(one, torch.load("straight.pt")[name]) for name, one in model.state_dict().items())
+    as_torch = torch.load(path, weights_only=False)
+    assert type(as_torch["hyper_parameters"]["loss"]) is QuantileLoss
+    assert as_torch["callbacks"]["Killed"]["encoder"] is as_torch["hyper_parameters"]["encoder"]
+    try:
+        Forecaster.load_from_checkpoint(path)
+    except Exception as error:
+        print(type(error).__mro__[1:3], error)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a script in a folder by the door of Lightning's scripts; returns what it printed."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "load.py").write_text(textwrap.dedent(LOAD))
+
+    def run(script, *arguments, code=0, **variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        command = [sys.executable, "-m", "fabricamp.lightning", script, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def test_a_killed_script_goes_on_with_the_bits_of_the_straight_run(run, tmp_path):
+    run("train.py", "{}", WEIGHTS="straight.pt")
+    for file in (tmp_path / "files").iterdir():
+        file.unlink()
+    said = run("train.py", "{'ckpt_path': 'auto'}", WEIGHTS="killed.pt", KILL="5", code=-9)
+    assert said.count("resume with weights_only=False") == 1
+    refused = run("train.py", "{'ckpt_path': 'auto'}", WEIGHTS="refused.pt", KILL="-1", code=1)
+    assert "step=4.ckpt holds objects" in refused
+    assert "['hyper_parameters']['loss']: __main__.QuantileLoss" in refused
+    assert not (tmp_path / "refused.pt").exists()
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [
+        "epoch=0-step=2.ckpt",
+        "epoch=0-step=4.ckpt",
+    ]
+    run("train.py", "{'ckpt_path': 'auto', 'weights_only': False}", WEIGHTS="resumed.pt")
+    assert (tmp_path / "resumed.pt").exists()
+
+
+def test_a_module_is_loaded_in_a_new_process(run, tmp_path):
+    """By whoever imports the classes: the training script was a module there."""
+    (tmp_path / "start.py").write_text("import train\ntrain.main()\n")
+    run("start.py", WEIGHTS="straight.pt")
+    assert "CheckpointError" in run("load.py")

@@ -1,0 +1,59 @@
+"""A replay is compared with eager steps: what is wrong is reported, and kernels that are not deterministic are not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fabricamp.engine.graph.comparison import REPEATED_STEPS, compare
+
+
+class Number:
+    """A state of one number."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def copy(self):
+        return self.value
+
+    def put_back(self, value):
+        self.value = value
+
+    def difference(self, value):
+        return "" if self.value == value else "the number"
+
+
+def found(replayed, eager_values, everywhere=bool):
+    """What ``compare`` returns, the state afterwards, and how many eager steps it made."""
+    state = Number(replayed)
+    values = iter(eager_values)
+    steps = []
+
+    def eager():
+        state.value += next(values)
+        steps.append(state.value)
+
+    return compare(state, 0, eager, everywhere), state.value, len(steps)
+
+
+def test_a_replay_that_equals_an_eager_step_is_kept():
+    assert found(5, [5]) == ("", 5, 1)
+
+
+@pytest.mark.parametrize("alike", range(1, REPEATED_STEPS + 1))
+def test_eager_steps_that_differ_at_last_are_no_error(alike):
+    assert found(5, [4] * alike + [3]) == ("", 5, alike + 1)
+
+
+def test_a_wrong_replay_is_named_and_taken_back():
+    assert found(5, itertools.repeat(4)) == ("the number", 0, 1 + REPEATED_STEPS)
+
+
+def test_a_wrong_replay_of_another_rank_is_taken_back_here_too():
+    assert found(5, itertools.repeat(5), everywhere=lambda _: False) == (
+        "a value of another rank",
+        0,
+        1 + REPEATED_STEPS,
+    )
