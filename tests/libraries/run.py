@@ -30,7 +30,7 @@ PAGE = TREE / "docs" / "from-lightning.md"
 LIBRARIES = sorted(path.stem.removeprefix("train_").replace("_", "-") for path in HERE.glob("train_*.py"))
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 HEAD = "| library | version | runs | agrees | largest difference | since |\n|---|---|---|---|---|---|\n"
-ROW = re.compile(r"^\| ([\w.-]+) \| [^|]* \| (yes|no)[^|]* \| (yes|no)[^|]* \| [^|]* \| ([^|]*) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([\w.-]+) \|[^|]*\| (yes|no) \| (yes|no) \|[^|]*\| *([^|]*?) *\|$", re.MULTILINE)
 
 
 def main() -> int:
@@ -177,7 +177,7 @@ def write(rows: dict[str, str]) -> None:
     """Replaces the rows of these libraries in the page."""
     text = PAGE.read_text()
     for name, row in rows.items():
-        cells = rf"^\| {re.escape(name)} \| [^|]* \| (?:yes|no) \| (?:yes|no) \|.*$"
+        cells = rf"^\| {re.escape(name)} \|[^|]*\| (?:yes|no) \| (?:yes|no) \|.*$"
         text, count = re.subn(cells, lambda _, row=row: row, text, flags=re.MULTILINE)
         if count != 1:
             raise SystemExit(f"{PAGE} has {count} rows of {name} with yes or no; it needs one")

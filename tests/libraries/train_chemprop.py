@@ -1,5 +1,7 @@
 """The regression of chemprop's training notebook, on the molecular weights of simple alcohols, amines and acids."""
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 import torch
 from chemprop import data, featurizers, models, nn
@@ -57,12 +59,13 @@ def fit():
     ]
     trainer.fit(model, loaders[0], loaders[1])
     print(trainer.test(dataloaders=loaders[2], weights_only=False))
+    Path("best").write_text(trainer.checkpoint_callback.best_model_path)
     models.save_model("model.pt", model)
 
 
 def predict():
     loader = data.build_dataloader(splits()[2], shuffle=False, num_workers=0)
-    model = models.MPNN.load_from_checkpoint("checkpoints/last.ckpt")
+    model = models.MPNN.load_from_checkpoint(Path("best").read_text())
     trainer = pl.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False)
     from_file = models.load_model("model.pt")
     return [torch.cat(trainer.predict(one, loader, weights_only=False)) for one in (model, from_file)]

@@ -1,5 +1,7 @@
 """The attention model of RL4CO's quick start, which learns to solve travelling salesmen's problems: new data each epoch."""
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -51,11 +53,12 @@ def fit():
         ],
     )
     trainer.fit(model)
+    Path("best").write_text(trainer.checkpoint_callback.best_model_path)
     trainer.test(model)
 
 
 def predict():
-    model = REINFORCE.load_from_checkpoint("checkpoints/last.ckpt", load_baseline=False, weights_only=False)
+    model = REINFORCE.load_from_checkpoint(Path("best").read_text(), load_baseline=False, weights_only=False)
     env, _ = parts()
     torch.manual_seed(0)
     with torch.no_grad():
