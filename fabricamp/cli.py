@@ -368,6 +368,7 @@ def _runs_command_again(trainer: Trainer) -> bool:
 
 def _run(command: str, path: Path, overrides: list[str], stdout: int | None) -> list[Any] | None:
     """Runs the command; returns the predictions on rank 0 if the descriptor ``stdout`` is kept for their JSON, otherwise None."""
+    from fabricamp.checkpoint import write_checkpoint
     from fabricamp.config import build_parts, check_config, read_config
     from fabricamp.launch import explained_without_traceback
 
@@ -389,8 +390,10 @@ def _run(command: str, path: Path, overrides: list[str], stdout: int | None) -> 
         return None
     if stdout is not None:
         return [_plain(one) for one in result]
-    folder = Path(trainer.log_folder or trainer.root_folder)
-    _save_predictions(folder / "predictions.pt", result)
+    file = Path(trainer.log_folder or trainer.root_folder) / "predictions.pt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(file, {"predictions": result})
+    print(f"predictions: {file}")
     return None
 
 
@@ -433,14 +436,6 @@ def _started() -> bool:
     from fabricamp.launch.start import STARTED_BY
 
     return STARTED_BY in os.environ
-
-
-def _save_predictions(path: Path, predictions: Any) -> None:
-    from fabricamp.checkpoint import write_checkpoint
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(path, {"predictions": predictions})
-    print(f"predictions: {path}")
 
 
 def _doctor(options: argparse.Namespace) -> int:

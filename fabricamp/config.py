@@ -313,18 +313,14 @@ def locate(target: Any, where: str) -> Callable[..., Any]:
     found, rest = _import_longest(words, where)
     for word in rest:
         if not hasattr(found, word):
-            near = nearest(word, _nameable(found, last=word is rest[-1]))
-            raise ConfigError(f"{where}={target!r}: {found.__name__} has no {word!r}{near}")
+            names = [name for name in dir(found) if name[0] != "_"]
+            if word is rest[-1]:  # which names a class or a function
+                names = [name for name in names if not isinstance(vars(found).get(name), ModuleType)]
+            raise ConfigError(f"{where}={target!r}: {found.__name__} has no {word!r}{nearest(word, names)}")
         found = getattr(found, word)
     if not callable(found):
         raise ConfigError(f"{where}={target!r} is a {type(found).__name__}; name a class or a function")
     return found  # type: ignore[no-any-return]
-
-
-def _nameable(holder: Any, *, last: bool) -> list[str]:
-    """Returns the names in ``holder`` that a ``_target_`` can use; modules only if it is not the ``last`` word."""
-    names = [name for name in dir(holder) if name[0] != "_"]
-    return [name for name in names if not (last and isinstance(vars(holder).get(name), ModuleType))]
 
 
 def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
@@ -340,15 +336,12 @@ def _import_longest(words: list[str], where: str) -> tuple[Any, list[str]]:
     nearby = "beside the configuration or in a folder of import_from"
     if where.startswith("--"):
         nearby = "in the current folder or one of PYTHONPATH"
+    # import_from has put its folders first on sys.path.
+    files = [file.stem for folder in sys.path[:3] if folder for file in Path(folder).glob("*.py")]
     raise ConfigError(
         f"{where}={'.'.join(words)!r}: there is no module {words[0]!r}, neither installed "
-        f"nor {nearby}{nearest(words[0], _modules_nearby())}"
+        f"nor {nearby}{nearest(words[0], [*files, 'fabricamp'])}"
     )
-
-
-def _modules_nearby() -> list[str]:
-    """Returns names of modules in the folders that ``import_from`` put first on ``sys.path``."""
-    return [file.stem for folder in sys.path[:3] if folder for file in Path(folder).glob("*.py")] + ["fabricamp"]
 
 
 def _build_part(content: Configuration, name: str) -> Any:

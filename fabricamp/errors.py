@@ -28,6 +28,30 @@ class ModuleTypeError(ConfigError, TypeError):
     """An entry point got no module, or something else in its place; this error is a TypeError too."""
 
 
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument, or what a method returned, has a wrong type; this error is a TypeError too."""
+
+
+class MissingAttributeError(ConfigError, AttributeError):
+    """A search found no attribute to set; this error is an AttributeError too."""
+
+
+class NothingToSaveError(ConfigError, AttributeError):
+    """A Trainer is to save a checkpoint, and has run no module yet; this error is an AttributeError too."""
+
+
+class NotInstalledError(ConfigError, ModuleNotFoundError):
+    """A logger or callback needs a package that is not installed; this error is a ModuleNotFoundError too."""
+
+
+class OptimizationError(ConfigError, RuntimeError):
+    """Optimizers or steps that automatic, or manual, optimization cannot run; this error is a RuntimeError too."""
+
+
+class DuplicateCallbackError(ConfigError, RuntimeError):
+    """Two callbacks have one key for their states; this error is a RuntimeError too."""
+
+
 class NotAttachedError(ConfigError, RuntimeError):
     """A module needs its Trainer and has none; this error is a RuntimeError too."""
 
@@ -74,6 +98,14 @@ class CheckpointObjectsError(CheckpointError, pickle.UnpicklingError):
 
     The file is not damaged, so ``ckpt_path="auto"``, ``"last"`` and ``"best"`` try no other file.
     """
+
+
+class WeightsOnlyError(CheckpointError, KeyError):
+    """A checkpoint has no state to resume from; this error is a KeyError too."""
+
+    def __str__(self) -> str:
+        """Returns the message, which KeyError would show as a repr."""
+        return str(self.args[0])
 
 
 class NonFiniteError(FabricampError, RuntimeError):

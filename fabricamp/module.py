@@ -9,6 +9,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from fabricamp._utils import lightning_alias
 from fabricamp._utils.say_once import say_once
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.file import name_of_source
@@ -61,6 +62,9 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     """False: ``training_step`` itself calls ``manual_backward`` and the optimizers' ``step``."""
     strict_loading: bool = True
     """False: a checkpoint may lack weights of the module or have others; only weights of the same name are loaded."""
+    CHECKPOINT_HYPER_PARAMS_KEY = MODULE.values
+    CHECKPOINT_HYPER_PARAMS_NAME = MODULE.name
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
     _attachment: RunContext = DETACHED  # pickles of 0.1 have this name
 
     def attach(self, trainer: Trainer, metrics: Metrics | None, *, fits: bool) -> RunContext:
@@ -218,15 +222,15 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         finally:
             self.untoggle_optimizer(optimizer)
 
-    def freeze(self) -> None:
-        """Freezes every parameter and switches to evaluation."""
+    def freeze(self) -> Self:
+        """Freezes every parameter and switches to evaluation; returns the module."""
         self.requires_grad_(False)
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """Unfreezes every parameter and switches to training."""
+    def unfreeze(self) -> Self:
+        """Unfreezes every parameter and switches to training; returns the module."""
         self.requires_grad_(True)
-        self.train()
+        return self.train()
 
     # -- logging -----------------------------------------------------------------------------------------------------------------
 
@@ -299,7 +303,8 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Returns ``data`` of every rank, stacked along a new first dimension (also with one process), without gradients.
 
-        ``data`` is a tensor, a number, or a collection of such, with the same keys and shapes on every rank.
+        In a program written for Lightning, one process gets its own ``data`` as tensors, as there.  ``data`` is a tensor, a number,
+        or a collection of such, with the same keys and shapes on every rank.
         """
         if sync_grads or group is not None:
             raise ConfigError(
@@ -308,6 +313,8 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
             )
         trainer = self.trainer
         device = self.device
+        if trainer.world_size == 1 and lightning_alias.is_installed():
+            return apply_to_collection(data, (Tensor, float, int), lambda value: _as_tensor(value, device))
         return apply_to_collection(
             data, (Tensor, float, int), lambda value: gathered(trainer, _as_tensor(value, device))
         )
@@ -332,6 +339,15 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         for child in self.children():
             if isinstance(child, TrainingModule):
                 child.trainer = trainer
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        """The Trainer, None if there is none: read by neuralforecast and darts."""
+        return self._attachment.trainer
+
+    @_trainer.setter
+    def _trainer(self, trainer: Trainer | None) -> None:
+        self.trainer = trainer
 
     @property
     def global_step(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fabricamp._utils import lightning_alias
 from fabricamp._utils.first_rank import started_rank
 from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError
@@ -47,7 +48,9 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
 
 def global_seed() -> int:
     """Returns the seed that :func:`seed_everything` set in this process or in its parent; else 0."""
-    name = _SEED if _SEED in os.environ else _LIGHTNINGS_SEED
+    # A program written for Lightning may set Lightning's variable itself, after a seed_everything.
+    lightnings_first = lightning_alias.is_installed() and _LIGHTNINGS_SEED in os.environ
+    name = _SEED if _SEED in os.environ and not lightnings_first else _LIGHTNINGS_SEED
     return _checked(os.environ.get(name, "0"), f"the environment variable {name}")
 
 

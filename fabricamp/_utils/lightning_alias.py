@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from fabricamp._utils.first_rank import started_rank
 from fabricamp._utils.say_once import say_once
 
 _installed = False
@@ -24,6 +25,6 @@ def is_installed() -> bool:
 
 
 def say_difference(message: str) -> None:
-    """Logs, once in a program written for Lightning, why its results differ from Lightning's here."""
-    if _installed:
+    """Logs on rank 0, once in a program written for Lightning, why its results differ from Lightning's here."""
+    if _installed and started_rank() == 0:
         say_once(f"{message} (docs/from-lightning.md)", logging.INFO)

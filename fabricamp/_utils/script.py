@@ -6,7 +6,6 @@ import importlib.util
 import io
 import os
 import pkgutil
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -64,11 +63,15 @@ def end_as_python_does(run: Callable[[], object], hook: str) -> None:
         run()
     except SystemExit:
         raise
+    except KeyboardInterrupt as error:
+        _show(error, hook)
+        sys.excepthook = _shown  # Python ends an interrupted process by SIGINT, so that a shell ends its own loop too
+        raise
     except BaseException as error:  # noqa: BLE001 - shown as Python shows it
-        code = _show(error, hook)
+        _show(error, hook)
     else:
         return
-    sys.exit(code)
+    sys.exit(1)
 
 
 def _main_module(file: str, spec: ModuleSpec | None) -> ModuleType:
@@ -147,15 +150,14 @@ def _refuse(command: str, problem: str) -> NoReturn:
     sys.exit(2)
 
 
-def _show(error: BaseException, hook: str) -> int:
-    """Shows an error as Python shows that of a script; returns the exit code.  Ctrl-C ends the process by SIGINT."""
+def _show(error: BaseException, hook: str) -> None:
+    """Shows an error as Python shows that of a script."""
     error.__traceback__ = _of_the_script(error.__traceback__, hook)
     sys.excepthook(type(error), error, error.__traceback__)
-    if isinstance(error, KeyboardInterrupt):  # ended by the signal, so that a shell ends its own loop too
-        sys.stdout.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    return 1
+
+
+def _shown(*_error: object) -> None:
+    """In the place of ``sys.excepthook``: the error was already shown."""
 
 
 def _of_the_script(traceback: TracebackType | None, hook: str) -> TracebackType | None:

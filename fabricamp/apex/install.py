@@ -7,7 +7,6 @@ import os
 import pkgutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Final
 
 from fabricamp.errors import ConfigError
@@ -28,7 +27,9 @@ def install() -> None:
     """
     from fabricamp.apex._not_offered import tell_on_import
 
-    extensions = {name: f"{_HOME}._extensions.{name}" for name in _extension_names()}
+    # apex's compiled modules, which scripts import without a package.
+    names = [module.name for module in pkgutil.iter_modules([str(_EXTENSIONS)]) if module.name != "apex"]
+    extensions = {name: f"{_HOME}._extensions.{name}" for name in names}
     for name in ("apex", *extensions):
         _refuse_another(name)
     # Imports all of them now: a submodule first imported under its other name would be loaded twice, with separate state.
@@ -61,31 +62,21 @@ def _name_classes(name: str) -> None:
             value.__module__ = name.removeprefix("fabricamp.")
 
 
-def _extension_names() -> list[str]:
-    """Returns the names of apex's compiled modules, which scripts import without a package."""
-    return [module.name for module in pkgutil.iter_modules([str(_EXTENSIONS)]) if module.name != "apex"]
-
-
 def _refuse_another(name: str) -> None:
     """Raises ConfigError if ``name`` is imported already from another package."""
     module = sys.modules.get(name)
     if module is None:
         return
-    file = _file_of(module)
+    path = getattr(module, "__file__", None)
+    if path is None:  # a package without a file: its folder
+        path = next(iter(getattr(module, "__path__", ())), None)
+    file = None if path is None else Path(path)
     if file is not None and _FOLDER in file.parents:
         return
     raise ConfigError(
         f"{name!r} is imported already, from {file or 'nowhere'}, which is {_description(name, file)}; call "
         "fabricamp.apex.install() before the first import of it, or run the script as `python -m fabricamp.apex script.py`"
     )
-
-
-def _file_of(module: ModuleType) -> Path | None:
-    """Returns the file of a module; for a package without a file, its folder."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        file = next(iter(getattr(module, "__path__", ())), None)
-    return None if file is None else Path(file)
 
 
 def _description(name: str, file: Path | None) -> str:

@@ -107,7 +107,7 @@ class Cadence:
 
     def __init__(self, steps: int, interval: timedelta | None) -> None:
         self._steps = steps
-        self._interval = interval.total_seconds() if interval is not None else 0.0
+        self._interval = None if interval is None else interval.total_seconds()
         self.start(0)
 
     def start(self, step: int) -> None:
@@ -115,7 +115,7 @@ class Cadence:
         self._since = time.monotonic()
         self._looked = (self._since, step)  # when the clock was last compared, and at which step
         self._next_step = (step // self._steps + 1) * self._steps if self._steps else sys.maxsize
-        self._next_glance = step + 1 if self._interval else sys.maxsize
+        self._next_glance = sys.maxsize if self._interval is None else step + 1
         self.next_look = min(self._next_step, self._next_glance)
 
     def is_due(self, step: int, strategy: Strategy) -> bool:
@@ -130,6 +130,7 @@ class Cadence:
 
     def _time_is_up(self, step: int, strategy: Strategy) -> bool:
         """Returns whether the interval has passed on rank 0's clock; a collective, called less often the more time is left."""
+        assert self._interval is not None
         now = time.monotonic()
         before, step_before = self._looked
         remaining = self._interval - (now - self._since)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricamp.callbacks.base import Callback
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NotInstalledError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +48,7 @@ class DeviceStatsMonitor(Callback):
             raise ConfigError("DeviceStatsMonitor needs a logger: Trainer(logger=True), or leave the callback out")
         if trainer.loggers and wants_cpu(trainer.strategy.device, self.cpu_stats):
             if importlib.util.find_spec("psutil") is None:
-                raise ConfigError(
+                raise NotInstalledError(
                     f"DeviceStatsMonitor(cpu_stats={self.cpu_stats!r}) logs the CPU's numbers with the package psutil, which is "
                     "not installed: pip install psutil, or give cpu_stats=False"
                 )

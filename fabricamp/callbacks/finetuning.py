@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.nn import Module, ModuleDict
 from torch.optim import Optimizer
 
+from fabricamp._utils import lightning_alias
 from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import CheckpointError, ConfigError
@@ -132,6 +134,10 @@ class BaseFinetuning(Callback):
         known = _updated_by(optimizer)
         parameters = list(params)
         new = [parameter for parameter in parameters if id(parameter) not in known]
+        if lightning_alias.is_installed() and _any_equal(new, optimizer):
+            lightning_alias.say_difference(
+                "parameters with the values of others that the optimizer updates are added to it; Lightning takes them for the same"
+            )
         if len(new) < len(parameters):
             _LOG.warning(
                 "%s updates %d of %d parameters already, and they stay in their group; give it only parameters that "
@@ -342,6 +348,12 @@ class BackboneFinetuning(BaseFinetuning):
                 "learning rate %s, of the backbone %s",
                 round(others, self.rounding), round(rate, self.rounding),
             )  # fmt: skip
+
+
+def _any_equal(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> bool:
+    """Returns whether a parameter has the values of one that ``optimizer`` updates."""
+    updated = [one for group in optimizer.param_groups for one in group["params"]]
+    return any(torch.equal(parameter, one) for parameter in parameters for one in updated)
 
 
 def _updated_by(optimizer: Optimizer) -> set[int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fabricamp.callbacks.base import Callback
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ArgumentTypeError, ConfigError
 
 if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
@@ -35,7 +35,8 @@ class GradientAccumulationScheduler(Callback):
         is_mapping = isinstance(scheduling, Mapping)
         whole = is_mapping and all(type(epoch) is int and type(count) is int for epoch, count in scheduling.items())
         if not whole or not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
-            raise ConfigError(
+            kind = ConfigError if scheduling else ArgumentTypeError
+            raise kind(
                 f"GradientAccumulationScheduler({scheduling!r}): give a dict from an epoch (0 or more) to the micro-batches "
                 "of a step from then on (1 or more), such as {0: 8, 4: 1}"
             )

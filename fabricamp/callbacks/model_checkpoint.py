@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fabricamp._utils import lightning_alias
 from fabricamp.arguments.cadence import Cadence, Every, parse_every
 from fabricamp.arguments.checks import check_kind
 from fabricamp.arguments.not_offered import is_lightnings
@@ -196,13 +197,28 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state; contains monitor, mode, filename and cadence."""
-        lengths = ", ".join(str(length) for length in self._lengths.values() if length)
+        """The key of this callback's state; contains monitor, mode, filename and cadence.
+
+        In a program written for Lightning it is Lightning's, without the filename.
+        """
+        if lightning_alias.is_installed():
+            return self._lightnings_key
+        lengths = ", ".join(str(length) for length in self._lengths.values() if length not in (0, None))
         return f"{self._kind} every {lengths or '0'}"
 
     def accepts_state_of(self, key: str) -> bool:
-        """Also accepts the state of a run with the same kind of cadence and another length."""
-        return key == self._kind or key.startswith(f"{self._kind} every ")
+        """Also accepts the state of a run with the same kind of cadence and another length, and Lightning's key."""
+        return key in (self._kind, self._lightnings_key) or key.startswith(f"{self._kind} every ")
+
+    @property
+    def _lightnings_key(self) -> str:
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self.every_n_train_steps,
+            every_n_epochs=self.every_n_epochs,
+            train_time_interval=self.train_time_interval,
+        )
 
     @property
     def _lengths(self) -> dict[str, Any]:
@@ -210,7 +226,7 @@ class ModelCheckpoint(Checkpoint):
 
     @property
     def _kind(self) -> str:
-        cadence = "+".join(unit for unit, length in self._lengths.items() if length) or "epochs"
+        cadence = "+".join(unit for unit, length in self._lengths.items() if length not in (0, None)) or "epochs"
         about = {"monitor": self.monitor, "mode": self.mode, "cadence": cadence, "filename": self.filename}
         return f"{type(self).__qualname__}{about}"
 
@@ -507,12 +523,12 @@ class ModelCheckpoint(Checkpoint):
         for name, length in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
             if length < 0:
                 raise ConfigError(f"ModelCheckpoint({name}={length}): choose 1 or more, or 0 for never")
-        if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta(0)):
+        if interval is not None and not (isinstance(interval, timedelta) and interval >= timedelta(0)):
             raise ConfigError(
                 f"ModelCheckpoint(train_time_interval={interval!r}): give a timedelta such as timedelta(minutes=30)"
             )
         lengths = {"every_n_train_steps": steps, "every_n_epochs": epochs, "train_time_interval": interval}
-        given = [name for name, length in lengths.items() if length]
+        given = [name for name, length in lengths.items() if length not in (0, None)]  # timedelta(0) is each step
         if len(given) > 1 and self.every is None:
             raise ConfigError(
                 f"ModelCheckpoint was given {' and '.join(given)}: choose one, or every='100 steps, 1 epoch, 30 min' for several"

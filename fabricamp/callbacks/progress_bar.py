@@ -38,6 +38,9 @@ class ProgressBar(Callback):
 
     # The epoch's line shows the epoch's values.
     monitors: ClassVar[bool] = True
+    _enabled = True
+    _trainer: Trainer | None = None
+    _eval_loader: int | None = None
     refresh_rate: int = 1
     """Lightning's name, in batches; the bar itself is drawn ``refresh_rate_hz`` times a second."""
 
@@ -48,7 +51,7 @@ class ProgressBar(Callback):
                 f"ProgressBar(refresh_rate_hz={refresh_rate_hz!r}) takes a number of refreshes a second, "
                 "above 0 and up to 60; for no bar at all pass enable_progress_bar=False to the Trainer"
             )
-        self.is_enabled = True
+        self._enabled = True
         self._interval = 1 / refresh_rate_hz
         self._stage = ""
         self._reset()
@@ -69,6 +72,14 @@ class ProgressBar(Callback):
         self._num_lines = 0
         self._last_line = -math.inf
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_trainer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Attributes of earlier versions that are properties now.
+        names = {"is_enabled": "_enabled", "refresh_rate": "_refresh_rate"}
+        vars(self).update({names.get(name, name): value for name, value in state.items()})
+
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
@@ -80,18 +91,96 @@ class ProgressBar(Callback):
 
     def enable(self) -> None:
         """Shows bars again, beginning with the next one that opens."""
-        self.is_enabled = True
+        self._enabled = True
 
     def disable(self) -> None:
         """Hides the bar."""
-        self.is_enabled = False
+        self._enabled = False
         self._close(keep=True)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether bars are shown."""
+        return self._enabled
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether bars are hidden."""
+        return not self.is_enabled
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Prints above the bar, on the rank that shows it; prints nothing if the bar is disabled."""
+        if self.is_enabled and self.trainer.is_global_zero:
+            print(*args, **options)  # an open bar takes over stdout, and writes it above itself
+
+    # -- what Lightning's bars offer to subclasses that draw their own -------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer of the running, or the last, run; raises TypeError before the first."""
+        if self._trainer is None:
+            raise TypeError(
+                f"{type(self).__name__}.trainer is known from setup() on; call super().setup(...) in your own"
+            )
+        return self._trainer
+
+    @property
+    def total_train_batches(self) -> float:
+        """The number of micro-batches in an epoch; with ``max_steps`` and no limit of epochs, at most the steps that are left."""
+        trainer = self.trainer
+        if trainer.max_epochs == -1 and trainer.max_steps > 0:
+            return min(trainer.num_training_batches, trainer.max_steps - trainer.global_step)
+        return trainer.num_training_batches
+
+    @property
+    def total_val_batches(self) -> float:
+        """The number of validation batches of all loaders; 0 in an epoch that does not validate."""
+        trainer = self.trainer
+        every = trainer.check_val_every_n_epoch
+        validates = trainer.enable_validation and (every is None or (trainer.current_epoch + 1) % every == 0)
+        return sum(trainer.num_val_batches) if validates else 0
+
+    @property
+    def total_val_batches_current_dataloader(self) -> float:
+        """The number of batches of the validation loader that runs."""
+        trainer = self.trainer
+        return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    @property
+    def total_test_batches_current_dataloader(self) -> float:
+        """The number of batches of the test loader that runs."""
+        return self._of_loader(self.trainer.num_test_batches)
+
+    @property
+    def total_predict_batches_current_dataloader(self) -> float:
+        """The number of batches of the prediction loader that runs."""
+        return self._of_loader(self.trainer.num_predict_batches)
+
+    def _of_loader(self, batches: list[float]) -> float:
+        return batches[self._eval_loader or 0]
+
+    def has_dataloader_changed(self, dataloader_idx: int) -> bool:
+        """Returns whether this is another loader than in the call before, and notes it."""
+        changed = dataloader_idx != self._eval_loader
+        self._eval_loader = dataloader_idx
+        return changed
+
+    def reset_dataloader_idx_tracker(self) -> None:
+        """Forgets the loader, at the end of an evaluation."""
+        self._eval_loader = None
+
+    sanity_check_description: str = "Sanity Checking"
+    train_description: str = "Training"
+    validation_description: str = "Validation"
+    test_description: str = "Testing"
+    predict_description: str = "Predicting"
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
         """Resets the bar."""
         super().setup(trainer, pl_module, stage)
+        self._trainer = trainer
         self._close(keep=False)
         self._stage = stage
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -25,9 +26,9 @@ class StochasticWeightAveraging(Callback):
     """Averages the weights of the last epochs, which train with a separate learning rate.
 
     From ``swa_epoch_start`` on, torch's ``SWALR`` replaces the module's schedule, and the weights at the beginning of each epoch
-    are averaged (fp32 masters at O2 and O5).  When a fit reaches ``max_epochs``, the module gets the average.  A forward pass
-    over the training data (each rank its share) then computes BatchNorm's statistics, without updates and logs.  Until then
-    validation and a checkpoint's ``state_dict`` have the weights; the average is in the callback's state.
+    are averaged (fp32 masters at O2 and O5).  When a fit reaches ``max_epochs``, or ends with ``max_epochs=-1``, the module gets
+    the average.  A forward pass over the training data (each rank its share) then computes BatchNorm's statistics, without updates
+    and logs.  Until then validation and a checkpoint's ``state_dict`` have the weights; the average is in the callback's state.
 
     Args:
         swa_lrs: the final learning rate; a list: one for each parameter group.
@@ -38,7 +39,7 @@ class StochasticWeightAveraging(Callback):
         device: where the average is kept; None: where the weights are.
 
     Raises:
-        ConfigError: for wrong arguments, manual optimization, several optimizers or schedules, and without ``max_epochs``.
+        ConfigError: for wrong arguments, manual optimization, several optimizers or schedules, and a share of no ``max_epochs``.
 
     Example:
         >>> averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.75)
@@ -107,9 +108,9 @@ class StochasticWeightAveraging(Callback):
         return max(first - 1, 0)
 
     @property
-    def swa_end(self) -> int:
-        """The last epoch, from 0, at whose beginning the weights are averaged."""
-        return self._max_epochs - 1
+    def swa_end(self) -> float:
+        """The last epoch, from 0, at whose beginning the weights are averaged; infinite with ``max_epochs=-1``."""
+        return math.inf if self._max_epochs < 0 else self._max_epochs - 1
 
     # -- in a run ----------------------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,9 @@ class StochasticWeightAveraging(Callback):
             "manual optimization: nothing steps a schedule there": not module.automatic_optimization,
             f"{len(groups)} optimizers: give one": len(groups) != 1,
             f"{schedules} schedules: give one, or none": schedules > 1,
-            "no end: give Trainer(max_epochs=...)": trainer.max_epochs < 0,
+            f"swa_epoch_start={self._swa_epoch_start!r}, a share of no end: give a whole number, or Trainer(max_epochs=...)": (
+                trainer.max_epochs < 0 and isinstance(self._swa_epoch_start, float)
+            ),
             f"swa_lrs={rates!r} for {sum(groups)} groups of parameters: give one for each": other_number_of_rates,
         }
         for problem, exists in problems.items():
@@ -180,7 +183,9 @@ class StochasticWeightAveraging(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Writes the average into the module and computes BatchNorm's statistics, if all epochs were trained."""
         averages = self._averages
-        if averages is None or not averages.begun or trainer.current_epoch <= self.swa_end:
+        if averages is None or not averages.begun:
+            return
+        if self._max_epochs >= 0 and trainer.current_epoch <= self.swa_end:
             return
         averages.put_in(pl_module, trainer.optimizers, trainer.strategy)
         norms = [norm for norm in pl_module.modules() if isinstance(norm, AnyBatchNorm) and _updates_statistics(norm)]

@@ -37,6 +37,8 @@ class Timer(Callback):
         43200.0
     """
 
+    _ends_run = True
+
     def __init__(
         self, duration: str | timedelta | dict[str, int] | None = None, interval: str = "step", verbose: bool = True
     ) -> None:
@@ -46,6 +48,13 @@ class Timer(Callback):
         self._start: dict[RunningStage, float] = {}
         self._end: dict[RunningStage, float] = {}
         self._before = 0.0
+
+    @classmethod
+    def of_max_time(cls, max_time: str | timedelta | dict[str, int]) -> Timer:
+        """Returns the Timer of ``Trainer(max_time=...)`` in ``trainer.callbacks``: it measures, and the Trainer ends the run."""
+        timer = cls(max_time)
+        timer._ends_run = False
+        return timer
 
     def start_time(self, stage: str = RunningStage.TRAINING) -> float | None:
         """Returns when ``stage`` ("train", "validate" or "test") last began, by ``time.monotonic``; None if it has not."""
@@ -126,6 +135,6 @@ class Timer(Callback):
         self._end.pop(stage, None)
 
     def _check(self, trainer: Trainer) -> None:
-        left = self.time_remaining()
+        left = self.time_remaining() if self._ends_run else None
         if left is not None and left <= 0:  # ranks may see it at different steps: they agree on one
             trainer.state.ask(f"Timer: {self._duration:g} s are over")

@@ -71,6 +71,11 @@ class WeightAveraging(Callback):
         self._latest_epoch = -1
         self._forget()
 
+    @property
+    def averages_buffers(self) -> bool:
+        """Whether floating-point buffers are averaged too."""
+        return self._use_buffers
+
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Returns whether to update after this step or, with ``epoch_idx``, after this epoch; both count from 0."""
         return step_idx is not None

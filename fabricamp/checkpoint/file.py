@@ -99,6 +99,8 @@ def read_checkpoint(
             return _read_file(path, file, map_location, verify=verify, mapped=mapped, **options)
     except CheckpointError:  # some are OSErrors too
         raise
+    except FileNotFoundError as error:  # removed since the check
+        raise CheckpointNotFoundError(_not_there(path), path) from error
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {path}: {_reason(error)}") from error
 

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import logging
 import os
 import pkgutil
 import sys
@@ -26,7 +27,9 @@ from torch import Tensor
 from fabricamp.arguments.environment import first_reference
 from fabricamp.checkpoint.hyperparameters import HyperparameterKeys, Hyperparameters, HyperparametersMixin
 from fabricamp.checkpoint.plain import PRIVATE, name_of
-from fabricamp.errors import CheckpointError, ConfigError, nearest
+from fabricamp.errors import CheckpointError, ConfigError, FabricampError, nearest
+
+_LOG = logging.getLogger("fabricamp")
 
 Owner = TypeVar("Owner", bound=HyperparametersMixin)
 
@@ -52,6 +55,8 @@ def build(
     arguments = arguments_for(owner, checkpoint, keys, path, overrides, types, imports=weights_only is False)
     try:
         built = owner(**arguments)
+    except FabricampError:  # some are TypeErrors too, and say what to change
+        raise
     except TypeError as error:
         raise CheckpointError(
             f"{owner.__name__} cannot be built from {path}: {error}; pass what is missing as keyword arguments, "
@@ -66,6 +71,12 @@ def _from_yaml(file: Any) -> Any:
     try:
         with Path(file).open() as text:
             return yaml.safe_load(text) or {}
+    except FileNotFoundError:
+        _LOG.warning(
+            "hparams_file=%r does not exist: the constructor gets no hyper-parameters, as from an empty file",
+            str(file),
+        )
+        return {}
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(
             f"hparams_file={str(file)!r} cannot be read ({' '.join(str(error).split()):.300}); give a YAML file of plain values"

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
 
 
+class WholeKey(str):
+    """A key of a checkpoint that is not split at its dots: the name of a class within a function has some."""
+
+    __slots__ = ()
+
+
 class Section:
     """One part of a run's state, saved and restored as a unit."""
 
@@ -106,7 +112,7 @@ class Record:
 
 
 def _put(checkpoint: dict[str, Any], dotted_key: str, value: Any) -> None:
-    *outer, last = dotted_key.split(".")
+    *outer, last = [str(dotted_key)] if isinstance(dotted_key, WholeKey) else dotted_key.split(".")
     for key in outer:
         checkpoint = checkpoint.setdefault(key, {})
     checkpoint[last] = value

@@ -11,9 +11,9 @@ from torch import Tensor
 from fabricamp.checkpoint.foreign import fit_names
 from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparameters
 from fabricamp.checkpoint.plain import PRIVATE, builtin_numbers
-from fabricamp.checkpoint.record import Section
+from fabricamp.checkpoint.record import Section, WholeKey
 from fabricamp.checkpoint.shard_loading import sharded_states, sharded_weights
-from fabricamp.errors import CheckpointError, FabricampError
+from fabricamp.errors import CheckpointError, FabricampError, WeightsOnlyError
 from fabricamp.strategies.meta_init import leave_meta
 
 if TYPE_CHECKING:
@@ -75,6 +75,36 @@ class Weights(Section):
         if self.strategy.checkpoint_form == "folder":
             checkpoint = sharded_weights(checkpoint, path, self.module.state_dict())
         restore_weights(self.module, checkpoint, path)
+
+
+@dataclass
+class DataModuleState(Section):
+    """The state of the DataModule, also under the name of its class, where Lightning has it."""
+
+    name = "datamodule"
+
+    datamodule: Any
+    """A DataModule of fabricamp's or Lightning's, or None."""
+
+    def save(self) -> dict[str, Any]:
+        """Returns its ``state_dict()`` under both keys."""
+        state = {} if self.datamodule is None else self.datamodule.state_dict()
+        values = {"data.datamodule": state}
+        if state:
+            values[WholeKey(type(self.datamodule).__qualname__)] = state
+        return values
+
+    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Passes the saved state to ``load_state_dict`` unless it is missing or empty."""
+        state = None if self.datamodule is None else data_state(checkpoint, type(self.datamodule))
+        if state:
+            self.datamodule.load_state_dict(state)
+
+
+def data_state(checkpoint: dict[str, Any], kind: type) -> Any:
+    """Returns the saved state of a DataModule of class ``kind``; None if the file has none."""
+    # fabricamp's key first: a class may have been renamed since.
+    return checkpoint.get("data", {}).get("datamodule") or checkpoint.get(kind.__qualname__)
 
 
 def restore_weights(
@@ -139,7 +169,7 @@ class Optimizers(Section):
         """Loads the states; raises if their number differs, or if elementwise state has another shape than its parameter."""
         states = checkpoint.get("optimizer_states")
         if states is None:
-            raise CheckpointError(
+            raise WeightsOnlyError(
                 f"{path} holds weights only, and training cannot resume from it; load the weights with "
                 "TrainingModule.load_from_checkpoint and start from the beginning, or give a checkpoint saved with "
                 "save_weights_only=False"

@@ -17,6 +17,7 @@ from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.file import name_of_source
 from fabricamp.checkpoint.hyperparameters import DATA, HyperparametersMixin
 from fabricamp.checkpoint.load_from_checkpoint import build
+from fabricamp.checkpoint.sections import data_state
 from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
 
@@ -36,6 +37,9 @@ class DataModule(HyperparametersMixin):
     """The Trainer that uses this DataModule; None before."""
     name: str | None = None
     """An optional name for the data."""
+    CHECKPOINT_HYPER_PARAMS_KEY = DATA.values
+    CHECKPOINT_HYPER_PARAMS_NAME = DATA.name
+    CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
 
     @classmethod
     def from_datasets(
@@ -92,7 +96,7 @@ class DataModule(HyperparametersMixin):
         checkpoint = read_checkpoint(checkpoint_path, device, weights_only=weights_only)
         path = name_of_source(checkpoint_path)
         data = build(cls, checkpoint, DATA, path, overrides, types, hparams_file, weights_only=weights_only)
-        if state := checkpoint.get("data", {}).get("datamodule"):
+        if state := data_state(checkpoint, cls):
             data.load_state_dict(state)
         return data
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from fabricamp.data.samplers import EvalSampler, TrainSampler
-from fabricamp.errors import ConfigError, DistributedError
+from fabricamp.errors import ArgumentTypeError, ConfigError, DistributedError
 
 if TYPE_CHECKING:
     from fabricamp.strategies.base import Strategy
@@ -24,8 +24,10 @@ def loader_length(loader: Any, name: str) -> int | float:
     _check_iterable(loader, name)
     length = known_length(loader)
     if length == 0 and not _all_elsewhere(loader):
+        dataset = getattr(loader, "dataset", None)
+        over = "" if dataset is None else f" over {type(dataset).__name__}"
         raise ConfigError(
-            f"{name}: {_described(loader)} has no batches; give it at least one "
+            f"{name}: {type(loader).__name__}{over} has no batches; give it at least one "
             "(an empty dataset, or drop_last=True with fewer samples than a batch?)"
         )
     return length
@@ -118,10 +120,12 @@ def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: An
 
 def _check_iterable(loader: Any, name: str) -> None:
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        raise ConfigError(f"{name}: {type(loader).__name__} is a dataset; wrap it: DataLoader(dataset, batch_size=...)")
+        raise ArgumentTypeError(
+            f"{name}: {type(loader).__name__} is a dataset; wrap it: DataLoader(dataset, batch_size=...)"
+        )
     by_index = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
     if isinstance(loader, str | bytes | Tensor) or not (hasattr(loader, "__iter__") or by_index):
-        raise ConfigError(
+        raise ArgumentTypeError(
             f"{name}: {type(loader).__name__} gives no batches; "
             "pass a DataLoader or another iterable of batches, or a DataModule"
         )
@@ -130,12 +134,6 @@ def _check_iterable(loader: Any, name: str) -> None:
 def _all_elsewhere(loader: Any) -> bool:
     sampler = getattr(loader, "sampler", None)
     return isinstance(sampler, EvalSampler) and sampler.dataset_size > 0
-
-
-def _described(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
-    over = "" if dataset is None else f" over {type(dataset).__name__}"
-    return f"{type(loader).__name__}{over}"
 
 
 def _count(length: float) -> str:

@@ -138,6 +138,16 @@ def set_epoch(loader: Any, epoch: int) -> None:
             set_epoch(member, epoch)
 
 
+def set_sampler_epoch(loader: Any, epoch: int) -> None:
+    """Calls ``set_epoch`` on the samplers of ``loader`` alone: an evaluation may shuffle, but reads the same data each time."""
+    for leaf in leaves_of(loader):
+        samplers = [getattr(leaf, "sampler", None), getattr(getattr(leaf, "batch_sampler", None), "sampler", None)]
+        for sampler in {id(sampler): sampler for sampler in samplers}.values():
+            own_set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(own_set_epoch):
+                own_set_epoch(epoch)
+
+
 def release_workers(loader: Any) -> None:
     """Ends the persistent workers of ``loader``; its next pass starts new ones."""
     if isinstance(loader, CombinedLoader):

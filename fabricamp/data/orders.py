@@ -212,18 +212,15 @@ class DrawnOrder:
             index = next(source, None)
             if index is None:
                 return
-            if number == 0 or not _same(before, generator.get_state()):
-                self._note(Draw(number, before))
+            if number == 0 or before.numpy().tobytes() != generator.get_state().numpy().tobytes():
+                # Drops draws that no resume point needs any more, but keeps the first.
+                while len(self.draws) > 2 and self.draws[2].at + self._window <= number:
+                    del self.draws[1]
+                self.draws.append(Draw(number, before))
             yield index
             if not self._draws_on:  # no further draw to look for
                 yield from source
                 return
-
-    def _note(self, draw: Draw) -> None:
-        """Records a draw; drops draws that no resume point needs any more, but keeps the first."""
-        while len(self.draws) > 2 and self.draws[2].at + self._window <= draw.at:
-            del self.draws[1]
-        self.draws.append(draw)
 
 
 Order = SeededOrder | DrawnOrder
@@ -232,7 +229,3 @@ Order = SeededOrder | DrawnOrder
 def numbers(indices: Tensor) -> Iterator[int]:
     """Yields ``indices`` as Python integers."""
     return itertools.chain.from_iterable(chunk.tolist() for chunk in torch.split(indices, _CHUNK))
-
-
-def _same(before: Tensor, after: Tensor) -> bool:
-    return before.numpy().tobytes() == after.numpy().tobytes()

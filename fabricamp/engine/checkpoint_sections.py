@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from fabricamp.callbacks.base import matched_states
 from fabricamp.checkpoint.foreign import lightning_keys
 from fabricamp.checkpoint.record import Part, Record, Section
-from fabricamp.checkpoint.sections import Optimizers, Schedules, Weights
+from fabricamp.checkpoint.sections import DataModuleState, Optimizers, Schedules, Weights
 from fabricamp.engine.kernel_choice import KernelChoice
 from fabricamp.engine.world_change import StepSizes
-from fabricamp.errors import CheckpointError
+from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.state import NON_FINITE, Scope, TrainerFn
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def record_of(session: Session) -> Record:
             Part("precision", "amp", session.precision),
             KernelChoice(),
             CallbackSection(session.trainer.callbacks, session.fn),
-            Part("datamodule", "data.datamodule", source.datamodule),
+            DataModuleState(source.datamodule),
             resume_point.loggers,
             resume_point,
             resume_point.accumulation,
@@ -122,6 +122,11 @@ class Counters(Section):
         position = checkpoint.get("loops", {}).get("fit", {})
         _counter(checkpoint, "epoch", path)
         state.epoch = _counter(position, "epoch", path, within="loops.fit.")
+        if 0 <= settings.max_epochs < state.epoch:
+            raise ConfigError(
+                f"{path} has {state.epoch} finished epochs, more than max_epochs={settings.max_epochs}; give Trainer a higher "
+                "max_epochs, or begin a new run with its weights: load_from_checkpoint(...) and fit without ckpt_path"
+            )
         state.global_step = _counter(checkpoint, "global_step", path)
         state.batch_idx = _counter(position, "batch_idx", path, within="loops.fit.")
         state.batches_done = _counter(position, "batches_done", path, within="loops.fit.")

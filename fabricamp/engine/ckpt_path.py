@@ -44,8 +44,10 @@ def resolve_checkpoint(
     """
     if ckpt_path not in _WORDS:
         _refuse_a_misspelt_word(trainer, ckpt_path)
-        if ckpt_path is None:
-            _warn_of_a_restart(trainer)
+        begins_anew = ckpt_path is None and trainer.state.fitting
+        # Of a strategy that heals, a restarted replica gets its state from the others.
+        if begins_anew and not trainer.strategy.heals and trainer.local_rank == 0 and restarts():
+            _LOG.warning("torchrun has restarted this run from the beginning; ckpt_path='auto' would resume it")
         return ckpt_path, None
     if ckpt_path == "auto" and not trainer.state.fitting:
         raise ConfigError(
@@ -71,14 +73,6 @@ def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
     words = _WORDS if trainer.state.fitting else _EVALUATED
     if (hint := nearest(ckpt_path, words)) and not storage.exists(ckpt_path):
         raise CheckpointNotFoundError(f"ckpt_path={ckpt_path!r} is not there{hint}", ckpt_path)
-
-
-def _warn_of_a_restart(trainer: Trainer) -> None:
-    """Warns if torchrun has restarted the processes of a ``fit`` without a ckpt_path: it begins anew."""
-    if trainer.strategy.heals:  # a restarted replica gets its state from the others
-        return
-    if trainer.state.fitting and trainer.local_rank == 0 and restarts():
-        _LOG.warning("torchrun has restarted this run from the beginning; ckpt_path='auto' would resume it")
 
 
 def _furthest(trainer: Trainer, word: str, weights_only: bool | None) -> tuple[str, dict[str, Any] | None]:

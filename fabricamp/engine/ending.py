@@ -59,7 +59,11 @@ def releasing(trainer: Trainer, session: Session) -> Iterator[None]:
         if not agreement.abandoned:
             _fail(trainer, session, error)
             raise
-        _abandon(trainer, session)
+        # A signal interrupted the run before its first batch; this rank's own error may be that another rank has left.
+        agreement.wait_for_answers()  # no rank leaves before all know why
+        trainer.state.stage = None
+        trainer.state.interrupt(agreement.reason)
+        _release_after(session, KeyboardInterrupt(agreement.reason))
     else:
         trainer.state.end()
         _close(trainer, session)
@@ -94,15 +98,6 @@ def _fail(trainer: Trainer, session: Session, error: BaseException) -> None:
     _release_after(session, error)
 
 
-def _abandon(trainer: Trainer, session: Session) -> None:
-    """Ends a run that a signal interrupted before its first batch; this rank's own error may be that another rank has left."""
-    # No rank leaves before all know why.
-    session.agreement.wait_for_answers()
-    trainer.state.stage = None
-    trainer.state.interrupt(session.agreement.reason)
-    _release_after(session, KeyboardInterrupt(session.agreement.reason))
-
-
 def _release_after(session: Session, error: BaseException) -> None:
     try:
         call_all(session.hooks.callbacks("on_exception"), error)
@@ -120,8 +115,11 @@ def end_fit(trainer: Trainer, session: Session, loop: TrainingLoop) -> None:
     if agreement.came_late():
         call_all(session.hooks.callbacks("on_exception"), KeyboardInterrupt(state.interruption))
         return
-    if state.stop_explanation:
-        _report_nonfinite(trainer, session)
+    explanation = state.stop_explanation
+    if explanation:
+        call_all(session.hooks.callbacks("on_exception"), NonFiniteError(explanation))
+        if trainer.is_global_zero:
+            _LOG.warning("%s; checkpoint: %s", explanation, _last_checkpoint(trainer) or "none")
     loop.end()
     if trainer.precision_plugin.verdicts is not None:
         trainer.precision_plugin.verdicts.drain()
@@ -130,13 +128,6 @@ def end_fit(trainer: Trainer, session: Session, loop: TrainingLoop) -> None:
     # A signal during these hooks, or non-finite gradients, have a line of their own.
     if not agreement.came_late() and not state.stop_explanation:
         session.run_summary.end()
-
-
-def _report_nonfinite(trainer: Trainer, session: Session) -> None:
-    explanation = trainer.state.stop_explanation
-    call_all(session.hooks.callbacks("on_exception"), NonFiniteError(explanation))
-    if trainer.is_global_zero:
-        _LOG.warning("%s; checkpoint: %s", explanation, _last_checkpoint(trainer) or "none")
 
 
 def _last_checkpoint(trainer: Trainer) -> str:
@@ -152,7 +143,10 @@ def leave_interrupted(trainer: Trainer) -> None:
     if at_prompt and launch.in_call():  # the caller reports it
         return
     if trainer.is_global_zero:
-        _report_interruption(trainer, "Interrupted" if reason == "interrupted" else f"Ended by {reason}")
+        word = "Interrupted" if reason == "interrupted" else f"Ended by {reason}"
+        path = _last_checkpoint(trainer)
+        how = f'; ckpt_path="last" resumes from {path}' if path else ""
+        _LOG.info("%s at step %d%s", word, trainer.global_step, how)
     if at_prompt:
         return
     if reason in REQUEUES:
@@ -172,12 +166,6 @@ def _requeue(trainer: Trainer, reason: str) -> None:
     finally:
         with contextlib.suppress(DistributedError):
             trainer.strategy.barrier("the requeue")
-
-
-def _report_interruption(trainer: Trainer, word: str) -> None:
-    path = _last_checkpoint(trainer)
-    how = f'; ckpt_path="last" resumes from {path}' if path else ""
-    _LOG.info("%s at step %d%s", word, trainer.global_step, how)
 
 
 def explain(error: BaseException, module: nn.Module, precision: str) -> None:

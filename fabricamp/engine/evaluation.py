@@ -93,7 +93,12 @@ class EvaluationLoop:
             raise
         state.evaluated = NOT_VALIDATING
         state.scope, state.batch, state.dataloader_idx, state.num_dataloaders = before
-        self._restore_modes(modes)
+        name = f"on_{self._kind}_model_train"
+        # As in Lightning, predict has no such hook.
+        if self._kind != "predict" and overrides(self._module, name, ModuleHooks):
+            getattr(self._module, name)()
+        else:
+            _set_modes(modes)
         return outputs
 
     def _within(self, contexts: Sequence[Callable[[], Any]], run: Callable[[], list[list[Any]]]) -> list[list[Any]]:
@@ -171,14 +176,6 @@ class EvaluationLoop:
             reached = state.batches_done >= state.hold_at
         self.cut_short = reached and self._agreement.hold()
         return self.cut_short
-
-    def _restore_modes(self, modes: list[tuple[torch.nn.Module, bool]]) -> None:
-        name = f"on_{self._kind}_model_train"
-        # As in Lightning, predict has no such hook.
-        if self._kind != "predict" and overrides(self._module, name, ModuleHooks):
-            getattr(self._module, name)()
-        else:
-            _set_modes(modes)
 
 
 def _set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:

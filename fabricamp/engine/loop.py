@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from fabricamp._utils import lightning_alias
 from fabricamp.data import set_epoch
 from fabricamp.engine.validation_cadence import ValidationCadence
 from fabricamp.errors import ConfigError
@@ -215,6 +216,8 @@ class TrainingLoop:
                 # A limit or a request (should_stop, on any rank) ends training only where a step has ended, or the epoch.
                 at_max_steps = 0 <= settings.max_steps <= state.global_step
                 if (at_max_steps or state.should_stop) and self._done(in_epoch=True):
+                    if not (at_max_steps or state.cut) and lightning_alias.is_installed():
+                        self._end_as_in_lightning()
                     break
                 state.passed = state.batches_done
             # A signal may end it within an accumulation too: after the micro-batch that the ranks have agreed on.
@@ -331,6 +334,8 @@ class TrainingLoop:
             self.update.accumulation_state() is None
         ):  # else the gradients of an accumulation in progress are still needed
             call_hook(self.parts.module, "on_validation_model_zero_grad")
+        elif not self.parts.module.automatic_optimization:
+            lightning_alias.say_difference("gradients accumulated by hand stay at a validation; Lightning drops them")
         # Validation callbacks see what the last step logged; this waits for that step, once per validation.
         self.metrics.drain()
         self.metrics.reduce_steps(self.state.global_step)
@@ -340,6 +345,17 @@ class TrainingLoop:
             self.state.validated_at = self.state.batches_done
         self.state.scope = Scope.TRAIN_STEP
         return cut_short
+
+    def _end_as_in_lightning(self) -> None:
+        """Logs the last step's values and validates, where ``should_stop`` ends training within an epoch."""
+        state = self.state
+        every = self._settings.log_every_n_steps
+        if every and state.global_step % every:  # else they are logged
+            self.metrics.flush(state.global_step)
+        every_epochs = self._settings.check_val_every_n_epoch or 1
+        is_validated = state.validated_at == state.batches_done
+        if self._validates and not is_validated and (state.epoch + 1) % every_epochs == 0:
+            self._validate()
 
     def _done(self, *, in_epoch: bool = False) -> bool:
         """Whether training ends at this boundary: after a step (``in_epoch``), or between two epochs.
@@ -361,6 +377,9 @@ class TrainingLoop:
                 return True
             if state.global_step < settings.min_steps or state.epoch < settings.min_epochs:
                 requests.spread()
+                lightning_alias.say_difference(
+                    "steps while a stop waits for min_steps or min_epochs are logged every log_every_n_steps; Lightning logs each"
+                )
             elif state.agreed or requests.all_ask(boundary):
                 return True
         state.passed = boundary

@@ -44,7 +44,9 @@ class ManualUpdate(Update):
             loss, self.loss = self.loss, None
             self._launch_update(loss)
             self._note_update()
-        return self._detached(output) if self._hooks.wants_outputs else None
+        if not self._hooks.wants_outputs:
+            return None
+        return {} if output is None and self._shows_shares else self._detached(output)
 
     def backward(self, loss: Tensor, *args: Any, loss_id: int = 0, **options: Any) -> None:
         """Implements ``TrainingModule.manual_backward``."""
@@ -163,4 +165,6 @@ class ClosureUpdate(Update):
         if self.overflow_policy is not None:
             self.overflow_policy.launch_close(loss)
         self._note_update()
-        return outputs[0] if outputs else None
+        if not outputs:
+            return None
+        return outputs[-1] if self._shows_shares else outputs[0]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from fabricamp._utils import lightning_alias
 from fabricamp.arguments.migration import hinted_hooks
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import DataModule
@@ -80,7 +81,8 @@ def _check_training_step(module: TrainingModule) -> None:
             f"{name} takes dataloader_iter, but it gets batches; write training_step(self, batch, batch_idx), and iterate over a "
             "loader of your own where one step needs several batches"
         )
-    if module.automatic_optimization and returns_nothing(step):
+    # A program written for Lightning runs, as there; the loop says at the epoch's end that nothing was trained.
+    if module.automatic_optimization and returns_nothing(step) and not lightning_alias.is_installed():
         raise ConfigError(
             f"{name} returns no value, so nothing would be trained; end it with 'return loss', or step the optimizers in it with "
             "automatic_optimization = False"

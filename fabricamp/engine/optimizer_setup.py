@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricamp.arguments.checks import check_choice, check_names, check_number
 from fabricamp.checkpoint.plain import builtin_numbers
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, OptimizationError
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.stepper import demands_closure
 
@@ -158,7 +158,7 @@ def check_optimization(
 ) -> None:
     """Raises :class:`ConfigError` if the optimizers do not work with automatic, or manual, optimization as it is set up."""
     if module.automatic_optimization and len(optimizers) > 1:
-        raise ConfigError(
+        raise OptimizationError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but automatic optimization takes one; set "
             "self.automatic_optimization = False in __init__ and step each one in training_step"
         )

@@ -101,7 +101,10 @@ class NotedIndices:
         self._noted.clear()
         self._first = 0
         for asked in self._sampler:
-            self._noted.append(_listed(asked))
+            indices = asked.tolist() if hasattr(asked, "tolist") else asked
+            if not isinstance(indices, list | tuple | range):
+                indices = [indices]  # without a batch size, a sampler may yield a single index
+            self._noted.append(list(indices))
             yield asked
 
     def of_batch(self, batch_idx: int) -> list[Any]:
@@ -135,10 +138,3 @@ def _asks_in_order(loader: Any) -> bool:
         return False
     own = all(getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
     return own and (loader.in_order or loader.num_workers == 0)
-
-
-def _listed(asked: Any) -> list[Any]:
-    """Returns the indices of one batch as a list; without a batch size, a sampler may yield a single index."""
-    if hasattr(asked, "tolist"):
-        asked = asked.tolist()
-    return list(asked) if isinstance(asked, list | tuple | range) else [asked]

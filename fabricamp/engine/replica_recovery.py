@@ -34,7 +34,14 @@ def join_groups(
     strategy = session.strategy
     if not strategy.heals:
         return path, checkpoint
-    _check(session)
+    if not session.module.automatic_optimization:
+        raise ConfigError(
+            f"strategy {strategy.name!r} averages automatic optimization's gradients; leave the steps to the Trainer"
+        )
+    if session.settings.sync_batchnorm:
+        raise ConfigError(
+            f"sync_batchnorm=True with strategy {strategy.name!r}: groups exchange only gradients; leave it out"
+        )
     given = checkpoint
     if path is not None and given is None:
         given = read_together(path, strategy, weights_only=weights_only)
@@ -50,7 +57,8 @@ def join_groups(
     runs = True
     if received is None:
         return path, given
-    content = _unpacked(received, weights_only=weights_only)
+    content: dict[str, Any] = load_closed(io.BytesIO(received.numpy().tobytes()), "cpu", weights_only=None)
+    unpack_objects(content, PEER, weights_only=weights_only)
     return content["path"], content["checkpoint"]
 
 
@@ -67,19 +75,3 @@ def _packed(content: dict[str, Any]) -> Tensor:
     file = io.BytesIO()
     torch.save(on_host(pack_objects(content)), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor, *, weights_only: bool | None) -> dict[str, Any]:
-    content: dict[str, Any] = load_closed(io.BytesIO(packed.numpy().tobytes()), "cpu", weights_only=None)
-    unpack_objects(content, PEER, weights_only=weights_only)
-    return content
-
-
-def _check(session: Session) -> None:
-    name = session.strategy.name
-    if not session.module.automatic_optimization:
-        raise ConfigError(
-            f"strategy {name!r} averages automatic optimization's gradients; leave the steps to the Trainer"
-        )
-    if session.settings.sync_batchnorm:
-        raise ConfigError(f"sync_batchnorm=True with strategy {name!r}: groups exchange only gradients; leave it out")

@@ -77,6 +77,8 @@ class ResumePoint(Section):
         self._ended: tuple[dict[str, Any], dict[str, Any]] | None = None
         self.resumed = False
         """Whether the run was resumed from a checkpoint and has not reached its first batch yet."""
+        self.reloaded = 0
+        """The last epoch whose new loaders have had their random numbers; in the first epoch, loaders are not new."""
 
     # -- saving ------------------------------------------------------------------------------------------------------------------
 
@@ -134,6 +136,8 @@ class ResumePoint(Section):
             "loops.fit.ended": {} if self._cut is None else self._metrics.published(),
             "loops.fit.tensor_parallel": strategy.tensor_parallel,
         }
+        if self.reloaded:
+            content["loops.fit.reloaded"] = self.reloaded
         return content if strategy.world_size == 1 else move_to_device(content, _CPU)
 
     def _present(self) -> dict[str, Any]:
@@ -166,6 +170,7 @@ class ResumePoint(Section):
         ended = loop.get("ended", [{}])
         if ended[0] and state.closed_at == state.batches_done:
             self._ended = ended[chosen[0] if chosen else 0], ended[0]
+        self.reloaded = loop.get("reloaded", [0])[0]
         if same:
             _restore_buffers(self._module, loop["buffers"][strategy.rank])
         position = checkpoint["data"]["position"][min(strategy.rank, ranks - 1)]

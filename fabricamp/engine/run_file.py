@@ -38,14 +38,20 @@ def recorded(session: Session) -> Iterator[None]:
 
     Only on rank 0, and only if a logger has a folder.
     """
-    folder = _folder_of(session)
+    trainer = session.trainer
+    folder = None
+    if trainer.is_global_zero and not trainer.fast_dev_run:
+        folder = next(iter(_log_folders(trainer)), None)
     if folder is None:
         yield
         return
     content: dict[str, Any] = {}
     with _never_an_error():
         beginning = _beginning(session, folder)
-        _make_room(folder)
+        file = folder / NAME
+        if file.exists():  # of an earlier fit in this folder
+            number = 1 + sum(1 for _ in folder.glob("run-*.json"))
+            file.rename(folder / f"run-{number}.json")
         _write(session, folder, beginning)
         content = beginning
     error: BaseException | None = None
@@ -76,23 +82,8 @@ def _never_an_error() -> Iterator[None]:
         _LOG.warning("%s is not written: %s", NAME, error)
 
 
-def _folder_of(session: Session) -> Path | None:
-    trainer = session.trainer
-    if not trainer.is_global_zero or trainer.fast_dev_run:
-        return None
-    return next(iter(_log_folders(trainer)), None)
-
-
 def _log_folders(trainer: Trainer) -> list[Path]:
     return list(dict.fromkeys(Path(folder) for one in trainer.loggers if (folder := folder_of(one))))
-
-
-def _make_room(folder: Path) -> None:
-    """Renames the file of an earlier fit in this folder to ``run-N.json``."""
-    file = folder / NAME
-    if file.exists():
-        number = 1 + sum(1 for _ in folder.glob("run-*.json"))
-        file.rename(folder / f"run-{number}.json")
 
 
 def _write(session: Session, folder: Path, content: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ from fabricamp.profilers.base import PassThroughProfiler
 from fabricamp.rng import deterministic_mode
 from fabricamp.state import TrainerFn
 from fabricamp.torch_private import uncompiled
-from fabricamp.watchdog import interrupts, leave_at_exit
+from fabricamp.watchdog import end_by_sigint_at_exit, interrupts, leave_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -169,6 +169,7 @@ class Runner:
     def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
         """Sets up this process's rank and yields a session; releases the session's parts however the run ends."""
         launch.hold_logging_at_fork()
+        end_by_sigint_at_exit()
         try:
             session = self._enter(fn, module, source)
         except BaseException:
@@ -178,8 +179,8 @@ class Runner:
         with (
             reported(self.trainer, fn, module),
             deterministic_mode(self.settings.deterministic, benchmark=self.settings.benchmark),
-            self._anomaly_detection(),
-            self._performance_mode(),
+            torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext(),
+            contextlib.nullcontext() if self.settings.performance is None else self.settings.performance.mode(),
             kernel_choice(session),
             # Before loader workers start: they then leave Ctrl-C to this process.
             interrupts(session.agreement),
@@ -188,12 +189,6 @@ class Runner:
             yield session
         if session.agreement.asked and not self.trainer.state.interrupted:  # after the last position to stop at
             self.trainer.state.interrupt(session.agreement.asked)
-
-    def _anomaly_detection(self) -> Any:
-        return torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else contextlib.nullcontext()
-
-    def _performance_mode(self) -> Any:
-        return contextlib.nullcontext() if self.settings.performance is None else self.settings.performance.mode()
 
     def _enter(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Session:
         """Sets up the rank, the loggers and the callbacks; returns the session of a run, whose watchdog has started."""

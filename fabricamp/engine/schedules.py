@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabricamp._utils import lightning_alias
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
@@ -46,9 +47,13 @@ class Schedules:
         return bool(self.by_step)
 
     def advance(self, applied_steps: int) -> None:
-        """Steps the schedulers that step by steps; ``applied_steps`` is the number of steps that were not skipped."""
+        """Steps the schedulers that step by steps; ``applied_steps`` is the number of steps that were not skipped.
+
+        In a program written for Lightning, ``frequency`` counts the batches of the epoch, as there.
+        """
+        done = self._state.batch_idx + 1 if lightning_alias.is_installed() else applied_steps
         for config in self.by_step:
-            if applied_steps % config.frequency == 0:
+            if done % config.frequency == 0:
                 self._step(config)
 
     def end_epoch(self, epoch: int) -> None:

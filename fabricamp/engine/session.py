@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabricamp._utils import lightning_alias
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.packing import described_objects, pack_objects
 from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.checkpoint.shard_loading import sharded_weights
-from fabricamp.data import draw_a_pass, release_workers, set_epoch
+from fabricamp.data import draw_a_pass, release_workers, set_epoch, set_sampler_epoch
 from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.compiled import step_of
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
@@ -149,6 +150,11 @@ class Session:
         self.checkpoint = checkpoint
         if fits:
             # Gradients of an earlier fit, which may have failed within an accumulation, must not enter this fit's sums.
+            by_hand = not self.module.automatic_optimization
+            if by_hand and any(parameter.grad is not None for parameter in self.module.parameters()):
+                lightning_alias.say_difference(
+                    "gradients from before fit are cleared; in Lightning the first step uses them"
+                )
             self.module.zero_grad()
         self._prepare_data()
         self._call_setup("setup")
@@ -289,15 +295,24 @@ class Session:
         if self.trainer.state.epoch and self.checkpoint is None:
             # A second fit: Lightning begins a pass here and drops it; the orders that follow are drawn after it.
             draw_a_pass(self.data.train_loader)
+            self.resume_point.reloaded = self.trainer.state.epoch
         parts = self._fit_parts()
         update = self._update(parts)
         self.resume_point.begin(parts.feed, update)
         self.resumed = self.checkpoint is not None
         self._restore(*POSITION)
         self.checkpoint = None  # as large as the model
+        self._say_differences()
         loop = TrainingLoop(parts, update)
         self.validation_follows = loop.validation_follows
         return profile_fit(self, loop)
+
+    def _say_differences(self) -> None:
+        """Logs what gives other results than Lightning, in a program written for it."""
+        if lightning_alias.is_installed():
+            from fabricamp.engine.lightning_differences import say_differences
+
+            say_differences(self)
 
     def _fit_parts(self) -> FitParts:
         """Returns the loop's parts; asks for the training loader before the validation loaders."""
@@ -336,8 +351,16 @@ class Session:
     def _renew(self, parts: FitParts) -> None:
         """Called before an epoch: sets its ``accumulate_grad_batches``, and its loaders if the epoch reloads them."""
         self.settings.begin_epoch(self.trainer.state.epoch)
-        if not self.data.renew():
-            return
+        if self.data.renew():
+            self._use_new_loaders(parts)
+        state = self.trainer.state
+        if self.data.reloads and state.batch_idx == 0 and self.resume_point.reloaded != state.epoch:
+            # Lightning begins a pass over new loaders, and drops it: start hooks and the epoch's order draw after it.  A resumed
+            # epoch that had begun has drawn it already.
+            draw_a_pass(parts.loader)
+            self.resume_point.reloaded = state.epoch
+
+    def _use_new_loaders(self, parts: FitParts) -> None:
         self._validation = None  # the next validation asks for its loaders again
         if parts.feed is self.data.train_feed:  # given loaders are not reloaded
             return
@@ -407,6 +430,7 @@ class Session:
             loop, feeds = self.evaluation_loop("validation")
             for feed in feeds:
                 feed.limit = min(feed.limit, self.settings.num_sanity_val_steps)
+            self._set_epoch_of("val")
             if feeds:
                 self.metrics.clear_evaluation()
                 loop.run(feeds)
@@ -424,6 +448,8 @@ class Session:
         if self.data.validates_on_training:
             for loader in self.data.evaluation_loaders("val"):
                 set_epoch(loader, self.trainer.state.epoch)  # per-sample seeds are those of training
+        else:
+            self._set_epoch_of("val")
         self.metrics.clear_evaluation()
         self.resume_point.begin_validation()
         self.trainer.state.stage = RunningStage.VALIDATING
@@ -435,6 +461,11 @@ class Session:
         self.resume_point.end_validation(cut_short=loop.cut_short)
         self.trainer.state.validations += not loop.cut_short
         return loop.cut_short
+
+    def _set_epoch_of(self, name: str) -> None:
+        """Tells the samplers of an evaluation's loaders the epoch of training, by which a ``DistributedSampler`` shuffles."""
+        for loader in self.data.evaluation_loaders(name):
+            set_sampler_epoch(loader, self.trainer.state.epoch)
 
     def evaluation_loop(self, kind: str) -> tuple[EvaluationLoop, list[Feed]]:
         """Returns the loop for ``kind`` ("validation", "test" or "predict") and its feeds."""
@@ -474,11 +505,15 @@ class Session:
         if not feeds:
             cure = self.data.what_to_write(LOADERS[kind], "dataloaders")
             raise ConfigError(f"there is nothing to {self.fn.value}: {cure}")
+        self._say_differences()
         self.run_summary.weights(chosen=chosen)
+        self._set_epoch_of(LOADERS[kind])
         outputs = loop.run(feeds, keep=keep)
         if self.trainer.state.interrupted:
             return None if self.fn is TrainerFn.PREDICTING else []
         if self.fn is TrainerFn.PREDICTING:
+            if not keep:
+                self.predicted = None  # those of a writer may be as large as the memory
             return gather_predictions(self.strategy.all_gather_object(outputs), self.strategy) if keep else None
         results = self.metrics.evaluation_results(len(feeds))
         if verbose and self.trainer.is_global_zero:
@@ -535,7 +570,8 @@ class Session:
         self.watchdog.close()
         self.graphs.close(failed=failed)
         self.data.close()
-        self.predicted = None  # may be as large as the memory
+        if failed:
+            self.predicted = None
         self.validation_follows = bool
         if not failed:
             self._call_setup("teardown")

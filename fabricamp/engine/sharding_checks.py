@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fabricamp.callbacks.amp_state import AmpState
-from fabricamp.callbacks.base import Callback
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.divergence_check import DivergenceCheck
 from fabricamp.callbacks.gradient_monitor import GradientMonitor
@@ -66,7 +65,11 @@ def _check(session: Session) -> None:
         for kind, cure in _REFUSED.items():
             if isinstance(callback, kind):
                 raise ConfigError(f"{type(callback).__name__} with strategy={name!r} is not offered: {cure}")
-        _check_folder(callback, name)
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath and storage.is_remote(callback.dirpath):
+            raise ConfigError(
+                f"ModelCheckpoint(dirpath={callback.dirpath!r}) with strategy={name!r}: all ranks write a folder, which has to be "
+                "on a file system that they have mounted; give a path"
+            )
         if isinstance(callback, GradientMonitor) and callback.histograms:
             raise ConfigError(
                 f"GradientMonitor(histograms=True) with strategy={name!r} is not offered, as each rank has a part of a gradient: "
@@ -78,14 +81,6 @@ def _check(session: Session) -> None:
                 f"TensorBoardLogger(log_graph=True) with strategy={name!r} is not offered, as rank 0 alone cannot run forward: "
                 "leave log_graph out"
             )
-
-
-def _check_folder(callback: Callback, name: str) -> None:
-    if isinstance(callback, ModelCheckpoint) and callback.dirpath and storage.is_remote(callback.dirpath):
-        raise ConfigError(
-            f"ModelCheckpoint(dirpath={callback.dirpath!r}) with strategy={name!r}: all ranks write a folder, which has to be on a "
-            "file system that they have mounted; give a path"
-        )
 
 
 def _plan(session: Session, *, filled_later: bool) -> ShardPlan:

@@ -175,7 +175,12 @@ class DataSource:
                 type(self._module).__name__,
             )
         if loaders is not None and name == "val" and self.validates_on_training:
-            return self._second_train_loader()
+            # Validation makes a pass of its own, over a second training loader.
+            length = self.num_training_batches  # creates the training loader if there is none yet
+            train_loader = self._wire(combine(self._unwired_train_loader), train=True)
+            is_combined = isinstance(train_loader, CombinedLoader)
+            self._collections["val"] = train_loader.iterables if is_combined else train_loader
+            return [train_loader], [length]
         wired, self._collections[name] = self._wire_evaluation(loaders, in_batches=name == "predict")
         label = "val_dataloaders" if name == "val" else "dataloaders"
         lengths = [limit_batches(loader_length(loader, label), limit, f"limit_{name}_batches") for loader in wired]
@@ -185,13 +190,6 @@ class DataSource:
     def validates_on_training(self) -> bool:
         """Whether validation within fit runs on training batches instead of its own loaders' (``overfit_batches``)."""
         return bool(self._settings.overfit_batches) and self._source.fn is TrainerFn.FITTING
-
-    def _second_train_loader(self) -> tuple[list[Any], list[float]]:
-        """Returns a second training loader and its number of batches: validation makes a pass of its own."""
-        length = self.num_training_batches  # creates the training loader if there is none yet
-        loader = self._wire(combine(self._unwired_train_loader), train=True)
-        self._collections["val"] = loader.iterables if isinstance(loader, CombinedLoader) else loader
-        return [loader], [length]
 
     def _wire_evaluation(self, loaders: Any, *, in_batches: bool) -> tuple[list[Any], Any]:
         """Returns the evaluation loaders as a list, and in their original collection."""
@@ -374,6 +372,11 @@ class DataSource:
             loaders, _ = self._evaluation.pop("val", ([], []))
             self._release(*loaders)
         return True
+
+    @property
+    def reloads(self) -> bool:
+        """Whether the present epoch is one that reloads the loaders."""
+        return self._reload_epoch == self._state.epoch
 
     @property
     def _reload_epoch(self) -> int:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from fabricamp._utils import lightning_alias
 from fabricamp.data import set_epoch
 from fabricamp.engine.overflow_policy import OverflowPolicy
 from fabricamp.engine.schedules import Schedules
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, OptimizationError
 from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
@@ -67,6 +68,8 @@ class Update:
         self._state = parts.state
         self._accumulate = settings.accumulate_grad_batches
         self._steps_at_epoch_end = settings.partial_window == "step"
+        # What hooks get after a batch is Lightning's: the loss as a share of the accumulation's, and {} for None.
+        self._shows_shares = lightning_alias.is_installed()
         self._drops_at_epoch_end = settings.partial_window == "drop"
         self._offset = 1  # an accumulation ends where (batch_idx + _offset) % _accumulate == 0
         self._batch_complete = True  # False from a micro-batch's backward to its end
@@ -186,7 +189,7 @@ class Update:
         output = self._forward(batch, batch_idx)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
         if loss is None:
-            return None
+            return {} if self._shows_shares else None
         if not loss.requires_grad or loss.numel() != 1:
             self._refuse_loss(loss)
         if self.loss is None:
@@ -208,6 +211,8 @@ class Update:
             self._memory().add()
         if not hooks.wants_outputs:
             return None
+        if self._shows_shares:
+            return {**self._detached(output), "loss": loss.detach()}
         return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
 
     def _loss_of(self, output: Any) -> Tensor | None:
@@ -221,7 +226,7 @@ class Update:
         if output is None and not self._parts.strategy.lockstep:
             return None
         if output is None:
-            raise ConfigError(
+            raise OptimizationError(
                 f"training_step returned None on rank {self._parts.strategy.rank}: with several processes every rank has to "
                 "return a loss, or the others wait for its gradients; return `0.0 * loss` instead"
             )
@@ -345,9 +350,12 @@ class Update:
             self.schedules.advance(self._state.global_step)
 
     def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
-        """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step."""
+        """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step.
+
+        In a program written for Lightning it counts all of them, as there: a step's value is that of the last one.
+        """
         result = forward_backward()
-        self._parts.metrics.muted = True
+        self._parts.metrics.muted = not lightning_alias.is_installed()
         for hook in self._hooks.before_step:
             hook(optimizer)
         return result

@@ -12,6 +12,7 @@ from fabricamp.engine.session import Session
 from fabricamp.hooks import call_hook
 from fabricamp.lightning.given import hand_back
 from fabricamp.lightning.lending import detach
+from fabricamp.watchdog import end_by_sigint_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +33,7 @@ def start_workers(
 
     Start method "script" runs the script again in every process; this process then ends with them and does not return.
     """
+    end_by_sigint_at_exit()
     method = launch.choose_start_method(runner.settings.start_method)
     if method == "script":
         launch.run_script(runner.num_processes)

@@ -25,7 +25,10 @@ class Histogram(NamedTuple):
 
 def norms_of(gradients: Mapping[str, Tensor], order: float) -> tuple[dict[str, Tensor], Tensor | None]:
     """Returns the norm of each gradient, and the total norm (None without gradients)."""
-    norms = {name: _norm(gradient, order) for name, gradient in gradients.items()}
+    norms = {}
+    for name, gradient in gradients.items():
+        norm = torch.linalg.vector_norm(_values(gradient), order)
+        norms[name] = whole(norm) if is_shard(norm) else norm  # over all shards
     if not norms:
         return {}, None
     device = next(iter(norms.values())).device
@@ -45,12 +48,6 @@ def histogram_of(gradient: Tensor) -> Histogram:
     counts = torch.zeros(BINS, dtype=torch.int64, device=values.device).scatter_add_(0, bins, finite.long())
     values = values * finite
     return Histogram(counts.double(), low, low + BINS * width, values.sum(), values.square().sum())
-
-
-def _norm(gradient: Tensor, order: float) -> Tensor:
-    """Returns the norm of a gradient, over all shards if it is sharded."""
-    norm = torch.linalg.vector_norm(_values(gradient), order)
-    return whole(norm) if is_shard(norm) else norm
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -56,21 +56,17 @@ def _parse(devices: object) -> int | list[int]:
     if devices == "auto":
         return -1
     if isinstance(devices, str):
-        return _parse_text(devices)
+        try:
+            if "," in devices:
+                return [int(part) for part in devices.split(",") if part.strip()]
+            return int(devices)
+        except ValueError:
+            raise ConfigError(f"devices={devices!r} cannot be read{nearest(devices, ['auto'])} ({_FORMS})") from None
     if isinstance(devices, int) and not isinstance(devices, bool):
         return devices
     if isinstance(devices, Sequence) and all(type(number) is int for number in devices):
         return list(devices)
     raise ConfigError(f"devices={devices!r} cannot be read; {_FORMS}")
-
-
-def _parse_text(devices: str) -> int | list[int]:
-    try:
-        if "," in devices:
-            return [int(part) for part in devices.split(",") if part.strip()]
-        return int(devices)
-    except ValueError:
-        raise ConfigError(f"devices={devices!r} cannot be read{nearest(devices, ['auto'])} ({_FORMS})") from None
 
 
 def _cpu_processes(devices: object, wanted: int | list[int], automatic: int) -> list[int]:

@@ -146,7 +146,11 @@ def _work(folder: Path, job: _Job | None) -> None:
         gc.freeze()
         # OpenMP's threads do not survive a fork: a parallel region would wait for them forever.
         torch.set_num_threads(1)
-        _show_text_only()
+        if "IPython" in sys.modules:
+            import rich
+
+            # A notebook drops rich output of a forked kernel, but shows printed text.
+            rich.reconfigure(force_jupyter=False)
         # No rank starts before all are forked: a rank forked while a starter thread serves an earlier rank would inherit that
         # thread's locks, locked forever.
         job.all_here.wait(_FORK_SECONDS)
@@ -158,14 +162,6 @@ def _work(folder: Path, job: _Job | None) -> None:
         sys.exit(128 + signal.SIGINT)
     if os.environ["RANK"] == "0":
         torch.save(result, folder / "result")
-
-
-def _show_text_only() -> None:
-    """Makes rich print plain text: a notebook drops rich output of a forked kernel, but shows printed text."""
-    if "IPython" in sys.modules:
-        import rich
-
-        rich.reconfigure(force_jupyter=False)
 
 
 def _save_job(job: _Job, folder: Path) -> None:

@@ -1,49 +1,115 @@
-"""An import hook: ``import lightning.pytorch as pl`` finds fabricamp, in this process and in processes spawned from it."""
+"""An import hook: ``import lightning.pytorch as pl`` finds fabricamp's classes, here and in processes spawned from this one.
+
+Each module of Lightning's is a module object of its own, with the names of a module of fabricamp: of the one at the same path below
+``fabricamp.lightning.packages`` or, if there is none, below ``fabricamp``.  The names are copied when the module is imported, so an
+attribute that is set, patched or deleted in one of the modules keeps its value in the other.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are two modules with the same classes inside.  They are two packages in Lightning,
+so there too a patch of a name in one is not seen in the other.  A patch of a class, as ``mock.patch.object(Trainer, "fit")``, is
+seen in both, and in fabricamp.  ``lightning_fabric`` is ``lightning.fabric``: one module under two names.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import Any, Final
 
 from fabricamp._utils import lightning_alias
 from fabricamp.arguments.not_offered import words_for
-from fabricamp.errors import ConfigError
-from fabricamp.lightning.bases import PACKAGES
+from fabricamp.errors import ConfigError, nearest
 
-if TYPE_CHECKING:
-    from types import ModuleType
+PACKAGES: Final = ("lightning", "pytorch_lightning", "lightning_fabric")
+"""The packages of Lightning's three distributions."""
+
+_PART_OF_LIGHTNING: Final = {"pytorch_lightning": "pytorch", "lightning_fabric": "fabric"}
 
 PATH: Final = str(Path(__file__).parent / "_path")
-"""A folder with modules of Lightning's names: a spawned process inherits ``sys.path``, and finds the hook through this folder."""
+"""A folder with modules of Lightning's names: a spawned process inherits ``sys.path``, and finds the hook through this folder.
+
+Its folders ``*.dist-info`` are what ``importlib.metadata`` reads about the three distributions.  They say 2.6.6, like the modules,
+also where another version is installed: nothing of the installed one runs.
+"""
+
+_HOME: Final = "fabricamp.lightning.packages"
+_VERSION_MODULES: Final = ("__about__", "__version__")
+_OF_THE_MODULE_ITSELF: Final = {
+    "__builtins__", "__cached__", "__dir__", "__file__", "__getattr__", "__loader__", "__name__", "__package__", "__path__",
+    "__spec__",
+}  # fmt: skip
 
 
 class _Loader:
-    """Puts fabricamp's module ``home`` into ``sys.modules`` under Lightning's name; None is for the package ``lightning``."""
+    """Fills a module of Lightning's name with the names of fabricamp's module ``home``."""
 
-    def __init__(self, home: str | None) -> None:
+    def __init__(self, home: str) -> None:
         self._home = home
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Returns None, so that Python creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
+        """Copies the names of the home, without its submodules: those have modules of Lightning's names, imported on first use."""
+        home = importlib.import_module(self._home)
+        name = module.__name__
+        # Imported before the names are copied: the import binds __version__ to the module, and the copy to the string.
+        for part in _VERSION_MODULES:
+            if _found(f"{self._home}.{part}"):
+                importlib.import_module(f"{name}.{part}")
+        names = {key: value for key, value in vars(home).items() if not _is_ours(value)}
+        # Not all of these are among the home's variables: some are imported on first use.
+        names.update({key: getattr(home, key) for key in getattr(home, "__all__", ())})
+        for key in _OF_THE_MODULE_ITSELF:
+            names.pop(key, None)
+        names["__getattr__"] = functools.partial(_submodule, module)
+        # A module that is imported once more finds the submodules of the first import.
+        for loaded in [one for one in sys.modules if one.rpartition(".")[0] == name]:
+            names.setdefault(loaded.rpartition(".")[2], sys.modules[loaded])
+        vars(module).update(names)
+
+
+class _SameModule:
+    """Puts the module ``name`` into ``sys.modules`` under a second name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Returns None, so that Python creates the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
         """Replaces the new module in ``sys.modules``: the import returns the module that is there afterwards."""
-        if self._home is not None:
-            sys.modules[module.__name__] = importlib.import_module(self._home)
-            return
-        fabricamp = importlib.import_module("fabricamp")
-        vars(module).update(__all__=list(fabricamp.__all__), __doc__=fabricamp.__doc__, __getattr__=_of_package)
+        second = module.__name__
+        sys.modules[second] = importlib.import_module(self._name)
+        # Later imports of its submodules find them, so that they bind no name in it once more.
+        for loaded in [one for one in sys.modules if one.startswith(f"{self._name}.")]:
+            sys.modules.setdefault(f"{second}{loaded.removeprefix(self._name)}", sys.modules[loaded])
 
 
-def _of_package(name: str) -> Any:
-    """Returns an attribute of the package ``lightning``: ``pytorch``, or any attribute of ``lightning.pytorch``."""
-    if name == "pytorch":
-        return importlib.import_module("lightning.pytorch")
-    return getattr(importlib.import_module("fabricamp"), name)
+def _is_ours(value: object) -> bool:
+    return isinstance(value, ModuleType) and value.__name__.split(".")[0] == "fabricamp"
+
+
+def _submodule(module: ModuleType, name: str) -> Any:
+    """Returns a submodule, imported on first use, because Lightning's packages import theirs."""
+    full_name = f"{module.__name__}.{name}"
+    # Python asks modules that are no packages for __path__.
+    if "__path__" in vars(module) and not name.startswith("__") and importlib.util.find_spec(full_name) is not None:
+        importlib.import_module(full_name)
+        if name in vars(module):  # it is not where the program has deleted it
+            return vars(module)[name]
+    words = words_for(_without_package(full_name))
+    raise AttributeError(words or f"module {module.__name__!r} has no attribute {name!r}{nearest(name, vars(module))}")
+
+
+def _without_package(name: str) -> str:
+    """Returns ``callbacks.timer`` for ``lightning.pytorch.callbacks.timer`` and for ``pytorch_lightning.callbacks.timer``."""
+    return name.removeprefix("lightning.").removeprefix("pytorch.").removeprefix("pytorch_lightning.")
 
 
 class Names:
@@ -51,23 +117,57 @@ class Names:
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        """Returns the spec of fabricamp's module for a Lightning name; raises the error of fabricamp's import if there is none."""
-        package, *parts = name.split(".")
+        """Returns the spec of a module of Lightning's name, or None; for one that is not offered raises what to write instead."""
+        package = name.partition(".")[0]
         if package not in PACKAGES:
             return None
-        if name == "lightning":
-            return ModuleSpec(name, _Loader(None), is_package=True)  # type: ignore[arg-type]  # a loader by its methods
+        path = name.removeprefix(package).removeprefix(".")
+        if package != "lightning":
+            path = f"{_PART_OF_LIGHTNING[package]}.{path}".removesuffix(".")
+        home = _home_of(path)
+        if home is not None:
+            return _spec(name, path, home)
+        words = words_for(path.removeprefix("pytorch."))
         # importlib.util.find_spec asks only whether the module exists, so it gets an answer and no error.
-        asked = sys._getframe(2).f_globals.get("__name__") == "importlib.util"
-        if package == "lightning" and parts.pop(0) != "pytorch":
-            words = words_for(name.split(".")[1])
-            if words is not None and not asked:
-                raise ModuleNotFoundError(words, name=name)
-            return None
-        home = ".".join(["fabricamp", *parts])
-        if asked and importlib.util.find_spec(home) is None:
-            return None
-        return ModuleSpec(name, _Loader(home))  # type: ignore[arg-type]  # the same
+        if words is not None and sys._getframe(2).f_globals.get("__name__") != "importlib.util":
+            # The error has another name than the module: `from lightning.pytorch import loops` swallows one of the module's name.
+            raise ModuleNotFoundError(words, name=path)
+        return None
+
+
+def _spec(name: str, path: str, home: ModuleSpec) -> ModuleSpec:
+    """Returns the spec of a module of Lightning's name, which is at ``path`` below ``lightning``, with the names of ``home``."""
+    folders = home.submodule_search_locations
+    if name.startswith("lightning_fabric"):
+        return ModuleSpec(name, _SameModule(f"lightning.{path}"), is_package=folders is not None)  # type: ignore[arg-type]  # by its methods
+    # The file is the home's, for inspect and for messages about the module.
+    spec = ModuleSpec(name, _Loader(home.name), origin=home.origin)  # type: ignore[arg-type]  # the same
+    spec.has_location = True
+    if folders is not None:  # pkgutil lists the modules in them
+        below = _found_below_fabricamp(path)
+        more = [] if below is None else below.submodule_search_locations or []
+        spec.submodule_search_locations = list(dict.fromkeys([*folders, *more]))
+    return spec
+
+
+def _home_of(path: str) -> ModuleSpec | None:
+    """Returns the spec of fabricamp's module with the names of ``lightning.path``; None if there is none."""
+    own = _found(f"{_HOME}.{path}".removesuffix("."))
+    if own is None and path.count(".") > 1:  # the packages themselves are ours: fabricamp has more than Lightning has
+        return _found_below_fabricamp(path)
+    return own
+
+
+def _found_below_fabricamp(path: str) -> ModuleSpec | None:
+    package, _, below = path.partition(".")
+    return _found(f"fabricamp.{below}") if package == "pytorch" and below else None
+
+
+def _found(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # of its package
+        return None
 
 
 def install() -> None:
@@ -85,7 +185,7 @@ def install() -> None:
 
 
 def take_over(name: str) -> None:
-    """Replaces a module of :data:`PATH` by fabricamp's while it is imported; does nothing if it is imported under another name."""
+    """Replaces a module of :data:`PATH` by the one of this hook; does nothing if it is imported under another name."""
     if name not in PACKAGES:
         return
     install()

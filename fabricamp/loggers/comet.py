@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fabricamp._utils.say_once import say_once
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NotInstalledError
 from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import flattened, writes
@@ -254,7 +254,7 @@ def _package() -> Any:
     try:
         package = importlib.import_module("comet_ml")
     except ModuleNotFoundError as error:
-        raise ConfigError('CometLogger needs the package comet_ml: pip install "fabricamp[comet]"') from error
+        raise NotInstalledError('CometLogger needs the package comet_ml: pip install "fabricamp[comet]"') from error
     # Its threads draw random numbers, which must not change those that the run draws from Python's generator.
     give_numbers_of_its_own("comet_ml", "urllib3")
     return package

@@ -6,6 +6,8 @@ import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
 
+from fabricamp.errors import FabricampError
+
 
 class LoggerErrors:
     """The errors of one logger's disk or server; they cost values, never the run."""
@@ -22,6 +24,8 @@ class LoggerErrors:
         """Returns a context that reports and suppresses ``OSError``; with ``step`` such an error loses that step's values."""
         try:
             yield
+        except FabricampError:  # a missing checkpoint, which is an OSError too, is no trouble of the logger's disk
+            raise
         except OSError as error:
             self.tell(reason_of(error))
             if step is not None:

@@ -19,8 +19,6 @@ from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.write_queue import Record, RecordQueue
 
-_HYPERPARAMETERS = "hparams.yaml"
-
 
 def writes() -> bool:
     """Returns whether this process writes logs: rank 0 of the process group, or of the processes of torchrun or SLURM."""
@@ -36,6 +34,7 @@ class RunFolderLogger(Logger):
     save_dir: str
     sub_dir: str | None = None
     """A folder within the run's, for its files; None: there is none."""
+    NAME_HPARAMS_FILE = "hparams.yaml"
     MOST_WAITING: ClassVar[int]
     """The largest sum of the weights of records that wait in memory for a disk that refuses them."""
 
@@ -201,7 +200,7 @@ class RunFolderLogger(Logger):
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / _HYPERPARAMETERS, text, private=private)
+            replace_text(folder / self.NAME_HPARAMS_FILE, text, private=private)
 
         self._backlog.call_soon(write)
 

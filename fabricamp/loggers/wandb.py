@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NotInstalledError
 from fabricamp.loggers.base import Logger, give_numbers_of_its_own
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import edges_of, showable, writes
@@ -238,18 +238,52 @@ class WandbLogger(Logger):
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
         """Logs images: tensors, arrays, PIL images or paths; ``kwargs`` are lists with one item per image (``caption``)."""
-        if not isinstance(images, list) or any(len(values) != len(images) for values in kwargs.values()):
+        self._log_media("image", key, images, step, kwargs)
+
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
+        """Logs sounds: arrays or paths; ``kwargs`` are lists with one item per sound (``caption``, ``sample_rate``)."""
+        self._log_media("audio", key, audios, step, kwargs)
+
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
+        """Logs videos: arrays or paths; ``kwargs`` are lists with one item per video (``caption``, ``fps``, ``format``)."""
+        self._log_media("video", key, videos, step, kwargs)
+
+    def _log_media(self, kind: str, key: str, given: Any, step: int | None, options: dict[str, list[Any]]) -> None:
+        """Logs a list of the package's objects of ``kind``: "image", "audio" or "video"."""
+        if not isinstance(given, list) or any(len(values) != len(given) for values in options.values()):
             raise ConfigError(
-                f"log_image({key!r}): give a list of images, and options such as caption as lists as long"
+                f"log_{kind}({key!r}): give a list of {kind}s, and options such as caption as lists as long"
             )
         if writes():
-            options = [dict(zip(kwargs, values, strict=True)) for values in zip(*kwargs.values(), strict=True)]
-            package = _package()
-            logged = [
-                package.Image(image, **of_image)
-                for image, of_image in zip(images, options or [{}] * len(images), strict=True)
-            ]
+            of_each = [dict(zip(options, values, strict=True)) for values in zip(*options.values(), strict=True)]
+            media = getattr(_package(), kind.capitalize())
+            logged = [media(one, **more) for one, more in zip(given, of_each or [{}] * len(given), strict=True)]
             self._log({key: logged}, step)
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Notes that the run uses an artifact, and returns the package's object of it."""
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    @staticmethod
+    def download_artifact(
+        artifact: str,
+        save_dir: str | Path | None = None,
+        artifact_type: str | None = None,
+        use_artifact: bool | None = True,
+    ) -> str | None:
+        """Downloads an artifact to ``save_dir`` on rank 0 and returns its folder; other ranks get None.
+
+        ``use_artifact``: a run that is open in this process notes that it uses the artifact.
+        """
+        if not writes():
+            return None
+        package = _package()
+        if package.run is not None and use_artifact:
+            found = package.run.use_artifact(artifact)
+        else:
+            found = package.Api().artifact(artifact, type=artifact_type)
+        folder: str = found.download(root=None if save_dir is None else str(save_dir))
+        return folder
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the run's id."""
@@ -367,7 +401,7 @@ def _package() -> Any:
     try:
         return importlib.import_module("wandb")
     except ModuleNotFoundError as error:
-        raise ConfigError('WandbLogger needs the package wandb: pip install "fabricamp[wandb]"') from error
+        raise NotInstalledError('WandbLogger needs the package wandb: pip install "fabricamp[wandb]"') from error
 
 
 def _new_id() -> str:

@@ -60,6 +60,7 @@ class Metrics(Recording):
         self._logged_view = View()
         self._over = False
         self._progress_snapshot = ProgressSnapshot()
+        self._shown_for_epoch: set[str] = set()  # the keys that the last epoch's own values have
         self._evaluated: list[tuple[Published, float]] = []
         self._evaluated_at: int | None = None
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
@@ -160,6 +161,8 @@ class Metrics(Recording):
         On a GPU, step values lag by one or two calls; at an epoch's end all values are exact.
         """
         latest = self._progress_snapshot.latest(self.table(MetricTable.TRAINING))
+        if self._state.scope in (Scope.NOWHERE, Scope.TRAIN_EPOCH):  # the last step's values are older than the epoch's
+            latest = {key: value for key, value in latest.items() if key not in self._shown_for_epoch}
         return {**self.progress_bar_metrics, **latest}
 
     def callback_metrics(self) -> dict[str, Any]:
@@ -233,6 +236,7 @@ class Metrics(Recording):
         table = self.table(MetricTable.TRAINING)
         values = self._reduce_and_show(table, step)
         table.clear_epoch()
+        self._shown_for_epoch = {published.key for published, _ in values if published.prog_bar}
         return self._publish(values, step)
 
     def clear_evaluation(self) -> None:
@@ -277,7 +281,11 @@ class Metrics(Recording):
                 own = [value for value in own if value[0].key not in evaluated]
             self._show(own)
             self.logged.update(_for_loggers(own))
-        values = self._collect(table, merged)
+        values = []
+        # Step values before epoch values: the last one takes the plain key.
+        for one in sorted(merged, key=lambda one: not one.published.per_step):
+            number = self._computed(table, one) if one.reduced is None else one.reduced
+            values.append((one.published, number))
         table.mark_reduced()
         for published, value in values:
             # An evaluation's step value beside an epoch value is for loggers: callbacks keep the training step's of this name.
@@ -287,14 +295,6 @@ class Metrics(Recording):
         if training:
             values = [(published, value) for published, value in values if not published.per_step]
         self.logged.update(_for_loggers(values))
-        return values
-
-    def _collect(self, table: MetricTable, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
-        """Returns the values over all ranks, step values before epoch values: the last one takes the plain key."""
-        values = []
-        for value in sorted(merged, key=lambda value: not value.published.per_step):
-            number = self._computed(table, value) if value.reduced is None else value.reduced
-            values.append((value.published, number))
         return values
 
     def _computed(self, table: MetricTable, value: exchange.Merged) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from fabricamp._utils.lightning_alias import say_difference
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Published, Slot
 from fabricamp.metrics.values import Dtypes, as_weight, batch_length, dtype_of, is_metric, plain_value, tell_of_lengths
@@ -231,6 +232,10 @@ def published_values(
 ) -> tuple[Published | None, Published | None]:
     """Returns the step value and the epoch value of a call; None for a value that the call does not publish."""
     on_step, on_epoch = _cadence(arguments, state.scope)
+    if on_step and state.scope is Scope.EVAL_STEP:
+        say_difference(
+            "on_step=True in an evaluation logs the last batch's value; Lightning logs each batch, on an axis of its own"
+        )
     mode = _mode(arguments)
     suffix = _suffix(arguments, state)
 

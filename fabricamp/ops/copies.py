@@ -28,7 +28,11 @@ class Copies:
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
-        self._targets = _by_dtype(targets)
+        indices_of: dict[torch.dtype, list[int]] = {}
+        for index, target in enumerate(targets):
+            indices_of.setdefault(target.dtype, []).append(index)
+        # For each dtype, the positions of its tensors in targets, and the tensors.
+        self._targets = [(indices, [targets[index] for index in indices]) for indices in indices_of.values()]
         self._kernel: Kernel | None = None
         if _are_small(targets) and runs_kernels(targets[0].device):
             self._kernel = kernel("copies", "copies", (), targets[0].device)
@@ -61,14 +65,6 @@ def _are_small(targets: Sequence[Tensor]) -> bool:
     if any(type(target) is not Tensor or target.layout is not torch.strided for target in targets):
         return False
     return sum(target.nbytes for target in targets) <= _BYTES and all(map(is_dense, targets))
-
-
-def _by_dtype(tensors: Sequence[Tensor]) -> list[tuple[list[int], list[Tensor]]]:
-    """Returns, for each dtype, the positions of its tensors in ``tensors`` and the tensors."""
-    indices_of: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        indices_of.setdefault(tensor.dtype, []).append(index)
-    return [(indices, [tensors[index] for index in indices]) for indices in indices_of.values()]
 
 
 def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]] | None:

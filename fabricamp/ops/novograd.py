@@ -86,7 +86,11 @@ class NovoGradRule(Rule):
 
     def _average_norms(self, gradients: list[Tensor], steps: Sequence[Tensor], norms: Sequence[Tensor]) -> None:
         power = 1 if self.largest else 2  # of the averaged values
-        new = _largest_values(gradients) if self.largest else norms_of(gradients)
+        if self.largest:
+            values = [one.abs().amax() if one.numel() > 0 else one.new_zeros(()) for one in gradients]
+            new = torch.stack([value.double() for value in values])
+        else:
+            new = norms_of(gradients)
         if self.shared is not None:
             new = self.shared.largest(new) if self.largest else self.shared.norms(new)
         old = torch.stack([norm.double() for norm in norms])
@@ -106,12 +110,6 @@ def _whole_sizes(table: Table, steering: Steering, numbers: Tensor) -> tuple[Ten
     sums, largest = shared.memory(2, table.device).view(2, table.rows).unbind()
     table.launch(NovoGradRule.kernel, "row_sizes", words, skips, numbers, sums, largest, blocks=table.rows)
     return shared.reduce_(sums), shared.reduce_(largest, dist.ReduceOp.MAX)
-
-
-def _largest_values(gradients: list[Tensor]) -> Tensor:
-    """Returns the largest absolute value of each gradient (1-dim, fp64)."""
-    values = [gradient.abs().amax() if gradient.numel() > 0 else gradient.new_zeros(()) for gradient in gradients]
-    return torch.stack([value.double() for value in values])
 
 
 novograd = function_of(NovoGradRule)

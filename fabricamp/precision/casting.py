@@ -152,7 +152,7 @@ def convertible_modules(
     stays = isinstance(module, AnyLoss) and not whole_step
     if stays or _is_metric(module) or (keep_batchnorm_fp32 and isinstance(module, AnyBatchNorm)):
         return
-    owned = owned or whole_step or _has_parameters(module)
+    owned = owned or whole_step or next(module.parameters(), None) is not None
     if owned:
         yield module
     calls_children_itself = hasattr(module, "training_step")
@@ -163,10 +163,6 @@ def convertible_modules(
             whole_step=whole_step,
             owned=owned and not calls_children_itself,
         )
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from fabricamp._utils import lightning_alias
 from fabricamp.precision.loss_scaler import SLOTS, LossScaler, Overflow, StepStatus
 from fabricamp.precision.nonfinite_tracker import overflow_message
 from fabricamp.strategies.base import Strategy
@@ -36,14 +37,15 @@ class StepResults:
 
     ``policy`` is the Trainer's ``nan_policy``: "skip", "stop" or "raise"; None: the level's own behaviour.
     ``dynamic``: whether the loss scale is dynamic.
-    ``schedules_follow``: learning-rate schedules count applied steps; False if the first skipped step ends the run.
+    ``schedules_follow``: learning-rate schedules count applied steps; False if the first skipped step ends the run, and in a
+    program written for Lightning, where schedules move with every step.
     """
 
     def __init__(self, scaler: LossScaler, policy: str | None, *, dynamic: bool) -> None:
         self.scaler = scaler
         self.policy = policy
         self.dynamic = dynamic
-        self.schedules_follow = dynamic or policy == "skip"
+        self.schedules_follow = (dynamic or policy == "skip") and not lightning_alias.is_installed()
         self._module: nn.Module | None = None
         self._strategy = Strategy()
         self._param_maps: Sequence[ParamGradMap] = ()

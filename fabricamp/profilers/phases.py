@@ -128,11 +128,8 @@ def bars(breakdowns: Sequence[Breakdown]) -> str:
     for breakdown in breakdowns:
         whole = sum(breakdown.seconds.values())
         lines.append(f"{breakdown.title}: {1e3 * whole:.3f} ms a batch (mean of {breakdown.batches})")
-        lines += [_line(name, seconds, whole, longest) for name, seconds in breakdown.seconds.items()]
+        for name, seconds in breakdown.seconds.items():
+            length = round(_WIDTH * seconds / longest) if longest > 0 else 0
+            share = 100 * seconds / whole if whole else 0.0
+            lines.append(f"  {name:<8} {1e3 * seconds:>9.3f} ms  {share:>5.1f} %  {'█' * length}".rstrip())
     return "\n".join(lines)
-
-
-def _line(name: str, seconds: float, whole: float, longest: float) -> str:
-    length = round(_WIDTH * seconds / longest) if longest > 0 else 0
-    share = 100 * seconds / whole if whole else 0.0
-    return f"  {name:<8} {1e3 * seconds:>9.3f} ms  {share:>5.1f} %  {'█' * length}".rstrip()

@@ -74,6 +74,8 @@ class PyTorchProfiler(Profiler):
             )
         self.profiler: Any = None
         """torch's profiler; None before a run."""
+        self.function_events: Any = None
+        """torch's list of the events that were recorded last; None before."""
         self._group_by_input_shapes = group_by_input_shapes
         self._emit_nvtx = emit_nvtx
         self._export_to_chrome = export_to_chrome
@@ -128,7 +130,7 @@ class PyTorchProfiler(Profiler):
             self._handles.pop().remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "profiler": None, "_handles": [], "_ranges": {}}
+        return {**self.__dict__, "profiler": None, "function_events": None, "_handles": [], "_ranges": {}}
 
     def _open(self) -> None:
         if self._emit_nvtx:
@@ -149,6 +151,7 @@ class PyTorchProfiler(Profiler):
 
         def ready(profiled: profile) -> None:
             self._take_table(profiled)
+            self.function_events = profiled.events()
             if self._export_to_chrome:
                 profiled.export_chrome_trace(str(self._file(f"trace.{next(windows)}.pt.trace.json")))
             if users_handler is not None:

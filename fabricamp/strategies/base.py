@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
@@ -374,6 +375,11 @@ class Strategy(NamesKeywords):
         """The module of the running, or last, fit, validate, test or predict; None before the first."""
         return getattr(self._session(), "module", None)
 
+    def connect(self, model: nn.Module) -> None:
+        """Makes ``model`` the Trainer's module until the next run: called by darts for a module that it has loaded."""
+        connected = SimpleNamespace(module=model)
+        self._session = lambda: connected
+
     @property
     def model(self) -> Any:
         """The module."""
@@ -383,6 +389,19 @@ class Strategy(NamesKeywords):
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that ``configure_optimizers`` returned."""
         return getattr(self._session(), "optimizers", [])
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        # Assigned by rl4co's active search and pina's SwitchOptimizer; masters, buckets and states belong to the present ones.
+        raise ConfigError(
+            "strategy.optimizers cannot be replaced in a run; return all optimizers from configure_optimizers and step the one "
+            "in use by hand (automatic_optimization = False), or start a second fit"
+        )
+
+    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict[str, Any]:
+        """Returns a checkpoint file's content; objects only with ``weights_only=False``.  Read by pytorch-forecasting's Tuner."""
+        content: dict[str, Any] = torch.load(checkpoint_path, "cpu", weights_only=weights_only is not False)
+        return content
 
     @property
     def precision_plugin(self) -> Any:

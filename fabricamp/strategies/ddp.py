@@ -138,7 +138,9 @@ class DDP(ProcessGroupStrategy):
         self._forward = forward
         options: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
         if not self.broadcast_buffers:
-            options[_buffer_option()] = False
+            # Newer versions of torch have a new name for the option, and warn about the old one.
+            known = inspect.signature(DistributedDataParallel.__init__).parameters
+            options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
         self._wrapper = DistributedDataParallel(
             forward,
             find_unused_parameters=self.find_unused_parameters,
@@ -312,12 +314,6 @@ def _check_trainable(module: nn.Module) -> None:
             f"strategy='ddp' exchanges gradients, but {type(module).__name__} has no parameter with "
             "requires_grad=True; unfreeze some, or use strategy='single' with devices=1"
         )
-
-
-def _buffer_option() -> str:
-    """Returns the option's name in this version of torch; newer versions warn about the old name."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
 
 def _checked_switch(name: str, value: object) -> bool:

@@ -240,7 +240,13 @@ class DelayedDDP(ProcessGroupStrategy):
     def _average(self, parameters: Sequence[Tensor] | None) -> Gradients:
         """Averages each ``.grad``; None: of the module's parameters, with the averages in ``.grad`` again."""
         assert self._module is not None, "wrap_module comes first"
-        flat, report = self._flat_of(list(self._module.parameters()) if parameters is None else parameters)
+        own = list(self._module.parameters()) if parameters is None else parameters
+        key = tuple(map(id, own))
+        laid_out = self._flats.get(key)
+        if laid_out is None:
+            laid_out = self._lay_out(own)
+            self._flats[key] = laid_out
+        flat, report = laid_out
         if flat.frozen:
             self._check_frozen(flat)
         if self.prof:
@@ -287,16 +293,8 @@ class DelayedDDP(ProcessGroupStrategy):
             return []
         return [message.result for flat, _ in self._flats.values() for message in flat.messages]
 
-    def _flat_of(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, UnusedParamsReport]:
-        """Returns the flat buffers for the gradients of ``parameters``, and the report on those that backward leaves out."""
-        key = tuple(map(id, parameters))
-        known = self._flats.get(key)
-        if known is None:
-            known = self._lay_out(parameters)
-            self._flats[key] = known
-        return known
-
     def _lay_out(self, parameters: Sequence[Tensor]) -> tuple[FlatGradients, UnusedParamsReport]:
+        """Returns the flat buffers for the gradients of ``parameters``, and the report on those that backward leaves out."""
         module = self._module
         assert module is not None, "wrap_module comes first"
         if self._overlap is not None and self._overlap.runs:

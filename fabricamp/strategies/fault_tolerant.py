@@ -18,7 +18,7 @@ from fabricamp.strategies.process_group import checked_timeout, described_module
 from fabricamp.strategies.quorum import Quorum, connect_torchft
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor, nn
 
@@ -176,7 +176,11 @@ class FaultTolerant(Strategy):
         if memory.flat is not None:
             gradients = memory.sum_over_ranks(_IN_FP32, 1, through=self._quorum)
         else:
-            gradients = self._flat_of(memory.parameters).exchange(self._quorum)
+            flat = self._flat
+            if flat is None or list(map(id, flat.parameters)) != list(map(id, memory.parameters)):
+                flat = FlatGradients(memory.parameters, _IN_FP32, 1, frozen=())
+                self._flat = flat
+            gradients = flat.exchange(self._quorum)
         self._log_changes(self._quorum)
         return gradients
 
@@ -188,13 +192,6 @@ class FaultTolerant(Strategy):
         if quorum is not None:
             quorum.close()
         super().teardown()
-
-    def _flat_of(self, parameters: Sequence[Tensor]) -> FlatGradients:
-        flat = self._flat
-        if flat is None or list(map(id, flat.parameters)) != list(map(id, parameters)):
-            flat = FlatGradients(parameters, _IN_FP32, 1, frozen=())
-            self._flat = flat
-        return flat
 
     def _log_changes(self, quorum: Quorum) -> None:
         """Logs the number of groups if it differs from that of the step before."""

@@ -190,7 +190,8 @@ class FSDP(ProcessGroupStrategy):
 
     def _first_values(self, module: nn.Module, units: Sequence[Unit]) -> FirstValues:
         """Returns what allocates meta tensors unit by unit; if rank 0 can only fill all at once, they are filled already."""
-        missing = self.broadcast([name for name, tensor in _tensors_of(module) if tensor.is_meta])
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        missing = self.broadcast([name for name, tensor in tensors if tensor.is_meta])
         fills_all = self.rank == 0 and bool(missing) and fills_others(module, {unit.module for unit in units})
         # A whole module may be too large for the device.
         first_values = FirstValues(module, _CPU if fills_all else self.device, fills=self.rank == 0)
@@ -277,10 +278,16 @@ class FSDP(ProcessGroupStrategy):
 
     def _wrap_steps(self, module: nn.Module) -> None:
         """Makes each of the user's steps gather the parameters outside of all units, as a forward does."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
         for name in _STEPS:
             if callable(getattr(module, name, None)) and _is_written(module, name):
                 self._steps[name] = vars(module).get(name)
-                vars(module)[name] = _gathering(module, name)
+                written = getattr(module, name)
+                register_fsdp_forward_method(module, name)
+                wrapped = functools.partial(getattr(module, name))
+                # With the step's own signature: torch's wrapper shows one argument less.
+                vars(module)[name] = functools.wraps(written)(wrapped)
 
     def _choose_accumulation(self, module: nn.Module) -> str:
         """Decides when gradients of an accumulation are exchanged: at its end or per micro-batch; returns words for the log."""
@@ -439,26 +446,12 @@ def _refuse_unfilled(names: Sequence[str], module_class: str) -> None:
         )
 
 
-def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
-
-
 def _reshard(module: nn.Module) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()
-
-
-def _gathering(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Returns the method ``name`` wrapped by torch, with its own signature: torch's wrapper shows one argument less."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    written = getattr(module, name)
-    register_fsdp_forward_method(module, name)
-    wrapped = getattr(module, name)
-    return functools.wraps(written)(functools.partial(wrapped))
 
 
 def _is_written(module: nn.Module, name: str) -> bool:

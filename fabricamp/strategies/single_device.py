@@ -30,15 +30,11 @@ class SingleDeviceStrategy(Strategy):
 
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
         """Sets the device; raises :class:`ConfigError` if another one was given."""
-        if self._wanted is not None and not _includes(self._wanted, device):
-            wanted = self._wanted
+        wanted = self._wanted
+        # A device without an index stands for any of its type.
+        if wanted is not None and (wanted.type != device.type or wanted.index not in (None, device.index)):
             raise ConfigError(
                 f"SingleDeviceStrategy(device={str(wanted)!r}), but the Trainer runs on {str(device)!r}; choose it by "
                 f"Trainer(accelerator={wanted.type!r}, devices=...)"
             )
         super().setup_environment(environment, device)
-
-
-def _includes(wanted: torch.device, device: torch.device) -> bool:
-    """Whether ``device`` is of the ``wanted`` type and, if ``wanted`` has an index, has the same index."""
-    return wanted.type == device.type and wanted.index in (None, device.index)

@@ -26,7 +26,7 @@ from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
 from fabricamp.engine.compiled import as_compile
 from fabricamp.engine.performance import Performance, as_performance, check_performance
-from fabricamp.errors import ConfigError, UnknownArgumentError, advice
+from fabricamp.errors import ArgumentTypeError, ConfigError, UnknownArgumentError, advice
 from fabricamp.precision.base import Clip
 from fabricamp.precision.step_results import NAN_POLICIES
 
@@ -320,8 +320,10 @@ def as_clip(value: Any, algorithm: Any) -> Clip | None:
     check_choice("gradient_clip_algorithm", algorithm, ("norm", "value", None))
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError(f"gradient_clip_val={value!r} is not allowed; give a number from 0 (0 and None: no clipping)")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        kind = ConfigError if is_number else ArgumentTypeError
+        raise kind(f"gradient_clip_val={value!r} is not allowed; give a number from 0 (0 and None: no clipping)")
     return Clip(float(value), algorithm or "norm") if value else None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fabricamp import callbacks
+from fabricamp._utils import lightning_alias
 from fabricamp.arguments.checks import check_flag
 from fabricamp.arguments.not_offered import lightnings
 from fabricamp.callbacks.base import CALLBACKS, Callback
@@ -14,7 +15,7 @@ from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
-from fabricamp.errors import ConfigError, without_address
+from fabricamp.errors import ConfigError, DuplicateCallbackError, without_address
 from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
 from fabricamp.loggers.dummy import DummyLogger
@@ -33,6 +34,7 @@ _BY_DEFAULT: Final[Mapping[str, type[Callback]]] = {
 def as_callbacks(value: Any) -> list[Callback]:
     """Returns the list of callbacks for a callback, a registered name, a sequence of these, or None; raises ConfigError."""
     given = [] if value is None else _listed(value)
+    given += _of_installed_packages()
     found = [_by_name(one) if isinstance(one, str) else adopted(one) for one in given]
     for one in found:
         if not (isinstance(one, Callback) or runs_as_it_is(one)):
@@ -45,10 +47,23 @@ def as_callbacks(value: Any) -> list[Callback]:
     keys = [one.state_key for one in found]
     for one, key in zip(found, keys, strict=True):
         if keys.count(key) > 1 and one.state_dict():
-            raise ConfigError(
+            raise DuplicateCallbackError(
                 f"two callbacks have the state key {key!r}; give them different arguments, or override state_key"
             )
     return found
+
+
+def _of_installed_packages() -> list[Any]:
+    """Returns the callbacks that installed packages add to each Trainer of a program that imports Lightning's names."""
+    if not lightning_alias.is_installed():
+        return []
+    import importlib.metadata
+
+    return [
+        callback
+        for factory in importlib.metadata.entry_points(group="lightning.pytorch.callbacks_factory")
+        for callback in _listed(factory.load()())
+    ]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -63,7 +78,12 @@ def default_callbacks(given: Mapping[str, Any], callbacks: Sequence[Callback]) -
     if ModelCheckpoint not in wanted and saving is not None:
         name = type(saving).__name__
         raise ConfigError(f"callbacks holds a {name}, but enable_checkpointing=False; leave one of them out")
-    return [kind() for kind in wanted]
+    defaults = [kind() for kind in wanted]
+    if given["max_time"] is None:
+        return defaults
+    from fabricamp.callbacks.timer import Timer
+
+    return [Timer.of_max_time(given["max_time"]), *defaults]
 
 
 def _by_name(name: str) -> Callback:

@@ -49,7 +49,33 @@ class _Limit(Generic[Value]):
         setattr(loop._trainer, self._name, value)
 
 
-class EpochLoop:
+def private_attribute(kind: str, owner: object, name: str) -> Any:
+    """Returns an attribute of Lightning's that a library reads; raises AttributeError, as Python does, if there is none.
+
+    The module that holds these attributes is imported here: programs that read none of them do without it.
+    """
+    from fabricamp.lightning.private_attributes import ATTRIBUTES
+
+    read = ATTRIBUTES.get((kind, name))
+    if read is None:
+        raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
+    return read(owner)
+
+
+class _Loop:
+    """The base of the loops; what a library reads of Lightning's internals is in ``fabricamp.lightning.private_attributes``."""
+
+    def __init__(self, trainer: TrainerProperties) -> None:
+        self._trainer = trainer
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for a name that the class lacks."""
+            return private_attribute(type(self).__name__, self, name)
+
+
+class EpochLoop(_Loop):
     """``trainer.fit_loop.epoch_loop``: the steps of an epoch."""
 
     max_steps = _Limit[int]()
@@ -57,9 +83,6 @@ class EpochLoop:
 
     min_steps = _Limit[int]()
     """The minimum number of steps: a stop request waits for them."""
-
-    def __init__(self, trainer: TrainerProperties) -> None:
-        self._trainer = trainer
 
     @property
     def global_step(self) -> int:
@@ -90,7 +113,7 @@ class EpochLoop:
         return EvaluationLoop(self._trainer, "val")
 
 
-class FitLoop:
+class FitLoop(_Loop):
     """``trainer.fit_loop``: the epochs of a fit."""
 
     max_epochs = _Limit[int]()
@@ -104,9 +127,6 @@ class FitLoop:
 
     min_steps = _Limit[int]()
     """The minimum number of steps: a stop request waits for them."""
-
-    def __init__(self, trainer: TrainerProperties) -> None:
-        self._trainer = trainer
 
     def setup_data(self) -> None:
         """Builds the training loader if it is not built yet; reading ``trainer.train_dataloader`` does the same."""
@@ -140,11 +160,11 @@ class FitLoop:
         return Progress(count, count)
 
 
-class EvaluationLoop:
+class EvaluationLoop(_Loop):
     """``trainer.validate_loop`` and ``test_loop``."""
 
     def __init__(self, trainer: TrainerProperties, kind: str) -> None:
-        self._trainer = trainer
+        super().__init__(trainer)
         self._kind = kind
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fabricamp.callbacks.checkpoint import Checkpoint
@@ -18,7 +17,7 @@ from fabricamp.module import TrainingModule
 from fabricamp.precision import precision_name
 from fabricamp.state import RunningStage, RunState, TrainerFn, TrainerStatus
 from fabricamp.trainer.limits import TrainerLimits
-from fabricamp.trainer.loops import EvaluationLoop, FitLoop, PredictionLoop
+from fabricamp.trainer.loops import EvaluationLoop, FitLoop, PredictionLoop, private_attribute
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -50,6 +49,12 @@ class TrainerProperties(TrainerLimits):
     """"cpu" or "cuda"."""
     _runner: Runner
 
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns what a library reads of Lightning's internals; Python calls this for a name that the class lacks."""
+            return private_attribute("Trainer", self, name)
+
     def __repr__(self) -> str:
         processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
         return (
@@ -62,6 +67,9 @@ class TrainerProperties(TrainerLimits):
     @property
     def module(self) -> TrainingModule:
         """The module of the running, or the last, fit, validate, test or predict."""
+        connected: TrainingModule | None = self.strategy.lightning_module
+        if self._runner.session is None and connected is not None:  # by strategy.connect
+            return connected
         return self._opened.module
 
     @property
@@ -80,6 +88,11 @@ class TrainerProperties(TrainerLimits):
         return precision_name(self.precision_plugin)
 
     @property
+    def barebones(self) -> bool:
+        """Whether the Trainer only trains: ``Trainer(barebones=True)``."""
+        return self._runner.settings.barebones
+
+    @property
     def datamodule(self) -> DataModule | None:
         """The DataModule, if one was given."""
         return self._opened.source.datamodule
@@ -93,11 +106,6 @@ class TrainerProperties(TrainerLimits):
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
         """The learning-rate schedulers and when they step, of this fit or the last one."""
         return self._opened.schedulers
-
-    @property
-    def _accelerator_connector(self) -> SimpleNamespace:
-        """An object for ``all_gather`` of a LightningModule, and for Lightning's Tuner, which read ``is_distributed``."""
-        return SimpleNamespace(is_distributed=self.world_size > 1)
 
     @property
     def delivery(self) -> LoggerCollection:

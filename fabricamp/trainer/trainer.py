@@ -13,7 +13,7 @@ from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner
 from fabricamp.engine.update import forward_train_batches
 from fabricamp.engine.workers import start_workers
-from fabricamp.errors import CheckpointError
+from fabricamp.errors import CheckpointError, NothingToSaveError
 from fabricamp.precision import precision_from
 from fabricamp.profilers.base import profiler_from
 from fabricamp.state import RunState, TrainerFn
@@ -433,6 +433,10 @@ class Trainer(TrainerProperties):
             raise CheckpointError(
                 "save_checkpoint after a run in workers: their optimizers are gone with them; use a ModelCheckpoint, or "
                 "call it in a hook such as on_fit_end"
+            )
+        if self._runner.session is None:
+            raise NothingToSaveError(
+                f"save_checkpoint({str(filepath)!r}): the Trainer has no module yet; call it in or after fit, validate or test"
             )
         self._opened.save_checkpoint(str(filepath), weights_only=weights_only, write=write)
 

@@ -38,7 +38,10 @@ def scale_batch_size(trainer: Trainer, options: BatchSizeFinder, module: Trainin
             holder.value = size
         guard = _Guard()
         run(trainer, module, source, options.steps_per_trial, within=guard)
-        _free_memory(collect=not guard.fits)
+        if not guard.fits:  # the frames of the aborted trial may be in reference cycles
+            gc.collect()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         return guard.fits
 
     try:
@@ -116,14 +119,6 @@ class _Guard:
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in _NO_MEMORY)
-
-
-def _free_memory(*, collect: bool) -> None:
-    """Frees the memory of the last trial; ``collect`` after an aborted trial, whose frames may be in reference cycles."""
-    if collect:
-        gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _num_samples(trainer: Trainer) -> float:

@@ -234,9 +234,7 @@ class _Sweep(Callback):
             return
         mean = torch.stack(self._losses_of_step).mean()
         self._losses_of_step = []
-        self._note(trainer, trainer.strategy.reduce(mean).item())
-
-    def _note(self, trainer: Trainer, loss: float) -> None:
+        loss = trainer.strategy.reduce(mean).item()
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
         step = len(self.losses) + 1
         smoothed = self._average / (1 - _SMOOTHING ** (step + 1))

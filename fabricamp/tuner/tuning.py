@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabricamp import launch
 from fabricamp._utils.keywords import names_keywords
+from fabricamp._utils.lightning_alias import say_difference
 from fabricamp._utils.say_once import say_once
 from fabricamp.arguments.checks import check_choice
 from fabricamp.callbacks.base import Callback
@@ -20,7 +21,7 @@ from fabricamp.callbacks.lr_finder import LearningRateFinder
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.checkpoint.hyperparameters import setting_refs
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, MissingAttributeError
 from fabricamp.hooks import overrides
 from fabricamp.lightning.given import adopted, hand_back, searches_alone
 from fabricamp.module import TrainingModule
@@ -206,6 +207,10 @@ def search_first(trainer: Trainer, module: TrainingModule, source: GivenData, ck
             callback, "on_fit_start", Callback
         ):
             continue
+        say_difference(
+            f"{type(callback).__name__} searches before the fit, which then has the random numbers of a fit without a search; "
+            "Lightning searches in on_fit_start"
+        )
         if isinstance(callback, BatchSizeFinder):
             find_batch_size(trainer, callback, module, source)
         elif source.fn is TrainerFn.FITTING:
@@ -225,10 +230,14 @@ def find_learning_rate(
     names = (options.attr_name,) if options.attr_name else ("lr", "learning_rate")
     name = next((name for name in names if setting_refs(name, module, source.datamodule)), None)
     if options.update_attr and name is None:
-        raise ConfigError(
+        raise MissingAttributeError(
             f"{type(module).__name__} and its hparams have no {' or '.join(map(repr, names))} that lr_find could set; keep the "
             "rate there and make the optimizer with it, or give attr_name= its name, or update_attr=False"
         )
+    say_difference(
+        "lr_find repeats the data until all rates are tried, and takes the mean loss of micro-batches and ranks; Lightning ends "
+        "with the data, and takes rank 0's loss"
+    )
     finder = run(functools.partial(lr_find, options=options, module=module, source=source))
     options.optimal_lr = finder
     rate = finder.suggestion()
@@ -249,6 +258,10 @@ def find_batch_size(trainer: Trainer, options: BatchSizeFinder, module: Training
     """Searches for the batch size by ``options``, stores the result in ``options``, and sets the attribute."""
     if _is_trial(trainer, "scale_batch_size"):
         return
+    say_difference(
+        "scale_batch_size ends with all samples in one batch, and restores the random numbers; Lightning tries larger sizes, and "
+        "its trials draw random numbers"
+    )
     size = scale_batch_size(trainer, options, module, source)
     options.optimal_batch_size = size
     for holder in setting_refs(options.batch_arg_name, module, source.datamodule):

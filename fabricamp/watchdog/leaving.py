@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
-from fabricamp.launch import exit_code_on_record
+from fabricamp._utils.last_word import end_by_sigint
+from fabricamp.launch import exit_code_on_record, interactive
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ _FLUSH_SECONDS = 1.0
 
 _leavers: dict[int, _Leaver] = {}
 """The leaver of this process, keyed by process id: a forked child has none of its parent's threads to end."""
+
+_sees_interrupts = False
 
 
 def leave_at_exit(strategy: Strategy) -> None:
@@ -42,6 +45,23 @@ def leave_at_exit(strategy: Strategy) -> None:
     if os.getpid() not in _leavers:
         _leavers[os.getpid()] = _Leaver()
     _leavers[os.getpid()].strategy = weakref.ref(strategy)
+
+
+def end_by_sigint_at_exit() -> None:
+    """Makes the process end by SIGINT if an uncaught KeyboardInterrupt ends it, whatever its exit functions run.
+
+    torch's own import modules with namedtuples (``torch._dynamo``'s one has tabulate, if that is installed).  What an interactive
+    interpreter caught earlier does not count.
+    """
+    global _sees_interrupts  # noqa: PLW0603 - an exit function is for the life of the process
+    if not _sees_interrupts:
+        _sees_interrupts = True
+        atexit.register(_if_interrupted)
+
+
+def _if_interrupted() -> None:
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) and not interactive():
+        end_by_sigint()
 
 
 class _Leaver:
@@ -70,8 +90,6 @@ class _Leaver:
             # The other ranks have not joined a collective.  Its thread would ask for the GIL whenever they do.
             _flush()
             exit_now(code)
-        if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
-            _end_by_sigint()
 
     def _run(self) -> None:
         self._ending.wait()
@@ -89,16 +107,6 @@ class _Leaver:
             strategy.teardown()
         if dist.is_initialized():  # the group was not created by the strategy
             dist.destroy_process_group()
-
-
-def _end_by_sigint() -> None:
-    """Makes the interpreter end itself by SIGINT, as it does after an uncaught KeyboardInterrupt: a shell then ends its loop too.
-
-    Python does so only if the last text that it compiled and ran was interrupted.  Leaving may run others: a first import of a
-    module with a namedtuple or a dataclass is enough, and the exit code would be 1.
-    """
-    with contextlib.suppress(KeyboardInterrupt):
-        exec("raise KeyboardInterrupt")  # noqa: S102
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from fabricamp.errors import DistributedError
+from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.launch import PEER_FAILURE_NOTE, record_end
 from fabricamp.state import RunState
 from fabricamp.strategies.base import Strategy
@@ -113,12 +113,16 @@ class Watchdog:
 
     def _failed_before(self, error: BaseException) -> dict[int, str]:
         """Returns ranks whose end may have caused ``error``, each with a description; polls, as a process takes a moment to die."""
-        deadline = time.monotonic() + (_GONE_SECONDS if isinstance(error, RuntimeError) else 0.0)
+        # A collective fails by a RuntimeError.  Some ConfigErrors are RuntimeErrors too, and no other rank causes them.
+        may_be_caused = isinstance(error, RuntimeError) and not isinstance(error, ConfigError)
+        deadline = time.monotonic() + (_GONE_SECONDS if may_be_caused else 0.0)
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the store may be gone too
             while time.monotonic() < deadline:
                 if self._store.check([_DIAGNOSIS]):
-                    self._end_after_diagnosis(Diagnosis(**json.loads(self._store.get(_DIAGNOSIS))))
+                    diagnosis = Diagnosis(**json.loads(self._store.get(_DIAGNOSIS)))
+                    if diagnosis.reporter != self._strategy.rank:
+                        exit_now(128 + signal.SIGTERM)  # the main thread failed only because the reporter is gone
                 if self._store.check([_FAILURE]):
                     first = json.loads(self._store.get(_FAILURE))
                     return {first["rank"]: f"rank {first['rank']} failed {first['position']}: {first['what']}"}
@@ -249,7 +253,9 @@ class Watchdog:
         idle = self._source.idle(now)
         self._publish_heartbeat(store, self._source.take(now, stack=idle >= self._patience / 2))
         if self._failure:
-            self._end_failed(idle)
+            # The cleanup after this process's own failure takes too long: for example a hook that waits for other ranks.
+            if idle >= self._patience:
+                exit_now(1)
             return
         self._check_failure(store)
         self._check_answers(store, now)
@@ -274,11 +280,6 @@ class Watchdog:
         failure = json.loads(store.get(_FAILURE))
         why = f"rank {failure['rank']} failed {failure['position']}: {failure['what']}"
         self._give_up(why, before=[failure["rank"]])
-
-    def _end_failed(self, idle: float) -> None:
-        """Ends this process if its cleanup after its own failure takes too long: for example a hook that waits for other ranks."""
-        if idle >= self._patience:
-            exit_now(1)
 
     def _check_answers(self, store: Store, now: float) -> None:
         """Ends this process if a stop was requested and a rank does not answer: no agreement is possible then."""
@@ -353,11 +354,6 @@ class Watchdog:
             exit_now(1)
         time.sleep(_REPORT_SECONDS)
         exit_now(128 + signal.SIGTERM)
-
-    def _end_after_diagnosis(self, diagnosis: Diagnosis) -> None:
-        """Ends this process after a diagnosis, unless it reports: its main thread failed only because the reporter is gone."""
-        if diagnosis.reporter != self._strategy.rank:
-            exit_now(128 + signal.SIGTERM)
 
     def _end_abandoned(self, now: float) -> None:
         """Ends this process, interrupted before its first batch; by force if the main thread does not end within seconds."""

@@ -95,6 +95,15 @@ def test_time_is_rank_0_s_and_asked_for_ever_more_seldom(make_trainer, make, fol
     assert len(trainer.saved) == 3
 
 
+def test_no_time_between_two_saves_is_a_save_after_each_step(make_trainer, make):
+    checkpoint = make(train_time_interval=timedelta(0), save_top_k=-1)
+    trainer = make_trainer(checkpoint).start()
+    for _ in range(3):
+        trainer.step(micro_batches=2)
+    assert [step_in(path) for path, _ in trainer.saved] == [1, 2, 3]
+    assert "'cadence': 'time'" in checkpoint.state_key
+
+
 def test_time_without_a_good_enough_score_is_not_asked_again_at_once(make_trainer, make, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(file_of_the_class.time, "monotonic", lambda: clock[0])
@@ -300,7 +309,8 @@ def test_names_without_fields_in_a_top_3(make_trainer, make, folder):
         ({"every_n_train_steps": -1}, "every_n_train_steps=-1"),
         ({"every_n_epochs": 1, "every_n_train_steps": 2}, "every_n_train_steps and every_n_epochs"),
         ({"every_n_epochs": 1, "train_time_interval": timedelta(1)}, "choose one"),
-        ({"train_time_interval": timedelta(0)}, "timedelta"),
+        ({"train_time_interval": timedelta(-1)}, "timedelta"),
+        ({"every_n_epochs": 1, "train_time_interval": timedelta(0)}, "choose one"),
         ({"train_time_interval": 30}, r"timedelta\(minutes=30\)"),
         ({"every": "30 mins, 10 stepps"}, "'10 stepps' cannot be read; did you mean 'steps'"),
         ({"every": "ten steps"}, "'ten steps' cannot be read; write it like"),

@@ -234,3 +234,12 @@ def test_the_interval_is_lightnings():
     again = pickle.loads(pickle.dumps(Notes("epoch")))
     assert again.interval == "epoch"
     assert Notes(again.interval).interval.on_epoch
+
+
+def test_the_loop_keeps_the_predictions_until_the_next_run():
+    trainer = quiet_trainer(max_epochs=1)
+    found = trainer.predict(Repeats(), DataLoader(SAMPLES, batch_size=4))
+    assert trainer.predict_loop.predictions == found
+    assert len(found) == 3
+    trainer.fit(Classifier(), trained_on(8))
+    assert trainer.predict_loop.predictions == []

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabricamp.callbacks import RichProgressBar, TQDMProgressBar, _renderers, progress_bar
+from fabricamp.callbacks import Callback, RichProgressBar, TQDMProgressBar, _renderers, progress_bar
 from fabricamp.callbacks.progress_bar import ProgressBar, _train_total
 from fabricamp.errors import ConfigError
 from tests.distributed.forked import start_forked
@@ -571,3 +571,90 @@ def test_dumb_terminal_gets_plain_lines(tmp_path):
 def test_a_bar_by_lightning_s_name_shows_its_refresh_rate():
     assert (TQDMProgressBar(20).refresh_rate, RichProgressBar(5).refresh_rate) == (20, 5)
     assert quiet_trainer(enable_progress_bar=True).progress_bar_callback.refresh_rate == 1
+
+
+class NamesItsBar(TQDMProgressBar):
+    """As subclasses of Lightning's bar do."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        super().on_train_epoch_start(trainer, pl_module)
+        self.train_progress_bar.set_description(f"round {trainer.current_epoch}")
+        self.train_progress_bar.set_postfix({"mood": "good"})
+        noted.append((self.total_train_batches, self.total_val_batches, self.train_progress_bar.total))
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if self.has_dataloader_changed(dataloader_idx):
+            noted.append((dataloader_idx, self.total_val_batches_current_dataloader))
+
+
+noted = []
+
+
+def test_a_subclass_names_the_bar_of_training_and_reads_its_totals(caplog):
+    noted.clear()
+    bar = NamesItsBar()
+    for read in (lambda: bar.trainer, lambda: bar.train_progress_bar):
+        with pytest.raises(TypeError):
+            read()
+    trainer = quiet_trainer(
+        max_epochs=2, callbacks=[bar], enable_progress_bar=True, check_val_every_n_epoch=2, num_sanity_val_steps=1
+    )
+    with caplog.at_level("INFO", "fabricamp"):
+        trainer.fit(Classifier(), loader(12), [loader(8), loader(4)])
+    assert bar.trainer is trainer
+    assert noted == [(0, 1), (1, 1), (3, 0, 3), (3, 3, 3), (0, 2), (1, 1)]
+    assert [line for line in caplog.messages if line.startswith("round 1") and "mood good" in line]
+
+
+def test_a_bar_prints_above_itself_unless_it_is_disabled(capsys):
+    class Prints(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            trainer.progress_bar_callback.print("first", "second", sep="-")
+            trainer.progress_bar_callback.disable()
+            trainer.progress_bar_callback.print("third")
+
+    trainer = quiet_trainer(max_epochs=1, callbacks=[Prints()], enable_progress_bar=True)
+    trainer.fit(Classifier(), loader())
+    shown = capsys.readouterr().out
+    assert "first-second\n" in shown
+    assert "third" not in shown
+    assert trainer.progress_bar_callback.is_disabled
+
+
+def test_a_subclass_may_keep_properties_and_a_bar_of_its_own():
+    class Own(ProgressBar):  # as scvi-tools' bar
+        def __init__(self):
+            super().__init__()
+            self._refresh_rate = 1
+
+        @property
+        def is_enabled(self):
+            return self._enabled and self.refresh_rate > 0
+
+        @property
+        def refresh_rate(self):
+            return self._refresh_rate
+
+    class Draws(TQDMProgressBar):
+        def on_train_start(self, trainer, pl_module):
+            self.train_progress_bar = "mine"
+
+    assert Own().is_enabled
+    bar = Draws()
+    quiet_trainer(max_epochs=1, callbacks=[bar], enable_progress_bar=True).fit(Classifier(), loader())
+    assert bar.train_progress_bar == "mine"
+
+
+def test_a_pickled_bar_holds_neither_a_trainer_nor_a_subclass_s_bar():
+    bar = TQDMProgressBar()
+    bar.train_progress_bar = (one for one in "it does not pickle")
+    quiet_trainer(max_epochs=1, callbacks=[bar], enable_progress_bar=True).fit(Classifier(), loader())
+    copied = pickle.loads(pickle.dumps(bar))
+    with pytest.raises(TypeError, match="setup"):
+        copied.train_progress_bar  # noqa: B018 - reading it raises
+
+
+def test_a_bar_that_an_earlier_version_pickled_stays_as_it_was():
+    bar = object.__new__(TQDMProgressBar)
+    bar.__setstate__({"is_enabled": False, "refresh_rate": 0})
+    assert (bar.is_enabled, bar.is_disabled, bar.refresh_rate, bar.process_position) == (False, True, 0, 0)

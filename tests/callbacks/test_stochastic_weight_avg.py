@@ -164,6 +164,19 @@ def test_a_run_that_ends_before_leaves_the_weights():
     assert module.net[1].num_batches_tracked == 20
 
 
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+def test_without_max_epochs_the_run_ends_with_the_average(strategy):
+    starts = []
+
+    class Starts(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            starts.append(pl_module.net[0].weight.detach().clone())
+
+    _, module = fit(swa(annealing_strategy=strategy), Starts(), max_epochs=-1, max_steps=4 * 8)
+    torch.testing.assert_close(module.net[0].weight, torch.stack(starts[1:]).mean(0))
+    assert len(starts) == 4
+
+
 def test_the_pass_for_batchnorm_logs_nothing():
     class Losses(Callback):
         def on_fit_end(self, trainer, pl_module):
@@ -227,8 +240,8 @@ def test_arguments_that_cannot_be(options, words):
 def test_what_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="cannot work with 2 schedules"):
         fit(swa(), schedules=2)
-    with pytest.raises(ConfigError, match="cannot work with no end"):
-        fit(swa(), max_epochs=-1, max_steps=3)
+    with pytest.raises(ConfigError, match=r"swa_epoch_start=0.5, a share of no end: give a whole number"):
+        fit(swa(swa_epoch_start=0.5), max_epochs=-1, max_steps=3)
     with pytest.raises(ConfigError, match="for 1 groups of parameters"):
         fit(swa(swa_lrs=[0.1, 0.2]))
     with pytest.raises(ConfigError, match="2 callbacks that average"):

@@ -92,3 +92,23 @@ def test_what_is_no_hook_is_refused():
         LambdaCallback(on_trian_end=print)
     with pytest.raises(ConfigError, match="is not a function"):
         LambdaCallback(on_train_end=3)
+
+
+def test_max_time_has_a_timer_among_the_callbacks_which_ends_no_run():
+    trainer = quiet_trainer(max_epochs=1, max_time={"hours": 1})
+    trainer.fit(Classifier(), loader(8))
+    (timer,) = trainer.callbacks
+    assert type(timer) is Timer
+    assert 0 < timer.time_elapsed("train") < 3600
+    assert timer.time_remaining() == pytest.approx(3600 - timer.time_elapsed())
+    timer.load_state_dict(
+        {"time_elapsed": {"train": 7200.0}}
+    )  # of a run that this one resumes: each run has its own time
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Classifier(), loader(8))
+    assert trainer.current_epoch == 2
+
+
+def test_a_timer_that_is_given_takes_the_place_of_max_time_s():
+    timer = Timer()
+    assert quiet_trainer(max_time={"hours": 1}, callbacks=[timer]).callbacks == [timer]

@@ -202,6 +202,86 @@ if (case := begun()) is not None:
         raise
 """
 
+# What runs after the package's own exit function: each executes a text, by which Python forgets that it was interrupted.
+INTERRUPTED = """
+import atexit, os
+
+def left():  # runs last: registered before torch and the package are imported
+    if how == "exit function":
+        exec("")
+    print("left")
+
+how = ""
+atexit.register(left)
+
+import gc, socket, sys, threading, types
+import torch, torch._dynamo  # seconds that each process would spend
+from tests.distributed.ranks import variables_of
+from tests.small import Classifier, loader, quiet_trainer
+
+class Interrupted(Classifier):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+class Released:
+    def __del__(self):
+        exec("")
+
+def texts():
+    while True:
+        exec("")
+
+def begin(ranks):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = []
+    for rank in range(ranks):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            if ranks > 1:
+                os.environ |= variables_of(rank, ranks, port)
+                os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            return None
+    return pids
+
+CASES = {
+    **{(how, ranks): -2 for how in ("exit function", "thread", "module") for ranks in (1, 2)},
+    ("caught", 1): 0,
+    ("caught, exit", 1): 3,
+}
+
+def begun():
+    for case, expected in CASES.items():
+        pids = begin(case[1])
+        if pids is None:
+            return case
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(case, codes, "" if codes == [expected] * case[1] else "WRONG", flush=True)
+    return "the parent", 0
+
+torch.set_num_threads(1)
+gc.freeze()
+how, ranks = begun()
+if how == "thread":
+    threading.Thread(target=texts, daemon=True).start()
+if how == "module":
+    sys.modules["held"] = types.ModuleType("held")
+    sys.modules["held"].released = Released()
+if ranks:
+    # A forked process; its interpreter ends as any other does.
+    strategy = "ddp" if ranks > 1 else "auto"
+    try:
+        quiet_trainer(strategy=strategy, devices=ranks, max_steps=3).fit(Interrupted(), loader(16))
+    except KeyboardInterrupt:
+        if not how.startswith("caught"):
+            raise
+    if how.endswith("exit"):
+        sys.exit(3)
+"""
+
 
 def run_script(text, *arguments, timeout=200):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -237,12 +317,12 @@ RUNS = {
 
 
 def threads():
-    """Names of this process's threads, by number; what ends meanwhile has none."""
+    """Names of this process's threads, by number, but for those of the CUDA driver; what ends meanwhile has none."""
     found = {}
     for file in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):
             found[file.parent.name] = file.read_text().strip()
-    return found
+    return {number: name for number, name in found.items() if not name.startswith("cuda")}
 
 
 def new_since(before):
@@ -283,6 +363,16 @@ def test_a_run_that_fails_keeps_its_exit_code():
     lines = done.stdout.splitlines()
     assert len(lines) == 8, done.stderr
     assert "WRONG" not in done.stdout, done.stdout + done.stderr
+
+
+def test_an_interrupt_ends_the_process_by_sigint_whatever_its_end_runs():
+    done = run_script(INTERRUPTED, timeout=600)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len([line for line in lines if line.startswith("(")]) == 8, done.stderr
+    assert "WRONG" not in done.stdout, done.stdout + done.stderr
+    assert lines.count("left") == 12, done.stdout  # exit functions ran, and what they printed was written
+    assert "Exception ignored" not in done.stderr
 
 
 @pytest.mark.slow

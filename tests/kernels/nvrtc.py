@@ -57,6 +57,13 @@ def architectures() -> list[int]:
     return list(found)
 
 
+def version() -> tuple[int, int]:
+    """Major and minor version of this NVRTC."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
 def compile_for(text: str, architecture: int) -> str:
     """Compiles ``text`` to machine code and returns the compiler's log, registers and spills included."""
     library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()

@@ -44,23 +44,19 @@ ALL_FORMS = """
     from pytorch_lightning.callbacks.progress.rich_progress import RichProgressBar
     from pytorch_lightning.utilities.types import STEP_OUTPUT
     import importlib.util, fabricamp
-    assert pl is pytorch_lightning is L.pytorch is fabricamp
-    assert One is LightningModule is pl.LightningModule is fabricamp.TrainingModule
+    assert pl is L.pytorch is not pytorch_lightning and pl is not fabricamp
+    assert One is LightningModule is pl.LightningModule is pytorch_lightning.LightningModule is fabricamp.TrainingModule
     assert Deep is ModelCheckpoint is callbacks.ModelCheckpoint is fabricamp.callbacks.ModelCheckpoint
     assert importlib.import_module("lightning.pytorch.trainer.trainer").Trainer is fabricamp.Trainer
     assert L.Trainer is fabricamp.Trainer and L.pytorch.callbacks.EarlyStopping is EarlyStopping
-    assert importlib.util.find_spec("lightning.pytorch.loops") is None and importlib.util.find_spec("lightning.fabric") is None
+    assert importlib.util.find_spec("lightning.pytorch.trainer.call") is None and importlib.util.find_spec("lightning.app") is None
     assert fabricamp.__spec__.name == "fabricamp" and fabricamp.__name__ == "fabricamp"
     assert not [name for name, one in sys.modules.items() if "site-packages/lightning/" in str(getattr(one, "__file__", ""))]
-    for name in ("lightning.pytorch.loops", "lightning.fabric", "pytorch_lightning.callbacks.pruning", "lightning.pytorch.non"):
+    for name in ("lightning.pytorch.trainer.call", "pytorch_lightning.utilities.migration", "lightning.pytorch.non"):
         try:
             __import__(name)
         except ModuleNotFoundError as error:
             print(error)
-    try:
-        L.Fabric
-    except AttributeError as error:
-        print(error)
     for arguments in ({"gpus": 2}, {"resume_from_checkpoint": "x.ckpt"}, {"amp_level": "O2"}):
         try:
             L.Trainer(**arguments)
@@ -75,7 +71,8 @@ NOT_INSTALLED = """
 
     class Nowhere:
         def find_spec(self, name, *_):
-            if name in ("lightning", "pytorch_lightning", "lightning_fabric"):
+            here = [one for one in sys.path if one.endswith("_path")]  # of the alias, in a spawned process
+            if name in ("lightning", "pytorch_lightning", "lightning_fabric") and not here:
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     sys.meta_path.insert(0, Nowhere())
@@ -90,15 +87,13 @@ def test_every_form_of_import_and_what_is_not_offered(tmp_path, monkeypatch, ins
         assert "No module named 'lightning'" in run(tmp_path, "-c", "import lightning", code=1)[1]
     shown, _ = run(tmp_path, *DOOR, "script.py", text=ALL_FORMS)
     lines = shown.splitlines()
-    assert lines[0].startswith("Lightning's loops is not offered by fabricamp: override the hooks")
-    assert lines[1].startswith("Lightning's fabric is not offered by fabricamp: ")
-    assert lines[2].startswith("Lightning's callbacks.ModelPruning is not offered")
-    assert lines[3] == "No module named 'fabricamp.non'"
-    assert "Fabric" in lines[4]
-    assert "devices=2" in lines[5]
-    assert "ckpt_path" in lines[6]
-    assert "precision" in lines[7]
-    assert lines[8] == "16-mixed"
+    assert lines[0].startswith("Lightning's trainer.call is not offered by fabricamp: override the hooks")
+    assert lines[1].startswith("Lightning's utilities.migration is not offered by fabricamp: ")
+    assert lines[2] == "No module named 'lightning.pytorch.non'"
+    assert "devices=2" in lines[3]
+    assert "ckpt_path" in lines[4]
+    assert "precision" in lines[5]
+    assert lines[6] == "16-mixed"
 
 
 LOOKS = """
@@ -145,14 +140,23 @@ def test_it_ends_as_python_ends_it(tmp_path, name):
 
 
 def test_an_interrupt_is_told_by_the_signal(tmp_path):
-    _, shown = run(tmp_path, *DOOR, "script.py", code=-signal.SIGINT, text="raise KeyboardInterrupt")
+    text = """
+        import atexit
+        atexit.register(print, "left")
+        raise KeyboardInterrupt
+    """
+    printed, shown = run(tmp_path, *DOOR, "script.py", code=-signal.SIGINT, text=text)
+    assert printed == "left\n"
     assert shown.splitlines()[-1] == "KeyboardInterrupt"
+    assert shown.count("Traceback") == 1
 
 
 def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
-    _, shown = run(tmp_path, *DOOR, "script.py", code=1, text="from lightning.pytorch.plugins import MixedPrecision")
+    _, shown = run(
+        tmp_path, *DOOR, "script.py", code=1, text="from lightning.pytorch.trainer.call import _call_setup_hook"
+    )
     assert re.findall(r'File "(.*?)", line', shown) == [str(tmp_path / "script.py")]
-    assert "ModuleNotFoundError: Lightning's plugins is not offered by fabricamp" in shown
+    assert "ModuleNotFoundError: Lightning's trainer.call is not offered by fabricamp" in shown
 
 
 @pytest.mark.parametrize(
@@ -183,17 +187,20 @@ SPAWNS = """
 """
 
 
+NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
 def test_a_tool_that_imports_every_module_of_ours_changes_no_import():
-    before = [*sys.meta_path], sys.modules.get("lightning"), sys.modules.get("pytorch_lightning")
+    before = [*sys.meta_path], *map(sys.modules.get, NAMES)
     for one in pkgutil.walk_packages(fabricamp.lightning.__path__, "fabricamp.lightning."):
         importlib.import_module(one.name)
-    for name in ("lightning", "pytorch_lightning"):
+    for name in NAMES:
         importlib.import_module(f"fabricamp.lightning._path.{name}")
-    assert before == ([*sys.meta_path], sys.modules.get("lightning"), sys.modules.get("pytorch_lightning"))
+    assert before == ([*sys.meta_path], *map(sys.modules.get, NAMES))
 
 
 def test_spawned_workers_find_the_names_too(tmp_path):
-    assert run(tmp_path, *DOOR, "script.py", text=SPAWNS)[0].strip() == str(["fabricamp"] * 4)
+    assert run(tmp_path, *DOOR, "script.py", text=SPAWNS)[0].strip() == str(["lightning.pytorch"] * 4)
 
 
 def test_a_public_style_program_runs_as_written(tmp_path):
@@ -206,3 +213,35 @@ def test_a_public_style_program_runs_as_written(tmp_path):
     own = [line for line in printed.splitlines() if line.split(" ")[0] in {one.split(" ")[0] for one in lines}]
     different = list(differences("\n".join(lines), "\n".join(own)))
     assert not different, "".join(different)
+
+
+FACTORY = """
+    from lightning.pytorch.callbacks import Callback, Timer
+
+    class Counts(Callback):
+        pass
+
+    def one():
+        return Counts()
+
+    def several():
+        return [Timer()]
+"""
+
+
+def test_installed_packages_add_callbacks_to_the_trainers_of_a_lightning_script(tmp_path):
+    (tmp_path / "adds.py").write_text(textwrap.dedent(FACTORY))
+    folder = tmp_path / "adds-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: adds\nVersion: 1.0\n")
+    group = "[lightning.pytorch.callbacks_factory]\none = adds:one\nseveral = adds:several\n"
+    (folder / "entry_points.txt").write_text(group)
+    script = """
+        import {package} as pl
+        trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        print([type(callback).__name__ for callback in trainer.callbacks])
+    """
+    shown, _ = run(tmp_path, *DOOR, "script.py", text=script.format(package="lightning.pytorch"))
+    assert shown == "['Counts', 'Timer', 'ModelSummary']\n"
+    shown, _ = run(tmp_path, "script.py", text=script.format(package="fabricamp"))
+    assert shown == "['ModelSummary']\n"

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import errno
 import pickle
+import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 import fabricamp
-from fabricamp.callbacks import EarlyStopping
-from fabricamp.errors import CheckpointError, CheckpointNotFoundError, ConfigError, reworded
+from fabricamp.callbacks import EarlyStopping, GradientAccumulationScheduler
+from fabricamp.checkpoint import read_checkpoint, storage
+from fabricamp.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    MissingMetricError,
+    reworded,
+)
 from fabricamp.launch.failures import Cause, as_error
-from fabricamp.loggers import CSVLogger
+from fabricamp.loggers import CSVLogger, Logger, WandbLogger
+from fabricamp.tuner import Tuner
+from fabricamp.watchdog import Watchdog
+from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -122,3 +136,124 @@ def test_one_hyperparameter_with_two_values_is_a_runtime_error(tmp_path):
     with pytest.raises(RuntimeError, match="save different values under the same names: rate") as caught:
         trainer.fit(Kept(), datamodule=KeptData())
     assert isinstance(caught.value, ConfigError)
+
+
+# -- classes beside those of the review
+
+
+class Two(Classifier):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.net[0], self.net[2])]
+
+
+class Stateful(fabricamp.Callback):
+    def state_dict(self):
+        return {"a": 1}
+
+
+def no_wandb():
+    with mock.patch.dict(sys.modules, {"wandb": None}):
+        WandbLogger()
+
+
+def resume_from_weights(folder):
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(Classifier(), loader(8))
+    trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    quiet_trainer(max_epochs=2).fit(Classifier(), loader(8), ckpt_path=folder / "weights.ckpt")
+
+
+CALLS = {
+    "no loader": (TypeError, "gives no batches", lambda _: quiet_trainer().fit(Classifier(), 3)),
+    "clipping": (TypeError, "gradient_clip_val='a' is not allowed", lambda _: quiet_trainer(gradient_clip_val="a")),
+    "accumulation": (TypeError, "give a dict from an epoch", lambda _: GradientAccumulationScheduler({})),
+    "two optimizers": (
+        RuntimeError,
+        "automatic optimization takes one",
+        lambda _: quiet_trainer().fit(Two(), loader(8)),
+    ),
+    "two callbacks": (RuntimeError, "two callbacks have", lambda _: quiet_trainer(callbacks=[Stateful(), Stateful()])),
+    "no rate": (
+        AttributeError,
+        "have no 'rate' that lr_find could set",
+        lambda _: Tuner(quiet_trainer()).lr_find(Classifier(), loader(8), attr_name="rate"),
+    ),
+    "no module": (AttributeError, "the Trainer has no module yet", lambda _: quiet_trainer().save_checkpoint("a.ckpt")),
+    "no package": (ModuleNotFoundError, "WandbLogger needs the package wandb", lambda _: no_wandb()),
+    "weights": (KeyError, "holds weights only, and training cannot resume", resume_from_weights),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_is_of_lightnings_class_too(name, tmp_path):
+    kind, words, call = CALLS[name]
+    with pytest.raises(kind, match=words) as caught:
+        call(tmp_path)
+    assert isinstance(caught.value, CheckpointError if kind is KeyError else ConfigError)
+    assert words in str(caught.value)
+    assert "\\n" not in str(caught.value)  # KeyError shows a repr
+
+
+def no_loss_on_rank_1():
+    class Skips(Classifier):
+        def training_step(self, batch, batch_idx):
+            return None if self.global_rank else super().training_step(batch, batch_idx)
+
+    quiet_trainer(max_epochs=1, devices=2, strategy="delayed_ddp").fit(Skips(), loader(8))
+
+
+def test_a_step_without_a_loss_on_one_rank_is_a_runtime_error():
+    with pytest.raises(AssertionError, match="OptimizationError: training_step returned None on rank 1"):
+        run_ranks(no_loss_on_rank_1, 2)
+
+
+# -- what the package itself catches
+
+
+def test_an_error_of_ours_in_a_constructor_is_not_called_a_missing_argument(tmp_path):
+    class Wants(Classifier):
+        def __init__(self):
+            super().__init__()
+            if Wants.refuses:
+                raise ArgumentTypeError("size='a': give a number")
+
+    Wants.refuses = False
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(Wants(), loader(8))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    Wants.refuses = True
+    with pytest.raises(ArgumentTypeError, match=r"^size='a': give a number$"):
+        Wants.load_from_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_loggers_missing_checkpoint_is_no_trouble_of_its_disk(tmp_path):
+    class Reads(Logger):
+        def log_metrics(self, metrics, step):
+            read_checkpoint(tmp_path / "none.ckpt")
+
+    trainer = quiet_trainer(max_epochs=1, logger=Reads(), log_every_n_steps=1)
+    with pytest.raises(CheckpointNotFoundError):
+        trainer.fit(Classifier(), loader(8))
+
+
+def test_a_config_error_asks_no_other_rank_for_its_cause(monkeypatch):
+    def never(*_):
+        raise AssertionError("polls")
+
+    watch = object.__new__(Watchdog)
+    watch._store = SimpleNamespace(check=never)
+    watch._heartbeats = never
+    assert watch._failed_before(MissingMetricError("no metric")) == {}
+
+
+def test_a_file_that_is_removed_while_it_is_opened_is_a_missing_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(b"PK")
+
+    def gone(_):
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    monkeypatch.setattr(storage, "open_for_reading", gone)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint") as caught:
+        read_checkpoint(path)
+    assert caught.value.filename == str(path)

@@ -281,6 +281,49 @@ def test_tables_and_images_come_with_their_step(tmp_path):
     assert (table[AXIS], table["table/nrows"], image[AXIS], image["digits/captions"]) == (3, 1, 4, ["one", "two"])
 
 
+def test_sounds_and_videos_come_with_their_step(tmp_path, monkeypatch):
+    class Media:  # the package's own needs soundfile and moviepy
+        def __init__(self, data, **options):
+            made.append((type(self).__name__, data, options))
+
+    made, logged = [], []
+    for name in ("Audio", "Video"):
+        monkeypatch.setattr(wandb, name, type(name, (Media,), {}))
+    logger = WandbLogger()
+    monkeypatch.setattr(logger.experiment, "log", logged.append)
+    logger.log_audio("sounds", ["a.wav", "b.wav"], step=3, sample_rate=[8000, 16000])
+    logger.log_video("films", ["c.mp4"], step=4)
+    rates = [{"sample_rate": 8000}, {"sample_rate": 16000}]
+    assert made == [("Audio", "a.wav", rates[0]), ("Audio", "b.wav", rates[1]), ("Video", "c.mp4", {})]
+    assert [(row[AXIS], len(row.get("sounds", row.get("films")))) for row in logged] == [(3, 2), (4, 1)]
+    with pytest.raises(ValueError, match="give a list of audios"):
+        logger.log_audio("sounds", "a.wav")
+
+
+class Artifact:
+    def __init__(self, *found):
+        self.found = found
+
+    def download(self, root):
+        return self.found, root
+
+
+def test_artifacts_are_used_and_downloaded(tmp_path, monkeypatch):
+    class Api:
+        def artifact(self, name, **options):
+            return Artifact("api", name, options["type"])
+
+    monkeypatch.setattr(wandb, "Api", Api)
+    assert WandbLogger.download_artifact("a:v0", artifact_type="model") == (("api", "a:v0", "model"), None)
+    logger = WandbLogger()
+    monkeypatch.setattr(
+        logger.experiment, "use_artifact", lambda name, **options: Artifact("run", name, *options.values())
+    )
+    assert logger.use_artifact("a:v0", "model").found == ("run", "a:v0", "model")
+    assert logger.download_artifact("a:v0", tmp_path) == (("run", "a:v0"), str(tmp_path))
+    assert logger.download_artifact("a:v0", use_artifact=False) == (("api", "a:v0", None), None)
+
+
 def signal_the_service(number):
     """The process that writes for the package."""
     for status in Path("/proc").glob("[0-9]*/stat"):

@@ -275,7 +275,10 @@ def test_the_trace_of_a_window_that_was_chosen():
         schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=2),
         sort_by_key="count",
     )
+    assert profiler.function_events is None
     quiet_trainer(max_epochs=1, profiler=profiler, precision="O1").fit(Classifier(), loader(32))
+    assert "aten::addmm" in {event.name for event in profiler.function_events}
+    assert profiler.__getstate__()["function_events"] is None
     files = sorted(path.name for path in Path("traces").iterdir())
     assert files == ["fit-operations.txt", "fit-trace.0.pt.trace.json", "fit-trace.1.pt.trace.json"]
     table = [line for line in Path("traces/fit-operations.txt").read_text().splitlines() if not line.startswith("-")]

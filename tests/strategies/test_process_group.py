@@ -168,6 +168,7 @@ def barrier_between_runs(folder):
     strategy.barrier("before a run there are no others")
     for turn in range(2):
         strategy.setup_environment(environment(), CPU)
+        strategy.barrier("all are connected")  # a rank that leaves earlier would break the other's connection
         strategy.teardown()
         if strategy.rank == 1:
             threading.Event().wait(0.5)

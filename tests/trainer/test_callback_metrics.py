@@ -347,3 +347,32 @@ def test_a_run_is_set_up_by_the_values_of_the_run_before(copied, tmp_path):
     trainer.fit(Doubles(), loader())
     assert looks.seen["setup of fit"][0] == {"exact": pytest.approx(0.2)}
     assert looks.seen["start of fit"] == ({}, {})
+
+
+class SameName(Classifier):
+    """Logs one name in each step, and again at the epoch's end."""
+
+    def __init__(self):
+        super().__init__()
+        self.bar = []
+
+    def training_step(self, batch, batch_idx):
+        self.log("x", 100.0 + self.current_epoch * 10 + batch_idx, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_start(self):
+        self.bar.append(dict(self.trainer.progress_bar_metrics))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.bar.append(dict(self.trainer.progress_bar_metrics))
+
+    def on_train_epoch_end(self):
+        self.log("x", 1.0 + self.current_epoch, prog_bar=True)
+
+
+def test_the_bar_shows_a_steps_value_until_the_epoch_has_one_of_that_name():
+    module = SameName()
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(module, loader(8))
+    assert [values.get("x") for values in module.bar] == [None, 100.0, 101.0, 1.0, 110.0, 111.0]
+    assert trainer.progress_bar_metrics["x"] == 2.0

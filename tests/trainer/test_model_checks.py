@@ -256,7 +256,8 @@ def test_a_one_cycle_run_cannot_be_resumed_with_more_epochs(tmp_path):
     with pytest.raises(ConfigError, match=r"end\.ckpt holds a OneCycleLR of 4 steps, but the run is to make 6"):
         resume(max_epochs=3)
     assert resume(max_epochs=2).global_step == 4
-    assert resume(max_epochs=1).global_step == 4
+    with pytest.raises(ConfigError, match=r"end\.ckpt has 2 finished epochs, more than max_epochs=1"):
+        resume(max_epochs=1)
 
 
 def test_a_step_that_wants_an_iterator_and_a_prediction_without_forward():

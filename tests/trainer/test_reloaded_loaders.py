@@ -117,3 +117,91 @@ def test_checkpoints_and_profiles_take_the_loader_in_use(tmp_path):
     for file in tmp_path.glob("*.ckpt"):
         _, again = fit(1, max_epochs=3, ckpt_path=file)
         assert all(torch.equal(one, two) for one, two in zip(straight.parameters(), again.parameters(), strict=True))
+
+
+class Draws(Classifier):
+    """Draws a number at each epoch's start, and notes it with the samples of the epoch; saves a checkpoint where it is told to."""
+
+    def __init__(self, saves=(), path=None):
+        super().__init__()
+        self.saves, self.path = saves, path
+        self.notes = []
+
+    def train_dataloader(self):
+        return loader(8, 2, shuffle=True)
+
+    def save(self, place):
+        if (place, self.current_epoch) in self.saves:
+            self.trainer.save_checkpoint(self.path / f"{place}.ckpt")
+
+    def on_train_epoch_start(self):
+        self.save("start")
+        self.notes.append([self.current_epoch, torch.rand(()).item()])
+
+    def training_step(self, batch, batch_idx):
+        self.notes[-1].append(batch[0].sum().item())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.save("within")
+
+    def on_train_epoch_end(self):
+        self.save("end")
+
+
+def plain_loop(epochs, every):
+    """What Lightning 2.6.6 draws, by torch alone: it begins a pass over new loaders and drops it, then calls the start hooks."""
+    notes = []
+    for epoch in range(epochs):
+        if epoch and epoch % every == 0:
+            iter(loader(8, 2, shuffle=True))
+        notes.append([epoch, torch.rand(()).item()])
+        notes[-1] += [batch[0].sum().item() for batch in loader(8, 2, shuffle=True)]
+    return notes
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_draws_and_orders_are_lightnings_where_loaders_are_new(tmp_path, every):
+    module = Draws()
+    torch.manual_seed(1)
+    run = quiet_trainer(max_epochs=4, reload_dataloaders_every_n_epochs=every, default_root_dir=tmp_path)
+    run.fit(module)
+    torch.manual_seed(1)
+    assert module.notes == plain_loop(4, every)
+
+
+@pytest.mark.parametrize(
+    ("place", "epoch", "done"), [("start", 2, 0), ("within", 2, 2), ("end", 2, 4), ("epoch=2", 3, 0)]
+)
+def test_a_resumed_run_draws_no_number_of_a_reload_twice(tmp_path, place, epoch, done):
+    options = {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1, "default_root_dir": tmp_path}
+    straight, resumed = Draws(saves=[(place, 2)], path=tmp_path), Draws()
+    torch.manual_seed(1)
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)  # after each epoch
+    quiet_trainer(**options, callbacks=[saving], enable_checkpointing=True).fit(straight)
+    torch.manual_seed(7)
+    quiet_trainer(**options).fit(resumed, ckpt_path=tmp_path / f"{place}.ckpt")
+    if done:  # the start of the epoch is called again, with numbers of its own
+        assert resumed.notes[0][2:] == straight.notes[epoch][2 + done :]
+        assert resumed.notes[1:] == straight.notes[epoch + 1 :]
+    else:
+        assert resumed.notes == straight.notes[epoch:]
+
+
+class NotesEpochs(torch.utils.data.SequentialSampler):
+    def __init__(self, dataset):
+        super().__init__(dataset)
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+def test_samplers_of_a_validation_get_the_epoch(tmp_path):
+    sampler = NotesEpochs(data(8))
+    validation = DataLoader(data(8), batch_size=4, sampler=sampler)
+    run = quiet_trainer(max_epochs=2, num_sanity_val_steps=1, default_root_dir=tmp_path)
+    run.fit(Classifier(), loader(8), validation)
+    run.validate(Classifier(), validation, verbose=False)
+    assert sampler.epochs == [0, 0, 1, 2]

@@ -217,7 +217,9 @@ class Conversion:
         if dtype is None:
             _attach(self._handles, model, CachingBoundary(level.cast_model_outputs))
         elif dtype is torch.float32:
-            _cast_half_to_fp32(model)
+            # Only allow_incoming_model_not_fp32 allows a model with half weights here.
+            if any(tensor.dtype in HALF_DTYPES for module in model.modules() for tensor in own_tensors(module)):
+                model.float()
             _attach(self._handles, model, OpenBoundary(dtype, outputs, object()))
         else:
             keep = level.keep_batchnorm_fp32
@@ -300,9 +302,3 @@ class _WrapperNotice:
 def _attach(handles: list[RemovableHandle], model: nn.Module, boundary: OpenBoundary | CachingBoundary) -> None:
     if not isinstance(model, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
         handles += boundary.attach(model)
-
-
-def _cast_half_to_fp32(model: nn.Module) -> None:
-    """Casts a model with half weights to fp32; only ``allow_incoming_model_not_fp32`` allows such a model."""
-    if any(tensor.dtype in HALF_DTYPES for module in model.modules() for tensor in own_tensors(module)):
-        model.float()

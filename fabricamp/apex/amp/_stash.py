@@ -50,7 +50,8 @@ class AmpOptimizerState(ParameterLists):
         self.binding = ParamGradMap(
             optimizer, _LiveMasters(), NonFiniteTracker(optimizer, 0), sums=False, exchanged=False
         )
-        self._state = ops.StepState.on(_device_of(optimizer))
+        devices = (parameter.device for parameter in owned_parameters(optimizer))
+        self._state = ops.StepState.on(next(devices, torch.device("cpu")))
         self.own_step = optimizer.step
         self._zero_grad = optimizer.zero_grad
         self._add_param_group = optimizer.add_param_group
@@ -381,10 +382,6 @@ def give_masters(groups: Sequence[dict[str, Any]]) -> None:
         for group in groups:
             for parameter in group["params"]:
                 converted.adopt_half(parameter)
-
-
-def _device_of(optimizer: Any) -> torch.device:
-    return next((parameter.device for parameter in owned_parameters(optimizer)), torch.device("cpu"))
 
 
 def _as_real(gradient: Tensor) -> Tensor:

@@ -219,10 +219,14 @@ def initialize(
         loss_scale=loss_scale,
     )
     model_list, optimizer_list = as_list(models, "model"), as_list(optimizers, "optimizer")
+    # The options that fabricamp's table of opt levels takes.
+    names = ["loss_scale"]
+    if not properties._casts_functions:
+        names += ["cast_model_type", "keep_batchnorm_fp32", "master_weights"]
     level = resolve(
         opt_level,
         {
-            **_effective(properties),
+            **{name: getattr(properties, name) for name in names},
             "cast_model_outputs": cast_model_outputs,
             "num_losses": num_losses,
             "min_loss_scale": min_loss_scale or None,
@@ -252,14 +256,6 @@ def _chosen(opt_level: str, **overrides: Any) -> Properties:
             setattr(properties, name, value)
     _print_options("After processing overrides, optimization options are:", properties)
     return properties
-
-
-def _effective(properties: Properties) -> dict[str, Any]:
-    """Returns the options that fabricamp's table of opt levels takes."""
-    names = ["loss_scale"]
-    if not properties._casts_functions:
-        names += ["cast_model_type", "keep_batchnorm_fp32", "master_weights"]
-    return {name: getattr(properties, name) for name in names}
 
 
 def _print_options(title: str, properties: Properties) -> None:

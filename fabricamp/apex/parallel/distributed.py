@@ -160,7 +160,13 @@ class DistributedDataParallel(nn.Module):
             if name not in _WITHOUT_MEANING:
                 known = [*inspect.signature(DistributedDataParallel.__init__).parameters, *_WITHOUT_MEANING]
                 raise TypeError(f"DistributedDataParallel has no argument {name!r}{nearest(name, known)}")
-        _tell_of([name for name, value in of_torch.items() if value])
+        ignored = [name for name, value in of_torch.items() if value]
+        if ignored and dist.is_initialized() and dist.get_rank() == 0:
+            say_once(
+                f"DistributedDataParallel ignores {', '.join(ignored)}: the script moves batches, parameters without "
+                "gradients are always found, .grad are always views of flat memory",
+                logging.INFO,
+            )
 
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
@@ -310,16 +316,6 @@ def _on_backward(output: Any, run: Callable[[], None]) -> bool:
     for tensor in found:
         tensor.register_hook(lambda _: run())
     return bool(found)
-
-
-def _tell_of(names: Sequence[str]) -> None:
-    """Logs once which arguments of torch's class have no effect here."""
-    if names and dist.is_initialized() and dist.get_rank() == 0:
-        say_once(
-            f"DistributedDataParallel ignores {', '.join(names)}: the script moves batches, parameters without "
-            "gradients are always found, .grad are always views of flat memory",
-            logging.INFO,
-        )
 
 
 def wrappers_of(parameters: set[int]) -> list[DistributedDataParallel]:

@@ -28,7 +28,7 @@ class LightningsBar(ProgressBar):
 
     def __init__(self, refresh_rate: int, refresh_rate_hz: float) -> None:
         super().__init__(refresh_rate_hz)
-        self.refresh_rate = refresh_rate
+        self._refresh_rate = refresh_rate
         overridden = [name for name in self.drawing if hasattr(type(self), name)]
         if overridden:
             say_once(
@@ -37,6 +37,11 @@ class LightningsBar(ProgressBar):
             )
         if refresh_rate == 0:
             self.disable()
+
+    @property
+    def refresh_rate(self) -> int:  # type: ignore[override]  # a subclass may override it by a property too
+        """The number of batches between two refreshes that was given; 0 shows no bar."""
+        return self._refresh_rate
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
         """Returns the values shown beside the bar, ``v_num`` first; override this method to change them."""

@@ -2,7 +2,111 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from fabricamp._utils.say_once import say_once
 from fabricamp.callbacks.progress.progress_bar import LightningsBar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fabricamp.callbacks._renderers import Task
+    from fabricamp.module import TrainingModule
+    from fabricamp.trainer import Trainer
+
+
+class ShownBar:
+    """One of the bars, with tqdm's methods for its description, its values and its total; fabricamp moves it forward."""
+
+    def __init__(self, bar: TQDMProgressBar, *, trains: bool) -> None:
+        self._bar = bar
+        self._trains = trains
+
+    @property
+    def _task(self) -> Task | None:
+        return self._bar._train if self._trains else self._bar._evaluation
+
+    @property
+    def disable(self) -> bool:
+        """Whether the bar is not shown."""
+        return self._bar.is_disabled
+
+    @property
+    def n(self) -> int:
+        """The number of batches that are done."""
+        return 0 if self._task is None else self._task.done
+
+    @property
+    def total(self) -> int | None:
+        """The number of batches; None if it is not known."""
+        return None if self._task is None else self._task.total
+
+    @total.setter
+    def total(self, total: float | None) -> None:
+        if self._task is not None:
+            self._task.total = None if total is None else int(total)
+
+    def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
+        """Shows ``desc`` in the place of the bar's name, from the next refresh on."""
+        if self._task is not None:
+            self._task.label = desc or ""
+
+    set_description_str = set_description
+
+    def set_postfix(
+        self, ordered_dict: Mapping[str, Any] | None = None, refresh: bool | None = True, **values: Any
+    ) -> None:
+        """Shows these values beside the metrics, from the next refresh on."""
+        self._bar._postfix = {**(ordered_dict or {}), **values}
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """Shows this text beside the metrics, from the next refresh on."""
+        self._bar._postfix = {"": s} if s else {}
+
+    def write(self, s: str, file: Any = None, end: str = "\n", nolock: bool = False) -> None:
+        """Prints above the bar."""
+        self._bar.print(s, file=file, end=end)
+
+    def update(self, n: float | None = 1) -> None:
+        """Does nothing, as the next methods: the bar moves forward, is refreshed and closed by itself."""
+
+    def reset(self, total: float | None = None) -> None:
+        """Does nothing."""
+
+    def refresh(self, *_: Any, **__: Any) -> None:
+        """Does nothing."""
+
+    def clear(self, *_: Any, **__: Any) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class _BarOf:
+    """A descriptor for one of the bars; a subclass may set a bar in its place, and then moves that bar itself."""
+
+    def __init__(self, *, trains: bool) -> None:
+        self._trains = trains
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, bar: TQDMProgressBar | None, owner: type | None = None) -> Any:
+        if bar is None:
+            return self
+        own_bars = vars(bar).get("_own_bars", {})
+        if self._name in own_bars:
+            return own_bars[self._name]
+        _ = bar.trainer  # raises before the first run
+        return ShownBar(bar, trains=self._trains)
+
+    def __set__(self, bar: TQDMProgressBar, own: Any) -> None:
+        say_once(
+            f"{type(bar).__name__} sets {self._name}: only its own methods update that bar; fabricamp shows another one"
+        )
+        vars(bar).setdefault("_own_bars", {})[self._name] = own
 
 
 class TQDMProgressBar(LightningsBar):
@@ -19,5 +123,22 @@ class TQDMProgressBar(LightningsBar):
 
     drawing = ("init_sanity_tqdm", "init_train_tqdm", "init_validation_tqdm", "init_test_tqdm", "init_predict_tqdm")
 
+    # Of the class, for bars that earlier versions pickled.
+    process_position: int = 0
+    _postfix: Mapping[str, Any] = MappingProxyType({})
+
+    train_progress_bar = _BarOf(trains=True)
+    val_progress_bar = _BarOf(trains=False)
+    test_progress_bar = _BarOf(trains=False)
+    predict_progress_bar = _BarOf(trains=False)
+
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        self.process_position = process_position
         super().__init__(refresh_rate, 4.0)
+
+    def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
+        """Returns the values shown beside the bar, those of ``set_postfix`` last; override this method to change them."""
+        return {**super().get_metrics(trainer, pl_module), **self._postfix}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_own_bars": {}}  # bars do not pickle

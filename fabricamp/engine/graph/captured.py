@@ -301,9 +301,8 @@ class CapturedGroup(CapturedStep):
         if self._logged_cells is not None:
             self._restore_logs(number)
         self._single.count()
-        return None if self.outputs is None else self._outputs_of(number)
-
-    def _outputs_of(self, number: int) -> Any:
+        if self.outputs is None:
+            return None
         tensors = self._launched_outputs[number] if self._launched_outputs else ()
         if self._names is not None:
             return dict(zip(self._names, tensors, strict=True))

@@ -133,7 +133,11 @@ class GroupUpdate(GraphUpdate):
         group = self._groups.get(key)
         if single is None or not (group or single).is_valid():
             if group is not None:
-                self._drop_group(key)
+                # These steps run one by one and adopt the change; the next group is captured again.
+                del self._groups[key]
+                self._stale_in_a_row += 1
+                if self._stale_in_a_row > MOST_CAPTURES_IN_A_ROW:
+                    self._launch_singly("a value or tensor that the steps use changes after each launch")
             return None
         if group is None:
             try:
@@ -147,13 +151,6 @@ class GroupUpdate(GraphUpdate):
         if group.lr_table is not None:
             group.lr_table.predict()
         return group
-
-    def _drop_group(self, key: Key) -> None:
-        """Drops an out-of-date group: these steps run one by one and adopt the change; the next group is captured again."""
-        del self._groups[key]
-        self._stale_in_a_row += 1
-        if self._stale_in_a_row > MOST_CAPTURES_IN_A_ROW:
-            self._launch_singly("a value or tensor that the steps use changes after each launch")
 
     def _common_key(self, batches: list[Any]) -> Key | None:
         """Returns the key of the graph for these batches; None if their signatures differ."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from fabricamp._utils import lightning_alias
 from fabricamp.callbacks.base import Callback, waits_between_steps
 from fabricamp.cuda_graph import reason_against
 from fabricamp.engine.update import resolve_hooks
@@ -122,6 +123,8 @@ def _schedule_refusal(parts: FitParts) -> str:
     name = type(optimizer).__name__
     if any(config.reduce_on_plateau for config in by_step):
         return "a schedule that watches a value after each step makes the host wait for the value; give it interval='epoch'"
+    if lightning_alias.is_installed() and any(config.frequency > 1 for config in by_step):
+        return "a schedule's frequency counts the batches of each epoch, as in Lightning; leave the frequency out"
     if overrides(parts.module, "lr_scheduler_step", TrainingModule):
         return "lr_scheduler_step runs after each step; leave it out"
     rates = [group["lr"] for group in optimizer.param_groups]

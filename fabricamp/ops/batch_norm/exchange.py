@@ -75,7 +75,9 @@ class BatchNormExchange:
     def route(self, device: torch.device) -> Route:
         """Returns the route on ``device``; the first call is a collective, also the first after the default group was replaced."""
         route = self._routes.get(device)
-        group = self.group if self.group is not None else _default_group()
+        group = self.group
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
         if route is None or route.group is not group or (group is None and route.held is not None):
             self.memories.pop(route, None)
             self.plans = {key: plan for key, plan in self.plans.items() if plan.route is not route}
@@ -139,11 +141,6 @@ def gather(route: Route, local: Tensor, gathered: Tensor) -> None:
         dist.all_gather_into_tensor(gathered.view(-1), local, group=route.group)
     else:
         dist.all_gather(list(gathered.unbind()), local, group=route.group)
-
-
-def _default_group() -> dist.ProcessGroup | None:
-    """Returns the group of all ranks; None without torch.distributed."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _checked_group(group: object) -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 class Branches(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh())
+        self.trunk = nn.Sequential(nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.Tanh())
         self.odd = nn.Linear(12, 1)
         self.even = nn.Linear(12, 1)
 

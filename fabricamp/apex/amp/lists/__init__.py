@@ -58,13 +58,9 @@ def changed() -> Iterator[tuple[Any, str, str]]:
     for (module, key), shipped in _AS_SHIPPED.items():
         names = getattr(module, key)
         yield from ((module.MODULE, name, _RULES[key]) for name in names if name not in shipped)
-        removed = shipped.difference(*_names_of(module))
+        # From all lists of the module: a script may move a name from one to another.
+        removed = shipped.difference(*(getattr(module, one) for one in _RULES if hasattr(module, one)))
         yield from ((module.MODULE, name, "none") for name in sorted(removed))
-
-
-def _names_of(module: Any) -> list[list[str]]:
-    """Returns the current lists of a module; all of them, because a script may move a name from one to another."""
-    return [getattr(module, key) for key in _RULES if hasattr(module, key)]
 
 
 def describe() -> str:

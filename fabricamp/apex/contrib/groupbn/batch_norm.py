@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from fabricamp.nn import SyncBatchNorm, create_syncbn_process_group
 
@@ -23,9 +22,6 @@ class BatchNorm2d_NHWC(SyncBatchNorm):  # noqa: N801  # apex's name
         cta_launch_margin: int = 12,
         multi_stream: bool = False,
     ) -> None:
-        super().__init__(num_features, process_group=_group_of(bn_group), channel_last=True, fuse_relu=fuse_relu)
-
-
-def _group_of(size: int) -> ProcessGroup | None:
-    """Returns this rank's process group of ``size`` ranks; None without torch.distributed, when the rank is alone anyway."""
-    return create_syncbn_process_group(size) if dist.is_initialized() else None
+        # Without torch.distributed the rank is alone anyway.
+        group = create_syncbn_process_group(bn_group) if dist.is_initialized() else None
+        super().__init__(num_features, process_group=group, channel_last=True, fuse_relu=fuse_relu)

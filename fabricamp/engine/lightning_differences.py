@@ -1,0 +1,135 @@
+"""The lines of a program written for Lightning about what gives other weights, rates or logged values here than there.
+
+They are the rows of the table "What stays different on purpose" (docs/from-lightning.md) that say so.  A line appears only in a run
+to which it applies; places that the session does not know call ``say_difference`` themselves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from fabricamp._utils.lightning_alias import say_difference
+from fabricamp.callbacks.finetuning import BaseFinetuning
+from fabricamp.callbacks.learning_rate_monitor import LearningRateMonitor
+from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
+from fabricamp.callbacks.stochastic_weight_avg import StochasticWeightAveraging
+from fabricamp.callbacks.weight_averaging import WeightAveraging
+from fabricamp.data import leaves_of
+from fabricamp.data.position import generators_of
+from fabricamp.hooks import overrides
+from fabricamp.module import TrainingModule
+from fabricamp.rng import seeds_workers
+from fabricamp.state import TrainerFn
+from fabricamp.torch_private import AnyBatchNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fabricamp.callbacks.base import Callback
+    from fabricamp.engine.session import Session
+
+
+def say_differences(session: Session) -> None:
+    """Logs the lines that apply to this run, each once; called when loaders, optimizers and the resume point are known."""
+    lines = [*_of_processes(session), *_of_evaluation(session)]
+    if session.fn is TrainerFn.FITTING:
+        lines += [*_of_optimization(session), *_of_data(session)]
+        for callback in session.trainer.callbacks:
+            lines += _of_callback(callback, session)
+    for line in lines:
+        say_difference(line)
+
+
+def _of_processes(session: Session) -> Iterator[str]:
+    if session.strategy.world_size == 1:
+        return
+    yield (
+        "several processes: an epoch's values, checkpoints by steps and plateau schedules use the values of all ranks, also "
+        "without sync_dist, and an evaluation uses each sample once; Lightning uses a rank's own values, and some samples twice"
+    )
+    if session.fn is TrainerFn.PREDICTING:
+        yield "predict returns the predictions of all ranks, in the order of the samples; Lightning returns a rank's own"
+
+
+def _of_evaluation(session: Session) -> Iterator[str]:
+    is_evaluation = session.fn is not TrainerFn.FITTING
+    if is_evaluation and session.checkpoint is not None and any(_model_checkpoints(session)):
+        yield "ModelCheckpoint keeps the paths and scores of this training; Lightning takes those in the checkpoint that is loaded"
+
+
+def _model_checkpoints(session: Session) -> list[ModelCheckpoint]:
+    return [callback for callback in session.trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def _of_optimization(session: Session) -> Iterator[str]:
+    module = session.module
+    if not module.automatic_optimization and len(session.optimizers) > 1:
+        yield (
+            f"global_step, max_steps and the axis of logs count each training_step once, with {len(session.optimizers)} optimizers "
+            "too; Lightning counts each optimizer's step"
+        )
+    if module.automatic_optimization and overrides(module, "optimizer_step", TrainingModule):
+        yield (
+            f"{type(module).__name__}.optimizer_step is called after training_step and backward; in Lightning its closure runs "
+            "them, so values logged in training_step are those before it"
+        )
+    if session.settings.overfit_batches:
+        yield "overfit_batches validates on the batches that it trains on; Lightning takes those of the validation loader"
+    if session.resumed:
+        yield (
+            "the resumed run goes on as if it had not been cut: at its next batch, with its shuffling and random numbers; "
+            "Lightning begins the epoch's data and the random numbers anew"
+        )
+    if session.trainer.precision in ("bf16-true", "16-true"):
+        yield f"{session.trainer.precision}: after the run the module is fp32 again; in Lightning it stays half"
+
+
+def _of_data(session: Session) -> Iterator[str]:
+    loaders = [one for one in leaves_of(session.data.train_loader) if isinstance(one, DataLoader)]
+    if generators_of([one for one in loaders if not one.num_workers]):
+        yield (
+            "a loader's or sampler's generator gives the orders of a plain loop over the loader; Lightning draws one pass more "
+            "after the first epoch"
+        )
+    if seeds_workers() and any(one.num_workers for one in loaders):
+        yield "workers have other random numbers in each epoch and loader; in Lightning torch's are the same in each"
+
+
+def _of_callback(callback: Callback, session: Session) -> Iterator[str]:
+    name = type(callback).__name__
+    if isinstance(callback, LearningRateMonitor) and session.settings.accumulates:
+        yield f"{name} logs one row for each step; Lightning logs one for each batch that is accumulated"
+    if isinstance(callback, BaseFinetuning) and session.resumed:
+        yield f"{name}: the resumed run trains the parameters that were unfrozen; Lightning freezes them again"
+    if isinstance(callback, WeightAveraging):
+        yield from _of_weight_averaging(callback, session)
+    if isinstance(callback, StochasticWeightAveraging) and _has_batch_norm(session.module):
+        yield f"{name} computes BatchNorm's statistics without an epoch of its own; Lightning's epoch for it also logs"
+    if isinstance(callback, ModelCheckpoint):
+        yield from _of_checkpoint(callback)
+
+
+def _of_weight_averaging(callback: WeightAveraging, session: Session) -> Iterator[str]:
+    name = type(callback).__name__
+    if not callback.should_update(step_idx=0):
+        yield f"{name}: before the first average, the present weights are validated and saved; Lightning takes the initial ones"
+    if callback.averages_buffers and any(not one.is_floating_point() for one in session.module.buffers()):
+        yield f"{name}: integer buffers are the module's; Lightning averages and truncates them"
+    if session.precision.verdicts is not None:
+        yield f"{name}: a step that is skipped for overflow is not averaged; in Lightning it is"
+
+
+def _of_checkpoint(callback: ModelCheckpoint) -> Iterator[str]:
+    if callback.save_last:
+        yield "last.ckpt is always the newest checkpoint; Lightning's may be as old as the best, as it is written with another file"
+    if callback.monitor is not None and callback.every_n_train_steps:
+        yield (
+            "a ModelCheckpoint by steps saves after the validation that follows a step, with its score; within an epoch, Lightning "
+            "saves before it, with the score of the previous one"
+        )
+
+
+def _has_batch_norm(module: Any) -> bool:
+    return any(isinstance(part, AnyBatchNorm) for part in module.modules())

@@ -1,0 +1,12 @@
+# Written by tools/write_aliases.py
+"""Lightning's path to ParallelStrategy of Fabric."""
+
+from fabricamp.lightning.refused import Refused
+
+__all__ = ["ParallelStrategy"]
+
+
+class ParallelStrategy(Refused):
+    """Not offered: constructing it raises."""
+
+    _lightnings_name = "fabric.ParallelStrategy"

@@ -1,0 +1,12 @@
+# Written by tools/write_aliases.py
+"""Lightning's path to XLAStrategy of Fabric."""
+
+from fabricamp.lightning.refused import Refused
+
+__all__ = ["XLAStrategy"]
+
+
+class XLAStrategy(Refused):
+    """Not offered: constructing it raises."""
+
+    _lightnings_name = "fabric.XLAStrategy"

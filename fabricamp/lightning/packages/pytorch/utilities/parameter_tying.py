@@ -1,0 +1,25 @@
+"""Finds parameters that several submodules share, and shares them again."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import nn
+
+
+def find_shared_parameters(module: nn.Module) -> list[list[str]]:
+    """Returns the paths of each parameter that has several."""
+    paths: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        paths.setdefault(parameter, []).append(name)
+    return [names for names in paths.values() if len(names) > 1]
+
+
+def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
+    """Sets the parameter of each list's first path at its other paths; returns ``module``."""
+    for first, *others in shared_params:
+        parameter = operator.attrgetter(first)(module)
+        for path in others:
+            owner, _, name = path.rpartition(".")
+            setattr(module.get_submodule(owner), name, parameter)
+    return module

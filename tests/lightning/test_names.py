@@ -1,0 +1,258 @@
+"""Modules of Lightning's names are module objects of their own, with fabricamp's classes and the version 2.6.6."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import pkgutil
+import pydoc
+import sys
+from unittest import mock
+
+import pytest
+
+import fabricamp
+from fabricamp._utils import lightning_alias
+from fabricamp.lightning import names
+from tests.lightning.test_door import DOOR, NOT_INSTALLED, run
+
+TOPS = ("lightning", "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
+
+
+def _of_lightning(modules):
+    return {name: one for name, one in modules.items() if name.split(".")[0] in names.PACKAGES}
+
+
+@pytest.fixture
+def alias(monkeypatch):
+    """The alias, in this process; afterwards sys.modules has the modules of an installed Lightning again."""
+    before = _of_lightning(sys.modules)
+    for name in before:
+        del sys.modules[name]
+    monkeypatch.setattr(lightning_alias, "_installed", False)  # set by the installation
+    monkeypatch.setattr(sys, "path", [sys.path[0], names.PATH, *sys.path[1:]])
+    names.install()
+    yield importlib.import_module
+    sys.meta_path.remove(names.Names)
+    for name in _of_lightning(sys.modules):
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_module_is_an_object_of_its_own_with_the_same_classes(alias, package):
+    module = alias(package)
+    callbacks = alias(f"{package}.callbacks")
+    assert module is not fabricamp
+    assert callbacks is module.callbacks is not fabricamp.callbacks
+    assert (module.__name__, callbacks.__name__) == (package, f"{package}.callbacks")
+    assert module.Trainer is fabricamp.Trainer
+    assert module.LightningModule is fabricamp.TrainingModule
+    assert callbacks.ModelCheckpoint is fabricamp.callbacks.ModelCheckpoint
+    assert alias(f"{package}.callbacks.early_stopping").EarlyStopping is callbacks.EarlyStopping
+
+
+def test_what_is_set_in_one_module_is_not_in_the_other(alias):
+    ours, theirs, second = fabricamp, alias("lightning.pytorch"), alias("pytorch_lightning")
+    trainer = ours.Trainer
+    theirs.mine = 1
+    assert not hasattr(ours, "mine")
+    assert not hasattr(second, "mine")
+    with mock.patch("lightning.pytorch.Trainer", "patched"):
+        assert (theirs.Trainer, ours.Trainer, second.Trainer) == ("patched", trainer, trainer)
+    assert theirs.Trainer is trainer
+    with mock.patch("fabricamp.Trainer", "patched"):
+        assert theirs.Trainer is trainer
+    del theirs.Trainer
+    assert not hasattr(theirs, "Trainer")
+    assert ours.Trainer is second.Trainer is trainer
+    importlib.reload(theirs)
+    assert theirs.Trainer is trainer
+
+
+@pytest.mark.parametrize(
+    "path", ["callbacks.ModelCheckpoint", "loggers.CSVLogger", "utilities.rank_zero.rank_zero_only"]
+)
+def test_names_in_submodules_are_patched_and_deleted_alone(alias, path):
+    path, _, name = path.rpartition(".")
+    ours, theirs = importlib.import_module(f"fabricamp.{path}"), alias(f"pytorch_lightning.{path}")
+    value = getattr(ours, name)
+    with mock.patch(f"pytorch_lightning.{path}.{name}", None):
+        assert (getattr(theirs, name), getattr(ours, name)) == (None, value)
+    with mock.patch(f"fabricamp.{path}.{name}", None):
+        assert getattr(theirs, name) is value
+    delattr(theirs, name)
+    assert not hasattr(theirs, name)
+    assert getattr(ours, name) is value
+
+
+def test_a_deleted_submodule_stays_deleted(alias):
+    theirs = alias("lightning.pytorch")
+    assert theirs.callbacks
+    del theirs.callbacks
+    assert not hasattr(theirs, "callbacks")
+
+
+def test_a_package_imported_once_more_has_its_submodules(alias):
+    callbacks = alias("lightning.pytorch.callbacks")
+    del sys.modules["lightning.pytorch"]
+    assert alias("lightning.pytorch").callbacks is callbacks
+
+
+def test_both_names_of_fabric_are_one_module(alias):
+    assert alias("lightning.fabric") is alias("lightning_fabric") is alias("lightning").fabric
+    for path in ("__version__", "fabric", "wrappers"):
+        assert alias(f"lightning_fabric.{path}") is alias(f"lightning.fabric.{path}")
+    assert alias("lightning_fabric.fabric").Fabric is alias("lightning").Fabric
+
+
+@pytest.mark.parametrize("name", TOPS)
+def test_the_version_is_lightnings(alias, name):
+    module = alias(name)
+    assert module.__version__ == "2.6.6"
+    assert alias(f"{name}.__version__").version == "2.6.6"
+    assert alias(f"{name}.__about__").__version__ == "2.6.6"
+    assert module.__version__ == "2.6.6"  # the module of that name does not take its place
+    assert fabricamp.__version__ != "2.6.6"
+
+
+@pytest.mark.parametrize(
+    "name", ["lightning", "pytorch-lightning", "pytorch_lightning", "lightning-fabric", "lightning_fabric"]
+)
+def test_the_distribution_is_lightnings(alias, name):
+    assert importlib.metadata.version(name) == "2.6.6"
+    assert importlib.metadata.metadata(name)["Name"] == name.replace("_", "-")
+    assert importlib.metadata.distribution(name).version == "2.6.6"
+
+
+def test_every_form_of_import(alias):
+    space = {}
+    exec(
+        "import lightning.pytorch.callbacks as c; from lightning.pytorch import callbacks; assert c is callbacks", space
+    )
+    space = {}
+    exec("from lightning.pytorch import *", space)
+    assert {*space} - {"__builtins__"} == {
+        "Callback",
+        "LightningDataModule",
+        "LightningModule",
+        "Trainer",
+        "seed_everything",
+    }
+    space = {}
+    exec("from pytorch_lightning.callbacks import *", space)
+    assert {"Timer", "ModelPruning"} <= {*space}
+
+
+@pytest.mark.parametrize("name", [*TOPS, "lightning.pytorch.callbacks", "pytorch_lightning.trainer.trainer"])
+def test_python_can_inspect_a_module(alias, name):
+    module = alias(name)
+    assert inspect.getsource(module)
+    assert inspect.getmodule(fabricamp.Trainer).__name__ == fabricamp.Trainer.__module__
+    assert importlib.util.find_spec(name) is module.__spec__
+    assert importlib.reload(module) is module
+    assert pydoc.render_doc(module)
+    members = dict(inspect.getmembers(module))
+    assert members.keys() >= set(getattr(module, "__all__", ()))
+
+
+@pytest.mark.parametrize("name", TOPS)
+def test_every_module_that_pkgutil_lists_can_be_imported(alias, name):
+    listed = [one.name for one in pkgutil.walk_packages(alias(name).__path__, f"{name}.", onerror=pytest.fail)]
+    for one in listed:
+        assert alias(one)
+        assert importlib.util.find_spec(one) is not None
+    assert f"{name}.__version__" in listed
+    if name == "lightning.pytorch":
+        assert {f"{name}.callbacks.timer", f"{name}.callbacks.pruning", f"{name}.strategies.ddp"} <= {*listed}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lightning.pytorch.trainer.call", "Lightning's trainer.call is not offered by fabricamp: override"),
+        ("pytorch_lightning.trainer.call", "Lightning's trainer.call is not offered by fabricamp: override"),
+        (
+            "lightning.pytorch.utilities.migration.utils",
+            "Lightning's utilities.migration is not offered by fabricamp: Lightning 2",
+        ),
+        ("lightning.pytorch.engine", "No module named 'lightning.pytorch.engine'"),
+        ("lightning.app", "No module named 'lightning.app'"),
+        ("lightning_fabric.none", "No module named 'lightning_fabric.none'"),
+    ],
+)
+def test_a_missing_module_says_what_to_write(alias, name, message):
+    with pytest.raises(ModuleNotFoundError, match=message):
+        alias(name)
+    if not name.endswith("migration.utils"):  # Python raises for the parent
+        assert importlib.util.find_spec(name) is None
+    package, _, part = name.rpartition(".")
+    if package in (*TOPS, "lightning.pytorch.trainer"):
+        with pytest.raises(AttributeError):
+            getattr(alias(package), part)
+
+
+def test_fabric_can_be_named_but_not_constructed(alias):
+    fabric = alias("lightning").Fabric
+
+    class Mine(fabric):
+        def __init__(self, size: fabric | None = None):
+            self.size = size
+
+    assert not isinstance(fabricamp.Trainer(logger=False, accelerator="cpu"), fabric)
+    with pytest.raises(fabricamp.ConfigError, match="Lightning's Fabric is not offered by fabricamp: write the loop"):
+        fabric(accelerator="cpu")
+    with pytest.raises(fabricamp.ConfigError, match="^Mine cannot be constructed: Lightning's Fabric is not offered"):
+        Mine(size=3)
+
+
+def test_native_imports_load_none_of_the_modules():
+    code = (
+        "import sys, fabricamp; fabricamp.Trainer; fabricamp.callbacks.ModelCheckpoint; "
+        "print([one for one in sys.modules if one.startswith('fabricamp.lightning.') and 'packages' in one])"
+    )
+    assert run(None, "-c", code)[0].strip() == "[]"
+
+
+FILES = """
+    import multiprocessing, os, sys
+
+    def files(ask):
+        import importlib.metadata, importlib.util
+        if ask == "first":
+            assert importlib.metadata.version("lightning-fabric") == "2.6.6"
+            assert importlib.util.find_spec("lightning_fabric") is not None
+        import lightning_fabric, pytorch_lightning, lightning.fabric
+        from lightning.pytorch import callbacks, loggers, strategies
+        from pytorch_lightning.callbacks import ModelCheckpoint
+        assert lightning_fabric is lightning.fabric and ModelCheckpoint is callbacks.ModelCheckpoint
+        assert lightning_fabric.__version__ == pytorch_lightning.__version__ == importlib.metadata.version("lightning") == "2.6.6"
+        found = {one.__file__ for name, one in sys.modules.items() if name.split(".")[0] in PACKAGES}
+        return [file for file in found if f"{os.sep}fabricamp{os.sep}" not in file], len(found) > 10
+
+    PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+    if __name__ == "__main__":
+        print(files("last"))
+        with multiprocessing.get_context("spawn").Pool(1) as workers:
+            print(workers.map(files, ["first"])[0])
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_no_file_of_an_installed_lightning_is_executed_here_or_in_a_worker(tmp_path, monkeypatch, installed):
+    path = str(next(iter(fabricamp.__path__)).removesuffix("fabricamp"))
+    other = tmp_path / "other"
+    for package in names.PACKAGES:
+        (other / package).mkdir(parents=True)
+        (other / package / "__init__.py").write_text("raise SystemExit('an installed one')")
+    if installed:
+        (other / "lightning-2.1.0.dist-info").mkdir()
+        (other / "lightning-2.1.0.dist-info" / "METADATA").write_text("Name: lightning\nVersion: 2.1.0\n")
+        monkeypatch.setenv("PYTHONPATH", f"{other}:{path}")
+    else:
+        (tmp_path / "sitecustomize.py").write_text(inspect.cleandoc(NOT_INSTALLED))
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{path}")
+    assert run(tmp_path, *DOOR, "script.py", text=FILES)[0].splitlines() == ["([], True)"] * 2
