@@ -37,12 +37,14 @@ class Difference:
         if one.shape != other.shape or one.dtype != other.dtype:
             self.add(math.inf, f"{where}: {tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}")
             return
-        if torch.equal(one, other) or not one.numel():
+        one, other = one.double(), other.double()
+        apart = (one - other).abs().nan_to_num(nan=math.inf)
+        apart[(one == other) | (one.isnan() & other.isnan())] = 0
+        if not apart.any():
             self.add(0.0, where)
             return
-        one, other = one.double(), other.double()
-        apart = (one - other).abs().nan_to_num(nan=math.inf).max() / torch.maximum(one.abs(), other.abs()).max()
-        self.add(float(apart), where)
+        scale = torch.maximum(one.abs(), other.abs()).nan_to_num(nan=0.0, posinf=0.0).max()
+        self.add(float(apart.max() / scale), where)
 
     def trees(self, one, other, where):
         """Lists, dicts and tensors against each other."""
@@ -79,10 +81,3 @@ def compared(one: Path, other: Path) -> Difference:
             continue
         difference.trees(torch.load(one / name), torch.load(other / name), name.removesuffix(".pt"))
     return difference
-
-
-if __name__ == "__main__":
-    import sys
-
-    d = compared(Path(sys.argv[1]), Path(sys.argv[2]))
-    print(d.numbers, "numbers, over:", d.over, "largest", d.largest, d.where)
