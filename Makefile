@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
-.PHONY: help setup demo test quick lint layers types format docs aliases release
+.PHONY: help setup demo test quick lint layers types format docs aliases release libraries
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -87,6 +87,10 @@ format: $(STAMP) ## formats, and corrects what ruff can correct
 
 aliases: $(STAMP) ## writes the modules that only give names of Lightning and apex another path
 	$(BIN)/python tools/write_aliases.py
+
+# LIBRARIES="darts rl4co": these alone.  Their environments stay in ~/.cache/fabricamp-libraries; to build all takes an hour on two cores.
+libraries: $(STAMP) ## trains libraries of the package index under Lightning and under fabricamp, and compares them
+	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
 
 docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and the pictures from benchmarks/results
 	$(BIN)/python docs/render_reference.py

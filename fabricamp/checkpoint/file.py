@@ -71,9 +71,9 @@ def read_checkpoint(
 ) -> dict[str, Any]:
     """Returns the checkpoint at ``path`` with current keys: a file or folder of fabricamp (any format), Lightning or apex.
 
-    ``path`` may also be an open file.  ``map_location`` is ``torch.load``'s.  With ``verify`` the checksums of the whole file are
-    compared first; without, damage inside tensors goes unnoticed.  With ``mapped`` a local file is memory-mapped: its tensors are
-    read on first use.
+    ``path`` may also be an open file, or a BytesIO: a checkpoint that a program changed and saved into one is read too.
+    ``map_location`` is ``torch.load``'s.  With ``verify`` the checksums of the whole file are compared first; without, damage
+    inside tensors goes unnoticed.  With ``mapped`` a local file is memory-mapped: its tensors are read on first use.
 
     Runs no code from the file, unless ``weights_only`` is False: that allows its objects to be rebuilt, once the file is verified.
     Otherwise raises :class:`CheckpointObjectsError` for objects of types that the program has not allowed.  With ``keep_objects``,
@@ -83,7 +83,10 @@ def read_checkpoint(
     keep_objects = keep_objects or not verify
     options: dict[str, Any] = {"weights_only": weights_only, "keep_objects": keep_objects}
     if not isinstance(path, str | os.PathLike):
-        return _read_file(name_of_source(path), _seekable(path), map_location, verify=verify, **options)
+        in_memory = isinstance(path, io.BytesIO)
+        return _read_file(
+            name_of_source(path), _seekable(path), map_location, verify=verify, may_be_changed=in_memory, **options
+        )
     path = storage.normalized(path)
     if storage.is_folder(path):
         from fabricamp.checkpoint.folder import read_folder  # imports torch.distributed.checkpoint: one second
@@ -120,6 +123,7 @@ def _read_file(
     *,
     verify: bool,
     mapped: bool = False,
+    may_be_changed: bool = False,
     weights_only: bool | None,
     keep_objects: bool,
 ) -> dict[str, Any]:
@@ -137,6 +141,8 @@ def _read_file(
     except Exception as error:  # a damaged pickle can raise anything
         raise _unreadable(path, file, error, weights_only=weights_only) from error
     if isinstance(state, dict):
+        if may_be_changed and not sealed:  # a program has read a file, changed it and saved it into memory: chemprop
+            state.pop(CHECKSUM, None)
         _check_unchanged(state, path, sealed=sealed)
         state = upgraded(translated(state), path)
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict | ObjectRef):

@@ -62,6 +62,7 @@ class Metrics(Recording):
         self._progress_snapshot = ProgressSnapshot()
         self._shown_for_epoch: set[str] = set()  # the keys that the last epoch's own values have
         self._evaluated: list[tuple[Published, float]] = []
+        self._evaluated_at: int | None = None
         self._pending: deque[exchange.Snapshot | _Arrived] = deque()
         self.due = _NOTHING_DUE
         self.before_look: Callable[[], None] | None = None
@@ -258,6 +259,7 @@ class Metrics(Recording):
         if self._state.stage is RunningStage.SANITY_CHECKING:
             return {}
         self._evaluated = values
+        self._evaluated_at = step
         return self._publish(values, step)
 
     def evaluation_results(self, num_dataloaders: int) -> list[dict[str, float]]:
@@ -274,6 +276,9 @@ class Metrics(Recording):
         if training:
             self._progress_snapshot = ProgressSnapshot()  # a copy in flight would be older
             own = self._own_steps(merged)
+            if step == self._evaluated_at:  # the evaluation's step values are newer than these
+                evaluated = {published.key for published, _ in self._evaluated}
+                own = [value for value in own if value[0].key not in evaluated]
             self._show(own)
             self.logged.update(_for_loggers(own))
         values = []
@@ -283,7 +288,9 @@ class Metrics(Recording):
             values.append((one.published, number))
         table.mark_reduced()
         for published, value in values:
-            self._publish_to_callbacks(published, value)
+            # An evaluation's step value beside an epoch value is for loggers: callbacks keep the training step's of this name.
+            if training or not published.per_step or published.key == published.plain_key:
+                self._publish_to_callbacks(published, value)
         # Training step values are published by flushes.
         if training:
             values = [(published, value) for published, value in values if not published.per_step]

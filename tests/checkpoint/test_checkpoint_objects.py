@@ -396,6 +396,21 @@ def test_open_files(saved):
         Forecast.load_from_checkpoint(io.BytesIO(b"text"), weights_only=False)
 
 
+def test_a_checkpoint_that_the_program_changed_loads_from_memory_alone(saved, tmp_path):
+    checkpoint = torch.load(saved, weights_only=False)
+    checkpoint["hyper_parameters"]["added"] = 1
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    content.seek(0)
+    assert read_checkpoint(content, weights_only=False)["hyper_parameters"]["added"] == 1
+
+    (tmp_path / "changed.ckpt").write_bytes(content.getvalue())
+    with pytest.raises(CheckpointError, match="was changed after it was written"):
+        read_checkpoint(tmp_path / "changed.ckpt", weights_only=False)
+    with (tmp_path / "changed.ckpt").open("rb") as file, pytest.raises(CheckpointError, match="was changed"):
+        read_checkpoint(file, weights_only=False)
+
+
 @pytest.mark.parametrize("target", ["copy.ckpt", "copy/"])
 def test_an_export_hands_objects_on_without_looking_into_them(target, saved, monkeypatch):
     with monkeypatch.context() as patch:

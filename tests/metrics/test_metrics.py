@@ -120,7 +120,7 @@ def test_evaluation_with_both_cadences_publishes_the_last_step_value_at_its_end(
     run.log("acc", torch.tensor(1.0), on_step=True, on_epoch=True)
     run.log("acc", torch.tensor(3.0), on_step=True, on_epoch=True)
     assert run.metrics.end_evaluation(9) == {"acc_step": 3.0, "acc_epoch": 2.0}
-    assert plain(run.metrics) == {"acc": 2.0, "acc_step": 3.0, "acc_epoch": 2.0}
+    assert plain(run.metrics) == {"acc": 2.0, "acc_epoch": 2.0}
 
 
 def test_each_of_several_dataloaders_has_keys_of_its_own(run):

@@ -1,0 +1,6 @@
+"""Lets torchvision be imported beside torch for the CPU: the index has it for CUDA only, whose compiled operators do not load."""
+
+import torch
+
+for name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
