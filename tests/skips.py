@@ -28,6 +28,7 @@ KNOWN = {
     r"this container cannot mount": "root of a container may not",
     r"the tests run outside of a virtual environment": "the README's commands set one up",
     r"needs the git repository": "what a source distribution holds is compared with what git tracks",
+    r"needs an installed Lightning 2\.6\.6": "the list of its private methods is read from its source",
     r"there is no make": "the README's commands call it",
     # What is installed.
     r"needs the package (comet_ml|cupy|datasets|hydra-core|lightning|matplotlib|mlflow|onnx|onnxscript|optuna|pytorch_lightning"

@@ -131,13 +131,11 @@ def test_a_trainer_does_not_import_what_only_sharded_runs_need():
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The names in the source distribution, built from the files that git tracks and those that it does not ignore."""
+    """The names in the source distribution, built from the files that git tracks."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs the git repository")
     folder = tmp_path_factory.mktemp("sdist")
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in listed.stdout.split("\n"):
         if (ROOT / name).is_file():
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ PACKAGE = Path(torch_private.__file__).parent
 OTHERS = {  # private names that are not torch's: of the standard library, torchmetrics, torchrun's agent, OmegaConf, apex
     "_asdict", "_fields", "_field_defaults", "_getframe", "_current_frames", "_option_string_actions", "_defaults",
     "_reductions", "_update_count", "_resolvers", "_amp_stash", "_copied_masters", "_wrapped_by_lr_sched", "_opt_called",
-    "_first_recorded_ns", "_exit",
+    "_first_recorded_ns", "_exit", "_written_as",
 }  # fmt: skip
 MARKS = {"_dynamo_marked_constant"}  # set on functions of ours, for torch.compile to find
 

@@ -26,7 +26,7 @@ class Source:
 
     def tree(self, module: str) -> ast.Module | None:
         """Returns the syntax tree of a module; None for other packages."""
-        if not module.startswith("lightning"):
+        if module.split(".", maxsplit=1)[0] != "lightning":
             return None
         if module not in self._trees:
             path = self._site.joinpath(*module.split("."))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from fabricamp.errors import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from fabricamp.trainer import Trainer
 
@@ -30,6 +33,16 @@ def monitored_value(trainer: Trainer, monitor: str) -> float | None:
     """Returns the last epoch value of ``monitor``; None if it was not logged."""
     value = trainer.monitored_metrics.get(monitor)
     return None if value is None else float(value)
+
+
+def metric_tensors(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns metrics as tensors on the CPU: those of a number in fp32, as Lightning's methods get them."""
+    return {
+        name: value.detach().cpu()
+        if isinstance(value, Tensor)
+        else torch.tensor(value, dtype=torch.float32, device="cpu")
+        for name, value in metrics.items()
+    }
 
 
 def missing_monitor(trainer: Trainer, what: str, monitor: str) -> str:

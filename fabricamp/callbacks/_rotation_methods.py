@@ -36,7 +36,7 @@ from fabricamp.callbacks._checkpoint_files import (
     SavePlan,
     sort_key,
 )
-from fabricamp.callbacks._monitoring import checks_at_train_epoch_end
+from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, metric_tensors
 from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import link_checkpoint, read_header, storage
 from fabricamp.checkpoint.checkpoint_io import remove_by
@@ -248,7 +248,9 @@ class RotationMethods(Checkpoint):
         for path, value in self._models.items():
             known = kept.scores.get(path)
             # The dict has values in fp32; a value that was not changed keeps its digits.
-            unchanged = known is not None and bool(torch.tensor(known, dtype=torch.float32) == float(value))
+            unchanged = known is not None and bool(
+                torch.tensor(known, dtype=torch.float32, device="cpu") == float(value)
+            )
             found[str(path)] = known if unchanged and known is not None else float(value)
         if found == kept.scores:
             return kept
@@ -335,8 +337,9 @@ class RotationMethods(Checkpoint):
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         """Returns the metrics by which files are ranked and named, with ``epoch`` and ``step`` as whole numbers."""
-        values = {name: torch.as_tensor(value).detach().cpu() for name, value in self._metrics(trainer).items()}
-        return {**values, "epoch": values["epoch"].int(), "step": values["step"].int()}
+        counts = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        whole = {name: torch.tensor(count, dtype=torch.int32, device="cpu") for name, count in counts.items()}
+        return {**metric_tensors(self._metrics(trainer)), **whole}
 
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         """Saves one file by its score, or without a monitor the newest."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from fabricamp.arguments.checks import check_kind
-from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_in, monitored_value
+from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, metric_tensors, missing_in, monitored_value
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError, MissingMetricError
 
@@ -213,7 +213,7 @@ class EarlyStopping(Callback):
             return
         # Epoch metrics are equal on every rank, but a monitored step value is not; ranks that disagree would wait for ever.
         current = trainer.strategy.broadcast(monitored_value(trainer, self.monitor))
-        logs = {name: torch.as_tensor(value) for name, value in trainer.monitored_metrics.items()}
+        logs = metric_tensors(trainer.monitored_metrics)
         logs.pop(self.monitor, None)
         if current is not None:
             logs[self.monitor] = torch.tensor(current, dtype=torch.float64, device="cpu")

@@ -14,6 +14,7 @@ from fabricamp.callbacks import ModelCheckpoint
 from tests.small import QUIET
 
 WRONG = {
+    "checkpoint_objects": ["yes", 1],
     "accelerator": ["cup", 3],
     "devices": [0, -2, "many", [0, 0], 1.5],
     "num_nodes": [0, "2", 1.0],

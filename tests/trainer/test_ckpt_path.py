@@ -198,7 +198,7 @@ def test_where_one_rank_cannot_read_it_every_rank_says_so(tmp_path):
 
         record = importlib.import_module("fabricamp.checkpoint.record")
 
-        def refuse(path):
+        def refuse(path, **_):
             raise CheckpointError(f"cannot read checkpoint {path}: Stale file handle")
 
         if os.environ["RANK"] == "1":
@@ -263,10 +263,10 @@ def test_where_one_rank_cannot_read_the_newest_every_rank_takes_the_one_before(t
         record = importlib.import_module("fabricamp.checkpoint.record")
         read = record.read_checkpoint
 
-        def refuse(path):
+        def refuse(path, **options):
             if "step=4" in str(path):
                 raise CheckpointError(f"cannot read checkpoint {path}: Stale file handle")
-            return read(path)
+            return read(path, **options)
 
         if os.environ["RANK"] == "1":
             record.read_checkpoint = refuse

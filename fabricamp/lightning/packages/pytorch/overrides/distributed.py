@@ -29,7 +29,8 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
         """Returns this process's indices, in the order of the dataset or, with ``shuffle``, in one that follows from the epoch."""
         order = list(range(self.total_size))
         if self.shuffle:
-            order = torch.randperm(self.total_size, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+            generator = torch.Generator().manual_seed(self.epoch)
+            order = torch.randperm(self.total_size, generator=generator, dtype=torch.int64, device="cpu").tolist()
         return iter(order[self.rank :: self.num_replicas])
 
 
