@@ -108,11 +108,12 @@ def draw(path: str, series: Tensor, forecasts: Tensor) -> None:
         from matplotlib import pyplot as plt
     except ImportError as error:
         raise SystemExit("--picture needs matplotlib: pip install 'fabricamp[plot]'") from error
+    truth, drawn = series.numpy(), forecasts.numpy()
     figure, axes = plt.subplots(3, 1, figsize=(8, 4.5), sharex=True, layout="constrained")
     for shop, axis in enumerate(axes):
-        axis.plot(range(-CONTEXT, 0), series[shop, -HORIZON - CONTEXT : -HORIZON], color="0.6", label="the model reads")
-        axis.plot(range(HORIZON), series[shop, -HORIZON:], color="black", label="truth")
-        axis.plot(range(HORIZON), forecasts[shop], color="tab:red", label="forecast")
+        axis.plot(range(-CONTEXT, 0), truth[shop, -HORIZON - CONTEXT : -HORIZON], color="0.6", label="the model reads")
+        axis.plot(range(HORIZON), truth[shop, -HORIZON:], color="black", label="truth")
+        axis.plot(range(HORIZON), drawn[shop], color="tab:red", label="forecast")
         axis.set_ylabel(f"shop {shop}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     axes[-1].set_xlabel("days from the end of the context")

@@ -101,7 +101,7 @@ def draw(path: str, returns: list[float], before: Batch, after: Batch) -> None:
     left.set(xlabel="step", ylabel="mean return of the carts")
     for (states, _, rewards), color, label in ((before, "0.6", "before training"), (after, "tab:red", "after")):
         angles = states[:, :, 2].where(rewards > 0, torch.nan).rad2deg()
-        lines = right.plot(angles, color=color, linewidth=0.8)
+        lines = right.plot(angles.numpy(), color=color, linewidth=0.8)
         lines[0].set_label(label)
     right.set(xlabel="push", ylabel="angle of each pole (degrees)")
     right.legend()
