@@ -104,7 +104,9 @@ def draw(path: str, module: Listener, sounds: TensorDataset) -> None:
         pictures = module.spectrogram(waves)
     figure, axes = plt.subplots(2, 5, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")
     for axis, picture, truth, guess in zip(axes.T.flat, pictures, instruments, heard, strict=True):
-        axis.imshow(picture.numpy(), vmin=2, vmax=8, origin="lower", aspect="auto", extent=(0, SAMPLES / RATE, 0, RATE / 2000))
+        axis.imshow(
+            picture.numpy(), vmin=2, vmax=8, origin="lower", aspect="auto", extent=(0, SAMPLES / RATE, 0, RATE / 2000)
+        )
         color = "black" if truth == guess else "red"
         axis.set_title(f"{INSTRUMENTS[truth]}: heard {INSTRUMENTS[guess]}", fontsize=9, color=color)
     figure.supxlabel("seconds")

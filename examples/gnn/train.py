@@ -107,7 +107,9 @@ def draw(path: str, graph: Graph, module: CommunityFinder) -> None:
     titles = ("what is known of each node", "what the graph convolutions make of it")
     for axis, title, values in zip(axes, titles, (graph["features"], scores), strict=True):
         _, _, directions = torch.pca_lowrank(values, q=2)
-        axis.scatter(*(values @ directions).T.numpy(), c=graph["community"].numpy(), cmap="tab10", vmax=9, s=5, antialiased=False)
+        axis.scatter(
+            *(values @ directions).T.numpy(), c=graph["community"].numpy(), cmap="tab10", vmax=9, s=5, antialiased=False
+        )
         axis.set(title=title, xticks=[], yticks=[])
     figure.savefig(path, dpi=70)
 
