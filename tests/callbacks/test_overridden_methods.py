@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fabricamp import Callback, ConfigError, DataModule, Trainer, TrainingModule
+from fabricamp._utils import lightning_alias
 from fabricamp.callbacks import (
     AsyncCheckpoint,
     EarlyStopping,
@@ -223,8 +224,11 @@ def test_methods_that_a_hook_calls(tmp_path):
     assert float(checkpoint.best_model_score) == 3
 
 
-def test_what_is_assigned_counts_for_the_next_save(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, monitor="v", save_top_k=1)
+@pytest.mark.parametrize("kind", ["subclass", "plain, in a program written for Lightning"])
+def test_what_is_assigned_counts_for_the_next_save(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(lightning_alias, "_installed", kind != "subclass")
+    family = type("Mine", (ModelCheckpoint,), {}) if kind == "subclass" else ModelCheckpoint
+    checkpoint = family(tmp_path, monitor="v", save_top_k=1)
 
     class Forgets(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
@@ -232,6 +236,36 @@ def test_what_is_assigned_counts_for_the_next_save(tmp_path):
 
     fit(Forgets(), checkpoint, epochs=3)
     assert list(shown(checkpoint)[0].values()) == [9], "the best of those that were not forgotten"
+
+
+@pytest.mark.parametrize("family", [ModelCheckpoint, AsyncCheckpoint])
+def test_a_dict_that_a_callback_empties_costs_no_file_of_a_class_without_an_override(tmp_path, family):
+    checkpoint = family(tmp_path, monitor="v", mode="max", save_top_k=1)
+
+    class Looks(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            checkpoint.best_k_models.clear()
+
+    fit(Looks(), checkpoint)
+    best = tmp_path / "epoch=2-step=12.ckpt"
+    assert best.exists()
+    assert checkpoint.best_model_path == str(best)
+    assert list(checkpoint.best_k_models) == [str(best)]
+
+
+def test_a_callback_may_call_the_methods_of_a_class_without_an_override(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, monitor="v", every_n_epochs=0, save_top_k=2)
+
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+
+    fit(Saves(), checkpoint)
+    assert names(tmp_path) == ["epoch=3-step=16.ckpt", "epoch=4-step=20.ckpt"]
+    assert {name_of(path): float(score) for path, score in checkpoint.best_k_models.items()} == {
+        "epoch=3-step=16.ckpt": 3,
+        "epoch=4-step=20.ckpt": 2,
+    }
 
 
 def test_only_own_files_are_removed(tmp_path):
