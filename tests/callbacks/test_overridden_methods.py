@@ -416,6 +416,43 @@ def test_an_override_by_a_base_class_is_refused():
         type("Mine", (Mixin, Trainer), {})
 
 
+class Watches(LearningRateMonitor):
+    """Written for fabricamp: its private names are Lightning's by chance."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        print(max([batch_idx], key=lambda step: self._add_prefix(step) or step))
+
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer, pl_module):
+        self._add_suffix()
+
+    @property
+    def longest(self):
+        return self._extract_lr()
+
+    def _add_prefix(self, step): ...
+    def _add_suffix(self): ...
+    def _extract_lr(self): ...
+
+
+def test_a_name_that_the_program_itself_calls_is_its_own(monkeypatch):
+    methods = dict(vars(Watches))
+    assert type("Again", (Watches,), {"_extract_lr": lambda self: 1})
+    monkeypatch.setattr(lightning_alias, "_installed", True)
+    with pytest.raises(ConfigError, match=r"overrides a private method of Lightning's LearningRateMonitor"):
+        type("Watches", (LearningRateMonitor,), methods)
+
+
+def test_an_override_that_only_calls_its_base_is_refused():
+    with pytest.raises(ConfigError, match=r"Mine\._extract_lr overrides"):
+
+        class Mine(LearningRateMonitor):
+            def _extract_lr(self, *args):
+                return super()._extract_lr(*args)
+
+            def on_train_start(self, trainer, pl_module): ...
+
+
 def test_the_list_is_that_of_lightnings_source(tmp_path, monkeypatch):
     spec = importlib.util.find_spec("lightning")
     site = Path(spec.origin).parents[1] if spec and spec.origin else Path()
