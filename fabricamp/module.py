@@ -341,13 +341,23 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
                 child.trainer = trainer
 
     @property
-    def _trainer(self) -> Trainer | None:
-        """The Trainer, None if there is none: read by neuralforecast and darts."""
+    def _trainer(self) -> Any:
+        """The Trainer, None if there is none: read by neuralforecast and darts.
+
+        Outside of a program written for Lightning, another value of this name is the program's own.
+        """
+        for own in (vars(self), self._modules):
+            if "_trainer" in own:
+                return own["_trainer"]
         return self._attachment.trainer
 
     @_trainer.setter
-    def _trainer(self, trainer: Trainer | None) -> None:
-        self.trainer = trainer
+    def _trainer(self, trainer: Any) -> None:
+        if lightning_alias.is_installed() or hasattr(trainer, "_runner"):  # a Trainer
+            vars(self).pop("_trainer", None)
+            self.trainer = trainer
+        else:
+            vars(self)["_trainer"] = trainer
 
     @property
     def global_step(self) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import tomllib
+from collections.abc import Iterable, Iterator
 from importlib import resources
-from typing import Final
+from types import CodeType, FunctionType
+from typing import Any, Final
 
+from fabricamp._utils import lightning_alias
 from fabricamp.errors import ConfigError
 
 _HONOURED: Final = ("EarlyStopping", "ModelCheckpoint")
@@ -30,15 +34,15 @@ def _methods() -> dict[str, list[str]]:
 def refuse_private_methods(kind: type) -> None:
     """Raises :class:`ConfigError` if a class of a program overrides a private method of Lightning that nothing here calls.
 
-    Private names that Lightning does not have are free.
+    Private names that Lightning does not have are free.  So is a name that the program itself calls, in another method of its
+    classes, as nothing is left out then.  A program written for Lightning may count on Lightning's calls as well: it is refused.
     """
     packages = {base: base.__module__.partition(".")[0] for base in kind.__mro__}
     if packages[kind] == _OURS:
         return
+    of_program = [base for base in kind.__mro__ if packages[base] != _OURS and packages[base] not in _OTHERS]
     private: dict[str, type] = {}
-    for base in kind.__mro__:
-        if packages[base] == _OURS or packages[base] in _OTHERS:
-            continue
+    for base in of_program:
         for name, value in vars(base).items():
             if name.startswith("_") and not name.startswith("__") and hasattr(value, "__get__"):
                 private.setdefault(name, base)
@@ -49,8 +53,32 @@ def refuse_private_methods(kind: type) -> None:
             continue
         lightnings = _LIGHTNINGS_NAMES.get(base.__name__, base.__name__)
         for name in _methods().get(lightnings, ()):
-            if name in private:
+            if name in private and (lightning_alias.is_installed() or not _calls(of_program, name)):
                 raise ConfigError(
                     f"{private[name].__qualname__}.{name} overrides a private method of Lightning's {lightnings}, which fabricamp "
                     "never calls: use a public method or a hook instead; if the method is your own, give it another name"
                 )
+
+
+def _calls(kinds: Iterable[type], name: str) -> bool:
+    """Returns whether a method of these classes, other than ``name`` itself, names it."""
+    return any(
+        name in _names_in(code)
+        for kind in kinds
+        for other, value in vars(kind).items()
+        if other != name
+        for code in _codes_of(value)
+    )
+
+
+def _codes_of(value: Any) -> Iterator[CodeType]:
+    parts = [getattr(value, part, None) for part in ("__func__", "func", "fget", "fset")]
+    for part in (value, *parts):
+        function = inspect.unwrap(part) if callable(part) else None
+        if isinstance(function, FunctionType):
+            yield function.__code__
+
+
+def _names_in(code: CodeType) -> set[str]:
+    within = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*within)

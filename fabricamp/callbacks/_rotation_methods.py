@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 from torch import Tensor
 
+from fabricamp._utils import lightning_alias
 from fabricamp.callbacks._checkpoint_files import (
     WRITTEN_BY,
     FileNameTemplate,
@@ -119,12 +120,11 @@ class RotationMethods(Checkpoint):
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """Paths of the top k files, best first, mapped to their ``monitor`` values."""
-        if self._models is None or self._models_of is not self._kept:
-            scores = self._kept.scores.items()
-            self._models = {path: torch.tensor(score, dtype=torch.float32, device="cpu") for path, score in scores}
-            self._models_of = self._kept
-        return self._models
+        """Paths of the top k files, best first, mapped to their ``monitor`` values.
+
+        Changes of the dict are this callback's state in a subclass, or in a program written for Lightning; otherwise it is a copy.
+        """
+        return self._shared_models if self._shares_models else dict(self._shared_models)
 
     @best_k_models.setter
     def best_k_models(self, models: dict[str, Tensor]) -> None:
@@ -239,6 +239,21 @@ class RotationMethods(Checkpoint):
 
     # -- the state behind them ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _shared_models(self) -> dict[str, Tensor]:
+        """The dict of ``best_k_models`` whose changes are adopted."""
+        if self._models is None or self._models_of is not self._kept:
+            scores = self._kept.scores.items()
+            self._models = {path: torch.tensor(score, dtype=torch.float32, device="cpu") for path, score in scores}
+            self._models_of = self._kept
+        return self._models
+
+    @property
+    def _shares_models(self) -> bool:
+        """Whether the program may count on Lightning's dict; else a file that it drops from the dict would be removed."""
+        is_own = type(self).__module__.startswith("fabricamp.")
+        return not is_own or self._saves_by_methods or lightning_alias.is_installed()
+
     def _adopted(self) -> KeptFiles:
         """Returns the kept files with what was changed in the dict of ``best_k_models``."""
         kept = self._kept
@@ -259,7 +274,7 @@ class RotationMethods(Checkpoint):
 
     def _adopt(self, **changes: Any) -> None:
         """Makes what was assigned the callback's state; ``best_k_models`` stays the same dict."""
-        models = self.best_k_models
+        models = self._shared_models
         self._kept = replace(self._adopted(), **changes)
         self._models = models
         self._models_of = self._kept
@@ -374,17 +389,18 @@ class RotationMethods(Checkpoint):
 
     def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         """Puts a file with the score ``current`` into the top k, writes it, and removes the file that it replaces."""
-        k = len(self.best_k_models) + 1 if self.save_top_k == -1 else self.save_top_k
+        models = self._shared_models
+        k = len(models) + 1 if self.save_top_k == -1 else self.save_top_k
         replaced = ""
-        if 0 < k == len(self.best_k_models):
+        if 0 < k == len(models):
             replaced = self.kth_best_model_path
-            self.best_k_models.pop(replaced)
+            models.pop(replaced)
         if torch.isnan(current):
             current = torch.full_like(current, float("inf" if self.mode == "min" else "-inf"))
         path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, replaced or None)
-        self.best_k_models[path] = current
+        models = self._shared_models
+        models[path] = current
         self.current_score = current
-        models = self.best_k_models
         worst_of, best_of = (max, min) if self.mode == "min" else (min, max)
         if len(models) == k:
             self.kth_best_model_path = worst_of(models, key=lambda one: float(models[one]))

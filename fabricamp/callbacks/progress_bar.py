@@ -5,20 +5,33 @@ from __future__ import annotations
 import contextlib
 import math
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from fabricamp.callbacks._renderers import Pairs, Renderer, Task, duration, open_renderer
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
 _FREE_LINES = 100
 """Number of lines written at any rate; further ones at most once a second, so tiny epochs do not flood a log."""
+
+_Value = TypeVar("_Value")
+
+
+class _Computed(Generic[_Value]):
+    """A computed attribute that a subclass may set, as it could when this class did not have it."""
+
+    def __init__(self, compute: Callable[[Any], _Value]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, bar: ProgressBar | None, owner: type | None = None) -> _Value:
+        return self if bar is None else self._compute(bar)  # type: ignore[return-value]  # as a property of the class
 
 
 class ProgressBar(Callback):
@@ -103,7 +116,11 @@ class ProgressBar(Callback):
         """Whether bars are shown."""
         return self._enabled
 
-    @property
+    @is_enabled.setter
+    def is_enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+    @_Computed
     def is_disabled(self) -> bool:
         """Whether bars are hidden."""
         return not self.is_enabled
@@ -115,7 +132,7 @@ class ProgressBar(Callback):
 
     # -- what Lightning's bars offer to subclasses that draw their own -------------------------------------------------
 
-    @property
+    @_Computed
     def trainer(self) -> Trainer:
         """The Trainer of the running, or the last, run; raises TypeError before the first."""
         if self._trainer is None:
@@ -124,7 +141,7 @@ class ProgressBar(Callback):
             )
         return self._trainer
 
-    @property
+    @_Computed
     def total_train_batches(self) -> float:
         """The number of micro-batches in an epoch; with ``max_steps`` and no limit of epochs, at most the steps that are left."""
         trainer = self.trainer
@@ -132,7 +149,7 @@ class ProgressBar(Callback):
             return min(trainer.num_training_batches, trainer.max_steps - trainer.global_step)
         return trainer.num_training_batches
 
-    @property
+    @_Computed
     def total_val_batches(self) -> float:
         """The number of validation batches of all loaders; 0 in an epoch that does not validate."""
         trainer = self.trainer
@@ -140,18 +157,18 @@ class ProgressBar(Callback):
         validates = trainer.enable_validation and (every is None or (trainer.current_epoch + 1) % every == 0)
         return sum(trainer.num_val_batches) if validates else 0
 
-    @property
+    @_Computed
     def total_val_batches_current_dataloader(self) -> float:
         """The number of batches of the validation loader that runs."""
         trainer = self.trainer
         return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
-    @property
+    @_Computed
     def total_test_batches_current_dataloader(self) -> float:
         """The number of batches of the test loader that runs."""
         return self._of_loader(self.trainer.num_test_batches)
 
-    @property
+    @_Computed
     def total_predict_batches_current_dataloader(self) -> float:
         """The number of batches of the prediction loader that runs."""
         return self._of_loader(self.trainer.num_predict_batches)

@@ -28,6 +28,7 @@ class Schedules:
         self._metrics = metrics
         self._state = state
         self._configs = configs
+        self._counts_batches = lightning_alias.is_installed()
         self._own_step = module.lr_scheduler_step if overrides(module, "lr_scheduler_step", TrainingModule) else None
         self.sort()
 
@@ -51,7 +52,7 @@ class Schedules:
 
         In a program written for Lightning, ``frequency`` counts the batches of the epoch, as there.
         """
-        done = self._state.batch_idx + 1 if lightning_alias.is_installed() else applied_steps
+        done = self._state.batch_idx + 1 if self._counts_batches else applied_steps
         for config in self.by_step:
             if done % config.frequency == 0:
                 self._step(config)

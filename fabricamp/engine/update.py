@@ -355,7 +355,7 @@ class Update:
         In a program written for Lightning it counts all of them, as there: a step's value is that of the last one.
         """
         result = forward_backward()
-        self._parts.metrics.muted = not lightning_alias.is_installed()
+        self._parts.metrics.muted = not self._shows_shares
         for hook in self._hooks.before_step:
             hook(optimizer)
         return result

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fabricamp import Callback, ConfigError, DataModule, Trainer, TrainingModule
+from fabricamp._utils import lightning_alias
 from fabricamp.callbacks import (
     AsyncCheckpoint,
     EarlyStopping,
@@ -223,8 +224,11 @@ def test_methods_that_a_hook_calls(tmp_path):
     assert float(checkpoint.best_model_score) == 3
 
 
-def test_what_is_assigned_counts_for_the_next_save(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path, monitor="v", save_top_k=1)
+@pytest.mark.parametrize("kind", ["subclass", "plain, in a program written for Lightning"])
+def test_what_is_assigned_counts_for_the_next_save(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(lightning_alias, "_installed", kind != "subclass")
+    family = type("Mine", (ModelCheckpoint,), {}) if kind == "subclass" else ModelCheckpoint
+    checkpoint = family(tmp_path, monitor="v", save_top_k=1)
 
     class Forgets(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
@@ -232,6 +236,36 @@ def test_what_is_assigned_counts_for_the_next_save(tmp_path):
 
     fit(Forgets(), checkpoint, epochs=3)
     assert list(shown(checkpoint)[0].values()) == [9], "the best of those that were not forgotten"
+
+
+@pytest.mark.parametrize("family", [ModelCheckpoint, AsyncCheckpoint])
+def test_a_dict_that_a_callback_empties_costs_no_file_of_a_class_without_an_override(tmp_path, family):
+    checkpoint = family(tmp_path, monitor="v", mode="max", save_top_k=1)
+
+    class Looks(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            checkpoint.best_k_models.clear()
+
+    fit(Looks(), checkpoint)
+    best = tmp_path / "epoch=2-step=12.ckpt"
+    assert best.exists()
+    assert checkpoint.best_model_path == str(best)
+    assert list(checkpoint.best_k_models) == [str(best)]
+
+
+def test_a_callback_may_call_the_methods_of_a_class_without_an_override(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, monitor="v", every_n_epochs=0, save_top_k=2)
+
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            checkpoint._save_topk_checkpoint(trainer, checkpoint._monitor_candidates(trainer))
+
+    fit(Saves(), checkpoint)
+    assert names(tmp_path) == ["epoch=3-step=16.ckpt", "epoch=4-step=20.ckpt"]
+    assert {name_of(path): float(score) for path, score in checkpoint.best_k_models.items()} == {
+        "epoch=3-step=16.ckpt": 3,
+        "epoch=4-step=20.ckpt": 2,
+    }
 
 
 def test_only_own_files_are_removed(tmp_path):
@@ -380,6 +414,43 @@ def test_an_override_that_nothing_would_call_is_refused(base, method, lightnings
 def test_an_override_by_a_base_class_is_refused():
     with pytest.raises(ConfigError, match=r"Mixin\._run_stage overrides a private method of Lightning's Trainer"):
         type("Mine", (Mixin, Trainer), {})
+
+
+class Watches(LearningRateMonitor):
+    """Written for fabricamp: its private names are Lightning's by chance."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        print(max([batch_idx], key=lambda step: self._add_prefix(step) or step))
+
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer, pl_module):
+        self._add_suffix()
+
+    @property
+    def longest(self):
+        return self._extract_lr()
+
+    def _add_prefix(self, step): ...
+    def _add_suffix(self): ...
+    def _extract_lr(self): ...
+
+
+def test_a_name_that_the_program_itself_calls_is_its_own(monkeypatch):
+    methods = dict(vars(Watches))
+    assert type("Again", (Watches,), {"_extract_lr": lambda self: 1})
+    monkeypatch.setattr(lightning_alias, "_installed", True)
+    with pytest.raises(ConfigError, match=r"overrides a private method of Lightning's LearningRateMonitor"):
+        type("Watches", (LearningRateMonitor,), methods)
+
+
+def test_an_override_that_only_calls_its_base_is_refused():
+    with pytest.raises(ConfigError, match=r"Mine\._extract_lr overrides"):
+
+        class Mine(LearningRateMonitor):
+            def _extract_lr(self, *args):
+                return super()._extract_lr(*args)
+
+            def on_train_start(self, trainer, pl_module): ...
 
 
 def test_the_list_is_that_of_lightnings_source(tmp_path, monkeypatch):

@@ -658,3 +658,26 @@ def test_a_bar_that_an_earlier_version_pickled_stays_as_it_was():
     bar = object.__new__(TQDMProgressBar)
     bar.__setstate__({"is_enabled": False, "refresh_rate": 0})
     assert (bar.is_enabled, bar.is_disabled, bar.refresh_rate, bar.process_position) == (False, True, 0, 0)
+
+
+@pytest.mark.parametrize("family", [ProgressBar, TQDMProgressBar])
+def test_a_subclass_may_set_attributes_that_the_bar_has_too(family):
+    class Mine(family):
+        def __init__(self):
+            super().__init__()
+            self.trainer = None
+            self.refresh_rate = 7
+            self.total_train_batches = 3
+            self.is_enabled = False
+
+        def setup(self, trainer, pl_module, stage):
+            super().setup(trainer, pl_module, stage)
+            self.trainer = trainer
+
+    bar = Mine()
+    assert (bar.trainer, bar.refresh_rate, bar.total_train_batches, bar.is_disabled) == (None, 7, 3, True)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[bar], enable_progress_bar=True)
+    trainer.fit(Classifier(), loader(8))
+    assert bar.trainer is trainer
+    bar.enable()
+    assert bar.is_enabled

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from fabricamp import Callback, ConfigError, Trainer, TrainingModule
-from tests.small import quiet_trainer
+from tests.small import Classifier, quiet_trainer
+from tests.small import loader as batches
 
 
 class Line(TrainingModule):
@@ -174,3 +175,16 @@ def test_importing_fabricamp_imports_none_of_them(tmp_path):
         "sys.exit('fabricamp.lightning.private_attributes' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_another_value_of_that_name_is_the_programs_own():
+    class Mine(Classifier):
+        def __init__(self, helper):
+            super().__init__()
+            self._trainer = helper
+
+    for helper in (None, "a name", torch.nn.Linear(1, 1)):
+        module = Mine(helper)
+        quiet_trainer(max_epochs=1).fit(module, batches(8))
+        assert module._trainer is helper
+        assert module.trainer.global_step == 2

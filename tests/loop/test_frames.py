@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fabricamp
+from fabricamp._utils import lightning_alias
 from fabricamp.strategies import DelayedDDP
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -55,3 +57,26 @@ def test_several_ranks(strategy):
     for frames, files, names in run_ranks(frames_of_a_fit, 2, strategy, "O1"):
         assert frames <= 8, names
         assert files <= 4, names
+
+
+class BySteps(Classifier):
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS])
+def test_no_step_asks_for_whom_the_program_was_written(optimizer, monkeypatch):
+    calls = []
+    monkeypatch.setattr(lightning_alias, "is_installed", lambda: bool(calls.append(0)))
+    counts = []
+    for batches in (2, 6):
+        calls.clear()
+        quiet_trainer(max_epochs=1, limit_val_batches=0).fit(BySteps(optimizer), loader(4 * batches))
+        counts.append(len(calls))
+    assert counts[0] == counts[1]

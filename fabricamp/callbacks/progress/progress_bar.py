@@ -39,9 +39,13 @@ class LightningsBar(ProgressBar):
             self.disable()
 
     @property
-    def refresh_rate(self) -> int:  # type: ignore[override]  # a subclass may override it by a property too
+    def refresh_rate(self) -> int:  # a subclass may override it by a property too
         """The number of batches between two refreshes that was given; 0 shows no bar."""
         return self._refresh_rate
+
+    @refresh_rate.setter
+    def refresh_rate(self, refresh_rate: int) -> None:
+        self._refresh_rate = refresh_rate
 
     def get_metrics(self, trainer: Trainer, pl_module: TrainingModule) -> dict[str, Any]:
         """Returns the values shown beside the bar, ``v_num`` first; override this method to change them."""
