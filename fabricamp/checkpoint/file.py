@@ -328,7 +328,10 @@ def _check_unchanged(state: dict[str, Any], path: str, *, sealed: bool) -> None:
 
 
 def _verify(file: IO[bytes], *, data: bool = True) -> bool:
-    """Returns whether a zip has a checksum footer; raises if the zip is damaged.  With ``data`` it reads and checks all members."""
+    """Returns whether a zip has a checksum footer; raises if the zip is damaged.
+
+    The directory and the pickle are checked always; with ``data`` all members are read and checked.
+    """
     with zipfile.ZipFile(file) as archive:
         check_members(archive)
         damaged = archive.testzip() if data else None
@@ -374,7 +377,9 @@ def _not_there(path: str) -> str:
 def _unreadable(path: str, file: IO[bytes], error: Exception, *, weights_only: bool | None) -> CheckpointError:
     """Returns the error for a file that could not be loaded: what is wrong, and what to do."""
     file.seek(0)
-    asks_for_code = weights_only is False or isinstance(error, pickle.UnpicklingError)
+    # A zip that is damaged was not unpickled, whatever it holds.
+    is_damaged = isinstance(error, zipfile.BadZipFile)
+    asks_for_code = not is_damaged and (weights_only is False or isinstance(error, pickle.UnpicklingError))
     unsafe = [name for name in _unsafe_globals(file) if name not in GLOBALS] if asks_for_code else []
     if unsafe and weights_only is False:
         return CheckpointObjectsError(

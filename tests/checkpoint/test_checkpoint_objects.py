@@ -6,6 +6,9 @@ import dataclasses
 import enum
 import io
 import pickle
+import random
+import sys
+import types
 import zipfile
 from pathlib import Path
 
@@ -454,6 +457,11 @@ PLACES = {
     "no number": lambda: ObjectRef(PickledObjects(names=["x"]), "0"),
     "other bytes": lambda: ObjectRef(PickledObjects(torch.ones(3), [], ["x"], ""), 0),
     "no tensors": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8), None, ["x"], ""), 0),
+    "a few bytes again and again": lambda: ObjectRef(
+        PickledObjects(torch.ones(1, dtype=torch.uint8).expand(1 << 45), [], ["x"], ""), 0
+    ),
+    "rows of bytes": lambda: ObjectRef(PickledObjects(torch.ones(2, 2, dtype=torch.uint8), [], ["x"], ""), 0),
+    "sparse bytes": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8).to_sparse(), [], ["x"], ""), 0),
     "no names": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8), [], [1], ""), 0),
 }
 
@@ -485,6 +493,24 @@ def test_no_file_puts_an_attribute_in_the_place_of_a_method(tmp_path):
         packed["x"].objects = packed["x"].objects.own
 
 
+@pytest.mark.parametrize("made", [b"object_at\n)\x81", b"unpickled\n)\x81", b"unpickled\n)R"])
+def test_no_file_makes_an_object_without_fields(made, tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
+    content = b"\x80\x02}(X\x0a\x00\x00\x00state_dict}X\x01\x00\x00\x00xcfabricamp.checkpoint.objects\n" + made + b"u."
+    changed(tmp_path / "a.ckpt", "data.pkl", lambda _: content)
+    for read in (read_checkpoint, read_header):
+        with pytest.raises(CheckpointError, match="damaged"):
+            read(str(tmp_path / "a.ckpt"))
+
+
+def test_what_a_file_says_of_its_objects_does_not_control_the_terminal(tmp_path):
+    packed = pack_objects({"state_dict": {}, "x": Encoder([1])})
+    packed["x"].objects.names[0] = "\x1b[2J\nall is well"
+    torch.save(packed, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointObjectsError, match=r"\['x'\]: \?\[2J\?all is well"):
+        read_checkpoint(tmp_path / "a.ckpt")
+
+
 def changed(path, member, change):
     """Writes the zip anew with ``member`` changed and right checksums."""
     with zipfile.ZipFile(path) as archive:
@@ -510,6 +536,42 @@ def test_a_damaged_seal_is_seen_before_anything_is_unpickled(keeps_comment, tmp_
         with pytest.raises(CheckpointError, match="damaged|changed"):
             read_checkpoint(path, **options)
         assert not touched.exists()
+
+
+def with_another_name(path):
+    """Changes one bit of the file, in the name of the module with the functions that it calls."""
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"fabricamp.checkpoint.objects\n", b"fabricamp.checkpoint.objectr\n"))
+    assert path.read_bytes() != content
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Calls of functions in the module that :func:`with_another_name` names."""
+    calls = []
+    module = types.ModuleType("fabricamp.checkpoint.objectr")
+    module.unpickled = module.object_at = lambda *_: calls.append("ran")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
+
+
+@pytest.mark.parametrize("weights_only", [None, False])
+@pytest.mark.parametrize("read", [read_checkpoint, read_header])
+def test_a_damaged_name_is_damage_and_is_not_called(read, weights_only, called, saved):
+    with_another_name(saved)
+    with pytest.raises(CheckpointError, match="is damaged") as refused:
+        read(str(saved), weights_only=weights_only)
+    assert not isinstance(refused.value, CheckpointObjectsError)
+    assert not called
+
+
+def test_damage_in_a_file_of_lightning_is_no_refusal(tmp_path):
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"w": torch.full((8,), 3.0)}, "x": Encoder([1])}, path)
+    path.write_bytes(path.read_bytes().replace(torch.tensor([3.0]).numpy().tobytes(), b"ruin", 1))
+    with pytest.raises(CheckpointError, match="is damaged") as refused:
+        read_checkpoint(path, weights_only=False)
+    assert not isinstance(refused.value, CheckpointObjectsError)
 
 
 def test_the_bytes_have_a_digest_of_their_own(tmp_path):
@@ -553,6 +615,18 @@ def test_a_refusal_is_not_damage_and_no_older_file_is_taken(word, tmp_path):
     trainer = restarted(tmp_path, word, weights_only=False)
     assert trainer.ckpt_path.endswith("step=3.ckpt")
     assert trainer.global_step == 16
+
+
+def test_damage_in_the_newest_file_is_passed_over_with_permission_too(called, tmp_path, caplog):
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(
+        max_steps=3, enable_checkpointing=True, callbacks=[checkpoint, Statistics()], checkpoint_objects=True
+    )
+    trainer.fit(forecast(), loader())
+    with_another_name(tmp_path / "epoch=0-step=3.ckpt")
+    assert restarted(tmp_path, "auto", weights_only=False).ckpt_path.endswith("step=2.ckpt")
+    assert "skipped, trying an older checkpoint" in caplog.text
+    assert not called
 
 
 def test_files_of_lightning_with_objects_stop_auto_too(tmp_path):
