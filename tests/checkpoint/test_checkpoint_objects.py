@@ -231,6 +231,37 @@ def test_the_first_save_says_once_what_a_resume_takes(tmp_path, caplog):
     assert "['hyper_parameters']['loss']" in lines[0]
 
 
+class Draws:
+    """Draws random numbers while it is pickled."""
+
+    def __getstate__(self):
+        return {"numbers": (torch.rand(1).item(), random.random(), np.random.rand())}
+
+
+def test_objects_that_draw_random_numbers_do_not_change_the_run(tmp_path):
+    def weights(folder, steps, tag=None, **options):
+        torch.manual_seed(3)
+        module = WithNet(nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 3)))
+        module.save_hyperparameters({"tag": tag}, ignore=["net"])
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=1)
+        trainer = quiet_trainer(
+            max_steps=steps, enable_checkpointing=True, checkpoint_objects=True, callbacks=[checkpoint]
+        )
+        trainer.fit(module, loader(), **options)
+        return module.net[1].weight.detach()
+
+    straight = weights(tmp_path / "straight", 6, Draws())
+    assert torch.equal(weights(tmp_path / "without", 6), straight)
+    weights(tmp_path / "killed", 3, Draws())
+    resumed = weights(tmp_path / "killed", 6, Draws(), ckpt_path="last", weights_only=False)
+    assert torch.equal(resumed, straight)
+
+
+def test_what_torch_pickles_but_does_not_rebuild_is_refused():
+    with pytest.raises(CheckpointError, match=r"\['x'\] is a .*Encoder, which cannot be pickled .*UntypedStorage"):
+        pack_objects({"x": Encoder(torch.ones(2).untyped_storage())})
+
+
 def test_the_background_writes_objects_as_they_were_at_the_save(tmp_path):
     """The object and its tensors are those of the snapshot, whatever training does before the thread has written."""
     trainer, module = trained(
@@ -331,6 +362,19 @@ def test_torchs_variable_takes_the_permission_away(saved, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(CheckpointObjectsError):
         read_checkpoint(saved, weights_only=False)
+
+
+def test_torchs_variable_keeps_a_file_from_naming_classes_too(tmp_path, monkeypatch):
+    class Kept(Classifier):
+        def __init__(self, mode):
+            super().__init__()
+            self.save_hyperparameters()
+
+    trainer, _ = trained(module=Kept(Mode.FAST))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(CheckpointError, match="name this enum"):
+        Kept.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False)
 
 
 def test_a_wrong_permission_is_refused():
