@@ -21,7 +21,7 @@ from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.checksum import ChecksumFile, check_members, is_sealed
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
-from fabricamp.checkpoint.objects import GLOBALS, ObjectRef, refusal, without_unpickling
+from fabricamp.checkpoint.objects import GLOBALS, READING, ObjectRef, refusal, without_unpickling
 from fabricamp.checkpoint.packing import unpack_objects
 from fabricamp.checkpoint.plain import PRIVATE, structure, tensors_in
 from fabricamp.checkpoint.storage import PARTIAL_SUFFIX
@@ -174,7 +174,8 @@ def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool = Fa
     except pickle.UnpicklingError:
         if not isinstance(source, str):
             source.seek(0)
-        found = set(_unsafe_globals(source))
+        with READING:  # not while another thread's file is read, for which these names are allowed
+            found = set(_unsafe_globals(source))
         if found and found <= GLOBALS:
             with without_unpickling():
                 return load(weights_only=True)

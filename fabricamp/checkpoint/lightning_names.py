@@ -126,7 +126,9 @@ def allowed_under_both_names() -> Iterator[None]:
         for one in (entry[0] if isinstance(entry, tuple) else entry for entry in given)
         if _is_fabricamps(one) and _name_of(one) in by_name
     }
-    with torch.serialization.safe_globals([*(more - given)]):  # the end of the context takes away what it is given
+    added = [*(more - given)]  # the end of the context takes away all that it was given
+    # torch's set is not changed in one step: without need, another thread's types are left alone.
+    with torch.serialization.safe_globals(added) if added else contextlib.nullcontext():
         yield
 
 

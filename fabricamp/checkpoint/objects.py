@@ -253,14 +253,15 @@ def _closed_reference(objects: Any, index: Any) -> ObjectRef:
     return ObjectRef(objects, index)
 
 
-_READING: Final = threading.Lock()
+READING: Final = threading.Lock()
+"""Held while torch allows more types than the program does: these are one set for all threads."""
 
 
 @contextlib.contextmanager
 def without_unpickling() -> Iterator[None]:
     """A context in which ``torch.load(weights_only=True)`` returns :class:`PickledObjects`, closed, and references to them."""
     places: list[Any] = [(_closed_objects, _name_of(unpickled)), (_closed_reference, _name_of(object_at))]
-    with _READING, torch.serialization.safe_globals(places):
+    with READING, torch.serialization.safe_globals(places):
         yield
 
 

@@ -10,6 +10,7 @@ import random
 import sys
 import types
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -616,6 +617,24 @@ def test_damage_in_a_file_of_lightning_is_no_refusal(tmp_path):
     with pytest.raises(CheckpointError, match="is damaged") as refused:
         read_checkpoint(path, weights_only=False)
     assert not isinstance(refused.value, CheckpointObjectsError)
+
+
+@pytest.mark.parametrize("weights_only", [None, False])
+def test_threads_that_read_at_once_check_and_refuse_as_one_does(weights_only, saved):
+    """torch's set of allowed types is one for all threads: a file must not be taken for another trainer's meanwhile."""
+    allowed = torch.serialization.get_safe_globals()
+
+    def outcome(_):
+        try:
+            read_checkpoint(saved, weights_only=weights_only)
+        except CheckpointError as error:
+            return type(error)
+        return None
+
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = {*threads.map(outcome, range(24))}
+    assert outcomes == {CheckpointObjectsError if weights_only is None else None}
+    assert {*torch.serialization.get_safe_globals()} == {*allowed}
 
 
 def test_the_bytes_have_a_digest_of_their_own(tmp_path):
