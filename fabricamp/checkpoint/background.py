@@ -154,6 +154,10 @@ class BackgroundWriter:
                 f"there is no host memory for a copy of the state ({error!s:.200}); write with ModelCheckpoint instead"
             ) from error
 
+    def wait_for_copy(self) -> None:
+        """Waits until the values of the last :meth:`take` have arrived in host memory."""
+        self._copy.wait()
+
     def write_copy(self, copied: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Calls ``write`` in the thread with the copy of :meth:`take`, once its values have arrived."""
         # A daemon thread, which Python does not join at exit: if nobody has waited by then, an error ended the run.

@@ -24,7 +24,7 @@ from fabricamp.checkpoint.file import CHECKSUM, read_checkpoint, write_checkpoin
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
 from fabricamp.checkpoint.objects import refusal
-from fabricamp.checkpoint.packing import pack_objects, unpack_objects
+from fabricamp.checkpoint.packing import pack_objects, unpack_own
 from fabricamp.checkpoint.plain import PRIVATE
 from fabricamp.errors import CheckpointError, CheckpointNotFoundError
 
@@ -136,12 +136,12 @@ class AsyncCheckpointIO(WrappingCheckpointIO):
         """Calls ``write`` in the thread with a copy of ``checkpoint``."""
         self.wait()
         self._writer = self._writer or BackgroundWriter()
-
-        def unpack_and_write(copied: dict[str, Any]) -> None:
-            unpack_objects(copied, "the copy of the state", weights_only=False)  # they are this process's own
-            write(copied)
-
-        self._writer.start(pack_objects(checkpoint), unpack_and_write)
+        packed = pack_objects(checkpoint)
+        copied = self._writer.take(packed)
+        if packed is not checkpoint:
+            self._writer.wait_for_copy()
+            unpack_own(copied)  # here, not in the thread: code of the program may draw random numbers
+        self._writer.write_copy(copied, write)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads, once the write in flight has ended."""
@@ -288,7 +288,8 @@ def load_by(
     ``weights_only`` is passed only to a plug-in that takes it.  Raises :class:`CheckpointError` whatever the plug-in raises;
     :class:`CheckpointObjectsError` if torch refuses objects in the file, which is no damage.
     """
-    given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
+    # True, not None: torch.load(weights_only=None) follows an environment variable.
+    given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only is not False}
     parameters = inspect.signature(io.load_checkpoint).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     if isinstance(io, WrappingCheckpointIO) and takes_all:

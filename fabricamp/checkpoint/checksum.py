@@ -70,7 +70,10 @@ def is_sealed(file: IO[bytes]) -> bool:
 
 
 def check_members(archive: zipfile.ZipFile) -> None:
-    """Raises ``zipfile.BadZipFile`` for duplicate members or another byte order: torch would misread them, or crash."""
+    """Raises ``zipfile.BadZipFile`` for duplicate members or another byte order: torch would misread them, or crash.
+
+    And for a pickle with a wrong checksum, which torch does not compare: another name in it would be imported and called.
+    """
     names = archive.namelist()
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -81,6 +84,8 @@ def check_members(archive: zipfile.ZipFile) -> None:
                 order = member.read(20).decode("ascii", "replace")
             if order != sys.byteorder:
                 raise zipfile.BadZipFile(f"its byte order is {order!r}, this machine's {sys.byteorder!r}")
+        if name.endswith("/data.pkl") and name.count("/") == 1:
+            archive.read(name)
 
 
 def _seal(file: IO[bytes], size: int) -> bytes:

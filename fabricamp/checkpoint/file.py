@@ -21,7 +21,7 @@ from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.checksum import ChecksumFile, check_members, is_sealed
 from fabricamp.checkpoint.foreign import translated
 from fabricamp.checkpoint.formats import upgraded
-from fabricamp.checkpoint.objects import GLOBALS, ObjectRef, refusal, without_unpickling
+from fabricamp.checkpoint.objects import GLOBALS, READING, ObjectRef, refusal, without_unpickling
 from fabricamp.checkpoint.packing import unpack_objects
 from fabricamp.checkpoint.plain import PRIVATE, structure, tensors_in
 from fabricamp.checkpoint.storage import PARTIAL_SUFFIX
@@ -174,7 +174,8 @@ def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool = Fa
     except pickle.UnpicklingError:
         if not isinstance(source, str):
             source.seek(0)
-        found = set(_unsafe_globals(source))
+        with READING:  # not while another thread's file is read, for which these names are allowed
+            found = set(_unsafe_globals(source))
         if found and found <= GLOBALS:
             with without_unpickling():
                 return load(weights_only=True)
@@ -328,7 +329,10 @@ def _check_unchanged(state: dict[str, Any], path: str, *, sealed: bool) -> None:
 
 
 def _verify(file: IO[bytes], *, data: bool = True) -> bool:
-    """Returns whether a zip has a checksum footer; raises if the zip is damaged.  With ``data`` it reads and checks all members."""
+    """Returns whether a zip has a checksum footer; raises if the zip is damaged.
+
+    The directory and the pickle are checked always; with ``data`` all members are read and checked.
+    """
     with zipfile.ZipFile(file) as archive:
         check_members(archive)
         damaged = archive.testzip() if data else None
@@ -374,7 +378,9 @@ def _not_there(path: str) -> str:
 def _unreadable(path: str, file: IO[bytes], error: Exception, *, weights_only: bool | None) -> CheckpointError:
     """Returns the error for a file that could not be loaded: what is wrong, and what to do."""
     file.seek(0)
-    asks_for_code = weights_only is False or isinstance(error, pickle.UnpicklingError)
+    # A zip that is damaged was not unpickled, whatever it holds.
+    is_damaged = isinstance(error, zipfile.BadZipFile)
+    asks_for_code = not is_damaged and (weights_only is False or isinstance(error, pickle.UnpicklingError))
     unsafe = [name for name in _unsafe_globals(file) if name not in GLOBALS] if asks_for_code else []
     if unsafe and weights_only is False:
         return CheckpointObjectsError(

@@ -119,12 +119,16 @@ def find_named(module: str, name: str) -> Any:
 @contextlib.contextmanager
 def allowed_under_both_names() -> Iterator[None]:
     """A context in which ``torch.load(weights_only=True)`` knows types of ``add_safe_globals`` by Lightning's names too."""
-    given = [one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals()]
+    given: set[Any] = {*torch.serialization.get_safe_globals()}
     by_name = lightnings_names()
-    more: list[Any] = [
-        (one, by_name[_name_of(one)]) for one in given if _is_fabricamps(one) and _name_of(one) in by_name
-    ]
-    with torch.serialization.safe_globals(more):
+    more: set[Any] = {
+        (one, by_name[_name_of(one)])
+        for one in (entry[0] if isinstance(entry, tuple) else entry for entry in given)
+        if _is_fabricamps(one) and _name_of(one) in by_name
+    }
+    added = [*(more - given)]  # the end of the context takes away all that it was given
+    # torch's set is not changed in one step: without need, another thread's types are left alone.
+    with torch.serialization.safe_globals(added) if added else contextlib.nullcontext():
         yield
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fabricamp.arguments.environment import first_reference
 from fabricamp.checkpoint.hyperparameters import HyperparameterKeys, Hyperparameters, HyperparametersMixin
+from fabricamp.checkpoint.packing import allows_code
 from fabricamp.checkpoint.plain import PRIVATE, name_of
 from fabricamp.errors import CheckpointError, ConfigError, FabricampError, nearest
 
@@ -52,7 +53,7 @@ def build(
     """
     if hparams_file is not None:
         checkpoint = {**checkpoint, keys.values: _from_yaml(hparams_file), keys.types: []}
-    arguments = arguments_for(owner, checkpoint, keys, path, overrides, types, imports=weights_only is False)
+    arguments = arguments_for(owner, checkpoint, keys, path, overrides, types, imports=allows_code(weights_only))
     try:
         built = owner(**arguments)
     except FabricampError:  # some are TypeErrors too, and say what to change

@@ -99,7 +99,8 @@ class ObjectRef:
     @property
     def name(self) -> str:
         """The class of the object."""
-        return self.objects.names[self.index]
+        name = self.objects.names[self.index]
+        return "".join(letter if letter.isprintable() else "?" for letter in name)  # it is written by the file
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object_at, self.parts()
@@ -178,6 +179,10 @@ class _Pickler(pickle.Pickler):
             # on the meta device has none.
             if type(value) in (Tensor, nn.Parameter) and not value.is_meta and not vars(value):
                 return self._number(id(value), self._full.get(id(value), value))
+        elif isinstance(value, torch.UntypedStorage):
+            raise CheckpointError(
+                "an UntypedStorage is in it, which torch pickles but does not rebuild: keep its tensor"
+            )
         elif isinstance(value, torch.storage.TypedStorage):
             storage = value._untyped_storage  # the public methods warn that the class will go
             whole = torch.empty(0, dtype=value.dtype, device=storage.device).set_(storage)
@@ -238,14 +243,25 @@ def _name_of(function: Any) -> str:
 GLOBALS: Final = {_name_of(unpickled), _name_of(object_at)}
 """The names of the functions that a file with objects calls."""
 
-_READING: Final = threading.Lock()
+
+def _closed_objects(data: Any, tensors: Any, names: Any, digest: Any) -> PickledObjects:
+    """Stands for :func:`unpickled`; a function, as of a class a file could make an object without fields, or change them."""
+    return PickledObjects(data, tensors, names, digest)
+
+
+def _closed_reference(objects: Any, index: Any) -> ObjectRef:
+    return ObjectRef(objects, index)
+
+
+READING: Final = threading.Lock()
+"""Held while torch allows more types than the program does: these are one set for all threads."""
 
 
 @contextlib.contextmanager
 def without_unpickling() -> Iterator[None]:
     """A context in which ``torch.load(weights_only=True)`` returns :class:`PickledObjects`, closed, and references to them."""
-    places: list[Any] = [(PickledObjects, _name_of(unpickled)), (ObjectRef, _name_of(object_at))]
-    with _READING, torch.serialization.safe_globals(places):
+    places: list[Any] = [(_closed_objects, _name_of(unpickled)), (_closed_reference, _name_of(object_at))]
+    with READING, torch.serialization.safe_globals(places):
         yield
 
 
@@ -256,6 +272,9 @@ def _checked(data: Any, tensors: Any, names: Any, digest: Any) -> bytes:
         not has_layout
         or data.is_meta
         or data.dtype is not torch.uint8
+        or data.layout is not torch.strided
+        or data.dim() != 1
+        or not data.is_contiguous()  # a small file could ask for any amount of memory
         or not all(isinstance(name, str) for name in names)
     ):
         raise CheckpointError("its objects do not have the layout of objects")

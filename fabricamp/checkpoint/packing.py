@@ -13,6 +13,7 @@ from fabricamp.checkpoint.objects import ObjectRef, PickledObjects, pickle_into,
 from fabricamp.checkpoint.plain import MAPPINGS, TENSORS, VALUES, check_content, name_of
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
 from fabricamp.ops.shards import is_shard
+from fabricamp.rng import isolate_rng
 
 
 def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict
     except RecursionError:  # lists within themselves: the check of the content names them
         return state
     if packing.found:
-        pickle_into(packing.pickled, packing.found, {} if module is None else _full_values(module, state))
+        with isolate_rng():  # objects may draw random numbers: training goes on as without a save
+            pickle_into(packing.pickled, packing.found, {} if module is None else _full_values(module, state))
     return packed
 
 
@@ -102,6 +104,16 @@ def unpack_objects(state: Any, path: str, *, weights_only: bool | None) -> None:
     ``weights_only`` False allows code to rebuild them.  True and None allow torch's own types, and those that the program gave to
     ``torch.serialization.add_safe_globals``; raises :class:`CheckpointObjectsError` with the keys and classes of others.
     """
+    _put_back(state, path, weights_only=not allows_code(weights_only))
+
+
+def unpack_own(state: Any) -> None:
+    """Puts the objects of a copy of this process's state in their places: no file brought them, so nothing forbids it."""
+    with isolate_rng():
+        _put_back(state, "the copy of the state", weights_only=False)
+
+
+def _put_back(state: Any, path: str, *, weights_only: bool) -> None:
     try:
         places = _places(state)
     except CheckpointError as error:
@@ -110,15 +122,16 @@ def unpack_objects(state: Any, path: str, *, weights_only: bool | None) -> None:
     for _, container, key in places:
         pickled = container[key].objects
         if id(pickled) not in by_pack:
-            by_pack[id(pickled)] = _loaded(pickled, path, state, weights_only=weights_only is not False or _forbidden())
+            by_pack[id(pickled)] = _loaded(pickled, path, state, weights_only=weights_only)
     for _, container, key in places:
         reference = container[key]
         container[key] = by_pack[id(reference.objects)][reference.index]
 
 
-def _forbidden() -> bool:
-    """Returns whether torch's environment variable takes the permission away from every call."""
-    return os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
+def allows_code(weights_only: bool | None) -> bool:
+    """Returns whether a call with this argument allows code; torch's environment variable takes that away from every call."""
+    forbidden = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
+    return weights_only is False and not forbidden
 
 
 def _loaded(pickled: PickledObjects, path: str, state: Any, *, weights_only: bool) -> list[Any]:

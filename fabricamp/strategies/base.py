@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+import zipfile
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch import Tensor
 import fabricamp._utils.first_rank  # noqa: F401 - sets the rank that lightning-utilities' functions look at
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.registry import Registry
-from fabricamp.errors import ConfigError, DistributedError, FabricampError, nearest, reworded
+from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError, nearest, reworded
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.torch_private import Store
 
@@ -404,6 +405,11 @@ class Strategy(NamesKeywords):
 
     def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict[str, Any]:
         """Returns a checkpoint file's content; objects only with ``weights_only=False``.  Read by pytorch-forecasting's Tuner."""
+        if zipfile.is_zipfile(checkpoint_path):  # torch compares no checksums
+            with zipfile.ZipFile(checkpoint_path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise CheckpointError(f"{checkpoint_path} is damaged (the checksum of {damaged} is wrong)")
         content: dict[str, Any] = torch.load(checkpoint_path, "cpu", weights_only=weights_only is not False)
         return content
 

@@ -6,7 +6,11 @@ import dataclasses
 import enum
 import io
 import pickle
+import random
+import sys
+import types
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +232,37 @@ def test_the_first_save_says_once_what_a_resume_takes(tmp_path, caplog):
     assert "['hyper_parameters']['loss']" in lines[0]
 
 
+class Draws:
+    """Draws random numbers while it is pickled."""
+
+    def __getstate__(self):
+        return {"numbers": (torch.rand(1).item(), random.random(), np.random.rand())}
+
+
+def test_objects_that_draw_random_numbers_do_not_change_the_run(tmp_path):
+    def weights(folder, steps, tag=None, **options):
+        torch.manual_seed(3)
+        module = WithNet(nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 3)))
+        module.save_hyperparameters({"tag": tag}, ignore=["net"])
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=1)
+        trainer = quiet_trainer(
+            max_steps=steps, enable_checkpointing=True, checkpoint_objects=True, callbacks=[checkpoint]
+        )
+        trainer.fit(module, loader(), **options)
+        return module.net[1].weight.detach()
+
+    straight = weights(tmp_path / "straight", 6, Draws())
+    assert torch.equal(weights(tmp_path / "without", 6), straight)
+    weights(tmp_path / "killed", 3, Draws())
+    resumed = weights(tmp_path / "killed", 6, Draws(), ckpt_path="last", weights_only=False)
+    assert torch.equal(resumed, straight)
+
+
+def test_what_torch_pickles_but_does_not_rebuild_is_refused():
+    with pytest.raises(CheckpointError, match=r"\['x'\] is a .*Encoder, which cannot be pickled .*UntypedStorage"):
+        pack_objects({"x": Encoder(torch.ones(2).untyped_storage())})
+
+
 def test_the_background_writes_objects_as_they_were_at_the_save(tmp_path):
     """The object and its tensors are those of the snapshot, whatever training does before the thread has written."""
     trainer, module = trained(
@@ -328,6 +363,19 @@ def test_torchs_variable_takes_the_permission_away(saved, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(CheckpointObjectsError):
         read_checkpoint(saved, weights_only=False)
+
+
+def test_torchs_variable_keeps_a_file_from_naming_classes_too(tmp_path, monkeypatch):
+    class Kept(Classifier):
+        def __init__(self, mode):
+            super().__init__()
+            self.save_hyperparameters()
+
+    trainer, _ = trained(module=Kept(Mode.FAST))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(CheckpointError, match="name this enum"):
+        Kept.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=False)
 
 
 def test_a_wrong_permission_is_refused():
@@ -454,6 +502,11 @@ PLACES = {
     "no number": lambda: ObjectRef(PickledObjects(names=["x"]), "0"),
     "other bytes": lambda: ObjectRef(PickledObjects(torch.ones(3), [], ["x"], ""), 0),
     "no tensors": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8), None, ["x"], ""), 0),
+    "a few bytes again and again": lambda: ObjectRef(
+        PickledObjects(torch.ones(1, dtype=torch.uint8).expand(1 << 45), [], ["x"], ""), 0
+    ),
+    "rows of bytes": lambda: ObjectRef(PickledObjects(torch.ones(2, 2, dtype=torch.uint8), [], ["x"], ""), 0),
+    "sparse bytes": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8).to_sparse(), [], ["x"], ""), 0),
     "no names": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8), [], [1], ""), 0),
 }
 
@@ -485,6 +538,24 @@ def test_no_file_puts_an_attribute_in_the_place_of_a_method(tmp_path):
         packed["x"].objects = packed["x"].objects.own
 
 
+@pytest.mark.parametrize("made", [b"object_at\n)\x81", b"unpickled\n)\x81", b"unpickled\n)R"])
+def test_no_file_makes_an_object_without_fields(made, tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
+    content = b"\x80\x02}(X\x0a\x00\x00\x00state_dict}X\x01\x00\x00\x00xcfabricamp.checkpoint.objects\n" + made + b"u."
+    changed(tmp_path / "a.ckpt", "data.pkl", lambda _: content)
+    for read in (read_checkpoint, read_header):
+        with pytest.raises(CheckpointError, match="damaged"):
+            read(str(tmp_path / "a.ckpt"))
+
+
+def test_what_a_file_says_of_its_objects_does_not_control_the_terminal(tmp_path):
+    packed = pack_objects({"state_dict": {}, "x": Encoder([1])})
+    packed["x"].objects.names[0] = "\x1b[2J\nall is well"
+    torch.save(packed, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointObjectsError, match=r"\['x'\]: \?\[2J\?all is well"):
+        read_checkpoint(tmp_path / "a.ckpt")
+
+
 def changed(path, member, change):
     """Writes the zip anew with ``member`` changed and right checksums."""
     with zipfile.ZipFile(path) as archive:
@@ -510,6 +581,60 @@ def test_a_damaged_seal_is_seen_before_anything_is_unpickled(keeps_comment, tmp_
         with pytest.raises(CheckpointError, match="damaged|changed"):
             read_checkpoint(path, **options)
         assert not touched.exists()
+
+
+def with_another_name(path):
+    """Changes one bit of the file, in the name of the module with the functions that it calls."""
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"fabricamp.checkpoint.objects\n", b"fabricamp.checkpoint.objectr\n"))
+    assert path.read_bytes() != content
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Calls of functions in the module that :func:`with_another_name` names."""
+    calls = []
+    module = types.ModuleType("fabricamp.checkpoint.objectr")
+    module.unpickled = module.object_at = lambda *_: calls.append("ran")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
+
+
+@pytest.mark.parametrize("weights_only", [None, False])
+@pytest.mark.parametrize("read", [read_checkpoint, read_header])
+def test_a_damaged_name_is_damage_and_is_not_called(read, weights_only, called, saved):
+    with_another_name(saved)
+    with pytest.raises(CheckpointError, match="is damaged") as refused:
+        read(str(saved), weights_only=weights_only)
+    assert not isinstance(refused.value, CheckpointObjectsError)
+    assert not called
+
+
+def test_damage_in_a_file_of_lightning_is_no_refusal(tmp_path):
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"w": torch.full((8,), 3.0)}, "x": Encoder([1])}, path)
+    path.write_bytes(path.read_bytes().replace(torch.tensor([3.0]).numpy().tobytes(), b"ruin", 1))
+    with pytest.raises(CheckpointError, match="is damaged") as refused:
+        read_checkpoint(path, weights_only=False)
+    assert not isinstance(refused.value, CheckpointObjectsError)
+
+
+@pytest.mark.parametrize("weights_only", [None, False])
+def test_threads_that_read_at_once_check_and_refuse_as_one_does(weights_only, saved):
+    """torch's set of allowed types is one for all threads: a file must not be taken for another trainer's meanwhile."""
+    allowed = torch.serialization.get_safe_globals()
+
+    def outcome(_):
+        try:
+            read_checkpoint(saved, weights_only=weights_only)
+        except CheckpointError as error:
+            return type(error)
+        return None
+
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = {*threads.map(outcome, range(24))}
+    assert outcomes == {CheckpointObjectsError if weights_only is None else None}
+    assert {*torch.serialization.get_safe_globals()} == {*allowed}
 
 
 def test_the_bytes_have_a_digest_of_their_own(tmp_path):
@@ -553,6 +678,18 @@ def test_a_refusal_is_not_damage_and_no_older_file_is_taken(word, tmp_path):
     trainer = restarted(tmp_path, word, weights_only=False)
     assert trainer.ckpt_path.endswith("step=3.ckpt")
     assert trainer.global_step == 16
+
+
+def test_damage_in_the_newest_file_is_passed_over_with_permission_too(called, tmp_path, caplog):
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(
+        max_steps=3, enable_checkpointing=True, callbacks=[checkpoint, Statistics()], checkpoint_objects=True
+    )
+    trainer.fit(forecast(), loader())
+    with_another_name(tmp_path / "epoch=0-step=3.ckpt")
+    assert restarted(tmp_path, "auto", weights_only=False).ckpt_path.endswith("step=2.ckpt")
+    assert "skipped, trying an older checkpoint" in caplog.text
+    assert not called
 
 
 def test_files_of_lightning_with_objects_stop_auto_too(tmp_path):

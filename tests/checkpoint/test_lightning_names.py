@@ -128,6 +128,15 @@ def test_types_that_the_program_allows_are_known_by_both_names():
         WeightsOnly(io.BytesIO(data)).load()
 
 
+def test_what_the_program_allows_under_lightnings_name_stays_allowed():
+    name = lightning_names.lightnings_names()["fabricamp.checkpoint.hyperparameters.Hyperparameters"]
+    with torch.serialization.safe_globals([(Hyperparameters, name)]):
+        for _ in range(2):
+            with lightning_names.allowed_under_both_names():
+                pass
+            assert (Hyperparameters, name) in torch.serialization.get_safe_globals()
+
+
 def run(code, *arguments, door=False, path=()):
     command = [sys.executable, *(["-m", "fabricamp.lightning"] if door else []), code, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])}

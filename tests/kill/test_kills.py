@@ -6,6 +6,7 @@ import collections
 import json
 import random
 import shutil
+import signal
 
 import pytest
 import torch
@@ -121,6 +122,53 @@ def test_twenty_kills(tmp_path):
     phases = survive(tmp_path, 20, seed=1)
     assert phases.total() == 20
     assert len(phases) >= 2
+
+
+class Encoder:
+    """An object that draws random numbers while it is pickled."""
+
+    def __getstate__(self):
+        return {"drawn": random.random() + torch.rand(1).item()}
+
+
+def with_objects_in(folder, kind, **allowed):
+    def job(armed):
+        seed_everything(7, verbose=False)
+        checkpoint = kind(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
+        trainer = quiet_trainer(
+            devices="auto",
+            strategy=DDP(timeout=60),
+            max_steps=10,
+            enable_checkpointing=True,
+            checkpoint_objects=True,
+            callbacks=[checkpoint, armed],
+        )
+        module = Noisy()
+        module.save_hyperparameters({"encoder": Encoder()})
+        trainer.fit(module, loader(32, 2, shuffle=True), ckpt_path="auto", **allowed)
+        if trainer.is_global_zero:
+            torch.save(parts([module.state_dict(), trainer.optimizers[0].state_dict()]), folder / "attempt-weights")
+
+    return job
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, AsyncCheckpoint])
+def test_kills_of_two_ranks_with_objects(kind, tmp_path):
+    """A restart without permission stops on both ranks and changes no file; with permission it ends with the same bits."""
+    import_everything(tmp_path / "warm")
+    assert attempt(with_objects_in(tmp_path / "straight", kind), tmp_path / "straight").finished
+    here = tmp_path / "killed"
+    allowed = {"weights_only": False}
+    for kill in (Kill(0, "file", 8), Kill(1, "call", 9000)):
+        assert attempt(with_objects_in(here, kind, **allowed), here, kill).codes[kill.rank] == -signal.SIGKILL, kill
+        files = {file.name: file.stat().st_mtime_ns for file in (here / "checkpoints").glob("*.ckpt")}
+        assert files
+        refused = attempt(with_objects_in(here, kind), here)
+        assert refused.codes == [1, 1]
+        assert refused.failures.count("CheckpointObjectsError: ckpt_path='auto'") == WORLD_SIZE
+        assert {file.name: file.stat().st_mtime_ns for file in (here / "checkpoints").glob("*.ckpt")} == files
+    assert attempt(with_objects_in(here, kind, **allowed), here).finished
+    assert same(outcome(here), outcome(tmp_path / "straight"))
 
 
 def alone_in(folder, strategy, writes):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import pkgutil
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import fabricamp
 from fabricamp.strategies import STRATEGIES
@@ -67,6 +69,19 @@ PATHS = (
     "accelerators.cuda", "loggers", "plugins.environments", "plugins.io", "utilities.cloud_io", "utilities.data",
     "utilities.distributed", "utilities.enums", "utilities.exceptions", "utilities.rank_zero", "utilities.seed", "utilities.types",
 )  # fmt: skip
+
+
+def test_no_variable_lets_a_file_run_code(alias, tmp_path, monkeypatch):
+    torch.save({"x": Unallowed()}, tmp_path / "a.ckpt")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    load = alias("lightning.fabric.utilities.cloud_io")._load
+    with pytest.raises(pickle.UnpicklingError):
+        load(tmp_path / "a.ckpt")
+    assert type(load(tmp_path / "a.ckpt", weights_only=False)["x"]) is Unallowed
+
+
+class Unallowed:
+    pass
 
 
 def test_one_class_has_one_object_at_all_its_paths(alias):

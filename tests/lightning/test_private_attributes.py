@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fabricamp import Callback, ConfigError, Trainer, TrainingModule
+from fabricamp import Callback, CheckpointError, ConfigError, Trainer, TrainingModule
 from tests.small import Classifier, quiet_trainer
 from tests.small import loader as batches
 
@@ -143,6 +143,14 @@ def test_a_checkpoint_with_objects_loads_only_if_that_was_allowed(tmp_path):
         with pytest.raises(pickle.UnpicklingError):
             load(tmp_path / "a.ckpt", weights_only=allowed)
     assert isinstance(load(tmp_path / "a.ckpt", weights_only=False)["object"], Reader)
+
+
+def test_a_damaged_checkpoint_is_seen_before_its_objects_are_rebuilt(tmp_path):
+    torch.save({"object": Reader(None), "w": torch.full((8,), 3.0)}, tmp_path / "a.ckpt")
+    content = (tmp_path / "a.ckpt").read_bytes()
+    (tmp_path / "a.ckpt").write_bytes(content.replace(torch.tensor([3.0]).numpy().tobytes(), b"ruin", 1))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        trainer(tmp_path).strategy.load_checkpoint(tmp_path / "a.ckpt", weights_only=False)
 
 
 def test_freezing_returns_the_module():
