@@ -131,12 +131,17 @@ def test_a_trainer_does_not_import_what_only_sharded_runs_need():
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The names in the source distribution, built from the files that git tracks."""
+    """The names in the source distribution, and the files that git tracks; built from these, and from new files."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs the git repository")
     folder = tmp_path_factory.mktemp("sdist")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
-    for name in listed.stdout.split("\n"):
+    tracked, new = (
+        subprocess.run(
+            ["git", "ls-files", *options], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+        for options in ((), ("--others", "--exclude-standard"))
+    )
+    for name in (*tracked, *new):
         if (ROOT / name).is_file():
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "tree" / name)
@@ -147,15 +152,15 @@ def sdist(tmp_path_factory):
     (found,) = (folder / "dist").glob("*.tar.gz")
     with tarfile.open(found) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    return names, set(listed.stdout.split())
+    return names, set(tracked), set(new)
 
 
 def test_the_source_distribution_is_what_a_clone_is(sdist):
-    names, tracked = sdist
+    names, tracked, new = sdist
     missing = {name for name in tracked - names if not name.startswith((".ci", ".github", ".gitignore"))}
     assert not missing
-    generated = {name for name in names - tracked if not name.startswith("fabricamp.egg-info")}
-    folders = {str(parent) for name in tracked for parent in Path(name).parents}
+    generated = {name for name in names - tracked - new if not name.startswith("fabricamp.egg-info")}
+    folders = {str(parent) for name in tracked | new for parent in Path(name).parents}
     assert generated - folders <= {"", "PKG-INFO", "setup.cfg"}
 
 
