@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-    from fabricamp.checkpoint import CheckpointIO
     from fabricamp.gradients.memory import GradientMemory
 
 Value = TypeVar("Value")
@@ -107,8 +106,11 @@ class Strategy(NamesKeywords):
     start_method: str | None = None
     """How processes are started if the Trainer's ``start_method`` is "auto"; None: chosen automatically."""
 
-    checkpoint_io: CheckpointIO | None = None
-    """The plug-in that writes and reads checkpoints; None: fabricamp's own files."""
+    checkpoint_io: Any = None
+    """The ``CheckpointIO`` that writes and reads checkpoints; None: fabricamp's own files.
+
+    Strategies stand below checkpoints, and import nothing from there, not even for types.
+    """
 
     _session: Callable[[], object] = staticmethod(lambda: None)
 
