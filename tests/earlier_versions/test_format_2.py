@@ -349,6 +349,15 @@ def test_a_flush_on_its_way_from_a_gpu_is_found_under_its_new_keys():
     assert load_rows(save_rows([values])) == [values]
 
 
+def test_a_limit_within_a_loader_that_is_read_past_is_found_under_its_new_keys():
+    states = [{"rng": 1, "generators": []}]
+    at_limit = {"places": [{"batches": 2, "drawn": states}], "drawn": states[0]}
+    state = {"fabricamp_version": "0.1.0", "format": 2, "data": {"position": [{"batches": 0, "ended": at_limit}]}}
+    assert upgraded(state, "own.ckpt")["data"]["position"] == [
+        {"batches": 0, "at_limit": {"positions": [{"batches": 2, "rng_states": states}], "rng_states": states[0]}}
+    ]
+
+
 def test_values_of_users_and_plug_ins_keep_their_keys():
     own = {"stop": 1, "window": 2, "places": [{"drawn": 3, "groups": 4}], "cells": 5, "known": 6, "held": 7, "again": 8}
     state = {
