@@ -23,7 +23,8 @@ _RENAMED: Final = (
     ("loops.fit", {"ended": "metrics_at_end", "ended_logs": "loggers_at_end"}),
     ("loops.fit.metrics_at_end.*", {"given": "user_entries"}),
     ("loops.fit.torchmetrics.*.*", {"updates": "update_count"}),
-    ("loops.fit.window", {"held": "params_with_grad"}),
+    ("loops.fit", {"window": "accumulation"}),
+    ("loops.fit.accumulation", {"held": "params_with_grad"}),
     (_METRICS, {"given": "user_entries"}),
     (f"{_METRICS}.table", {"cells": "slots"}),
     (f"{_METRICS}.table.slots.*", {"number": "host_value", "sent": "flushed_weight", "object": "metric_attribute"}),
@@ -90,12 +91,15 @@ def _rename_keys(state: dict[str, Any]) -> None:
     """Converts format 2: the same values under other keys.
 
     A value that has another layout stays as it is: it is a plug-in's own, or the section that restores it raises.
+    On disk a folder's tensors keep the names under which they were written; ``renamed`` beside their files has these.
     """
     for path, names in _RENAMED:
         for values in _dicts_at(state, path.split(".")):
             renamed = {names.get(key, key): value for key, value in values.items()}
             values.clear()
             values.update(renamed)
+    for shards in _dicts_at(state, ["shards"]):
+        shards["renamed"] = {"loops/fit/accumulation/": "loops/fit/window/"}
     for amp in _dicts_at(state, ["amp"]):
         if "scaler" in amp:
             from fabricamp.precision.loss_scaler import with_current_keys

@@ -65,9 +65,9 @@ class AccumulationState(Section):
             content["loops.fit.failed"] = True
         content["loops.fit.stepped"] = update is not None and update.stepped
         content["loops.fit.open_batches"] = self._state.open_batches if self._is_saved() else 0
-        content["loops.fit.window"] = None
+        content["loops.fit.accumulation"] = None
         if update is not None:
-            content["loops.fit.window"] = _gathered(self._module, update, self._strategy)
+            content["loops.fit.accumulation"] = _gathered(self._module, update, self._strategy)
         return content
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
@@ -82,10 +82,10 @@ class AccumulationState(Section):
             )
         if self.update is not None:
             self.update.reference = loop.get("loss_reference")
-        if loop.get("window") is None:
+        if loop.get("accumulation") is None:
             return
         assert self.update is not None
-        accumulation = loop["window"]
+        accumulation = loop["accumulation"]
         if self._strategy.checkpoint_form == "folder":
             accumulation = _for_shards(checkpoint, path, self._module, self._strategy)
         problem = _restored(accumulation, self._module, self.update, self._strategy)
@@ -159,7 +159,7 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
     Full gradients, which parameters do not hold as shards yet, stay each rank's own if the number of ranks is the same.
     """
     fit = checkpoint["loops"]["fit"]
-    accumulation = fit["window"]
+    accumulation = fit["accumulation"]
     if not accumulation.get("sharded"):
         ranks = len(accumulation["params_with_grad"])
         # On the meta device: the values are in the folder's shards, and not in the file that was read.
@@ -176,7 +176,7 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
             "sharded": True,
             "params_with_grad": [sorted(averaged)] * ranks,
         }
-        checkpoint = {**checkpoint, "loops": {"fit": {**fit, "window": accumulation}}}
+        checkpoint = {**checkpoint, "loops": {"fit": {**fit, "accumulation": accumulation}}}
     return {**accumulation, "gradients": sharded_gradients(checkpoint, path, dict(module.named_parameters()))}
 
 

@@ -126,8 +126,11 @@ def as_read(path):
             metrics.setdefault(name, {})
         for slot in metrics["table"]["slots"]:
             slot.setdefault("flushed_weight", 0)
-    sums, loss = state["loops"]["fit"]["window"]["tensors"]
-    state["loops"]["fit"]["window"]["tensors"] = [sums[sums != 0], loss]  # there may be gaps between the parameters
+    sums, loss = state["loops"]["fit"]["accumulation"]["tensors"]
+    state["loops"]["fit"]["accumulation"]["tensors"] = [
+        sums[sums != 0],
+        loss,
+    ]  # there may be gaps between the parameters
     # Values, and a flag for each of the three.  Before a BatchNorm a bias has no gradient but what rounding leaves, which may be 0.
     assert 8 * 4 + 4 * 3 + 3 < sums.count_nonzero() <= 8 * 4 + 4 + 4 * 3 + 3
     for own in ("callbacks", "loggers", "fabricamp_version", "torch_version", "rng", "pytorch-lightning_version"):

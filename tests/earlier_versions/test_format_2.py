@@ -274,7 +274,8 @@ RENAMED = {
     "loops.fit.ended_logs": "loops.fit.loggers_at_end",
     "loops.fit.objects.*.*.updates": "loops.fit.torchmetrics.*.*.update_count",
     "loops.fit.objects.*.*.states": "loops.fit.torchmetrics.*.*.states",
-    "loops.fit.window.held": "loops.fit.window.params_with_grad",
+    "loops.fit.window.gradients": "loops.fit.accumulation.gradients",
+    "loops.fit.window.held": "loops.fit.accumulation.params_with_grad",
     "loops.fit.metrics.*.given": "loops.fit.metrics.*.user_entries",
     "loops.fit.metrics.*.table.cells.*.number": "loops.fit.metrics.*.table.slots.*.host_value",
     "loops.fit.metrics.*.table.cells.*.sent": "loops.fit.metrics.*.table.slots.*.flushed_weight",
@@ -376,7 +377,10 @@ def test_values_of_users_and_plug_ins_keep_their_keys():
     assert found["callbacks"] == {"Own": own}
     assert found["loggers"] == [{"logger": "Own", "state": own}]
     assert found["data"] == {"datamodule": own, "position": [{"positions": [{"batches": 1, "state": own}]}]}
-    assert found["loops"]["fit"] == {"torchmetrics": [{"metric": {"update_count": 1, "states": own}}], "window": None}
+    assert found["loops"]["fit"] == {
+        "torchmetrics": [{"metric": {"update_count": 1, "states": own}}],
+        "accumulation": None,
+    }
 
 
 @pytest.mark.parametrize("amp", [None, [1], "own", {"scaler": None}, {"scaler": [1]}])
