@@ -253,7 +253,7 @@ class _Source:
         # The position that was returned since the last batch; it is corrected if the next batch is beyond the loader's end.
         self._returned: dict[str, Any] = {}
         # RNG states before the pass was opened, and before its first batch: a resumed run reads skipped batches from these.
-        self._drawn: list[dict[str, Any]] = list(entered.get("drawn", ()))
+        self._drawn: list[dict[str, Any]] = list(entered.get("rng_states", ()))
         if self.ended and not cycles and "state" in entered:
             enter(loader, entered)
 
@@ -369,7 +369,7 @@ class _Source:
         else:
             position = {"rounds": rounds, **position_of(self.loader, entered, read)}
         if drawn:
-            position["drawn"] = drawn
+            position["rng_states"] = drawn
         return position
 
     def position(self) -> dict[str, Any]:

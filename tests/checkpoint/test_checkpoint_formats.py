@@ -112,22 +112,25 @@ def as_read(path):
     """What a run goes on from, without what each file has of its own."""
     state = read_checkpoint(path)
     state["loops"]["fit"] = {
-        "stop": "",
+        "stop_reason": "",
         "interrupted": False,
-        "closed": True,
+        "epoch_ended": True,
         "validations": 0,
         "skipped_before": 0,
         **state["loops"]["fit"],
     }
-    for name in ("step_size", "kernel_choice", "tensor_parallel", "ended", "ended_logs"):
+    for name in ("step_size", "kernel_choice", "tensor_parallel", "metrics_at_end", "loggers_at_end"):
         state["loops"]["fit"].pop(name, None)  # what earlier files have no word of, nor of what follows
     for metrics in state["loops"]["fit"]["metrics"]:
-        for name in ("given", "dtypes"):
+        for name in ("user_entries", "dtypes"):
             metrics.setdefault(name, {})
-        for cell in metrics["table"]["cells"]:
-            cell.setdefault("sent", 0)
-    sums, loss = state["loops"]["fit"]["window"]["tensors"]
-    state["loops"]["fit"]["window"]["tensors"] = [sums[sums != 0], loss]  # there may be gaps between the parameters
+        for slot in metrics["table"]["slots"]:
+            slot.setdefault("flushed_weight", 0)
+    sums, loss = state["loops"]["fit"]["accumulation"]["tensors"]
+    state["loops"]["fit"]["accumulation"]["tensors"] = [
+        sums[sums != 0],
+        loss,
+    ]  # there may be gaps between the parameters
     # Values, and a flag for each of the three.  Before a BatchNorm a bias has no gradient but what rounding leaves, which may be 0.
     assert 8 * 4 + 4 * 3 + 3 < sums.count_nonzero() <= 8 * 4 + 4 + 4 * 3 + 3
     for own in ("callbacks", "loggers", "fabricamp_version", "torch_version", "rng", "pytorch-lightning_version"):
@@ -163,14 +166,14 @@ def test_a_file_of_an_earlier_version_goes_on_bit_for_bit(file, tmp_path):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_fields_are_read_by_name(file):
     written, state = torch.load(file, weights_only=True), read_checkpoint(file)
-    known = state["amp"]["scaler"]["known"]
+    status = state["amp"]["scaler"]["last_status"]
     as_written = written["amp"]["scaler"]["known"]
-    assert list(known.values()) == list(as_written.values() if "format" in written else as_written)
-    assert (known["applied"], known["skipped_steps"]) == (False, 1)
-    cells = state["loops"]["fit"]["metrics"][0]["table"]["cells"]
-    assert [cell["published"]["key"] for cell in cells] == ["loss_step", "loss_epoch", "most"]
-    assert {cell["published"]["loader"] for cell in cells} == {-1}
-    assert state["format"] == 2
+    assert list(status.values()) == list(as_written.values() if "format" in written else as_written)
+    assert (status["applied"], status["skipped_steps"]) == (False, 1)
+    slots = state["loops"]["fit"]["metrics"][0]["table"]["slots"]
+    assert [slot["published"]["key"] for slot in slots] == ["loss_step", "loss_epoch", "most"]
+    assert {slot["published"]["loader"] for slot in slots} == {-1}
+    assert state["format"] == 3
 
 
 def test_verdicts_are_written_by_name(tmp_path):
@@ -178,18 +181,18 @@ def test_verdicts_are_written_by_name(tmp_path):
         _, trainer = fit(tmp_path)
     trainer.save_checkpoint(tmp_path / "new.ckpt")
     state = torch.load(tmp_path / "new.ckpt", weights_only=True)
-    assert state["format"] == 2
-    assert state["amp"]["scaler"]["known"]["skipped_steps"] == 1
+    assert state["format"] == 3
+    assert state["amp"]["scaler"]["last_status"]["skipped_steps"] == 1
     flushes = [flush for rank in state["loops"]["fit"]["metrics"] for flush in rank["pending"]]
-    assert all(row["published"][0]["key"] == "loss_step" for flush in flushes for row in flush["rows"])
+    assert all(row["published"][0]["key"] == "loss_step" for flush in flushes for row in flush["ranks"])
 
 
-@pytest.mark.parametrize("number", [3, -1, "1", True])
+@pytest.mark.parametrize("number", [4, -1, "1", True])
 def test_a_file_of_a_later_version_is_refused(number, tmp_path):
     state = torch.load(FORMAT_0, weights_only=True)
     del state["checksum"]
     torch.save({**state, "format": number, "fabricamp_version": "9.0"}, tmp_path / "later.ckpt")
-    with pytest.raises(CheckpointError, match=rf"format {number!r} .* fabricamp 9.0; .* up to 2: install"):
+    with pytest.raises(CheckpointError, match=rf"format {number!r} .* fabricamp 9.0; .* up to 3: install"):
         read_checkpoint(tmp_path / "later.ckpt")
 
 

@@ -456,7 +456,7 @@ def test_a_pass_without_a_batch_over_streams_that_are_at_their_end_can_be_saved(
     assert len(list(feed)) > 1
     assert list(feed) == []
     state = feed.state_dict(0)
-    assert "ended" not in state
+    assert "at_limit" not in state
     resumed = Feed(CombinedLoader([Countdown(0), Countdown(0)], mode))
     resumed.load_state_dict(state)
     assert list(resumed) == []

@@ -66,7 +66,7 @@ def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, s
     data = DataLoader(Samples(SIZE), batch, shuffle=True, generator=torch.Generator().manual_seed(3))
     trainer.fit(module, data, DataLoader(Samples(16, seed=2), BATCH), ckpt_path=ckpt_path)
     for place in contents["data"]["position"]:
-        place.pop("begun", None)
+        place.pop("at_pass_start", None)
     contents.pop("callbacks")
     return module, contents, rows, saves
 

@@ -244,12 +244,12 @@ def fit(folder, make, *, seed, callbacks=(), ckpt_path=None, module=None, **opti
 def content(trainer, path):
     trainer.save_checkpoint(path)
     state = torch.load(path, weights_only=True)
-    for begun in state["data"]["position"]:
-        begun.pop("begun", None)  # where the pass began does not matter once it is over
+    for position in state["data"]["position"]:
+        position.pop("at_pass_start", None)  # where the pass began does not matter once it is over
     state.pop("callbacks")
     for own in ("loggers", "checksum"):  # each run has a log of its own
         state.pop(own)
-    state["loops"]["fit"].pop("ended_logs")
+    state["loops"]["fit"].pop("loggers_at_end")
     return state
 
 
