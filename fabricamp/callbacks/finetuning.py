@@ -136,7 +136,7 @@ class BaseFinetuning(Callback):
         new = [parameter for parameter in parameters if id(parameter) not in known]
         if lightning_alias.is_installed() and _any_equal(new, optimizer):
             lightning_alias.say_difference(
-                "parameters with the values of others that the optimizer updates are added to it; Lightning takes them for the same"
+                "parameters equal in value to others that the optimizer updates are added to it; Lightning treats them as the same"
             )
         if len(new) < len(parameters):
             _LOG.warning(

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in the background: a copy in host memory that training cannot change, and a writer thread.
+"""Writes checkpoints in the background: copies the state to host memory, where training cannot change it, and writes in a thread.
 
 :class:`HostCopy` copies, :class:`BackgroundWriter` copies and writes, and :class:`StagedFolder` is one rank's part of a folder of
 shards that all ranks write in the background.

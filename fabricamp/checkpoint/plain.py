@@ -133,13 +133,13 @@ def _attributes(path: str, item: object) -> list[tuple[str, object]]:
 
 
 def stages_as_text(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` with text for the stages in it: hooks get a stage as a member of an enum, and may keep it in their state.
+    """Returns ``state`` with each stage as text: hooks get a stage as a member of an enum, and may keep it in their state.
 
     Containers without a stage are those of ``state`` itself.  Weights and optimizers' states are not searched.
     """
     try:
         return {key: part if key in _WITHOUT_STAGES else _stages_as_text(part) for key, part in state.items()}
-    except RecursionError:  # lists within themselves: the check of the content names them
+    except RecursionError:  # a list contains itself: the later check of the content reports it
         return state
 
 
@@ -154,7 +154,7 @@ def _stages_as_text(value: Any) -> Any:
         items = [(_stages_as_text(key), _stages_as_text(part)) for key, part in value.items()]
         if all(key is old and part is value[old] for (key, part), old in zip(items, value, strict=True)):
             return value
-        converted = copy.copy(value)  # with its attributes
+        converted = copy.copy(value)  # keeps the attributes, such as a state dict's _metadata
         converted.clear()
         converted.update(items)
         return converted

@@ -81,7 +81,7 @@ def read_header(path: str, io: CheckpointIO | None = None, *, weights_only: bool
 
 
 def progress_in(header: dict[str, Any]) -> tuple[int, int, int]:
-    """Returns a checkpoint's counters of finished steps, batches and epochs; 0 for what the file does not say."""
+    """Returns a checkpoint's counters of finished steps, batches and epochs; 0 for a counter that is not in the file."""
     loops = header.get("loops", {})
     position = loops.get("fit", {}) if isinstance(loops, dict) else {}
     batches: Any = 0

@@ -276,7 +276,7 @@ class MLFlowLogger(Logger):
             try:
                 info = client.get_run(run_id).info
             except Exception as error:
-                if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # the run is in another store
+                if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # the run is from another store
                     return
                 raise
             if info.lifecycle_stage == "deleted" or info.experiment_id != self._experiment_id:

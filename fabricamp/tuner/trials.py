@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 Guard = Callable[[Callable[[], Any]], bool]
-"""Calls its argument; returns whether the call completed, or raises."""
+"""A function that calls its argument, and returns whether the call completed; it may also raise."""
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Ite
         raise KeyboardInterrupt(trainer.state.interruption)
 
 
-# -- the module is as before afterwards --------------------------------------------------------------------------------------------
+# -- restoring the module ----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

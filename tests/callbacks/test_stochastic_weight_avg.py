@@ -240,7 +240,7 @@ def test_arguments_that_cannot_be(options, words):
 def test_what_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="cannot work with 2 schedules"):
         fit(swa(), schedules=2)
-    with pytest.raises(ConfigError, match=r"swa_epoch_start=0.5, a share of no end: give a whole number"):
+    with pytest.raises(ConfigError, match=r"swa_epoch_start=0.5, a share of max_epochs=-1: give a whole number"):
         fit(swa(swa_epoch_start=0.5), max_epochs=-1, max_steps=3)
     with pytest.raises(ConfigError, match="for 1 groups of parameters"):
         fit(swa(swa_lrs=[0.1, 0.2]))
