@@ -209,6 +209,7 @@ class BaseFinetuning(Callback):
         self._restore()
 
     def _record(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Stores the parameter groups, with parameters by name, and the names of trainable parameters and layers."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._state = {
             "internal_optimizer_metadata": {

@@ -76,6 +76,7 @@ def structure(value: object) -> str:
 
 
 def _digest(value: object, known: dict[int, bytes]) -> bytes:
+    """Returns the digest of ``value``; ``known`` has those of containers by id, which also ends a recursion into itself."""
     if id(value) in known:
         return known[id(value)]
     words: list[bytes] = [type(value).__name__.encode()]
@@ -90,6 +91,7 @@ def _digest(value: object, known: dict[int, bytes]) -> bytes:
     elif isinstance(value, PickledObjects | ObjectRef):
         words += [_digest(part, known) for part in value.parts()]
     elif isinstance(value, set):
+        # Sorted, because the iteration order of a set may differ after reading.
         words += sorted(_digest(part, known) for part in value)
     else:
         words.append(repr(value).encode("utf-8", "surrogatepass"))

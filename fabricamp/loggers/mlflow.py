@@ -241,6 +241,7 @@ class MLFlowLogger(Logger):
         return self._mlflow_client
 
     def _begin(self) -> None:
+        """Creates the run, or sets the given run to RUNNING; does nothing if that is done."""
         with self._lock:
             if self._begun:
                 return

@@ -96,6 +96,7 @@ class ProcessGroupStrategy(Strategy):
         self._owns_group = True
 
     def _use_existing_group(self, environment: Environment) -> None:
+        """Uses the process group that the program created, and leaves its teardown to the program."""
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         if (rank, world_size) != (environment.rank, environment.world_size):

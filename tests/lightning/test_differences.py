@@ -263,7 +263,7 @@ def test_parameters_with_equal_values(for_lightning, caplog):
     layers = torch.nn.ModuleList([torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)])
     optimizer = torch.optim.SGD(layers[0].parameters(), 0.1)
     assert len(BaseFinetuning.filter_on_optimizer(optimizer, layers[1].parameters())) == 2
-    assert "parameters with the values of others" in caplog.text
+    assert "parameters equal in value to others" in caplog.text
 
 
 def test_searches(for_lightning, caplog):
