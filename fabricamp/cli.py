@@ -348,7 +348,7 @@ def _stdout_leads_to(target: int) -> Iterator[int]:
 
 
 def _flush_stdout() -> None:
-    """Writes out what Python and the C library hold back, while descriptor 1 leads to where it belongs."""
+    """Flushes the buffers of Python and of the C library; called before descriptor 1 changes, so text goes to the old target."""
     for stream in (sys.stdout, sys.__stdout__):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()  # type: ignore[union-attr]

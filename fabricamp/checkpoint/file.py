@@ -141,7 +141,7 @@ def _read_file(
     except Exception as error:  # a damaged pickle can raise anything
         raise _unreadable(path, file, error, weights_only=weights_only) from error
     if isinstance(state, dict):
-        if may_be_changed and not sealed:  # a program has read a file, changed it and saved it into memory: chemprop
+        if may_be_changed and not sealed:  # a program (chemprop) may read a file, change it and save it into memory
             state.pop(CHECKSUM, None)
         _check_unchanged(state, path, sealed=sealed)
         state = upgraded(translated(state), path)
@@ -174,7 +174,7 @@ def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool = Fa
     except pickle.UnpicklingError:
         if not isinstance(source, str):
             source.seek(0)
-        with READING:  # not while another thread's file is read, for which these names are allowed
+        with READING:  # another thread's read may have allowed these names in torch's global set
             found = set(_unsafe_globals(source))
         if found and found <= GLOBALS:
             with without_unpickling():

@@ -1,16 +1,16 @@
-"""Objects in a checkpoint: values that only code can rebuild, pickled apart from the plain values around them.
+"""Objects in a checkpoint: values that only code can rebuild, pickled separately from the plain values around them.
 
-A state with objects has an :class:`ObjectRef` in the place of each object, and all of them share one :class:`PickledObjects`::
+A state with objects has an :class:`ObjectRef` in place of each object, and all of these share one :class:`PickledObjects`::
 
     {"hyper_parameters": {"lr": 0.1, "loss": ObjectRef(·, 0)}, "callbacks": {"Stats": ObjectRef(·, 1)}, ...}
                                                        │                                          │
                                                        └─────────────────┬────────────────────────┘
     PickledObjects(data: bytes of [loss, stats] as a uint8 tensor, tensors: [loss.weight, ...], names, digest)
 
-The tensors inside objects are not in the bytes: they stand beside them, and are copied and written like all other tensors.  Both
-classes pickle as a call of :func:`unpickled` and :func:`object_at`: ``torch.load(path, weights_only=False)`` returns the objects
-themselves, at their keys, and ``weights_only=True`` refuses.  fabricamp reads a file by :func:`without_unpickling`, under which
-both names stand for the two classes; the bytes stay closed until :meth:`PickledObjects.load` is allowed to open them.
+The tensors inside objects are not in the bytes but in a separate list, so they are copied and written like all other tensors.  The
+two classes pickle as calls of :func:`unpickled` and :func:`object_at`: ``torch.load(path, weights_only=False)`` returns the objects
+themselves, at their keys, and ``weights_only=True`` refuses the file.  fabricamp reads a file under :func:`without_unpickling`:
+these calls then only create the two classes, and the bytes are not unpickled until :meth:`PickledObjects.load` is allowed to.
 
 Order: the classes, how objects are pickled, how they are read.
 """
@@ -75,7 +75,7 @@ class PickledObjects:
         with allowed_under_both_names():
             objects = unpickler.load()
         if not isinstance(objects, list) or len(objects) != len(self.names):
-            raise CheckpointError("its objects are not as many as were written")
+            raise CheckpointError("the number of its objects is not the number that was written")
         return objects
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,7 +100,8 @@ class ObjectRef:
     def name(self) -> str:
         """The class of the object."""
         name = self.objects.names[self.index]
-        return "".join(letter if letter.isprintable() else "?" for letter in name)  # it is written by the file
+        # The name is from the file, which is not trusted.
+        return "".join(letter if letter.isprintable() else "?" for letter in name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object_at, self.parts()
@@ -117,7 +118,7 @@ def pickle_into(
 ) -> None:
     """Fills ``pickled`` with objects, given as (key path, name, object).
 
-    ``full`` maps ids of tensors inside them to those that stand in their place: the full values of half weights.  Raises
+    ``full`` maps ids of tensors inside the objects to the tensors to save instead: the full values of half weights.  Raises
     :class:`CheckpointError` with the key path of an object that cannot be pickled.
     """
     values = [value for _, _, value in objects]
@@ -161,7 +162,7 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, full: Mapping[int, Tensor]) -> None:
         super().__init__(file, protocol=_PROTOCOL)
-        self.tensors: list[Tensor] = []  # they keep what is numbered alive, so no id is used twice
+        self.tensors: list[Tensor] = []  # keeps the numbered tensors alive, so no id is used twice
         self._full = full
         self._numbers: dict[int, int] = {}
 
@@ -174,17 +175,17 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if is_shard(value):
-                raise CheckpointError("a sharded tensor is in it, of which this rank holds a part only")
-            # A tensor with attributes or of another class is taken apart by its own __reduce_ex__, which ends at a storage; one
-            # on the meta device has none.
+                raise CheckpointError("it holds a sharded tensor, and this rank has only its local shard")
+            # A tensor with attributes, or of another class, is pickled by its own __reduce_ex__, down to a storage, which gets the
+            # number; a tensor on the meta device has no storage.
             if type(value) in (Tensor, nn.Parameter) and not value.is_meta and not vars(value):
                 return self._number(id(value), self._full.get(id(value), value))
         elif isinstance(value, torch.UntypedStorage):
             raise CheckpointError(
-                "an UntypedStorage is in it, which torch pickles but does not rebuild: keep its tensor"
+                "it holds an UntypedStorage, which torch pickles but does not rebuild: keep the tensor instead"
             )
         elif isinstance(value, torch.storage.TypedStorage):
-            storage = value._untyped_storage  # the public methods warn that the class will go
+            storage = value._untyped_storage  # the public methods warn that the class is deprecated
             whole = torch.empty(0, dtype=value.dtype, device=storage.device).set_(storage)
             return "storage", self._number(storage._cdata, whole)
         return None
@@ -204,7 +205,7 @@ def _digest(data: Any) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Any object: for bytes that a call has allowed to run code."""
+    """Rebuilds any object; used only if a call has allowed the bytes to run code."""
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)
@@ -219,7 +220,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor_or_storage(tensors: list[Tensor], number: Any) -> Any:
-    """Returns what :class:`_Pickler` has numbered."""
+    """Returns the tensor or the storage that :class:`_Pickler` gave this number."""
     if isinstance(number, int):
         return tensors[number]
     tensor = tensors[number[1]]
@@ -245,7 +246,10 @@ GLOBALS: Final = {_name_of(unpickled), _name_of(object_at)}
 
 
 def _closed_objects(data: Any, tensors: Any, names: Any, digest: Any) -> PickledObjects:
-    """Stands for :func:`unpickled`; a function, as of a class a file could make an object without fields, or change them."""
+    """Replaces :func:`unpickled` while a file is read.
+
+    It is a function and not the class: with a class, a file could create an object without fields, or set them afterwards.
+    """
     return PickledObjects(data, tensors, names, digest)
 
 
@@ -254,19 +258,19 @@ def _closed_reference(objects: Any, index: Any) -> ObjectRef:
 
 
 READING: Final = threading.Lock()
-"""Held while torch allows more types than the program does: these are one set for all threads."""
+"""Held while torch allows more types than the program does, because torch has one set of them for all threads."""
 
 
 @contextlib.contextmanager
 def without_unpickling() -> Iterator[None]:
-    """A context in which ``torch.load(weights_only=True)`` returns :class:`PickledObjects`, closed, and references to them."""
+    """A context in which ``torch.load(weights_only=True)`` returns :class:`PickledObjects` and references, without unpickling."""
     places: list[Any] = [(_closed_objects, _name_of(unpickled)), (_closed_reference, _name_of(object_at))]
     with READING, torch.serialization.safe_globals(places):
         yield
 
 
 def _checked(data: Any, tensors: Any, names: Any, digest: Any) -> bytes:
-    """Returns the bytes; raises :class:`CheckpointError` unless they are those that were written."""
+    """Returns the bytes; raises :class:`CheckpointError` if they differ from the written ones."""
     has_layout = isinstance(tensors, list) and isinstance(names, list) and isinstance(data, Tensor)
     if (
         not has_layout

@@ -153,6 +153,7 @@ def read_together(path: str, strategy: Strategy, *, weights_only: bool | None = 
 
 
 def _read_for(path: str, strategy: Strategy, *, weights_only: bool | None) -> dict[str, Any]:
+    """Returns the checkpoint as this rank reads it: by the plug-in, from a file, or from a folder without its shards."""
     io = strategy.checkpoint_io
     if io is not None and not reads_own_files(io):
         wait_for(io)

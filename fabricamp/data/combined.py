@@ -143,7 +143,7 @@ class CombinedLoader(NamesKeywords):
             elif (length := known_length(loader)) < math.inf:
                 count = int(length)
             in_all += count
-        # A loader that started again counts from 0, so it does not tell how far the pass is.
+        # A loader that started again counts from 0, so its position does not show how far the pass is.
         return in_all if self.mode == "sequential" else max(in_first_round, default=0)
 
     def length(self) -> int | float:

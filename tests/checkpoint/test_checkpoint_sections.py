@@ -1,4 +1,4 @@
-"""The state of a run as sections: each saved and given back by itself, whole or per rank, in one dict."""
+"""The state of a run as sections: each is saved and restored separately, from rank 0 or per rank, in one dict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Counter:
-    """Counts; refuses what is no number."""
+    """A counter that refuses values other than numbers."""
 
     def __init__(self, count=0):
         self.count = count
@@ -28,7 +28,7 @@ class Counter:
 
 
 class Own(Section):
-    """What each rank has of its own."""
+    """A value of each rank."""
 
     name = "own"
     per_rank = True

@@ -33,7 +33,7 @@ VALUES = {
 }
 ROOT = Path(__file__).parents[2]
 
-# Both run with the names of an installed Lightning, or of the alias: they show that the same code sees equal values.
+# Both programs run with the names of an installed Lightning, or of the alias, and have to print equal values.
 READS = """
 import pickle, sys
 import lightning.pytorch as pl
