@@ -306,5 +306,5 @@ def test_on_two_ranks(check):
 
 
 def test_apex_262_one_value_alone_is_refused():
-    with pytest.raises(ValueError, match="one value a channel has no variance"):
+    with pytest.raises(ValueError, match="one value per channel has no variance"):
         parallel.SyncBatchNorm(3)(torch.ones(1, 3))

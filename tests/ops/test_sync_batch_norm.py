@@ -339,7 +339,7 @@ def test_many_shapes_do_not_fill_the_memory(device):
         ({"x": torch.zeros(2, 3, dtype=torch.int64)}, "floating-point"),
         ({"x": torch.zeros(2, 3), "z": torch.zeros(2, 3, 1)}, "residual z"),
         ({"x": torch.zeros(2, 3), "z": torch.zeros(2, 3).half()}, "residual z"),
-        ({"x": torch.zeros(1, 3)}, "one value a channel"),
+        ({"x": torch.zeros(1, 3)}, "one value per channel"),
     ],
 )
 def test_what_cannot_work_is_refused(given, words):

@@ -91,7 +91,7 @@ class BatchNormExchange:
     def _choose(self, group: dist.ProcessGroup | None, device: torch.device) -> Route:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
-                "a SyncBatchNorm met its first batch inside a CUDA graph's capture, where ranks cannot agree on memory; "
+                "a SyncBatchNorm got its first batch inside a CUDA graph's capture, where ranks cannot agree on memory; "
                 "run one training step before the capture"
             )
         if group is None:

@@ -106,5 +106,5 @@ def _check(exchange: BatchNormExchange, x: Tensor, z: Tensor | None, *, channel_
         )
     if exchange.route(x.device).ranks == 1 and x.numel() // channels == 1:
         raise ConfigError(
-            f"one value a channel has no variance: an input {tuple(x.shape)} on one rank; give a larger batch, or call eval()"
+            f"one value per channel has no variance: an input {tuple(x.shape)} on one rank; give a larger batch, or call eval()"
         )
