@@ -1,4 +1,4 @@
-"""The tensor table: what moves, what is skipped, what is uploaded."""
+"""The tensor table: new addresses, skipped rows, and uploads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fabricamp.ops.table import Table, table_of
 
 
 def copies(device, sources, **options):
-    """A table that copies, and what it writes."""
+    """Returns a table for a copy of ``sources``, and the tensors that the copy writes."""
     out = [torch.zeros(one.shape, device=device) for one in options.pop("like", sources)]
     return Table([sources, out], device=device, **options), out
 
