@@ -1,4 +1,4 @@
-"""What apex's users ran into, by the number of the issue, where no other test of the package has that name."""
+"""Problems that apex's users reported, by issue number, as far as no other test is named after the issue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of Lightning's own test suite that ended otherwise here: each ends as it does under Lightning 2.6."""
+"""Cases from Lightning's own test suite in which fabricamp behaved differently: each now ends as under Lightning 2.6."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_rate_of_numpy_that_a_hook_sets_is_saved(tmp_path):
 
 
 class Silent(Classifier):
-    """Has no loss in step ``silent_at``, and would have none forever if that step did not count."""
+    """Returns no loss at step ``silent_at``; if that step did not count, no later batch would have a loss either."""
 
     def __init__(self, silent_at):
         super().__init__()
@@ -168,7 +168,7 @@ class Silent(Classifier):
 
 
 class Interrupted(Classifier):
-    """Batch 3 has a loss that is not a number; some batches have none."""
+    """Batch 3 has a NaN loss; some batches have no loss."""
 
     def __init__(self, without_loss):
         super().__init__()

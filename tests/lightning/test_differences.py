@@ -1,4 +1,4 @@
-"""A program written for Lightning: rows of "What stays different on purpose" are as in Lightning, or a line says that they apply.
+"""In a program for Lightning, rows of "What stays different on purpose" behave as in Lightning, or a log line names them.
 
 Rows t of ``lightning_repros.py`` compare more of them with Lightning itself.
 """
@@ -250,7 +250,7 @@ def test_a_test_of_a_checkpoint(for_lightning, caplog, tmp_path):
 
 def test_a_resumed_run(for_lightning, caplog, tmp_path):
     options = {"max_epochs": 2, "enable_checkpointing": True}
-    # Both layers have a bias of zeros with three numbers: Lightning takes the second for the first.
+    # Both layers have a bias of three zeros, so Lightning takes the second parameter for the first.
     callback = ModelCheckpoint(tmp_path)
     fit(Frozen(), callbacks=[Stages(), callback], **options)
     assert "goes on as if it had not been cut" not in caplog.text

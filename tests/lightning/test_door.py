@@ -20,7 +20,7 @@ from tests.lightning.test_programs import differences, expected
 
 
 def run(folder, *command, code=0, text=None):
-    """Runs ``command`` in ``folder``, in which ``script.py`` has ``text``; returns what it wrote to stdout and stderr."""
+    """Writes ``text`` to ``script.py`` in ``folder``, and runs ``command`` there; returns its stdout and stderr."""
     if text is not None:
         (folder / "script.py").write_text(textwrap.dedent(text))
     done = subprocess.run(
@@ -82,7 +82,9 @@ NOT_INSTALLED = """
 @pytest.mark.parametrize("installed", [True, False])
 def test_every_form_of_import_and_what_is_not_offered(tmp_path, monkeypatch, installed):
     if not installed:
-        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(NOT_INSTALLED))  # Python imports it when it starts
+        (tmp_path / "sitecustomize.py").write_text(
+            textwrap.dedent(NOT_INSTALLED)
+        )  # Python imports this file at its start
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(fabricamp.__file__).parents[1]}")
         assert "No module named 'lightning'" in run(tmp_path, "-c", "import lightning", code=1)[1]
     shown, _ = run(tmp_path, *DOOR, "script.py", text=ALL_FORMS)
@@ -204,7 +206,7 @@ def test_spawned_workers_find_the_names_too(tmp_path):
 
 
 def test_a_public_style_program_runs_as_written(tmp_path):
-    """In two processes, that run the script again."""
+    """In two processes, which run the script again."""
     name = "ddp_strategy"
     text = (HERE / "programs" / f"{name}.py").read_text()
     assert "fabricamp" not in text

@@ -1,4 +1,4 @@
-"""Errors are of fabricamp's classes, and also of the built-in class that Lightning raises in the same place."""
+"""Errors have fabricamp's classes, and also the built-in class that Lightning raises in the same case."""
 
 from __future__ import annotations
 

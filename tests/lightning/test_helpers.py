@@ -1,4 +1,4 @@
-"""Names behind the alias: helpers give what Lightning's give, and classes that are not offered can be named alone."""
+"""Names of the alias: helpers return the same as Lightning's, and classes that are not offered can be named but not constructed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and names in checkpoints, and what comes of a file that does not fit: as in Lightning 2.6."""
+"""Keys and names in checkpoints, and errors for files that do not fit, as in Lightning 2.6."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_keys_of_hyper_parameters_have_names(tmp_path):
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert state[Sized.CHECKPOINT_HYPER_PARAMS_KEY] == {"size": 4}
     assert state[Counted.CHECKPOINT_HYPER_PARAMS_KEY] == {"seen": 0}
-    # Names of Lightning's: "kwargs" tells it which arguments the constructor takes.
+    # Lightning's names: it reads from "kwargs" which arguments the constructor takes.
     assert (Sized.CHECKPOINT_HYPER_PARAMS_NAME, Sized.CHECKPOINT_HYPER_PARAMS_TYPE) == ("hparams_name", "hparams_type")
     names = (Counted.CHECKPOINT_HYPER_PARAMS_NAME, Counted.CHECKPOINT_HYPER_PARAMS_TYPE)
     assert names == ("datamodule_hparams_name", "datamodule_hparams_type")

@@ -10,7 +10,7 @@ from fabricamp.engine.graph.comparison import REPEATED_STEPS, compare
 
 
 class Number:
-    """A state of one number."""
+    """A state that consists of one number."""
 
     def __init__(self, value):
         self.value = value
@@ -26,7 +26,7 @@ class Number:
 
 
 def found(replayed, eager_values, everywhere=bool):
-    """What ``compare`` returns, the state afterwards, and how many eager steps it made."""
+    """Returns the result of ``compare``, the state afterwards, and the number of eager steps that it made."""
     state = Number(replayed)
     values = iter(eager_values)
     steps = []
