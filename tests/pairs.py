@@ -1,4 +1,4 @@
-"""Few rows in which each two values of two columns stand together: where no more than two options act on each other.
+"""Pairwise combinations: few rows that contain each pair of values of two columns, for options of which at most two interact.
 
 from tests.pairs import pairs
 """
@@ -13,7 +13,7 @@ __all__ = ["pairs"]
 
 
 def pairs(*columns: Collection[Any]) -> list[tuple[Any, ...]]:
-    """The rows, found greedily: each one that is taken has the most pairs which none before it had."""
+    """Returns the rows, chosen greedily: each has the most pairs that no earlier row has."""
     rows = list(itertools.product(*(range(len(column)) for column in columns)))
     missing = {pair for row in rows for pair in _within(row)}
     taken = []

@@ -19,7 +19,7 @@ QUIET = {
 
 
 def quiet_trainer(**options):
-    """A Trainer on one CPU process without bar, summary, logger and checkpoints, except what ``options`` say."""
+    """Returns a Trainer with one CPU process and no bar, summary, logger and checkpoints, unless ``options`` say otherwise."""
     return Trainer(**{**QUIET, **options})
 
 

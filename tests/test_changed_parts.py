@@ -1,4 +1,4 @@
-"""Which tests `make quick` runs: those of a changed module by its name and by its imports, and none that start processes."""
+"""The tests that `make quick` chooses: by a changed module's name and by imports, and none that start processes."""
 
 from pathlib import Path
 

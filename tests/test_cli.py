@@ -122,7 +122,7 @@ def test_fit_writes_the_resolved_configuration_beside_the_logs():
 
 
 def test_the_written_configuration_runs_the_run_again(monkeypatch):
-    """From another folder, with the same bits."""
+    """The run from another folder has the same bits."""
     assert main(["fit", "config.yaml", "module.lr=0.03", "seed=7", "trainer.max_epochs=2"]) == 0
     (copy,) = Path.cwd().rglob("version_0/config.yaml")
     elsewhere = Path("elsewhere")
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_2(capfd):
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_a_misspelt_checkpoint_word_is_named(command, capfd):
-    """The Trainer's own check of these words: tests/trainer/test_ckpt_path.py."""
+    """tests/trainer/test_ckpt_path.py tests the Trainer's own check of these words."""
     for given, meant in (("bst", "best"), ("lats", "last"), ("autoo", "auto")):
         assert main([command, "config.yaml", f"ckpt_path={given}"]) == 2
         named = f"ckpt_path={given!r} is not there; did you mean {meant!r}?" in capfd.readouterr().err
@@ -390,14 +390,14 @@ def test_two_processes_fail_as_one():
 
 @pytest.mark.slow
 def test_two_processes_have_the_traceback_of_a_bug_once():
-    """Of a rank that raises in a script: tests/distributed/test_trainer_launch.py."""
+    """tests/distributed/test_trainer_launch.py tests a rank that raises in a script."""
     bug = run("fit", "config.yaml", "trainer.devices=2", "module.fail=bug")
     assert bug.returncode == 1
     assert bug.stderr.count("RuntimeError: a bug in the step") == 1
 
 
 def test_the_console_script_is_the_same_command():
-    """In a new interpreter and in two processes: tests/examples/test_readme.py."""
+    """tests/examples/test_readme.py tests the command in a new interpreter and in two processes."""
     script = Path(sys.executable).with_name("fabricamp")
     if not script.exists():
         pytest.skip("fabricamp is not installed here, only importable")

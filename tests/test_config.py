@@ -60,7 +60,7 @@ NUMBER = 3
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a configuration and, beside it, the module that it names; not the current one."""
+    """Returns a folder, not the current one, with a configuration and the module that the configuration names."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "config.yaml").write_text(BASE)

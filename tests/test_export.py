@@ -1,4 +1,4 @@
-"""`fabricamp export`: files of a real checkpoint, of every opt level, read by those who read such files."""
+"""`fabricamp export`: files from real checkpoints of every opt level, read by the libraries for these formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRAINED = {
 
 
 class Net(TrainingModule):
-    """Linear, BatchNorm, a tied weight."""
+    """Has linear layers, BatchNorm and a tied weight."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -119,7 +119,7 @@ def test_onnx_gives_what_the_module_gives():
 
 
 class Knows(Net):
-    """Says what it takes."""
+    """Has an ``example_input_array``."""
 
     def __init__(self, width=8):
         super().__init__(width)

@@ -1,4 +1,4 @@
-"""Tests that are marked ``gpu_memory`` take turns, between processes of whichever runs."""
+"""Tests marked ``gpu_memory`` run one at a time, across processes and runs."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_attributes():
 
 
 def test_a_closed_configuration_is_saved_although_another_argument_is_ignored():
-    """Hydra's are in struct mode."""
+    """hydra's containers are in struct mode."""
 
     class Net(HyperparametersMixin):
         def __init__(self, config, net=None):

@@ -1,4 +1,4 @@
-"""The runner of tests/libraries compares all that two runs wrote; its libraries have their versions and their rows in the page."""
+"""The runner of tests/libraries compares all results of two runs; each library has its version and its row in the page."""
 
 import math
 import sys

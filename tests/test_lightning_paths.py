@@ -1,4 +1,4 @@
-"""Lightning's names and paths: what they hold, what completes them, and what an import of those that are not here says."""
+"""Lightning's names and paths: the objects that they name, submodules imported on access, and errors for missing names."""
 
 from __future__ import annotations
 

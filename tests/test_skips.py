@@ -1,4 +1,4 @@
-"""What a run prints: one line a reason of its skips, where one that nobody wrote down fails, and no warning of ours."""
+"""The suite's output: one line per reason of skips, a failure for an unknown reason, and no warning of fabricamp."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_one_line_a_reason_and_unknown_reasons_fail(workers, tmp_path):
 
 
 def reasons(text):
-    """The reasons that stand in a file: those of machines that are rare, too."""
+    """Yields the reasons in a file, including those for rare machines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call):
             given = [one.value for one in node.keywords if one.arg == "reason"]

@@ -1,4 +1,4 @@
-"""Lightning's helpers: what they do, and on which rank."""
+"""Lightning's helper functions: their effects, and their ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_rank_zero_functions_run_on_rank_zero_only(rank_one, capsys):
         warnings.simplefilter("always")
         call(1)
         rank_zero_warn("one")
-        Strategy().setup_environment(Environment(), torch.device("cpu"))  # as a Trainer takes its place
+        Strategy().setup_environment(Environment(), torch.device("cpu"))  # as a Trainer does at its start
         call(0)
         rank_zero_warn("zero")
     assert calls == [0]
@@ -98,7 +98,9 @@ def test_small_helpers():
         layer, batch = torch.nn.Linear(8, 4), torch.randn(2, 8)
     forward = measure_flops(layer, lambda: layer(batch))
     assert forward == 2 * 2 * 8 * 4
-    assert measure_flops(layer, lambda: layer(batch), torch.sum) == 2 * forward  # of the weight; the batch needs none
+    assert (
+        measure_flops(layer, lambda: layer(batch), torch.sum) == 2 * forward
+    )  # backward only computes the weight's gradient: the batch needs none
     seed_everything(3, verbose=False)
     with isolate_rng(include_cuda=False):
         first = torch.rand(1)
