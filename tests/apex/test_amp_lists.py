@@ -1,4 +1,4 @@
-"""O1's casts of each function in apex's lists, by name: the same on GPUs and on CPUs, where torch.autocast casts fewer functions."""
+"""O1's casts of each function in apex's lists: the same on GPUs and on CPUs, where torch.autocast casts fewer functions."""
 
 from __future__ import annotations
 
