@@ -1,4 +1,4 @@
-"""A replay is compared with eager steps: what is wrong is reported, and kernels that are not deterministic are not."""
+"""The comparison of a replay with eager steps reports wrong replays, but not kernels that are not deterministic."""
 
 from __future__ import annotations
 
