@@ -117,7 +117,7 @@ def _references() -> Iterator[list[str]]:
 
 
 def _each(node: Any, values: Any, asked: list[str]) -> Resolved:
-    """Returns the :class:`Resolved` form of ``node``, whose content with all interpolations resolved is ``values``."""
+    """Returns the :class:`Resolved` form of ``node``; ``values`` is its content with all interpolations resolved."""
     from omegaconf import OmegaConf
 
     raw = OmegaConf.to_container(node, resolve=False)

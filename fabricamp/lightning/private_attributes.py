@@ -62,7 +62,7 @@ class _StepCount:
 
 
 def _manual_optimization(loop: Any) -> SimpleNamespace:
-    """The count of the steps by hand: ``manual_optimization.optim_step_progress.total.completed``, written by pina."""
+    """The count of manual steps: ``manual_optimization.optim_step_progress.total.completed``, written by pina."""
     return SimpleNamespace(optim_step_progress=SimpleNamespace(total=_StepCount(loop._trainer)))
 
 

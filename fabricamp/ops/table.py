@@ -137,7 +137,7 @@ class Table:
         self._tickets = words[len(rows) :]
 
     def _set_addresses(self, index: int) -> None:
-        """Writes the addresses of a column; a tensor whose layout differs from the row's is replaced by a dense copy."""
+        """Writes the addresses of a column; a tensor with another layout than its row's is replaced by a dense copy."""
         dense_copies: dict[int, _DenseCopy] = {}
         addresses = self._lines[_COLUMNS + index]
         for row, tensor in enumerate(self._columns[index]):
@@ -399,7 +399,7 @@ class Table:
 
 
 class _DenseCopy(NamedTuple):
-    """A tensor whose memory order differs from its row's, and the dense copy that the kernels use in its place."""
+    """A tensor with another memory order than its row's, and the dense copy that the kernels use instead."""
 
     tensor: Tensor
     dense: Tensor

@@ -38,7 +38,7 @@ class Route:
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that exchange statistics.
 
-        Held by a weak reference: a layer that outlives its run must not keep the default group alive, whose threads end with it.
+        Held by a weak reference: a layer that outlives its run must not keep the default group and its threads alive.
         """
         return None if self.held is None else self.held()
 

@@ -97,7 +97,7 @@ def _check(exchange: BatchNormExchange, x: Tensor, z: Tensor | None, *, channel_
         where = "last" if channel_last else "second"
         raise ConfigError(
             f"SyncBatchNorm has {exchange.channels} channels, but the input {tuple(x.shape)} has {channels} in its {where} "
-            "dimension; give num_features that number, or set channel_last if the channels lie in the other place"
+            "dimension; give num_features that number, or change channel_last (True: channels are the last dimension)"
         )
     if z is not None and (z.shape, z.dtype, z.device) != (x.shape, x.dtype, x.device):
         raise ConfigError(
