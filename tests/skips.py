@@ -30,7 +30,7 @@ KNOWN = {
     r"needs the git repository": "what a source distribution holds is compared with what git tracks",
     r"needs an installed Lightning 2\.6\.6": "the list of its private methods is read from its source",
     r"there is no make": "the README's commands call it",
-    # Installed packages.
+    # What is installed.
     r"needs the package (comet_ml|cupy|datasets|hydra-core|lightning|matplotlib|mlflow|onnx|onnxscript|optuna|pillow"
     r"|pytorch_lightning|safetensors|sklearn|torchdata|torchft|torchmetrics|wandb|webdataset)": "an extra, or another library",
     r"needs the nvidia-cuda-(nvrtc|runtime) wheel": "kernels are compiled with it; on CI its lack is a failure",

@@ -1,10 +1,10 @@
-"""Programs for Lightning in cases where fabricamp behaved differently: each function tests one case, under either package.
+"""Programs for Lightning, to compare fabricamp with Lightning: each function runs one case under either package.
 
 python tests/lightning/lightning_repros.py [NAME ...]                         # Lightning
 python -m fabricamp.lightning tests/lightning/lightning_repros.py [NAME ...]  # fabricamp in its place
 
-Rows d and c come from a review of Lightning's own test suite; rows t are those rows of the table "What stays different on purpose"
-in docs/from-lightning.md that follow Lightning in such a program.  ``--into FILE`` also writes each outcome as a line of JSON.
+Rows d and c are from Lightning's own test suite; rows t are those of the table "What stays different on purpose" in
+docs/from-lightning.md that follow Lightning in such a program.  ``--into FILE`` also writes each outcome as a line of JSON.
 """
 
 import argparse
@@ -35,7 +35,7 @@ warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 ROWS = {}
 LONGEST = 240
-"""Seconds after which a row counts as hanging; on an idle machine a row takes two seconds, or twenty if it starts processes."""
+"""Seconds until a row counts as hanging; on an idle machine a row takes two, one that starts processes twenty."""
 
 
 class Model(pl.LightningModule):
@@ -801,7 +801,7 @@ def late(*_):
 
 
 def outcome(name):
-    """Returns the outcome of a row: its result as text, or the class of its error."""
+    """Returns the outcome of a row: its result, or the class of its error."""
     signal.alarm(LONGEST)
     try:
         return str(ROWS[name]())

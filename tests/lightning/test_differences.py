@@ -1,6 +1,6 @@
-"""In a program for Lightning, rows of "What stays different on purpose" behave as in Lightning, or a log line names them.
+"""In a program written for Lightning, rows of "What stays different on purpose" follow Lightning, or a log line reports them.
 
-Rows t of ``lightning_repros.py`` compare more of them with Lightning itself.
+Rows t of ``lightning_repros.py`` compare more of these rows with Lightning itself.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_natively_a_step_without_a_loss_is_refused():
         fit(Nothing())
 
 
-# -- a line
+# -- a log line
 
 
 class Alternating(Classifier):
@@ -250,7 +250,7 @@ def test_a_test_of_a_checkpoint(for_lightning, caplog, tmp_path):
 
 def test_a_resumed_run(for_lightning, caplog, tmp_path):
     options = {"max_epochs": 2, "enable_checkpointing": True}
-    # Both layers have a bias of three zeros, so Lightning takes the second parameter for the first.
+    # Both layers have a bias of three zeros, which Lightning treats as the same parameter.
     callback = ModelCheckpoint(tmp_path)
     fit(Frozen(), callbacks=[Stages(), callback], **options)
     assert "goes on as if it had not been cut" not in caplog.text

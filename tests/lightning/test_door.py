@@ -1,4 +1,4 @@
-"""``python -m fabricamp.lightning script.py``: Lightning's names are fabricamp's, whether Lightning is installed or not."""
+"""``python -m fabricamp.lightning script.py`` replaces Lightning's names by fabricamp's, whether Lightning is installed or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.lightning.test_programs import differences, expected
 
 
 def run(folder, *command, code=0, text=None):
-    """Writes ``text`` to ``script.py`` in ``folder``, and runs ``command`` there; returns its stdout and stderr."""
+    """Runs ``command`` in ``folder`` with ``text`` as ``script.py``; returns its stdout and stderr."""
     if text is not None:
         (folder / "script.py").write_text(textwrap.dedent(text))
     done = subprocess.run(
@@ -82,9 +82,7 @@ NOT_INSTALLED = """
 @pytest.mark.parametrize("installed", [True, False])
 def test_every_form_of_import_and_what_is_not_offered(tmp_path, monkeypatch, installed):
     if not installed:
-        (tmp_path / "sitecustomize.py").write_text(
-            textwrap.dedent(NOT_INSTALLED)
-        )  # Python imports this file at its start
+        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(NOT_INSTALLED))  # Python imports it when it starts
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(fabricamp.__file__).parents[1]}")
         assert "No module named 'lightning'" in run(tmp_path, "-c", "import lightning", code=1)[1]
     shown, _ = run(tmp_path, *DOOR, "script.py", text=ALL_FORMS)
@@ -206,7 +204,7 @@ def test_spawned_workers_find_the_names_too(tmp_path):
 
 
 def test_a_public_style_program_runs_as_written(tmp_path):
-    """In two processes, which run the script again."""
+    """Two processes run the script."""
     name = "ddp_strategy"
     text = (HERE / "programs" / f"{name}.py").read_text()
     assert "fabricamp" not in text

@@ -1,4 +1,4 @@
-"""Names of the alias: helpers return the same as Lightning's, and classes that are not offered can be named but not constructed."""
+"""Names of the alias: helpers return Lightning's results, and classes that are not offered can only be named."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_an_interval_longer_than_an_epoch_is_taken_without_validation():
 def test_a_time_that_is_over_waits_for_an_epoch_to_validate(monkeypatch):
     now = iter(range(0, 10**9, 10))
     monkeypatch.setattr("fabricamp.arguments.cadence.time.monotonic", lambda: float(next(now)))
-    # Each read of the clock is ten seconds later, so the time is over at each step that reads it.
+    # Each read of the clock is ten seconds later, so every check finds the interval over.
     assert validated_at(max_epochs=2, val_check_interval="00:00:00:06") == [1, 2, 3, 4, 5, 6, 7, 8]
     of_every_second = validated_at(max_epochs=4, val_check_interval="00:00:00:06", check_val_every_n_epoch=2)
     assert of_every_second == [5, 6, 7, 8, 13, 14, 15, 16]

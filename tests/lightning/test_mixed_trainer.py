@@ -1,4 +1,4 @@
-"""fabricamp's callbacks in Lightning's own Trainer, as in a script with only half of its imports changed."""
+"""fabricamp's callbacks in Lightning's own Trainer, as in a script with only some of its imports changed."""
 
 from __future__ import annotations
 

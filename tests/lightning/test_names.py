@@ -1,4 +1,4 @@
-"""Modules with Lightning's names are separate module objects, with fabricamp's classes and the version 2.6.6."""
+"""Modules under Lightning's names are separate module objects, with fabricamp's classes and the version 2.6.6."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _of_lightning(modules):
 
 @pytest.fixture
 def alias(monkeypatch):
-    """Installs the alias in this process; afterwards sys.modules has the modules of an installed Lightning again."""
+    """Installs the alias in this process; restores the modules of an installed Lightning afterwards."""
     before = _of_lightning(sys.modules)
     for name in before:
         del sys.modules[name]
@@ -114,7 +114,7 @@ def test_the_version_is_lightnings(alias, name):
     assert module.__version__ == "2.6.6"
     assert alias(f"{name}.__version__").version == "2.6.6"
     assert alias(f"{name}.__about__").__version__ == "2.6.6"
-    assert module.__version__ == "2.6.6"  # the submodule of that name does not replace it
+    assert module.__version__ == "2.6.6"  # not replaced by the submodule of the same name
     assert fabricamp.__version__ != "2.6.6"
 
 
@@ -186,7 +186,7 @@ def test_every_module_that_pkgutil_lists_can_be_imported(alias, name):
 def test_a_missing_module_says_what_to_write(alias, name, message):
     with pytest.raises(ModuleNotFoundError, match=message):
         alias(name)
-    if not name.endswith("migration.utils"):  # for this one Python raises the error of its parent
+    if not name.endswith("migration.utils"):  # Python raises for the parent
         assert importlib.util.find_spec(name) is None
     package, _, part = name.rpartition(".")
     if package in (*TOPS, "lightning.pytorch.trainer"):

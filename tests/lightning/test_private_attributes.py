@@ -1,4 +1,4 @@
-"""Attributes of Lightning's internals that libraries read; each test names the library."""
+"""Private attributes of Lightning that libraries read; each test names the library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trainer(tmp_path, *callbacks, **options):
 
 
 class Reader(Callback):
-    """Stores the result of ``read`` in a hook of the fit."""
+    """Keeps the result of ``read`` in a hook of the fit."""
 
     def __init__(self, read):
         self.read, self.found = read, []

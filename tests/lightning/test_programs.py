@@ -1,4 +1,4 @@
-"""Programs for Lightning run with only the package's name changed, and print Lightning's numbers."""
+"""Programs written for Lightning run with only the package's name changed, and print Lightning's numbers."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ import torch
 from tests.lightning.run import HERE, NAMES, STARTS_PROCESSES, nearly, printed, recorded, source
 
 MISSING = {}
-"""Programs that need a missing feature, and this feature."""
+"""Programs that wait for a feature, by what is missing."""
 
 ON_PURPOSE = {
-    # A subclass of DistributedSampler in which a run can resume at any sample.
+    # A subclass of DistributedSampler that a resumed run can enter at any position.
     "ddp_strategy": {"sampler DistributedSampler 4": "sampler SharingSampler 4"},
-    # save_top_k=1 also keeps the previous file, in case the newest is damaged (docs/reliability.md).
+    # save_top_k=1 keeps the file before the best one, in case that one is damaged (docs/reliability.md).
     "hydra_template": {
         "files ['epoch_001.ckpt', 'last.ckpt']": "files ['epoch_000.ckpt', 'epoch_001.ckpt', 'last.ckpt']"
     },
 }
-"""For each program, lines of Lightning's output and the lines in their place here."""
+"""By program: lines of Lightning's output, and the lines printed here instead."""
 
 FOLLOWS_NOISE = {"fine_tuning", "simclr"}
-"""Programs with a bias before a BatchNorm: its gradient is only rounding error, which Adam normalises to full steps."""
+"""Programs with a bias before a BatchNorm: its gradient is rounding errors, which Adam scales to full steps."""
 
 LAST_DIGITS = 3e-7
-"""An epoch's mean is summed in fp64 here, in Lightning in fp32: printed means may differ by two roundings of fp32."""
+"""An epoch's mean is summed in fp64 here and in fp32 in Lightning: printed means may differ by two roundings of fp32."""
 
 OTHER_RELEASE = 1e-6
-"""Another release of torch may give the same bits in by_hand, and still sum products of other shapes in another order."""
+"""Another release of torch with the same bits in by_hand may sum products of other shapes in another order: roundings of fp32."""
 
 OTHER_MACHINE = 1e-2
 """If torch itself sums in another order, losses differ after some steps."""
 
 
 def expected(name):
-    """Returns Lightning's output, with the lines that differ on purpose replaced."""
+    """Returns Lightning's output, with the lines replaced that are different on purpose."""
     lines = recorded(name).splitlines()
     for line, ours in ON_PURPOSE.get(name, {}).items():
         lines[lines.index(line)] = ours
@@ -52,7 +52,7 @@ def expected(name):
 
 @functools.cache
 def torch_computes_the_same():
-    """Returns whether torch gives the recorded bits here; another processor or release of torch may sum in another order."""
+    """Returns whether torch itself gives the recorded bits here; another processor or release may sum in another order."""
     return printed("by_hand", "fabricamp") == recorded("by_hand")
 
 
@@ -70,7 +70,7 @@ def tolerance():
 
 
 def differences(recording, given):
-    """Yields lines that differ: weights by a bit if this release of torch recorded them, others by more than their last digits."""
+    """Returns the lines that differ: weights bit for bit if this release of torch recorded them, others beyond the tolerance."""
     for one, two in itertools.zip_longest(recording.splitlines(), given.splitlines(), fillvalue="(no line)"):
         exact = one.startswith("weights") and torch_computes_the_same() and recorded_by_this_release()
         if one != two if exact else not nearly(one, two, tolerance()):
@@ -81,7 +81,7 @@ def programs():
     for name in NAMES:
         reason = f"waits for {MISSING[name]}" if name in MISSING else None
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        # test_door.py also runs it unchanged, in two processes.
+        # test_door.py also runs it unchanged in two processes.
         yield pytest.param(name, marks=[*marks, *[pytest.mark.slow] * (name in STARTS_PROCESSES)])
 
 
@@ -123,7 +123,7 @@ def test_the_script_that_mypy_checks_runs(capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_lightning_prints_it_again(tmp_path):
-    """``LIGHTNING_PYTHON=/tmp/lightning/bin/python``: an interpreter with Lightning, set up as record.py says."""
+    """Needs ``LIGHTNING_PYTHON=/tmp/lightning/bin/python``, an interpreter with Lightning as described in record.py."""
     interpreter = os.environ.get("LIGHTNING_PYTHON")
     if not interpreter:
         pytest.skip(

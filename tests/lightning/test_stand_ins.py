@@ -1,4 +1,4 @@
-"""Callbacks and loggers of Lightning's own classes, and users' subclasses of these: ours replace them in a run."""
+"""Callbacks and loggers of Lightning's own classes, and users' subclasses of them: fabricamp's replace them during a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loader():
 
 
 class Steps:
-    """The methods of a module with either base class; its two parts begin with biases of equal values."""
+    """The methods of a module, for either base class; its two layers have biases with equal initial values."""
 
     def __init__(self, lr=0.1):
         super().__init__()
@@ -52,11 +52,11 @@ class Module(Steps, pl.LightningModule):
 
 
 class OwnModule(Steps, fabricamp.TrainingModule):
-    """On our base class."""
+    """On fabricamp's base class."""
 
 
 class Answers:
-    """The methods of a user's finetuning callback with either base class."""
+    """A user's finetuning callback, for either base class."""
 
     def __init__(self, at=1):
         super().__init__()
@@ -79,7 +79,7 @@ class Finetuning(Answers, pl.callbacks.BaseFinetuning):
 
 
 class OwnFinetuning(Answers, fabricamp.callbacks.BaseFinetuning):
-    """On our base class."""
+    """On fabricamp's base class."""
 
 
 def weights(module):
@@ -88,7 +88,7 @@ def weights(module):
 
 @pytest.mark.parametrize(("precision", "at"), [("O0", 0), ("O2", 0), ("O5", 1), ("bf16-mixed", 1)])
 def test_a_users_finetuning_trains_as_one_on_our_base(precision, at, tmp_path):
-    """Also resumed in the second phase; parameters with equal values stay distinct, and master weights are recognised."""
+    """Also resumed within the second phase; equal biases of two layers are two parameters, and masters are found."""
     seen = []
     for kind, callback in ((Module, Finetuning), (OwnModule, OwnFinetuning)):
         file = tmp_path / f"{kind.__name__}.ckpt"
@@ -158,7 +158,7 @@ def test_a_timer_ends_the_run_and_tells_its_times():
 
 
 class EveryThird(pl.callbacks.WeightAveraging):
-    """Updates the average every third step, as an example in Lightning's documentation."""
+    """A subclass like the one in Lightning's documentation."""
 
     def should_update(self, step_idx=None, epoch_idx=None):
         return step_idx is not None and step_idx % 3 == 0
@@ -198,7 +198,7 @@ def test_a_users_average_says_when():
 
 
 class Bar(pl.callbacks.TQDMProgressBar):
-    """Overrides ``get_metrics`` as Lightning's documentation shows."""
+    """Overrides get_metrics as in Lightning's documentation."""
 
     def get_metrics(self, trainer, pl_module):
         items = super().get_metrics(trainer, pl_module)
@@ -231,7 +231,7 @@ def test_what_ours_would_not_ask_is_refused():
 
 
 def test_a_bar_that_draws_by_itself_is_refused_with_the_import_to_change():
-    """Our bar does not have this method."""
+    """fabricamp's bar lacks the overridden method."""
 
     class Bar(pl.callbacks.TQDMProgressBar):
         def init_train_tqdm(self):
@@ -242,7 +242,7 @@ def test_a_bar_that_draws_by_itself_is_refused_with_the_import_to_change():
 
 
 def test_lightnings_tuner_searches_in_our_trainer():
-    """The search leaves the callbacks unchanged, so another search and a fit work after it."""
+    """It also restores the callbacks, so it can search again, and the fit makes no search."""
     module, trainer = Module(lr=1e-4), quiet_trainer(max_epochs=1)
     tuner = pl.tuner.Tuner(trainer)
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_mlflow_and_wandb_become_ours_by_what_they_were_made_with(tmp_path, monk
     mlflow = MLFlowLogger("digits", "first", tracking_uri=tmp_path.as_uri(), prefix="p", tags={"who": "me"})
     trainer = quiet_trainer(max_epochs=1, logger=mlflow, log_every_n_steps=2)
     trainer.fit(Module(), loader())
-    run = mlflow.experiment.get_run(mlflow.run_id)  # Lightning's object, which got the run's id
+    run = mlflow.experiment.get_run(mlflow.run_id)  # Lightning's object has the run's id
     assert run.data.tags["who"] == "me"
     assert run.data.tags["mlflow.runName"] == "first"
     assert run.data.metrics["p-loss"] == pytest.approx(float(trainer.callback_metrics["loss"]))
@@ -283,7 +283,7 @@ def test_mlflow_and_wandb_become_ours_by_what_they_were_made_with(tmp_path, monk
     assert ours._options == {**wanted, "tags": ["a"]}
     assert (ours.version, ours._prefix) == ("theid", "p")
     assert pickle.loads(pickle.dumps(ours)).version == "theid"
-    assert wandb._experiment is None  # pickling for another process opens no run
+    assert wandb._experiment is None  # a copy for another process opens no run
     addressed = MLFlowLogger(tracking_uri="https://me:secret@nowhere.invalid")
     (line,) = lines_of(quiet_trainer(logger=addressed).loggers)
     assert "MLFlowLogger(tracking_uri=...)" in line
@@ -293,7 +293,7 @@ def test_mlflow_and_wandb_become_ours_by_what_they_were_made_with(tmp_path, monk
 
 @pytest.mark.parametrize("says_so", [True, False])
 def test_comets_experiment_is_gone_on_in(tmp_path, monkeypatch, says_so):
-    """Offline; if the object itself sets offline mode, Lightning's own logger would write nothing."""
+    """Offline; if the object itself is set to offline, Lightning's logger would write nothing."""
     monkeypatch.setenv("COMET_INTERNAL_SENTRY_DSN", "")
     monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
     monkeypatch.setenv("COMET_START_ONLINE", "0")
@@ -310,7 +310,7 @@ def test_comets_experiment_is_gone_on_in(tmp_path, monkeypatch, says_so):
     assert type(trainer.logger) is fabricamp.loggers.CometLogger
     trainer.fit(Module(), loader())
     assert trainer.logger.version == comet.version == key
-    comet.experiment.end()  # Lightning's object, which got the experiment
+    comet.experiment.end()  # Lightning's object has the experiment
     (file,) = tmp_path.glob("*.zip")
     with zipfile.ZipFile(file) as archive:
         lines = [json.loads(line) for line in archive.read("messages.json").splitlines()]

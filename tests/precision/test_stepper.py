@@ -93,7 +93,7 @@ def train(precision, module, make_optimizer, clip=None, accumulate=1):
 
 
 def reference(level: str, make_optimizer, clip, accumulate):
-    """Does the same in plain torch: half copies, fp32 masters, fp32 sums of half gradients, and no scaling, as it cancels out."""
+    """Does the same in plain torch: half copies, fp32 masters, fp32 sums of half gradients, and no scaling where it cancels."""
     module = task()
     dtype = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}.get(level)
     autocast = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
@@ -290,7 +290,7 @@ def test_the_one_wait_is_told_once_with_its_cure(monkeypatch, caplog):
     optimizer = start(precision, module, OPTIMIZERS["sgd"])
     reads = count_host_reads(monkeypatch)
     window(precision, module, optimizer, [batches(1)[0]])
-    assert caplog.messages == []  # on the CPU there is no wait
+    assert caplog.messages == []  # on CPU nothing is waited for
     precision._stepper._strategy.device = torch.device("cuda")
     for batch in batches(3):
         window(precision, module, optimizer, [batch])
