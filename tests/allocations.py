@@ -1,4 +1,4 @@
-"""A dispatch mode that raises if fabricamp creates a tensor without naming its device and dtype."""
+"""A mode that raises if fabricamp creates a tensor without naming device and dtype."""
 
 import sys
 
@@ -10,13 +10,13 @@ from torch.utils._device import _device_constructors
 
 FACTORIES = frozenset(_device_constructors())
 TYPED = (torch.tensor, torch.as_tensor, torch.asarray)
-"""Functions that keep the dtype, and the device if there is one, of a given tensor or array."""
+"""For a tensor or an array, these functions keep its dtype, and its device if it has one."""
 
 
 class NamedAllocations(TorchFunctionMode):
     """Raises AssertionError for a factory call from fabricamp's own frames that leaves device or dtype to torch's defaults.
 
-    A module's constructor may pass None: the user's default then applies, as in torch's layers.
+    A module's constructor may pass None on: torch's defaults then decide, as with torch's layers.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -41,6 +41,6 @@ def check(func, args, kwargs, frame):
 
 @pytest.fixture(autouse=True)
 def named_allocations():
-    """A fixture for a folder's conftest: every test in the folder runs in the mode."""
+    """A fixture for a folder's conftest: every test of the folder runs in the mode."""
     with NamedAllocations():
         yield

@@ -2,9 +2,9 @@
 
     python tests/changed_parts.py [--base COMMIT] [--sources]
 
-A changed test file is printed itself, with the test of docs/features.md, which may name its tests.  For a changed module the script
-prints the tests that import it by its own name or have its name in theirs, except those that start processes; for modules that
-every fit runs (WHOLE_RUNS) also the tests of fits.  ``--sources`` prints the changed files of the package instead.
+A changed test file is printed itself, with the test of the page of features, which may name one of its tests.  For a changed module
+these are the test files that import it, or have its name in theirs, and start no processes; for code that every fit runs
+(WHOLE_RUNS) also the tests of fits.  ``--sources`` prints the changed files of the package instead.
 """
 
 import argparse
@@ -15,15 +15,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WITH_PROCESSES = {"distributed", "kill", "launch", "examples", "kernels", "gpu"}
-"""Folders of tests that start processes or compile for every card: only run if they are changed themselves, and by `make test`."""
+"""Folders with tests that start processes or compile for every card: run only if they changed themselves, and by `make test`."""
 WHOLE_RUNS = {"engine": {"loop", "trainer"}, "trainer": {"loop", "trainer"}}
-"""For parts of the package that every fit runs, the folders of tests that run complete fits."""
+"""Folders with tests of complete fits, by the part of the package that they test."""
 NAMES_TESTS = Path("tests", "examples", "test_features.py")
-"""Checks that the tests that docs/features.md names exist."""
+"""Checks that the tests named in docs/features.md exist."""
 
 
 def changed(base):
-    """Returns the Python and kernel files that differ from ``base``, including untracked files."""
+    """Returns the Python files that differ from ``base``, including untracked ones."""
     commands = (["git", "diff", "--name-only", base], ["git", "ls-files", "--others", "--exclude-standard"])
     lines = [subprocess.run(one, cwd=ROOT, capture_output=True, text=True, check=True).stdout for one in commands]
     files = [Path(line) for text in lines for line in text.splitlines()]
@@ -37,7 +37,7 @@ def module_of(file):
 
 @functools.cache
 def imported(file):
-    """Returns the dotted names that a file imports: modules, and names from modules."""
+    """Returns the dotted names that a file imports: modules, and names from them."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

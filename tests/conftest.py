@@ -1,10 +1,10 @@
 import os
 
-# One thread per process: the suite runs several processes on two cores, and sums have the same bits on every machine.
+# One thread per process: the suite runs several processes on two cores, and sums are the same on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# torch looks up the host name of each end of a TCPStore's connection.  If the name server does not answer, each new process would
-# wait 10 s for it; no test needs a name that is not in /etc/hosts (resolv.conf(5): with no attempts there is no query).
+# torch looks up the name of each end of a TCPStore's connection.  Where the name server does not answer, each process that
+# starts would wait 10 s for it; no test needs a name that is not in /etc/hosts (resolv.conf(5): no attempts, no query).
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 import gc
@@ -24,46 +24,47 @@ from tests.large_pages import use_large_pages
 pytest_plugins = ["tests.skips", "tests.gpu_turns"]
 
 _MODULES = pytest.StashKey[int]()
-"""The number of loaded modules at the last call of ``use_large_pages``."""
+"""Number of loaded modules when memory was last moved to large pages."""
 
 torch.set_num_threads(1)
 
-# If a torch for CUDA sees no GPU, the first FakeTensorMode of a process replaces CUDA's device guard by one for eight devices.
-# The next backward would then start a thread for each device, and autograd refuses to run in processes forked after that.
+# If a torch for CUDA sees no GPU, the first FakeTensorMode of a process would register a guard with eight fake devices: the next
+# backward would start a thread for each, and autograd would refuse to work in processes forked after that.
 if torch.version.cuda and not torch.cuda.device_count():
     torch._C._ensureCUDADeviceGuardSet = lambda: None
 
-# No limits on the time of an example or of its generation, because slow machines would exceed them.
+# No deadline, because the machine may be busy.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
 
-# Writes bytecode, because otherwise each process that a test starts would compile the package's sources again.
+# Otherwise each process that a test starts would compile the package's sources again, and this process the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A shell ignores SIGINT in background jobs, and child processes would inherit that, but tests send Ctrl-C to them.
+# A shell that starts the tests in the background ignores SIGINT, and processes started here would inherit that; tests of Ctrl-C
+# need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Runs each test in its own folder, so that default folders (logs, checkpoints) are created there."""
+    """Default folders (logs, checkpoints) are created in the test's own folder."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def _leaves_one_thread():
-    """With two threads, every later test of this process would be ten times slower if another process runs."""
+    """Fails if a test leaves two threads: every later test of this process would be ten times slower beside another process."""
     yield
     assert torch.get_num_threads() == 1
 
 
 @pytest.fixture(autouse=True)
 def _leaves_no_process_group():
-    """Ranks that later tests fork would inherit a process group, and fail or wait for each other."""
+    """Fails if a test leaves a process group: ranks that later tests fork would use it, and fail or wait for each other."""
     found = dist.is_initialized()
     yield
     left = dist.is_initialized() and not found
@@ -74,11 +75,11 @@ def _leaves_no_process_group():
 
 @pytest.fixture(autouse=True)
 def _catches_what_its_own_threads_log(caplog):
-    """Captures only logs of the test's own threads: a client left by an earlier test may log that its server is gone."""
+    """Hides messages of threads from earlier tests: a client may report at any time that its server is gone."""
     earlier = set(threading.enumerate()) - {threading.current_thread()}
 
     def is_this_tests(record):
-        return threading.current_thread() not in earlier  # the thread that logs calls the handler
+        return threading.current_thread() not in earlier  # a handler is called by the thread that logs
 
     caplog.handler.addFilter(is_this_tests)
     yield
@@ -87,12 +88,12 @@ def _catches_what_its_own_threads_log(caplog):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Seeds the random numbers before each test and its new fixtures, independently of earlier tests."""
+    """Starts each test and its fixtures with the same random numbers, whatever ran before it."""
     for name in ("FABRICAMP_GLOBAL_SEED", "FABRICAMP_SEED_WORKERS", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        os.environ.pop(name, None)  # an earlier seed_everything set them, and this test's runs would use them
-    sys.excepthook = sys.__excepthook__  # each process group wraps the current hook, and does not restore it
+        os.environ.pop(name, None)  # an earlier seed_everything may have set them, and runs of this test would use them
+    sys.excepthook = sys.__excepthook__  # each process group wraps the present hook and does not restore it
     random.seed(0)
-    np.random.seed(0)  # the global generator, which libraries use
+    np.random.seed(0)  # the generator that libraries draw from
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
@@ -100,7 +101,7 @@ def pytest_runtest_setup():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """Freezes imported and collected objects, which live to the end: each garbage collection would scan them for half a second."""
+    """Freezes imported and collected objects: they stay to the end, and would add half a second to each garbage collection."""
     gc.disable()
     try:
         return (yield)
@@ -113,7 +114,7 @@ def pytest_collection(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Freezes the imports of each test file too, which live to the end: collections and forks would scan ever more of them."""
+    """Freezes objects that a file's tests imported, too: otherwise collections and forks of later tests would become slower."""
     try:
         return (yield)
     finally:

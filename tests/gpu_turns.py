@@ -1,7 +1,7 @@
-"""Makes tests that need much GPU memory run one at a time, across xdist's workers and across several runs.
+"""Tests that need much of a GPU's memory take turns, across xdist's workers and concurrent test runs.
 
-A pytest plugin, loaded by tests/conftest.py, for tests marked ``gpu_memory(gib=...)``.  It uses a file lock, which the kernel
-releases whenever the process ends.
+A plugin of pytest, loaded by tests/conftest.py, for tests marked ``gpu_memory(gib=...)``.  The turn is a lock on a file, which the
+kernel releases when the process ends in any way.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ __all__ = ["turn"]
 
 @contextlib.contextmanager
 def turn():
-    """Returns a context that only one process of this user is in at a time; waits to enter it."""
+    """Waits until no other process of this user has the turn; a context that holds it."""
     path = Path(tempfile.gettempdir(), f"fabricamp-gpu-turns-{os.getuid()}")
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout's hook: waiting for the lock does not count
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout's: waiting is no hang
 def pytest_runtest_protocol(item):
     marker = item.get_closest_marker("gpu_memory")
     if marker is None:
         return (yield)
     with turn():
         gib = marker.kwargs["gib"]
-        # Checked here and not at collection, because the check initialises CUDA, and processes forked after it cannot use CUDA.
+        # Checked here and not at collection: the check initialises CUDA, and processes forked after it could not use CUDA.
         if torch.cuda.is_available() and not has(gib):
             item.add_marker(pytest.mark.skip(reason=f"needs {gib} GiB of GPU memory"))
         try:
@@ -47,12 +47,12 @@ def pytest_runtest_protocol(item):
 
 
 def has(gib):
-    """Returns whether the current card has ``gib`` GiB of memory."""
+    """Returns whether the current card has ``gib`` GiB."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >= gib * 2**30
 
 
 def give_back():
-    """Frees torch's cached memory, and the memory that the traceback of a failed test holds."""
+    """Frees the GPU memory that torch caches and that the traceback of a failed test holds."""
     traceback.clear_frames(getattr(sys, "last_traceback", None))
     gc.collect()
     torch.cuda.empty_cache()

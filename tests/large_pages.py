@@ -1,4 +1,4 @@
-"""Moves a process's memory to large pages: a fork copies the page table, which then has 512 times fewer entries.
+"""Large pages for a process's memory: a fork copies its page table, which is then 512 times smaller.
 
 from tests.large_pages import use_large_pages
 """
@@ -18,9 +18,9 @@ _OWN_MEMORY = re.compile(r"^(\w+)-(\w+) rw-p 00000000 00:00 0 +(?:\[heap\])?$", 
 
 
 def use_large_pages():
-    """Collapses this process's memory into pages of 2 MB, and returns the number of bytes; a fork then takes a third of the time.
+    """Moves this process's memory into pages of 2 MB, and returns the number of bytes; a fork then takes a third of the time.
 
-    For Linux 6.1 and newer; memory that the kernel cannot collapse stays unchanged.
+    For Linux 6.1 and newer; memory that the kernel cannot move now stays unchanged.
     """
     if not _MAPS.exists():
         return 0

@@ -19,7 +19,7 @@ QUIET = {
 
 
 def quiet_trainer(**options):
-    """Returns a Trainer with one CPU process and no bar, summary, logger and checkpoints, unless ``options`` say otherwise."""
+    """Returns a Trainer on one CPU process without bar, summary, logger and checkpoints, updated by ``options``."""
     return Trainer(**{**QUIET, **options})
 
 

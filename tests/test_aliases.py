@@ -1,4 +1,4 @@
-"""The modules that only re-export names match tools/aliases.toml, as ``make aliases`` writes them."""
+"""The alias modules equal the entries of tools/aliases.toml, as ``make aliases`` writes them."""
 
 import importlib.util
 from pathlib import Path

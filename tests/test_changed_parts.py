@@ -1,4 +1,4 @@
-"""The tests that `make quick` chooses: by a changed module's name and by imports, and none that start processes."""
+"""`make quick` runs the tests of a changed module, found by name and by imports, and none that start processes."""
 
 from pathlib import Path
 

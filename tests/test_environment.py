@@ -1,4 +1,4 @@
-"""Values that a configuration takes from the environment are used, but no file of a run contains them."""
+"""Values that a configuration takes from the environment are used, and never written into a file of the run."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_loggers_and_checkpoints_get_references_of_containers_too(tmp_path, envi
     assert loaded.hparams.login.token == "given"
 
 
-# -- values without a reference: files that only their owner can read --------------------------------------------------------------
+# -- numbers and flags, which keep no reference: files readable only by their owner ------------------------------------------------
 
 NUMBERS = """
 trainer: {max_steps: 1, accelerator: cpu, devices: 1, log_every_n_steps: 1, enable_progress_bar: false, enable_model_summary: false,
@@ -227,7 +227,7 @@ PORT = "${oc.decode:${oc.env:PORT}}"
 
 @pytest.fixture
 def numbers(tmp_path, monkeypatch):
-    """Prepares a folder for runs, and checks that private files are private from their creation on."""
+    """Prepares a folder for runs, and checks that private files are private from their creation."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PORT", "4711")
@@ -250,7 +250,7 @@ def mode(path):
 
 
 def modes(folder):
-    """Returns the modes of a run's files, by kind of file."""
+    """Returns the modes of a run's files by kind."""
     found = {}
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():

@@ -1,4 +1,4 @@
-"""`fabricamp export`: files from real checkpoints of every opt level, read by the libraries for these formats."""
+"""`fabricamp export`: files from a real checkpoint of every opt level, read by the libraries of their formats."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Net(TrainingModule):
 
 
 def trained(precision="O0"):
-    """Writes ``last.ckpt`` in a short fit; returns its weights, in the dtype of the level."""
+    """Writes ``last.ckpt`` in a short fit; returns its weights in the level's dtype."""
     saving = ModelCheckpoint(".", filename="last")
     trainer = quiet_trainer(max_steps=2, precision=precision, callbacks=saving, enable_checkpointing=True)
     trainer.fit(Net(), torch.utils.data.DataLoader(data(), 4))

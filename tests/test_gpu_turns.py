@@ -1,4 +1,4 @@
-"""Tests marked ``gpu_memory`` run one at a time, across processes and runs."""
+"""Tests marked ``gpu_memory`` take turns between processes, also of different test runs."""
 
 from __future__ import annotations
 

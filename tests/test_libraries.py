@@ -1,4 +1,4 @@
-"""The runner of tests/libraries compares all results of two runs; each library has its version and its row in the page."""
+"""The runner of tests/libraries compares all output of two runs; its libraries have versions, and rows in the page."""
 
 import math
 import sys

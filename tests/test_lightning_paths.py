@@ -1,4 +1,4 @@
-"""Lightning's names and paths: the objects that they name, submodules imported on access, and errors for missing names."""
+"""Lightning's names and paths: their content, completion, and the errors for names that are not offered."""
 
 from __future__ import annotations
 

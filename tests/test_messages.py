@@ -1,4 +1,4 @@
-"""Messages for users go to the logger ``fabricamp``, or as plain lines to stderr without a handler; stdout is the user's."""
+"""Messages go to the logger ``fabricamp``, as plain lines to stderr if logging is not configured; stdout is the user's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SAID = [
     "epoch 1/1  step 4",
     "Ended at step 4: max_epochs=1 reached",
 ]
-"""The beginnings of the lines of information, a warning, a summary, a bar and the end."""
+"""The beginnings of the expected lines: information, a warning, a summary, a bar and the end."""
 
 
 def ran(folder, *, before="", between="", options="devices=1, max_epochs=1", start=start_forked):
@@ -54,7 +54,7 @@ def ran(folder, *, before="", between="", options="devices=1, max_epochs=1", sta
 
 
 def times(text, before=""):
-    """Returns for each entry of SAID the number of lines that begin with ``before`` and the entry."""
+    """Returns for each expected line the number of lines that begin with it, after the prefix ``before``."""
     return [sum(line.startswith(before.format(line) + said) for line in text.splitlines()) for said in SAID]
 
 
@@ -94,7 +94,7 @@ logging.config.dictConfig({{
 
 
 def plain(text):
-    """Returns the lines without the prefixes of their formats."""
+    """Returns the lines without the prefixes of their format."""
     for prefix in ("[fabricamp][INFO] - ", "[fabricamp][WARNING] - ", "INFO:fabricamp:", "WARNING:fabricamp:"):
         text = text.replace(prefix, "")
     return text
@@ -119,7 +119,7 @@ def test_a_handler_without_a_level_gets_each_line_once(tmp_path, name):
 
 @pytest.mark.parametrize("before", ["", "import fabricamp.callbacks"])
 def test_basic_config_has_each_line_once_with_one_prefix(tmp_path, before):
-    """Runs in a new interpreter, with logging configured before or after the import of fabricamp."""
+    """Runs in a new interpreter; logging is configured before or after fabricamp is imported."""
     out, err = ran(tmp_path, before=f"{before}\nlogging.basicConfig()", start=start)
     assert out == "mine\n"
     assert times(plain(err)) == ONCE
@@ -197,7 +197,7 @@ def test_what_a_program_prints_is_alone_in_its_pipe(tmp_path):
 
 
 class Gone:
-    """A stream with a closed reader."""
+    """A stream that raises because its reader has closed it."""
 
     def __init__(self, error):
         self.error = error

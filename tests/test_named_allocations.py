@@ -10,14 +10,14 @@ import fabricamp
 from tests.allocations import FACTORIES, NamedAllocations
 
 NAMES = {one.__name__ for one in FACTORIES}
-# Lightning's demos count as a user's program, and follow the user's defaults.
+# Lightning's demos are like a user's program, and follow the user's defaults.
 SOURCES = [path for path in sorted(Path(fabricamp.__file__).parent.rglob("*.py")) if path.parent.name != "demos"]
 
 
 def unnamed(source):
-    """Returns the lines of ``source`` in which ``torch.<factory>(...)`` has no device or dtype.
+    """Returns the lines of ``source`` with a ``torch.<factory>(...)`` without device or dtype.
 
-    Parameters of layers, ``nn.Parameter(torch.empty(...))``, are allowed: they follow the user's defaults, as in torch's layers.
+    A layer's own parameters, made as ``nn.Parameter(torch.empty(...))``, follow the user's defaults as those of torch's layers do.
     """
     tree = ast.parse(source)
     parameters = {

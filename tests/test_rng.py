@@ -69,7 +69,7 @@ def test_wrong_seeds_are_refused(seed, monkeypatch):
 
 def test_capture_and_restore_are_bit_exact_through_a_checkpoint():
     seed_everything(1)
-    draw()  # leaves a cached second gaussian in Python's and in NumPy's generator
+    draw()  # leaves a cached second gaussian in Python's and NumPy's generators
     file = io.BytesIO()
     torch.save(capture_rng(), file)
     expected = [draw() for _ in range(3)]
@@ -86,7 +86,7 @@ def test_restore_leaves_out_devices_that_are_not_here():
 
 
 def test_gpus_that_are_not_in_use_are_not_even_counted(monkeypatch):
-    """After counting GPUs, a process can no longer fork processes that use them."""
+    """A process that has counted GPUs can no longer be forked."""
 
     def asked(*_):
         raise AssertionError

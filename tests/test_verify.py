@@ -1,4 +1,4 @@
-"""`fabricamp verify` on real scripts: equal bits, or the first difference and its cause."""
+"""`fabricamp verify` on real scripts: equal bits, or the first difference with its cause."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print("behind the fit", file=open("behind", "w"))
 
 
 def forked(command, env, stdout, **_):
-    """Runs the script in a forked process, which has all imports; one of the tests checks the same in a new interpreter."""
+    """Runs the script in a forked process with all imports done; one test checks that a new interpreter does the same."""
     process = start_forked(Path.cwd(), *command[1:], streams=[stdout.fileno()] * 2, **env)
     process.communicate(timeout=200)
 
@@ -109,7 +109,7 @@ def test_a_script_that_cannot_be_tried(words, message, capsys):
 
 
 def record(**changes):
-    """Returns the record of a run's two batches; ``changes`` (``batch_part=value``) replaces digests."""
+    """Returns records of two batches; ``changes`` named ``batch_part`` replace digests."""
     line = {
         place: {part: {part: f"{place} {part}"} for part in ("data", "rng", "state")}
         for place in ("start", "0/0", "0/1")

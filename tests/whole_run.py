@@ -1,4 +1,4 @@
-"""One run through everything: fit with validation, checkpoints and logs, resume, validate, test and predict."""
+"""One run of everything: fit with validation, checkpoints and logs, resume, validate, test and predict."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from tests.small import data, quiet_trainer
 
 
 class Net(TrainingModule):
-    """Our and torch's layers, a fused loss, a fused optimizer or torch's SGD, a schedule by steps, metrics by step and epoch."""
+    """Has fused and torch's layers, a fused loss, a fused optimizer or torch's SGD, a schedule, metrics by step and epoch."""
 
     def __init__(self, *, fused, dropout=0.1):
         super().__init__()
@@ -70,7 +70,7 @@ def in_a_list(rows):
 
 
 def whole_run(folder, defaults, *, batches_of=shuffled, fused=True, dropout=0.1, **options):
-    """Returns all results of the run as one dict of tensors and numbers; builds outside of ``defaults`` and runs inside."""
+    """Returns all results of the run as a dict of tensors and numbers; objects are made outside of ``defaults``, run inside."""
     seed_everything(0)
     module, batches = Net(fused=fused, dropout=dropout), batches_of(data(24))
 
@@ -118,7 +118,7 @@ def flattened(value, key=""):
 
 
 def differences(one, other):
-    """Returns the names of the values that are not equal, bit for bit."""
+    """Returns the names of values that are not equal bit for bit."""
     return [
         name
         for name in one.keys() | other.keys()

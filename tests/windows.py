@@ -1,4 +1,4 @@
-"""The loop's calls around a Precision, for tests without a Trainer."""
+"""The loop's calls of a Precision, for tests without a Trainer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fabricamp.gradients.memory import GradientMemory
 
 
 def close_window(precision, loss):
-    """Ends an accumulation step as the loop does; ``verdicts`` is None if steps are never skipped."""
+    """Ends a step as the loop does; there are step statuses only if a step may be skipped."""
     return None if precision.verdicts is None else precision.verdicts.close_window(loss)
 
 
 def add_up(precision, *optimizers):
-    """Adds a micro-batch's gradients to the sums after its backward, if the precision has such sums."""
+    """Adds a micro-batch's gradients after its backward, if the precision sums them."""
     for optimizer in optimizers:
         memory = precision.gradients(optimizer)
         if memory.flat is not None:
