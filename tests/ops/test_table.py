@@ -97,7 +97,7 @@ def test_no_more_tables_are_kept_than_allowed(kernel_device, monkeypatch):
 
 
 def test_a_tensor_of_another_device_is_refused(kernel_device):
-    with pytest.raises(ValueError, match="one table a device"):
+    with pytest.raises(ValueError, match="one table per device"):
         Table([[torch.ones(2, device="meta")]], device=kernel_device)
 
 
