@@ -1,15 +1,15 @@
-"""Wall time of a bf16 training step: by hand, by hand with torch.compile, through Lightning, and through the Trainer.
+"""Compares the wall time of a bf16 training step: hand-written, hand-written with torch.compile, Lightning, and the Trainer.
 
     python benchmarks/fastest.py [--only gpt2-16,resnet50-64,resnet50-256] [--rounds 5] [--minutes 8] [--out results.json] [--quick]
 
-By hand a step is bf16 autocast, clipping at norm 1 and torch's fused AdamW: eager, by ``torch.compile(network)``, and by
-``torch.compile(network, mode="reduce-overhead")``, which has CUDA graphs.  Lightning runs at "bf16-mixed".  The Trainer runs at O4
-(bf16 autocast) and O5 (bf16 weights with fp32 masters), with FusedAdam: eager, as one CUDA graph, and at O4 by ``compile=True``.
-Trainer and Lightning have everything on: bar, logger, a checkpoint callback with nothing to save, a ``self.log`` in each step.
-All share network, loss and loader (batches in pinned memory, copied without a wait).
+A hand-written step is bf16 autocast, clipping at norm 1 and torch's fused AdamW: eager, by ``torch.compile(network)``, and by
+``torch.compile(network, mode="reduce-overhead")``, which uses CUDA graphs.  Lightning runs at "bf16-mixed".  The Trainer runs at O4
+(bf16 autocast) and O5 (bf16 weights with fp32 masters), with FusedAdam: eager, as one CUDA graph, and at O4 with ``compile=True``.
+Trainer and Lightning have all features on: bar, logger, a checkpoint callback with nothing to save, a ``self.log`` in each step.
+All share network, loss and loader (batches in pinned memory, copied asynchronously).
 
-Rounds are interleaved; each way has a median and quartiles, and compiles anew in each round, before the measured steps.  With
-``--out``, networks that the file has are left out: a run may be cut, and ends by itself after ``--minutes``.
+Rounds are interleaved; each variant has a median and quartiles, and compiles again in each round, before the measured steps.  With
+``--out``, networks already in the file are skipped, because a run may be interrupted, and stops by itself after ``--minutes``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NETWORKS = ("gpt2-16", "resnet50-64", "resnet50-256")
 
 
 def by_hand(case, **compile_options):
-    """A loop as one writes it; ``compile_options``: those of torch.compile, none for an eager step."""
+    """Times a hand-written loop; ``compile_options`` are those of torch.compile, None for an eager step."""
     torch.manual_seed(0)
     network = case.network().cuda()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
@@ -64,7 +64,7 @@ def by_hand(case, **compile_options):
 
 
 def ours(case, precision, **options):
-    """The Trainer with everything on."""
+    """Times the Trainer with all features on."""
     watch = Stopwatch(case.steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -83,7 +83,7 @@ def ours(case, precision, **options):
 
 
 def lightnings(case):
-    """Lightning's Trainer with everything on."""
+    """Times Lightning's Trainer with all features on."""
     import lightning.pytorch as pl
 
     class Watch(pl.Callback):
@@ -101,7 +101,9 @@ def lightnings(case):
             callbacks=[watch],
             gradient_clip_val=1.0,
         )
-        adamw = partial(torch.optim.AdamW, lr=1e-4)  # Lightning refuses to clip for a fused one at bf16-mixed
+        adamw = partial(
+            torch.optim.AdamW, lr=1e-4
+        )  # not fused: Lightning does not clip for a fused optimizer at bf16-mixed
         trainer.fit(module_of(case, pl.LightningModule, adamw), case.loader(WARM_UP + case.steps))
     return watch.seconds
 
@@ -120,7 +122,7 @@ WAYS = {
 
 
 def measure(case, rounds):
-    """Milliseconds a step of each way, of each round; a way that cannot run is left out, with its error."""
+    """Returns the milliseconds per step of each variant in each round, and the errors of variants that cannot run."""
     found = {name: [] for name in WAYS}
     missing = {}
     for _ in range(rounds):
@@ -142,7 +144,7 @@ def measure(case, rounds):
 
 
 def row_of(network, times):
-    """Medians and quartiles of the rounds."""
+    """Returns medians and quartiles of the rounds."""
     row = {"network": network, "wall_ms": {}, "quartiles": {}, "wall_ms_of_rounds": times}
     for name, values in times.items():
         low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else 3 * values

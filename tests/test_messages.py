@@ -264,7 +264,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "output.md").read_text()
 def test_each_line_of_the_page_does_what_stands_behind_it(tmp_path, line):
     statement, _, promise = line.partition("#")
     out, err = ran(tmp_path, before=statement)
-    expected = f"fabricamp: {SAID[1]}\n" if "warnings alone" in promise else ""
+    expected = f"fabricamp: {SAID[1]}\n" if "warnings only" in promise else ""
     assert (out, err) == ("mine\n", expected)
     if "to a file" in promise:
         assert times((tmp_path / "run.log").read_text()) == ONCE

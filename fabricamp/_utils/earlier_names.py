@@ -32,7 +32,7 @@ _MOVED: Final[dict[str, dict[str, str]]] = {
         "_DefaultDtype": "fabricamp.precision.named",
     },
 }
-"""For each earlier module its names, and the modules that have them now; "module:name" where the name has changed as well."""
+"""Maps each earlier module to its names and the modules that have them now; "module:name" if the name has changed too."""
 
 
 class _EarlierNames(MetaPathFinder, Loader):

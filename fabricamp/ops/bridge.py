@@ -89,7 +89,7 @@ class Kernel:
         self._current = index_of_current(device.type)
         self._stream: Callable[[int], int] = current_stream if device.type == "cuda" else _no_stream
         self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
-        self._argument_memory: list[_ArgumentMemory] = []  # of no running launch
+        self._argument_memory: list[_ArgumentMemory] = []  # not used by a running launch
 
     @property
     def address(self) -> int:
@@ -109,8 +109,8 @@ class Kernel:
     def launch(self, blocks: int, threads: int, *numbers: float) -> None:
         """Launches with plain addresses and numbers, without a cache: for operands that are new in every call.
 
-        The caller has made sure that the addresses are those of tensors.  There is one of ``numbers`` for each of ``types``, none
-        of which is a structure.  Raises struct.error for another count or type.
+        The caller has made sure that the addresses are those of tensors.  ``numbers`` has one entry for each of ``types``; none of
+        these is a structure.  Raises struct.error for another count or type.
         """
         # Removed during the launch: another thread that launches this kernel must not overwrite the arguments being read.
         try:
@@ -120,7 +120,7 @@ class Kernel:
         write, values, address, _ = memory
         write(values, 0, *numbers)
         if self._current() == self._index:
-            self._function(blocks, threads, address, self._stream(self._index))  # as _start does, without another call
+            self._function(blocks, threads, address, self._stream(self._index))  # the same as _start, without its call
         else:
             self._start(blocks, threads, address)
         self._argument_memory.append(memory)
@@ -229,7 +229,7 @@ def _with_cupy(text: str, function: str, device: torch.device, shared: int = 0) 
             cupy.cuda.runtime.memGetInfo()
             launch(pointer, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, 0)
 
-    run.compiled = compiled  # type: ignore[attr-defined]  # the module is unloaded with it
+    run.compiled = compiled  # type: ignore[attr-defined]  # keeps it alive: the module is unloaded with it
     return run
 
 

@@ -137,7 +137,7 @@ class Table:
         self._tickets = words[len(rows) :]
 
     def _set_addresses(self, index: int) -> None:
-        """Writes the addresses of a column; a tensor whose layout differs from the row's is replaced by a dense copy."""
+        """Writes the addresses of a column; a tensor with another layout than its row's is replaced by a dense copy."""
         dense_copies: dict[int, _DenseCopy] = {}
         addresses = self._lines[_COLUMNS + index]
         for row, tensor in enumerate(self._columns[index]):
@@ -146,7 +146,7 @@ class Table:
                 addresses[row] = 0
                 continue
             if tensor.device != self.device:
-                raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table a device")
+                raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table per device")
             if same_layout(tensor, anchor):
                 # An empty tensor has address 0, which would mean that the row does not have the column.
                 addresses[row] = bridge.address_of(tensor) or _ALIGNMENT
@@ -201,6 +201,7 @@ class Table:
             return
         pointers = addresses(gradients)
         self._last_tuple = None
+        # Dense copies belong to the tensors of the last call, so they have to be made again.
         if not trust or self._dense_copies[0] or not self._layouts.fit(gradients):
             self._set_unknown(gradients, pointers)
         elif pointers != self._pointers:
@@ -231,7 +232,7 @@ class Table:
         self._columns[0] = list(gradients)
         self._set_addresses(0)
         self._describe()
-        self._columns[0] = []
+        self._columns[0] = []  # the table keeps no gradient alive
         self._upload()
         self._dtypes = []
         self.present = None
@@ -398,7 +399,7 @@ class Table:
 
 
 class _DenseCopy(NamedTuple):
-    """A tensor whose memory order differs from its row's, and the dense copy that the kernels use in its place."""
+    """A tensor with another memory order than its row's, and the dense copy that the kernels use instead."""
 
     tensor: Tensor
     dense: Tensor
@@ -424,6 +425,7 @@ def table_of(*columns: Sequence[Tensor]) -> Table:
         table = Table(columns, device=columns[0][0].device)
         if len(_tables) >= _MOST_TABLES:
             del _tables[next(iter(_tables))]
+        # Only a table without dense copies is cached: the others need their tensors, and the cache must keep none alive.
         if not table.has_dense_copies:
             table.drop_tensors()
             _tables[key] = table

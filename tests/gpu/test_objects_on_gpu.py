@@ -1,4 +1,4 @@
-"""Objects with tensors on a GPU: copied like the weights, in the background too, and loaded on a machine without one."""
+"""Objects with tensors on a GPU are copied like the weights, also in the background, and load on a machine without a GPU."""
 
 from __future__ import annotations
 

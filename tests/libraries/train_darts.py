@@ -57,7 +57,7 @@ def fit():
 
 def predict():
     training, _ = series()
-    # darts' own pickles hold EarlyStopping by fabricamp's name, and darts trusts Lightning's alone.
+    # darts' own pickles name EarlyStopping by fabricamp's module, and darts only trusts Lightning's names.
     nbeats = NBEATSModel.load("nbeats.pt", map_location="cpu", trusted=True)
     best = BlockRNNModel.load_from_checkpoint("lstm", work_dir="work", best=True, map_location="cpu", trusted=True)
     return [torch.as_tensor(model.predict(8, series=training).values()) for model in (nbeats, best)]

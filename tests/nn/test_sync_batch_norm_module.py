@@ -291,7 +291,7 @@ def test_what_cannot_work_is_refused():
                 SyncBatchNorm(6).train(mode)(torch.zeros(3, 6), z)
     with pytest.raises(ConfigError, match="has 6 channels, but the input"):
         SyncBatchNorm(6)(torch.zeros(2, 5, 6))
-    with pytest.raises(ConfigError, match="one value a channel has no variance"):
+    with pytest.raises(ConfigError, match="one value per channel has no variance"):
         SyncBatchNorm(6)(torch.zeros(1, 6))
     with pytest.raises(ConfigError, match="is on cpu and its parameters or running values on meta; move the module"):
         SyncBatchNorm(6, device="meta")(torch.zeros(2, 6))

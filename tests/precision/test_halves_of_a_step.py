@@ -1,4 +1,4 @@
-"""What a step launches, and what only the host does behind it: the second half alone is what follows a replayed CUDA graph."""
+"""The launches of a step, and the host's work after them; after the replay of a CUDA graph only the second half runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.windows import add_up
 
 
 class Launches(TorchDispatchMode):
-    """Notes every operation."""
+    """Records every operation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which options go together, which names there are, and what a wrong one is told."""
+"""Valid combinations of options, the known names, and the errors for wrong ones."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.small import quiet_trainer
 
 
 class Overflows(TrainingModule):
-    """Its first losses are too large for fp16 gradients at the first loss scales."""
+    """Overflows at first: its losses are too large for fp16 gradients at the initial loss scales."""
 
     def __init__(self):
         super().__init__()
