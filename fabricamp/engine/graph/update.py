@@ -321,7 +321,9 @@ class GraphUpdate(Update):
 
     def _summing_memory(self) -> GradientMemory | None:
         """Returns the memory in which the gradients of an accumulation are summed; None if they are summed in ``.grad``."""
-        return self._memory() if self._sums and self._memory is not None else None
+        if not self._sums or self.plan is None or self.plan.memory is None:
+            return None
+        return self.plan.memory()
 
     def _kept_bytes(self, role: Role) -> int:
         """Returns the bytes of gradients that a graph keeps; twice with accumulation, whose graphs share one more copy of them."""
