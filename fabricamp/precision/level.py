@@ -20,7 +20,7 @@ from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.autocast import Autocast, without_autocast
 from fabricamp.precision.base import Conversion, Precision
-from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep
+from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep, is_outside_step
 from fabricamp.precision.casting import bounded, cast_floating, check_autocast, check_full_weights, convert
 from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.precision.master_weights import MasterWeights
@@ -367,8 +367,13 @@ class OptLevel(Precision):
         """Runs ``run(loss, **options)`` on the scaled loss, in fp32 or wider."""
         if self.level.loss_scale != 1.0:
             loss = self._scaling.scaled(loss, loss_id)
-        with self._outside[0], self._outside[1]:
-            run(loss, **options)
+        if is_outside_step(self._device.type):
+            run(
+                loss, **options
+            )  # as nearly every backward of automatic optimization; the two contexts would change nothing
+        else:
+            with self._outside[0], self._outside[1]:
+                run(loss, **options)
         if self._several_losses:
             assert self._stages_of is not None, "setup_optimizers comes first"
             for stages in self._stages_of.values():

@@ -71,7 +71,8 @@ class ParamGradMap:
         """The statistics of a launched step, until the host has recorded them."""
         self._masters = masters
         self._exchanged = exchanged
-        self._grad_of: Callable[[Any], Any] = _grad
+        self.grad_of: Callable[[Any], Any] = _grad
+        """Returns the ``.grad`` of a model parameter; of a sharded one this rank's shard."""
         self._shared_rows: SharedRows | None = None
         self.refresh()
 
@@ -87,7 +88,7 @@ class ParamGradMap:
             adopt(self._masters, self.optimizer)
         self.master_params = owned_parameters(self.optimizer)
         self._shared_rows = SharedRows.of(self.master_params)
-        self._grad_of = local_gradient if any_shard(self.master_params) else _grad
+        self.grad_of = local_gradient if any_shard(self.master_params) else _grad
         self.memory.hold(model_params)
         self.model_params = self.memory.parameters
         pairs = self._pairs()
@@ -106,13 +107,12 @@ class ParamGradMap:
     def tensors_and_flags(self, gradients: Gradients) -> tuple[Sequence[Tensor | None], Sequence[Tensor] | None]:
         """Returns one gradient (or None) per master, and device flags that mark the gradients to use (None: all).
 
-        The same as :meth:`gather` without a wait, for optimizers that read the flags on the device.
+        The same as :meth:`gather` without a wait, for optimizers that read the flags on the device; :meth:`refresh` comes before.
         """
-        self.refresh()
         if self.sums and gradients.tensors is None:
             gradients = self._own_sums()
         if gradients.tensors is None:
-            return list(map(self._grad_of, self.model_params)), None
+            return list(map(self.grad_of, self.model_params)), None
         if gradients.present is None:
             return self._values(gradients), None
         return self._values(gradients._replace(present=None)), flags_of(gradients.present)
@@ -150,7 +150,7 @@ class ParamGradMap:
 
     def local_shards(self, gradients: list[Tensor]) -> list[Tensor]:
         """Returns this rank's shards of sharded gradients, else the gradients themselves."""
-        return gradients if self._grad_of is _grad else list(map(local, gradients))
+        return gradients if self.grad_of is _grad else list(map(local, gradients))
 
     def shared_rows(self, masters: Sequence[Tensor]) -> SharedRows | None:
         """Returns which ranks hold the other shards of ``masters``, some of :attr:`master_params`; None if nothing is sharded."""

@@ -46,6 +46,7 @@ from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import MasterWeights, round_to
 from fabricamp.precision.nonfinite_tracker import GradStatsRecord, NonFiniteTracker
 from fabricamp.precision.param_grads import ParamGradMap, create_grad, flags_of, values_of
+from fabricamp.precision.step_results import StepResults
 from fabricamp.precision.torch_updates import (
     clip_gradients,
     clip_limits,
@@ -58,7 +59,7 @@ from fabricamp.precision.torch_updates import (
 from fabricamp.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fabricamp.precision.base import Clip, Precision
     from fabricamp.precision.loss_scaler import LossScaler
@@ -124,6 +125,10 @@ class FusedPlan(UpdatePlan):
         super().__init__(precision, optimizer, strategy, clip)
         self._launch = torch.no_grad()(stages.launch)
         self.after = stages.after  # type: ignore[method-assign]  # the loop calls it without a frame in between
+        # Whether the launch of finish also ends the training step, if it has the loss; results of another class want the call.
+        verdicts = precision.verdicts
+        self._closes = verdicts is not None and is_own(verdicts, "launch_close", StepResults)
+        self._closes &= stages.ends_training_step(optimizer)
 
     def run(self, loss: Tensor | None) -> None:
         """Launches the update, and the end of the training step with its ``loss``."""
@@ -131,7 +136,7 @@ class FusedPlan(UpdatePlan):
         if self.exchanges:
             gradients = self.reduce(None if self.memory is None else self.memory())
         self._launch(gradients, self.clip, loss)
-        if self._close is not None:
+        if self._close is not None and (loss is None or not self._closes):
             self._close(loss)
 
 
@@ -184,6 +189,10 @@ class Stages:
             ops.finish(state, statistics, scale=scale, divisor=gradients.divisor, max_norm=max_norm)
             optimizer.steer(state, limit=max_value, skips=False)
         optimizer.step()
+
+    def ends_training_step(self, optimizer: FusedOptimizer) -> bool:
+        """Returns whether :meth:`launch`, given the loss, also launches the end of the training step."""
+        return False
 
     def after(self) -> None:
         """Does the host's part of a step; launches nothing."""
@@ -312,7 +321,12 @@ class ScaledStages(Stages):
         params = self.params
         skips = self._skips
         divisor = gradients.divisor
-        tensors, flags = params.tensors_and_flags(gradients)
+        params.refresh()
+        flags = None
+        if gradients.tensors is None and not params.sums:
+            tensors: Sequence[Tensor | None] = list(map(params.grad_of, params.model_params))
+        else:
+            tensors, flags = params.tensors_and_flags(gradients)
         optimizer.gather(tensors, params.copies, flags)
         scale = self._scale if gradients.weight is None else gradients.carried(self._scale)
         max_norm = None
@@ -334,6 +348,13 @@ class ScaledStages(Stages):
         optimizer.step()
         if params.sums:
             params.memory.clear()
+
+    def ends_training_step(self, optimizer: FusedOptimizer) -> bool:
+        """Returns whether :meth:`launch`, given the loss, also launches the end of the training step.
+
+        Not if the update reads the loss scale again, which must not have moved by then.
+        """
+        return self._scaling.ends_training_step and not optimizer.reads_scale
 
     def _finish(
         self, statistics: Tensor, scale: Tensor, divisor: float, max_norm: float | None, loss: Tensor | None

@@ -135,6 +135,8 @@ class GraphUpdate(Update):
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
+        if self._parts.optimizers[0] is not self._optimizer:
+            raise self._another_optimizer()
         role = Role(self._accumulate, self.loss is None, self._ends_accumulation(batch_idx, last))
         key = None if self.why_eager else self._key_of(batch, role)
         step = None if key is None else self._replayable(key)
