@@ -354,6 +354,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             return False
         if self.state is not state or state.changes.count != self._changes:
             return False
+        if not self._rows_key.are_parameters(list(chain.from_iterable(map(_params, self.param_groups)))):
+            return False  # a parameter was put into a group, or taken out of it
         set_scalars(parts, self._rule, self.param_groups)
         return True
 

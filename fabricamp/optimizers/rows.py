@@ -192,6 +192,11 @@ class RowsCacheKey:
         self._copies = copies
         self._flags = flags
 
+    def are_parameters(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the rows are those of ``parameters``, in this order."""
+        own = self._parameters
+        return len(parameters) == len(own) and all(map(operator.is_, parameters, own))
+
     def holds(
         self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None
     ) -> bool:
@@ -199,8 +204,7 @@ class RowsCacheKey:
         return (
             copies is self._copies
             and flags is self._flags
-            and len(parameters) == len(self._parameters)
-            and all(map(operator.is_, parameters, self._parameters))
+            and self.are_parameters(parameters)
             and addresses(self._addressed) == self._pointers
             and all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None)))
         )
