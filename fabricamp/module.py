@@ -23,7 +23,7 @@ from fabricamp.errors import ConfigError, NotAttachedError, nearest
 from fabricamp.hooks import ModuleHooks, call_hook
 from fabricamp.ops.shards import device_of
 from fabricamp.precision.base import Clip
-from fabricamp.precision.stepper import clip_gradients
+from fabricamp.precision.torch_updates import clip_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

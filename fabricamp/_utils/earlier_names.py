@@ -20,7 +20,7 @@ _MOVED: Final[dict[str, dict[str, str]]] = {
     "fabricamp.loggers.backlog": {"Record": "fabricamp.loggers.write_queue"},
     "fabricamp.loggers.growing_file": {"GrowingFile": "fabricamp.loggers.append_file:AppendFile"},
     "fabricamp.loggers.trouble": {"Trouble": "fabricamp.loggers.logger_errors:LoggerErrors"},
-    "fabricamp.precision.plain_step": {"Stepper": "fabricamp.precision.stepper"},
+    "fabricamp.precision.plain_step": {"Stepper": "fabricamp.precision.update_plan:Stages"},
     "fabricamp.precision.scaling": {
         "ConstantScale": "fabricamp.precision.level",
         "DynamicScale": "fabricamp.precision.level",

@@ -18,7 +18,7 @@ from fabricamp.callbacks.base import Callback
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter
-from fabricamp.precision.stepper import demands_closure
+from fabricamp.precision.torch_updates import demands_closure
 from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:

@@ -104,7 +104,10 @@ class Kernel:
         call = self._calls.get(key)
         if call is None:
             call = self._lay_out(key, arguments)
-        self._start(blocks, threads, call[0])
+        if self._current() == self._index:
+            self._function(blocks, threads, call[0], self._stream(self._index))
+        else:
+            self._launch_elsewhere(blocks, threads, call[0])
 
     def launch(self, blocks: int, threads: int, *numbers: float) -> None:
         """Launches with plain addresses and numbers, without a cache: for operands that are new in every call.
@@ -120,15 +123,13 @@ class Kernel:
         write, values, address, _ = memory
         write(values, 0, *numbers)
         if self._current() == self._index:
-            self._function(blocks, threads, address, self._stream(self._index))  # the same as _start, without its call
+            self._function(blocks, threads, address, self._stream(self._index))
         else:
-            self._start(blocks, threads, address)
+            self._launch_elsewhere(blocks, threads, address)
         self._argument_memory.append(memory)
 
-    def _start(self, blocks: int, threads: int, arguments: int) -> None:
-        if self._current() == self._index:
-            self._function(blocks, threads, arguments, self._stream(self._index))
-            return
+    def _launch_elsewhere(self, blocks: int, threads: int, arguments: int) -> None:
+        """Launches on the kernel's device while another one is torch's current device."""
         with torch.cuda.device(self._index):
             self._function(blocks, threads, arguments, self._stream(self._index))
 

@@ -31,9 +31,10 @@ Beside the matrix, device memory holds the row of each chunk (int32), a counter 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -52,6 +53,8 @@ _INFO: Final = 2
 _COLUMNS: Final = 3  # lines before the columns: first chunk, size, info
 _ALIGNMENT: Final = 16
 _MOST_TABLES: Final = 32
+_dtype: Final = operator.attrgetter("dtype")
+_device: Final[Callable[[Any], int]] = Tensor.get_device
 _NUMBERS: Final = frozenset({float, int, bool})
 _Struct: Final = bridge.structure("common.cuh", "Table")
 
@@ -205,7 +208,12 @@ class Table:
         if not trust or self._dense_copies[0] or not self._layouts.fit(gradients):
             self._set_unknown(gradients, pointers)
         elif pointers != self._pointers:
-            if -1 in pointers or dtypes(gradients) != self._dtypes or _devices(gradients) != self._devices:
+            # Where no address is that of a None, each gradient has to be of the dtype and on the device of the last one.
+            if (
+                -1 in pointers
+                or list(map(_dtype, gradients)) != self._dtypes
+                or list(map(_device, gradients)) != self._devices
+            ):
                 self._set_unknown(gradients, pointers)
             else:
                 self._set_moved(pointers)
@@ -240,7 +248,7 @@ class Table:
             self.present = [row for row, pointer in enumerate(pointers) if pointer != -1]
         else:
             self._dtypes = dtypes(gradients)
-            self._devices = _devices(gradients)
+            self._devices = list(map(_device, gradients))
             if not self._dense_copies[0]:
                 self._layouts.learn(gradients)
         self._pointers = pointers
@@ -403,11 +411,6 @@ class _DenseCopy(NamedTuple):
 
     tensor: Tensor
     dense: Tensor
-
-
-def _devices(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Returns the device index of each tensor."""
-    return list(map(Tensor.get_device, tensors))  # type: ignore[arg-type]
 
 
 _tables: dict[tuple[object, ...], Table] = {}

@@ -176,7 +176,7 @@ def test_a_captured_update_replays_with_another_lr(level):
                     gradient.copy_(torch.full_like(gradient, 0.01))
         give(captured)
         captured.optimizer.gather(
-            captured.gradients, captured.precision._stepper._param_map(captured.optimizer).copies
+            captured.gradients, captured.precision._stages(captured.optimizer).params.copies
         )  # uploads the lr
         graph.replay()
         update(eager)

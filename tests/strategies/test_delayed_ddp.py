@@ -20,7 +20,7 @@ from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.buckets import Piece, plan_messages
 from fabricamp.gradients.flat import FlatGradients, Transport
 from fabricamp.gradients.memory import GradientMemory
-from fabricamp.precision.stepper import write_gradients
+from fabricamp.precision.torch_updates import write_gradients
 from fabricamp.strategies import IN_PLACE, DelayedDDP, Environment
 from tests.distributed.ranks import run_ranks
 from tests.strategies.test_ddp import (

@@ -21,7 +21,7 @@ from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import round_to
 from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
-from fabricamp.precision.stepper import ParamGradMap, create_grad
+from fabricamp.precision.param_grads import ParamGradMap, create_grad
 
 
 class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name

@@ -135,6 +135,8 @@ class GraphUpdate(Update):
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
+        if self._parts.optimizers[0] is not self._optimizer:
+            raise self._another_optimizer()
         role = Role(self._accumulate, self.loss is None, self._ends_accumulation(batch_idx, last))
         key = None if self.why_eager else self._key_of(batch, role)
         step = None if key is None else self._replayable(key)
@@ -321,7 +323,9 @@ class GraphUpdate(Update):
 
     def _summing_memory(self) -> GradientMemory | None:
         """Returns the memory in which the gradients of an accumulation are summed; None if they are summed in ``.grad``."""
-        return self._memory() if self._sums and self._memory is not None else None
+        if not self._sums or self.plan is None or self.plan.memory is None:
+            return None
+        return self.plan.memory()
 
     def _kept_bytes(self, role: Role) -> int:
         """Returns the bytes of gradients that a graph keeps; twice with accumulation, whose graphs share one more copy of them."""

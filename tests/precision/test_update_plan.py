@@ -291,7 +291,7 @@ def test_the_one_wait_is_told_once_with_its_cure(monkeypatch, caplog):
     reads = count_host_reads(monkeypatch)
     window(precision, module, optimizer, [batches(1)[0]])
     assert caplog.messages == []  # on CPU nothing is waited for
-    precision._stepper._strategy.device = torch.device("cuda")
+    precision._stages(optimizer)._scaling.strategy.device = torch.device("cuda")
     for batch in batches(3):
         window(precision, module, optimizer, [batch])
     assert reads.count("item") == 4
