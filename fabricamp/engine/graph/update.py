@@ -14,6 +14,8 @@ Each micro-batch goes through :meth:`GraphUpdate.run_batch` in one of five ways:
 If the capture of 3 fails, or the replay of 3 or 5 leaves other bits than an eager step, its effects are undone and the micro-batch
 runs eagerly.  ``"auto"`` then gives up, and a required graph is an error.
 
+Graphs get the *view* of a batch (:mod:`~fabricamp.engine.graph.batches`); eager steps get the whole batch.
+
 An accumulation has a graph for each :class:`Role`: the first, a middle and the last micro-batch.  All of them find the gradients
 at the same addresses (:class:`AccumulationGradients`).
 """
