@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -186,6 +187,7 @@ def test_what_a_checkpoint_monitors_is_drawn_after_the_losses(tmp_path, capsys):
         logger=CSVLogger(tmp_path, name="", version="a"),
         callbacks=checkpoints,
     ).fit(Scored(), data, data)
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["monitors"] == list(monitors)
     assert main(["plot", str(tmp_path / "a")]) == 0
     titles = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "]
     assert titles == ["loss", "validation loss", "val_accuracy", "gradient norm"]
