@@ -208,7 +208,7 @@ class _RunHelp(argparse.Action):
 
 
 def _add_plot(commands: Any) -> None:
-    about = "draw what runs logged: losses, learning rate, loss scale and skipped steps, gradient norm, throughput"
+    about = "draw what runs logged: losses, what ModelCheckpoint monitors, learning rate, loss scale, gradient norm, throughput"
     plot = _add_command(commands, "plot", about)
     plot.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or a CSV or event file in it")
     plot.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf file to draw into too (needs matplotlib)")

@@ -402,7 +402,7 @@ class Session:
         if reason and options.required:
             raise refused(reason)
         if reason:
-            self.run_summary.say(f"cuda_graph='auto' runs eagerly: {reason}")
+            self.run_summary.say_of_graph(f"cuda_graph='auto' runs eagerly: {reason}")
             parts.state.runs_as = "eager"
         return not reason
 
@@ -416,7 +416,7 @@ class Session:
         if reason and options.required:
             raise ConfigError(f"cuda_graph: {what}: {reason}; or give steps=1, which launches each step by itself")
         if reason:
-            self.run_summary.say(f"{what} launches each step by itself: {reason}")
+            self.run_summary.say_of_graph(f"{what} launches each step by itself: {reason}")
         return not reason
 
     # -- evaluation, within fit and as an entry point ----------------------------------------------------------------------------

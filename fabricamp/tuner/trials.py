@@ -90,6 +90,7 @@ def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Ite
         )
     trainer.state = RunState()
     with trainer._runner.session_of(source.fn, module, source) as session:
+        session.run_summary.is_trial = True
         session.attach()
         session.open(None, None)
         yield session
