@@ -573,7 +573,7 @@ def test_a_damaged_seal_is_seen_before_anything_is_unpickled(keeps_comment, tmp_
     touched = tmp_path / "touched"
     path = tmp_path / "a.ckpt"
     write_checkpoint(path, pack_objects({"state_dict": {}, "trap": Encoder(Hostile(touched))}))
-    changed(path, "data/0", lambda content: content.replace(b"classes", b"CLASSES"))
+    changed(path, "data.pkl", lambda content: content.replace(b"classes", b"CLASSES"))
     if not keeps_comment:
         with zipfile.ZipFile(path, "a") as archive:
             archive.comment = b""
@@ -584,18 +584,25 @@ def test_a_damaged_seal_is_seen_before_anything_is_unpickled(keeps_comment, tmp_
 
 
 def with_another_name(path):
-    """Changes one bit of the file, in the name of the module with the functions that it calls."""
+    """Changes one bit of the file, in the name of the module with a class of its objects."""
     content = path.read_bytes()
-    path.write_bytes(content.replace(b"fabricamp.checkpoint.objects\n", b"fabricamp.checkpoint.objectr\n"))
+    name = f"c{__name__}\nEncoder\n"
+    path.write_bytes(content.replace(name.encode(), name.replace("objects", "objectr").encode()))
     assert path.read_bytes() != content
 
 
 @pytest.fixture
 def called(monkeypatch):
-    """Calls of functions in the module that :func:`with_another_name` names."""
+    """Calls of the class in the module that :func:`with_another_name` names."""
     calls = []
-    module = types.ModuleType("fabricamp.checkpoint.objectr")
-    module.unpickled = module.object_at = lambda *_: calls.append("ran")
+    module = types.ModuleType(__name__.replace("objects", "objectr"))
+
+    class Called:
+        def __new__(cls, *_):
+            calls.append("ran")
+            return super().__new__(cls)
+
+    module.Encoder = Called
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return calls
 
