@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 import torch
 from darts import TimeSeries
 from darts.models import BlockRNNModel, NBEATSModel
-from darts.utils.serialization.registry import safe_globals
+from darts.utils.serialization import safe_globals
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from recorder import Records, main
