@@ -69,7 +69,10 @@ def save(state: dict[str, Any], file: IO[bytes]) -> None:
     references = [*objects_in(state).values()]
     # Those of a file of version 0.2.0 keep their form: their bytes have other references to tensors.
     inline = references and all(reference.objects.first is not None for reference in references)
-    torch.save(state, file, pickle_module=_Inline if inline else pickle)
+    if inline:
+        torch.save(state, file, pickle_module=_Inline)
+    else:
+        torch.save(state, file)
 
 
 class _InlinePickler(PartsPickler):

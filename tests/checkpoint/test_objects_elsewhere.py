@@ -27,7 +27,7 @@ from fabricamp.errors import CheckpointObjectsError
 from tests.checkpoint.test_checkpoint_objects import Encoder, Hostile, Loss, Marked, changed
 
 ROOT = Path(__file__).parents[2]
-EARLIER = Path(__file__).parent / "files" / "objects-0.2.0.ckpt"
+EARLIER = Path(__file__).parent / "files_with_objects" / "0.2.0.ckpt"
 
 MODEL = """
     import torch
