@@ -182,23 +182,18 @@ class _ClosedUnpickler(WeightsOnlyUnpickler):
         if header is None:
             raise pickle.UnpicklingError("it has no header of objects")
         numbers = (int.from_bytes(number, "little", signed=True) for number in header.groups())
-        head, content, objects_at, self._count = numbers
+        head, content, objects_at, count = numbers
         begin = header.end() + head
         end = begin + content
-        if not (0 <= head <= begin <= end <= len(data)):
-            raise pickle.UnpicklingError("its objects are not where its header has them")
         super().__init__(io.BytesIO(data[:begin] + data[end:]), encoding=encoding)
-        self._objects_at = objects_at
         self._content = bytearray(data[begin:end])
         self._pickled = PickledObjects()
-        self.memo = _References(self._pickled, objects_at, self._count)
+        self.memo = _References(self._pickled, objects_at, count)
 
     def load(self) -> dict[str, Any]:
         """Returns the state with references."""
         state: dict[str, Any] = super().load()  # type: ignore[no-untyped-call]
         _, _, _, _, names, digest, storages, first, *tensors = state.pop(KEY)
-        if len(names) != self._count or first + len(tensors) != self._objects_at:
-            raise pickle.UnpicklingError("its objects have other places than its header has")
         for number in storages:
             tensors[number] = whole_tensor(tensors[number])
         pickled = self._pickled

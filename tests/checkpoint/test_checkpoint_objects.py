@@ -11,6 +11,7 @@ import sys
 import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -507,6 +508,12 @@ PLACES = {
     ),
     "rows of bytes": lambda: ObjectRef(PickledObjects(torch.ones(2, 2, dtype=torch.uint8), [], ["x"], ""), 0),
     "sparse bytes": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8).to_sparse(), [], ["x"], ""), 0),
+    "places far away": lambda: ObjectRef(
+        PickledObjects(
+            torch.ones(3, dtype=torch.uint8), [], ["x"], blake2b(b"\1\1\1", digest_size=16).hexdigest(), 1 << 40
+        ),
+        0,
+    ),
     "no names": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8), [], [1], ""), 0),
 }
 
