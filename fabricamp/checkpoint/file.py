@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar, cast
 import torch
 
 from fabricamp._utils.files import create, sync
-from fabricamp.checkpoint import storage
+from fabricamp.checkpoint import object_files, storage
 from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.checksum import ChecksumFile, check_members, is_sealed
 from fabricamp.checkpoint.foreign import translated
@@ -54,7 +54,7 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
 
     def fill(file: IO[bytes]) -> None:
         sealing = ChecksumFile(file, members)
-        torch.save(content, cast("IO[bytes]", sealing))  # torch.save calls only `write` and `flush`
+        object_files.save(content, cast("IO[bytes]", sealing))  # torch.save calls only `write` and `flush`
         sealing.seal()
 
     _replace(storage.normalized(path), fill, private=bool(state.get(PRIVATE)))
@@ -143,6 +143,9 @@ def _read_file(
     if isinstance(state, dict):
         if may_be_changed and not sealed:  # a program (chemprop) may read a file, change it and save it into memory
             state.pop(CHECKSUM, None)
+        if state.pop(object_files.KEY, None) is not None and sealed:
+            # Opened by torch alone, as all types are allowed; the seal covers the pickle, and the digest closed objects.
+            state.pop(CHECKSUM, None)
         _check_unchanged(state, path, sealed=sealed)
         state = upgraded(translated(state), path)
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict | ObjectRef):
@@ -169,6 +172,8 @@ def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool = Fa
             source.seek(0)
         return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
 
+    if object_files.can_be_closed(source):
+        return object_files.load_closed(source, map_location, mapped=mapped)
     try:
         return load(weights_only=True)
     except pickle.UnpicklingError:
@@ -176,7 +181,7 @@ def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool = Fa
             source.seek(0)
         with READING:  # another thread's read may have allowed these names in torch's global set
             found = set(_unsafe_globals(source))
-        if found and found <= GLOBALS:
+        if found and found <= GLOBALS:  # version 0.2.0
             with without_unpickling():
                 return load(weights_only=True)
         if weights_only is not False:

@@ -11,6 +11,7 @@ import sys
 import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -507,6 +508,12 @@ PLACES = {
     ),
     "rows of bytes": lambda: ObjectRef(PickledObjects(torch.ones(2, 2, dtype=torch.uint8), [], ["x"], ""), 0),
     "sparse bytes": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8).to_sparse(), [], ["x"], ""), 0),
+    "places far away": lambda: ObjectRef(
+        PickledObjects(
+            torch.ones(3, dtype=torch.uint8), [], ["x"], blake2b(b"\1\1\1", digest_size=16).hexdigest(), 1 << 40
+        ),
+        0,
+    ),
     "no names": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8), [], [1], ""), 0),
 }
 
@@ -573,7 +580,7 @@ def test_a_damaged_seal_is_seen_before_anything_is_unpickled(keeps_comment, tmp_
     touched = tmp_path / "touched"
     path = tmp_path / "a.ckpt"
     write_checkpoint(path, pack_objects({"state_dict": {}, "trap": Encoder(Hostile(touched))}))
-    changed(path, "data/0", lambda content: content.replace(b"classes", b"CLASSES"))
+    changed(path, "data.pkl", lambda content: content.replace(b"classes", b"CLASSES"))
     if not keeps_comment:
         with zipfile.ZipFile(path, "a") as archive:
             archive.comment = b""
@@ -584,18 +591,25 @@ def test_a_damaged_seal_is_seen_before_anything_is_unpickled(keeps_comment, tmp_
 
 
 def with_another_name(path):
-    """Changes one bit of the file, in the module name of the functions that it calls."""
+    """Changes one bit of the file, in the name of the module with a class of its objects."""
     content = path.read_bytes()
-    path.write_bytes(content.replace(b"fabricamp.checkpoint.objects\n", b"fabricamp.checkpoint.objectr\n"))
+    name = f"c{__name__}\nEncoder\n"
+    path.write_bytes(content.replace(name.encode(), name.replace("objects", "objectr").encode()))
     assert path.read_bytes() != content
 
 
 @pytest.fixture
 def called(monkeypatch):
-    """Records calls of functions in the module that :func:`with_another_name` names."""
+    """Calls of the class in the module that :func:`with_another_name` names."""
     calls = []
-    module = types.ModuleType("fabricamp.checkpoint.objectr")
-    module.unpickled = module.object_at = lambda *_: calls.append("ran")
+    module = types.ModuleType(__name__.replace("objects", "objectr"))
+
+    class Called:
+        def __new__(cls, *_):
+            calls.append("ran")
+            return super().__new__(cls)
+
+    module.Encoder = Called
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return calls
 
