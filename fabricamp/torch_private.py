@@ -23,6 +23,8 @@ from torch.nn.modules.loss import _Loss as AnyLoss
 from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
+from torch.serialization import _load as load_zipfile
+from torch.serialization import _open_zipfile_reader as open_zipfile_reader
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -57,7 +59,9 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "keep_whole_gradient",
     "left_by_functorch",
+    "load_zipfile",
     "observed",
+    "open_zipfile_reader",
     "profiler_enabled",
     "record_memory",
     "sharded_modules",
@@ -80,6 +84,8 @@ __all__ = [
 # global_optimizer_*_hooks, profiler_enabled: the conditions that Optimizer.step's wrapper checks; a step without hooks and
 #   profiler bypasses the wrapper (10 us).
 # WeightsOnlyUnpickler: the bytes of a checkpoint's objects are a part of its file, and torch.load reads whole files.
+# load_zipfile and open_zipfile_reader: torch.load with an unpickler of ours also takes TorchScript archives and tar files, whose
+# loaders run code or write files.
 # is_traceable_wrapper_subclass: kernels cannot read a DTensor or another wrapper subclass; fused optimizers refuse them.
 
 functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active

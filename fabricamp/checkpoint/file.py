@@ -47,6 +47,7 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
     :class:`CheckpointError` if ``state`` holds a value that ``weights_only=True`` could not load, or if writing fails; the previous
     file at ``path`` is then untouched.
     """
+    state = object_files.without_key(state)
     members = len(tensors_in(state, stored="shards" in state))
     content = on_host(state)
     if "state_dict" in state:
@@ -172,7 +173,7 @@ def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool = Fa
             source.seek(0)
         return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
 
-    if object_files.can_be_closed(source):
+    if object_files.has_objects(source):
         return object_files.load_closed(source, map_location, mapped=mapped)
     try:
         return load(weights_only=True)

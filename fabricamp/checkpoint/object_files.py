@@ -14,10 +14,11 @@ the pickle, and gives the rest to torch's weights-only unpickler: a reference th
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 import zipfile
+from itertools import repeat
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -33,7 +34,8 @@ from fabricamp.checkpoint.objects import (
     whole_tensor,
 )
 from fabricamp.checkpoint.packing import objects_in
-from fabricamp.torch_private import WeightsOnlyUnpickler
+from fabricamp.errors import CheckpointError
+from fabricamp.torch_private import WeightsOnlyUnpickler, load_zipfile, open_zipfile_reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,6 +77,16 @@ def save(state: dict[str, Any], file: IO[bytes]) -> None:
         torch.save(state, file)
 
 
+def without_key(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``state``, if plain torch has loaded it, without the key of a file's objects; raises if the key is the user's own."""
+    if KEY not in state:
+        return state
+    value = state[KEY]
+    if not isinstance(value, list) or len(value) < 8 or not all(type(number) is int for number in value[:4]):
+        raise CheckpointError(f"a checkpoint's key {KEY!r} is fabricamp's own; give your value another name")
+    return {key: value for key, value in state.items() if key != KEY}
+
+
 class _InlinePickler(PartsPickler):
     """The pickler of a state with references."""
 
@@ -90,10 +102,13 @@ class _InlinePickler(PartsPickler):
 
         head = self._body(pickled.names) + self._body(pickled.digest) + self._body(pickled.storages)
         head += self._body(pickled.first)
+        storages = set(pickled.storages)
         for number, tensor in enumerate(pickled.tensors):
-            stored = typed_storage(tensor) if number in pickled.storages else tensor
+            stored = typed_storage(tensor) if number in storages else tensor
             head += self._body(stored) + put(pickled.first + number)
-        rest = self._body(state).removeprefix(pickle.EMPTY_DICT)  # its keys go into the dict that begins the pickle
+        rest = self._body(dict(state)).removeprefix(
+            pickle.EMPTY_DICT
+        )  # its keys go into the dict that begins the pickle
         numbers = map(_number, (len(head), len(content), objects_at, len(pickled.names)))
         self.file.seek(0)
         self.file.truncate()
@@ -104,9 +119,8 @@ class _InlinePickler(PartsPickler):
         """Gives each reference the place of its object; what is pickled from now on takes places behind all of these."""
         places: dict[int, tuple[int, Any]] = {id(one): (objects_at + one.index, one) for one in references}
         # The pickler takes the number of its places as the next one.
-        for _ in range(objects_at + count - len(places)):
-            filler = object()
-            places[id(filler)] = (0, filler)
+        fillers = [object() for _ in range(objects_at + count - len(places))]
+        places.update(zip(map(id, fillers), zip(repeat(0), fillers), strict=False))
         self.memo = places
 
     def _body(self, value: Any) -> bytes:
@@ -122,13 +136,9 @@ class _Inline:
 # -- reading -------------------------------------------------------------------------------------------------------------------
 
 
-def can_be_closed(source: str | IO[bytes]) -> bool:
-    """Returns whether :func:`save` wrote the file with objects, and torch lets fabricamp read them closed.
-
-    With ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` torch takes no unpickler but its own.
-    """
-    forced = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
-    return not forced and _begin(source) == _BEGIN
+def has_objects(source: str | IO[bytes]) -> bool:
+    """Returns whether the file begins as one that :func:`save` wrote with objects."""
+    return _begin(source) == _BEGIN
 
 
 def _begin(source: str | IO[bytes]) -> bytes:
@@ -148,8 +158,14 @@ def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool) -> 
     """Returns the state that :func:`save` has written, with references; raises ``zipfile.BadZipFile`` if it is damaged."""
     if not isinstance(source, str):
         source.seek(0)
+    memory = None
+    if mapped and isinstance(source, str):
+        memory = torch.UntypedStorage.from_file(source, False, Path(source).stat().st_size)
     try:
-        state = torch.load(source, map_location=map_location, weights_only=False, mmap=mapped, pickle_module=_Closed)
+        # Not by torch.load: without weights_only it gives a TorchScript archive to torch.jit, and a tar file to its oldest loader,
+        # whatever the pickle module.
+        with open_zipfile_reader(source) as reader:
+            state = load_zipfile(reader, map_location, _Closed, overall_storage=memory, encoding="utf-8")
     except OSError:
         raise
     except Exception as error:  # the pickle may hold anything

@@ -259,6 +259,7 @@ class _Pickler(PartsPickler):
         self.storages: list[int] = []
         self._full = full
         self._numbers: dict[int, int] = {}
+        self._dtypes: dict[int, torch.dtype] = {}  # of the storages
         self._tail = secrets.token_bytes(16) + b"\x01"  # the last byte fixes sign and length
 
     def with_gets(self, opcodes: bytes, first: int) -> bytes:
@@ -291,9 +292,15 @@ class _Pickler(PartsPickler):
                 "it holds an UntypedStorage, which torch pickles but does not rebuild: keep the tensor instead"
             )
         elif isinstance(value, torch.storage.TypedStorage):
-            if value._untyped_storage._cdata not in self._numbers:
+            memory = value._untyped_storage._cdata
+            if memory not in self._numbers:
                 self.storages.append(len(self.tensors))
-            return self._id(value._untyped_storage._cdata, whole_tensor(value))
+                self._dtypes[memory] = value.dtype
+            elif self._dtypes[memory] != value.dtype:
+                raise CheckpointError(
+                    f"it holds tensors of {self._dtypes[memory]} and {value.dtype} in the same memory: clone one of them"
+                )
+            return self._id(memory, whole_tensor(value))
         return None
 
     def _id(self, key: int, tensor: Tensor) -> int:

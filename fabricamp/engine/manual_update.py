@@ -131,6 +131,7 @@ class ClosureUpdate(Update):
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs the optimizer on one batch; ``self.log`` counts only the first forward."""
+        self._check_optimizer()
         optimizer = cast("Optimizer", self._optimizer)
         outputs: list[Any] = []
 

@@ -161,8 +161,7 @@ class Update:
             with self._parts.strategy.no_sync():
                 outputs = self._forward_backward(batch, batch_idx)
         if ends and self.loss is not None:
-            if self._optimizer is not None and self._parts.optimizers[0] is not self._optimizer:
-                raise self._another_optimizer()
+            self._check_optimizer()
             plain_step = self._hooks.plain_step
             if plain_step is None:
                 loss, self.loss = self.loss, None
@@ -305,12 +304,15 @@ class Update:
             plan.run(loss)
             plan.after()
 
-    def _another_optimizer(self) -> ConfigError:
-        """Returns the error for an optimizer that the fit has not set up: it has no masters, and the plan is not for it."""
-        there = type(self._parts.optimizers[0]).__name__
-        return ConfigError(
-            f"trainer.optimizers[0] was replaced by another {there} in the middle of a fit; change the one from "
-            "configure_optimizers (its param_groups, add_param_group, load_state_dict), or end the fit and begin another"
+    def _check_optimizer(self) -> None:
+        """Raises if a hook has put another optimizer into ``trainer.optimizers``: it has no masters, and the plan is not for it."""
+        optimizers = self._parts.optimizers
+        if self._optimizer is None or (optimizers and optimizers[0] is self._optimizer):
+            return
+        there = f"replaced by another {type(optimizers[0]).__name__}" if optimizers else "taken away"
+        raise ConfigError(
+            f"trainer.optimizers[0] was {there} in the middle of a fit; change the one from configure_optimizers (its "
+            "param_groups, add_param_group, load_state_dict), or end the fit and begin another"
         )
 
     def _launch_shown_update(self, plan: UpdatePlan, loss: Tensor | None, batch_idx: int) -> None:

@@ -87,7 +87,10 @@ class Precision(NamesKeywords):
         return Stages(optimizer)
 
     def plan(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> UpdatePlan:
-        """Returns what a fit runs in each step of ``optimizer``; called once, after :meth:`setup_optimizers`."""
+        """Returns the update of ``optimizer`` in automatic optimization; called once a fit, after :meth:`setup_optimizers`.
+
+        Where nobody does anything around ``optimizer.step``, the loop calls that alone.
+        """
         return UpdatePlan(self, optimizer, strategy, clip)
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:

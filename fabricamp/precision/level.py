@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.precision.master_weights import MasterWeights
 from fabricamp.precision.opt_levels import resolve
 from fabricamp.precision.step_results import StepResults
-from fabricamp.precision.update_plan import FusedPlan, ScaledStages, Scaling, Stages, UpdatePlan, is_own
+from fabricamp.precision.update_plan import FusedPlan, ScaledStages, Scaling, Stages, UpdatePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -348,9 +348,13 @@ class OptLevel(Precision):
         return stages
 
     def plan(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> UpdatePlan:
-        """Returns what a fit runs in each step of ``optimizer``; an overridden ``step`` is called in each of them."""
-        is_plain_step = is_own(self, "step", OptLevel) and is_own(self, "gradients", OptLevel)
-        if is_plain_step and isinstance(optimizer, FusedOptimizer):
+        """Returns what a fit runs in each step of ``optimizer``.
+
+        A ``step`` or ``gradients`` that is overridden, or was replaced before this call, is called in each of them.
+        """
+        replaced = "step" in vars(self) or "gradients" in vars(self)
+        methods = type(self).step, type(self).gradients
+        if methods == _OWN_METHODS and not replaced and isinstance(optimizer, FusedOptimizer):
             return FusedPlan(self._stages(optimizer), self, optimizer, strategy, clip)
         return super().plan(optimizer, strategy, clip)
 
@@ -375,8 +379,7 @@ class OptLevel(Precision):
             with self._outside[0], self._outside[1]:
                 run(loss, **options)
         if self._several_losses:
-            assert self._stages_of is not None, "setup_optimizers comes first"
-            for stages in self._stages_of.values():
+            for stages in (self._stages_of or {}).values():
                 stages.collect(loss_id)
 
     def step(
@@ -422,3 +425,7 @@ class OptLevel(Precision):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a :meth:`state_dict` of any level; the scale starts fresh if only one of the two is dynamic."""
         self._scaling.load_state_dict(state)
+
+
+_OWN_METHODS: Final = OptLevel.step, OptLevel.gradients
+"""As defined here: a program may replace them in the class, too."""

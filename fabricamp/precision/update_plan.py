@@ -1,9 +1,9 @@
 """A step on one page: how an update gets from the gradients of backward to new parameters.
 
-Laid out once a fit, run once a step.  The loop (:mod:`fabricamp.engine.update`) calls two methods of :class:`UpdatePlan`, a CUDA
-graph captures the first one, and the host does the second one after each replay too::
+Laid out once a fit, run once a step.  The loop (:mod:`fabricamp.engine.update`) calls two methods of :class:`UpdatePlan`.  A CUDA
+graph captures what the first one launches; the function of ``StepResults.repeated`` then stands for the second one::
 
-    run(loss)   launches; the host reads none of their results
+    run(loss)   launches; the host reads none of their results, unless the optimizer cannot read the overflow flag on the device
       exchange      the strategy averages the gradients over the ranks, or completes their exchange
       statistics    sums of squares of the gradients; an inf or nan makes its sum non-finite
       finish        norm, overflow flag, and one multiplier that unscales, averages and clips; also moves the loss scale
@@ -70,8 +70,11 @@ _grad: Final = operator.attrgetter("grad")
 
 
 def is_own(part: object, name: str, base: type) -> bool:
-    """Returns whether method ``name`` of ``part`` is that of ``base``: neither its class nor the object itself overrides it."""
-    return name not in vars(part) and getattr(type(part), name) is getattr(base, name)
+    """Returns whether method ``name`` of ``part`` is that of ``base``, or None: neither class nor object override it."""
+    if getattr(part, name, None) is None:
+        return True
+    method = vars(part).get(name) or getattr(type(part), name, None)
+    return getattr(method, "__func__", method) is getattr(base, name)
 
 
 class UpdatePlan:
@@ -123,7 +126,8 @@ class FusedPlan(UpdatePlan):
         self, stages: Stages, precision: Precision, optimizer: FusedOptimizer, strategy: Strategy, clip: Clip | None
     ) -> None:
         super().__init__(precision, optimizer, strategy, clip)
-        self._launch = torch.no_grad()(stages.launch)
+        # Full precision leaves the switch to the optimizer's step, whose hooks then see it as the loop has it.
+        self._launch = torch.no_grad()(stages.launch) if isinstance(stages, ScaledStages) else stages.launch
         self.after = stages.after  # type: ignore[method-assign]  # the loop calls it without a frame in between
         # Whether the launch of finish also ends the training step, if it has the loss; results of another class want the call.
         verdicts = precision.verdicts

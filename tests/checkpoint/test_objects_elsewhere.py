@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
 import importlib.util
+import io
 import os
 import pickle
 import pickletools
 import subprocess
 import sys
+import tarfile
 import textwrap
 import zipfile
 from fractions import Fraction
@@ -19,9 +24,10 @@ import torch
 from torch import nn
 
 from fabricamp import CheckpointError
-from fabricamp.checkpoint import read_checkpoint, read_header, write_checkpoint
+from fabricamp.checkpoint import object_files, read_checkpoint, read_header, write_checkpoint
 from fabricamp.checkpoint.objects import ObjectRef
 from fabricamp.checkpoint.packing import pack_objects
+from fabricamp.checkpoint.search import Candidates
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointObjectsError
 from tests.checkpoint.test_checkpoint_objects import Encoder, Hostile, Loss, Marked, changed
@@ -321,16 +327,116 @@ def test_another_layout_is_damage_and_runs_nothing(layout, seal, tmp_path):
 
 
 def test_torchs_variable_leaves_what_the_program_allows(tmp_path, monkeypatch):
-    """torch then takes no unpickler of ours; the file is opened only if the program allows all that is in it."""
+    """Then no call can allow objects; they are opened only if the program allows all of their types, and never for the header."""
     path = tmp_path / "a.ckpt"
     write_checkpoint(path, pack_objects({"state_dict": {}, "x": Encoder([1])}))
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
-    for read in (read_checkpoint, read_header):
-        for weights_only in (None, False):
-            with pytest.raises(CheckpointObjectsError, match=r"Encoder"):
-                read(str(path), weights_only=weights_only)
+    for weights_only in (None, False):
+        with pytest.raises(CheckpointObjectsError, match=r"Encoder"):
+            read_checkpoint(str(path), weights_only=weights_only)
+    assert isinstance(read_header(str(path))["x"], ObjectRef)
     with torch.serialization.safe_globals([Encoder]):
         assert read_checkpoint(path) == {"state_dict": {}, "x": Encoder([1])}
+        assert isinstance(read_header(str(path))["x"], ObjectRef)
+
+
+# -- hostile files: torch's other loaders never get them ---------------------------------------------------------------------------
+
+
+class WritesAFile(torch.nn.Module):
+    """TorchScript runs its ``__setstate__`` while it loads, and that writes a file."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = torch.zeros(1)
+
+    @torch.jit.export
+    def __getstate__(self):
+        return (self.x, self.training)
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[torch.Tensor, bool]):
+        self.x = state[0]
+        self.training = state[1]
+        torch.save(torch.zeros(1, device="cpu"), "written_by_torchscript")
+
+    def forward(self):
+        return self.x
+
+
+READS = {
+    "whole": read_checkpoint,
+    "without its seal": functools.partial(read_checkpoint, verify=False),
+    "mapped": functools.partial(read_checkpoint, verify=False, mapped=True),
+    "header": read_header,
+    "open": lambda path: read_checkpoint(io.BytesIO(Path(path).read_bytes())),
+    "for a resume": lambda path: Candidates([[path]], training=True).next_path(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", READS)
+def test_torchscript_in_the_guise_of_a_file_with_objects_runs_nothing(how, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.jit.save(torch.jit.script(WritesAFile()), "module.pt")
+    with zipfile.ZipFile("module.pt") as source, zipfile.ZipFile("a.ckpt", "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            target.writestr(name, object_files._BEGIN + data[2:] if name.endswith("/data.pkl") else data)
+    with contextlib.suppress(CheckpointError):
+        READS[how](str(tmp_path / "a.ckpt"))
+    assert not Path("written_by_torchscript").exists()
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_tar_file_before_the_zip_is_not_unpacked(how, tmp_path):
+    """torch's oldest loader would open the pipe in it, and wait for a writer."""
+    path = tmp_path / "a.ckpt"
+    with tarfile.open(path, "w") as tar:
+        pipe = tarfile.TarInfo("storages")
+        pipe.type = tarfile.FIFOTYPE
+        tar.addfile(pipe)
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("m/data.pkl", object_files._BEGIN)
+    path.write_bytes(path.read_bytes() + zipped.getvalue())
+    with contextlib.suppress(CheckpointError):
+        READS[how](str(path))
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_torch_has_loaded_can_be_written_again(tmp_path):
+    path = tmp_path / "a.ckpt"
+    write_checkpoint(path, pack_objects({"state_dict": {}, "x": Encoder([1])}))
+    loaded = torch.load(path, weights_only=False)
+    write_checkpoint(path, pack_objects(loaded))
+    assert read_checkpoint(path, weights_only=False) == {"state_dict": {}, "x": Encoder([1])}
+
+
+def test_the_key_of_the_objects_is_no_name_for_a_value(tmp_path):
+    path = tmp_path / "a.ckpt"
+    with pytest.raises(CheckpointError, match=r"'fabricamp_objects' is fabricamp's own"):
+        write_checkpoint(path, pack_objects({"state_dict": {}, "x": Encoder([1]), "fabricamp_objects": [1, 2]}))
+    assert not path.exists()
+
+
+def test_an_ordered_dict_is_written_as_a_dict(tmp_path):
+    path = tmp_path / "a.ckpt"
+    write_checkpoint(path, collections.OrderedDict(pack_objects({"state_dict": {}, "x": Encoder([1])})))
+    assert read_checkpoint(path, weights_only=False)["x"] == Encoder([1])
+
+
+class Named(torch.Tensor):
+    pass
+
+
+def test_two_dtypes_in_one_memory_are_refused():
+    numbers = torch.arange(4.0).as_subclass(Named)
+    bits = numbers.view(torch.int32)
+    with pytest.raises(CheckpointError, match=r"torch\.float32 and torch\.int32 in the same memory"):
+        pack_objects({"state_dict": {}, "x": Encoder([numbers, bits])})
 
 
 # -- files of 0.2.0 ----------------------------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ class GroupUpdate(GraphUpdate):
 
     def _launch_group(self, key: Key, batches: list[Any], batch_idx: int) -> bool:
         """Launches the steps of ``batches`` together; returns whether that was possible."""
+        self._check_optimizer()
         views = list(map(self._view, batches))
         group = self._group_for(key, views)
         if group is None:

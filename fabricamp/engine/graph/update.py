@@ -140,8 +140,7 @@ class GraphUpdate(Update):
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
-        if self._parts.optimizers[0] is not self._optimizer:
-            raise self._another_optimizer()
+        self._check_optimizer()
         role = Role(self._accumulate, self.loss is None, self._ends_accumulation(batch_idx, last))
         view = batch if self.why_eager else self._view(batch)
         key = None if self.why_eager else self._key_of(view, role)
