@@ -47,7 +47,8 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
     :class:`CheckpointError` if ``state`` holds a value that ``weights_only=True`` could not load, or if writing fails; the previous
     file at ``path`` is then untouched.
     """
-    state = object_files.without_key(state)
+    # A program may write what torch.load returned: the keys that belong to that file are made anew.
+    state = {key: value for key, value in object_files.without_key(state).items() if key != CHECKSUM}
     members = len(tensors_in(state, stored="shards" in state))
     content = on_host(state)
     if "state_dict" in state:
