@@ -48,7 +48,7 @@ def charts():
             "What a trainer adds to a step",
             "overhead-16cores",
             "us a step, beside the hand-written loop",
-            "The same small step in each; loop by hand subtracted. Means; those of fabricamp vary between 25 and 53 us from run to run.",
+            "The same small step in each, less the loop by hand. Means; those of fabricamp were 25 to 53 us in several runs.",
             {
                 name: row["mean_over_us"]
                 for name, row in overhead.items()
@@ -86,7 +86,7 @@ def charts():
             "A small network as a CUDA graph",
             "loop-h200",
             "ms a step of a small MLP at O1",
-            "The GPU needs less than 0.1 ms for such a step: without a graph the host decides. `bare graph` is a graph by hand without a trainer.",
+            "The GPU needs less than 0.1 ms for such a step: the host decides. `bare graph` has no trainer.",
             loop["mlp"],
             3,
         ),
@@ -103,7 +103,7 @@ def charts():
             "A GPT of 1.4 billion parameters, sharded over two GPUs",
             "fsdp-2xh200",
             "ms a step",
-            "fabricamp is O5 with `FusedAdam`; `fused` and `foreach` are torch's `fully_shard` by hand with its AdamW of that kind, `plain` is `fused` over the shards as plain tensors.",
+            "The others are `fully_shard` by hand with torch's AdamW; `plain` is `fused` over the shards as plain tensors.",
             {name: row["step_ms"] for name, row in fsdp.items() if "step_ms" in row},
         ),
         Chart(
@@ -127,6 +127,8 @@ def charts():
     ]
 
 
+HEAD = """`python benchmarks/draw_charts.py` draws these from the committed results. Blue is fabricamp; shorter is better. All tables, what
+was missed, and how it was measured: [performance.md](performance.md)."""
 RESULTS = [
     "overhead-16cores",
     "fastest-h200",
@@ -141,7 +143,9 @@ RESULTS = [
 
 def draw(chart):
     """The bars of a chart, the longest first."""
-    bars = sorted(((name.replace("ours", "fabricamp"), value) for name, value in chart.bars.items()), key=lambda bar: -bar[1])
+    bars = sorted(
+        ((name.replace("ours", "fabricamp"), value) for name, value in chart.bars.items()), key=lambda bar: -bar[1]
+    )
     scale = (WIDTH - LEFT - RIGHT) / bars[0][1]
     height = TOP + len(bars) * (BAR + GAP) + 8
     parts = [
@@ -175,15 +179,18 @@ def page(brought_by):
     """docs/charts.md."""
     parts = [
         "# Performance in charts",
-        "`python benchmarks/draw_charts.py` draws these from the committed results. Blue is fabricamp; shorter is better. All tables, what was missed, "
-        "and how it was measured: [performance.md](performance.md).",
+        HEAD,
     ]
     for chart in charts():
         result = json.loads((HERE / "results" / f"{chart.result}.json").read_text())
         where = result.get("device") or f"{result['cores']} CPU cores"
         about = f"`{result['command']}`, {result['date']}, {where}, torch {result['torch']}, revision {brought_by[chart.result]}"
         parts += [f"## {chart.heading}", f"![{chart.unit}](charts/{chart.name}.svg)"]
-        parts += [text for text in (chart.text, f"Measured by {about} ([result](../benchmarks/results/{chart.result}.json)).") if text]
+        parts += [
+            text
+            for text in (chart.text, f"Measured by {about} ([result](../benchmarks/results/{chart.result}.json)).")
+            if text
+        ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -28,10 +28,20 @@ project = "fabricamp"
 copyright = "the authors of fabricamp"  # noqa: A001 - Sphinx's name
 version = release = fabricamp.__version__
 root_doc = "docs/index"
-include_patterns = ["docs/**", "examples/*.md", "examples/**/*.md", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]
+include_patterns = [
+    "docs/**",
+    "examples/*.md",
+    "examples/**/*.md",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CODE_OF_CONDUCT.md",
+]
 exclude_patterns = ["build", "dist", ".*", "tests", "fabricamp", "benchmarks", "tools", "**/__pycache__"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 
+smartquotes = False  # prose has code's quotes
 myst_heading_anchors = 4  # GitHub's anchors, as the pages' links have them
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -49,8 +59,8 @@ html_show_sphinx = False
 html_copy_source = False
 html_permalinks_icon = "#"
 
-OUT_OF_SEARCH = ["docs/reference", "docs/questions", "CHANGELOG"]
-"""Pages whose words are those of others: the pages of the API, all pages, and what has changed."""
+OUT_OF_SEARCH = ["docs/reference", "CHANGELOG"]
+"""What changed, and the reference on one page, whose words the pages of the API have too."""
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -62,6 +72,7 @@ class PublicNames(SphinxDirective):
     option_spec = {"inherited": directives.unchanged}  # noqa: RUF012 - docutils' face
 
     def run(self) -> list[nodes.Node]:
+        """Returns what autodoc makes of the names."""
         module = self.arguments[0]
         lines: list[str] = []
         for name in " ".join(self.content).split():

@@ -10,8 +10,8 @@ from fabricamp import cli
 
 HEAD = """# Commands
 
-`python docs/render_commands.py` makes this page from what `fabricamp COMMAND --help` shows. The run commands also show the Trainer's arguments
-there, and after a YAML file those of every class in it.
+`python docs/render_commands.py` makes this page from what `fabricamp COMMAND --help` shows. For the run commands it also shows the
+Trainer's arguments, and after a YAML file those of every class in the file.
 """
 MORE = {
     "fit": "The file: [configuration.md](configuration.md). Resuming: [resume.md](how-to/resume.md).",

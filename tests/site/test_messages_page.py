@@ -113,7 +113,7 @@ ERRORS = {
     ),
     "compile: precision casts at the modules": lambda: fit(compile=True, precision="O2"),
     "fit got, not an instance": lambda: fit(M),
-    "sets before its base is initialised": lambda: changed(__init__=sets_before_its_base)(),
+    "sets before its base is initialised": changed(__init__=sets_before_its_base),
     "has no configure_optimizers": lambda: fit(changed(configure_optimizers=TrainingModule.configure_optimizers)()),
     "training_step returns no value": lambda: fit(changed(training_step=lambda self, batch, batch_idx: None)()),
     "the loss has no graph": lambda: fit(changed(training_step=lambda self, batch, batch_idx: torch.tensor(1.0))()),
@@ -144,7 +144,9 @@ LOGGED = {
         type("M", (Narrow,), {})(), loader(16), loader(16)
     ),
     "logs nothing": lambda: M().log("x", 1.0),
-    "loss is nan, and training continues": lambda: fit(changed(training_step=logs_nan)(), loader(64), log_every_n_steps=1),
+    "loss is nan, and training continues": lambda: fit(
+        changed(training_step=logs_nan)(), loader(64), log_every_n_steps=1
+    ),
 }
 
 
@@ -165,7 +167,7 @@ def without_what_differs(message):
 
 @pytest.mark.parametrize("heading", ERRORS)
 def test_the_mistake_gives_the_error_that_is_quoted(heading):
-    with pytest.raises(Exception) as raised:  # noqa: PT011 - the page's words are compared
+    with pytest.raises(Exception) as raised:
         ERRORS[heading]()
     assert without_what_differs(QUOTED[heading]) in without_what_differs(str(raised.value))
 

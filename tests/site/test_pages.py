@@ -19,7 +19,9 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*(DOCS / "how-to").glob("*.md"), *(DOCS / "guides").glob("*.md")])
 NEEDS = {"optuna": "how-to/sweeps.md"}
 """Packages that a page's code imports beside those of the package."""
-BLOCK = re.compile(r"^(?P<mark><!-- compiled only: [^\n]+ -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^(?P<mark><!-- compiled only: [^\n]+ -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
 
 

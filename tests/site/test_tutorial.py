@@ -80,7 +80,9 @@ def test_the_files_and_commands_in_the_order_of_the_page(folder):
 
     code, _, said = run(folder, resumed)
     assert code == 0, said
-    assert re.search(rf"Resumed from runs/digits/checkpoints/last.ckpt: epoch \d+/200, step {step}$", said, re.MULTILINE)
+    assert re.search(
+        rf"Resumed from runs/digits/checkpoints/last.ckpt: epoch \d+/200, step {step}$", said, re.MULTILINE
+    )
     assert "val_loss has not improved" in said
 
     code, _, said = run(folder, resumed)
