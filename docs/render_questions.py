@@ -8,8 +8,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 HEAD = """# What people ask
 
-Questions that users of Lightning and apex ask in public, each with its short answer and a link to the whole one. Where each was asked
-is in [questions.toml](questions.toml), from which `python docs/render_questions.py` makes this page.
+Questions that users of Lightning and apex ask in public, each with its short answer and a link to the whole one. Where each was
+asked is in [questions.toml](questions.toml), from which `python docs/render_questions.py` makes this page.
 """
 
 
