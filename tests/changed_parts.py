@@ -14,7 +14,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-WITH_PROCESSES = {"distributed", "kill", "launch", "examples", "kernels", "gpu"}
+WITH_PROCESSES = {"distributed", "kill", "launch", "examples", "kernels", "gpu", "site"}
 """Folders whose tests start processes or compile for every card: run where they themselves have changed, and by `make test`."""
 WHOLE_RUNS = {"engine": {"loop", "trainer"}, "trainer": {"loop", "trainer"}}
 """Folders whose tests run whole fits, by the part of the package that they are about."""
