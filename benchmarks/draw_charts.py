@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
+# As a script, this folder is where it looks for modules; as a module, the one above is.
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.bars import drawn  # noqa: E402
+
 DOCS = HERE.parent / "docs"
-OTHERS, OURS = "#9a9a9a", "#1f77b4"
-WIDTH, LEFT, RIGHT, TOP, BAR, GAP = 720, 270, 70, 34, 20, 8
 
 
 class Chart(NamedTuple):
@@ -143,25 +147,9 @@ RESULTS = [
 
 def draw(chart):
     """The bars of a chart, the longest first."""
-    bars = sorted(
-        ((name.replace("ours", "fabricamp"), value) for name, value in chart.bars.items()), key=lambda bar: -bar[1]
-    )
-    scale = (WIDTH - LEFT - RIGHT) / bars[0][1]
-    height = TOP + len(bars) * (BAR + GAP) + 8
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
-        f"<title>{chart.heading}: {chart.unit}</title>",
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" fill="#444444">{chart.unit}</text>',
-    ]
-    for number, (name, value) in enumerate(bars):
-        y = TOP + number * (BAR + GAP)
-        length = value * scale
-        colour = OURS if name.startswith("fabricamp") else OTHERS
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{name}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" fill="{colour}"/>')
-        parts.append(f'<text x="{LEFT + length + 6:.1f}" y="{y + 15}">{value:,.{chart.digits}f}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    bars = [(name.replace("ours", "fabricamp"), value) for name, value in chart.bars.items()]
+    bars.sort(key=lambda bar: -bar[1])
+    return drawn(f"{chart.heading}: {chart.unit}", chart.unit, bars, digits=chart.digits)
 
 
 def revisions():
