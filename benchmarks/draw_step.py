@@ -6,12 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-# As a script, this folder is where it looks for modules; as a module, the one above is.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.bars import drawn
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from benchmarks.bars import drawn  # noqa: E402
-
 SHOWN = {
     "Lightning": "Lightning, bf16-mixed",
     "by hand": "by hand, bf16 autocast",
