@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
-.PHONY: help setup demo test quick lint layers types format docs aliases release libraries
+.PHONY: help setup demo test quick lint layers types format docs site aliases release libraries
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -92,11 +92,19 @@ aliases: $(STAMP) ## writes the modules that only give names of Lightning and ap
 libraries: $(STAMP) ## trains libraries of the package index under Lightning and under fabricamp, and compares them
 	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
 
-docs: $(STAMP) ## writes docs/reference.md from the docstrings, docs/performance.md and the pictures from benchmarks/results
+docs: $(STAMP) ## writes docs/reference.md from the docstrings, commands.md, questions.md, and performance.md and pictures from benchmarks/results
 	$(BIN)/python docs/render_reference.py
+	$(BIN)/python docs/render_commands.py
+	$(BIN)/python docs/render_questions.py
 	$(BIN)/python benchmarks/render.py
 	$(BIN)/python benchmarks/draw_losses.py
 	$(BIN)/python benchmarks/draw_step.py
+	$(BIN)/python benchmarks/draw_charts.py
+
+# Sphinx reads the repository itself: pages link to examples, tests and the README.  -W: a warning is an error.
+site: $(STAMP) ## builds the documentation as pages with a search, build/site/index.html, without the network
+	@$(BIN)/sphinx-build -W --keep-going -q -b html -c docs -d build/doctrees . build/site
+	@echo "open build/site/index.html"
 
 release: $(STAMP) ## sdist and wheel of the commit in dist/, with the addresses of pyproject.toml
 	$(BIN)/python tools/release.py

@@ -104,10 +104,12 @@ def arguments(thing: Any, doc: Doc) -> str:
     return table(("name", "default", "meaning"), rows) if rows else ""
 
 
-def described(name: str, thing: Any, level: int = 3, *, named: bool = True) -> str:
-    """A class or function: what it is, its arguments, what it raises, an example."""
+def described(name: str, thing: Any, level: int = 3, *, named: bool = True, module: str = "") -> str:
+    """A class or function: the line that imports it from ``module``, what it is, its arguments, what it raises, an example."""
     doc = Doc(thing)
     parts = [f"{'#' * level} {name}"] if named else []
+    if module:
+        parts.append(f"`from {module} import {name or thing.__name__}`")
     parts += [doc.prose, arguments(thing, doc)]
     parts += [f"Raises `{kind}` {why}" for kind, why in doc.raises.items()]
     return "\n\n".join(part for part in [*parts, doc.example] if part)
@@ -154,7 +156,7 @@ def documented(owner: type, names: list[str]) -> list[str]:
 
 def trainer() -> list[str]:
     kind = fabricamp.Trainer
-    parts = [described("Trainer", kind, 2)]
+    parts = [described("Trainer", kind, 2, module="fabricamp")]
     parts += [described(f"Trainer.{name}", getattr(kind, name)) for name in ENTRIES]
     rest = [name for name in documented(kind, public(kind)) if name not in ENTRIES]
     return [*parts, "### What a Trainer shows", faces(kind, rest)]
@@ -168,7 +170,7 @@ def module() -> list[str]:
     taken = {*STEPS, *UPDATE, *INSIDE, *public(ModuleHooks)}
     rest = [name for name in documented(kind, public(kind, torchs)) if name not in taken]
     return [
-        described("TrainingModule", kind, 2),
+        described("TrainingModule", kind, 2, module="fabricamp"),
         "### What you write",
         faces(kind, [*STEPS, *moves, *DATA]),
         described("TrainingModule.log", kind.log),
@@ -198,26 +200,30 @@ def dedent(block: str) -> str:
 
 def data() -> list[str]:
     kind = fabricamp.DataModule
-    parts = [described("DataModule", kind, 2), faces(kind, documented(kind, public(kind)))]
-    return [*parts, described("ResidentLoader", fabricamp.data.ResidentLoader, 2)]
+    parts = [described("DataModule", kind, 2, module="fabricamp"), faces(kind, documented(kind, public(kind)))]
+    return [*parts, described("ResidentLoader", fabricamp.data.ResidentLoader, 2, module="fabricamp.data")]
 
 
 def all_callbacks() -> list[str]:
     kind = fabricamp.Callback
     own = documented(kind, [name for name in public(kind) if name not in public(ModuleHooks)])
     parts = [
-        described("Callback", kind, 2),
+        described("Callback", kind, 2, module="fabricamp"),
         "Beside the [hooks of a module](#hooks-of-a-module):",
         faces(kind, own, ("self", "trainer", "pl_module")),
         "## Callbacks",
     ]
-    return parts + [described(name, one) for name, one in classes(callbacks, kind) if one is not kind]
+    return parts + [
+        described(name, one, module="fabricamp.callbacks") for name, one in classes(callbacks, kind) if one is not kind
+    ]
 
 
 def all_loggers() -> list[str]:
     kind = loggers.Logger
     parts = ["## Loggers"]
-    parts += [described(name, one) for name, one in classes(loggers, kind) if one is not kind]
+    parts += [
+        described(name, one, module="fabricamp.loggers") for name, one in classes(loggers, kind) if one is not kind
+    ]
     return [*parts, described("A logger of your own", kind), faces(kind, documented(kind, public(kind)))]
 
 
@@ -229,7 +235,7 @@ def all_strategies() -> list[str]:
     parts = [
         "## Strategies",
         f"By name: {', '.join(named)}. With options:",
-        *(described(name, one) for name, one in kinds),
+        *(described(name, one, module="fabricamp.strategies") for name, one in kinds),
     ]
     return [*parts, "A strategy of your own: [architecture.md](architecture.md#a-strategy)."]
 
@@ -245,7 +251,7 @@ def searches() -> list[str]:
     from fabricamp.tuner import Tuner
     from fabricamp.tuner.lr_finder import LRFinder
 
-    parts = ["## Tuner", described("", Tuner, named=False)]
+    parts = ["## Tuner", described("", Tuner, named=False, module="fabricamp.tuner")]
     parts += [described(name, getattr(Tuner, name)) for name in ("lr_find", "scale_batch_size")]
     return [*parts, described("LRFinder", LRFinder), faces(LRFinder, ["suggestion", "plot"])]
 
@@ -255,7 +261,9 @@ def all_profilers() -> list[str]:
 
     kind = profilers.Profiler
     parts = ["## Profilers"]
-    parts += [described(name, one) for name, one in classes(profilers, kind) if one is not kind]
+    parts += [
+        described(name, one, module="fabricamp.profilers") for name, one in classes(profilers, kind) if one is not kind
+    ]
     return [*parts, described("A profiler of your own", kind), faces(kind, documented(kind, public(kind)))]
 
 
@@ -272,9 +280,9 @@ def rest() -> list[str]:
     rows += [[f"`{one.__name__}`", Doc(one).first] for one in wrong]
     parts = [
         "## Precision",
-        described("OptLevel", OptLevel),
+        described("OptLevel", OptLevel, module="fabricamp"),
         "## The step as a CUDA graph",
-        described("CudaGraph", CudaGraph),
+        described("CudaGraph", CudaGraph, module="fabricamp"),
         "## The rest",
         table(("name", "what it is"), rows),
     ]

@@ -14,7 +14,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-WITH_PROCESSES = {"distributed", "kill", "launch", "examples", "kernels", "gpu"}
+WITH_PROCESSES = {"distributed", "kill", "launch", "examples", "kernels", "gpu", "site"}
 """Folders with tests that start processes or compile for every card: run only if they changed themselves, and by `make test`."""
 WHOLE_RUNS = {"engine": {"loop", "trainer"}, "trainer": {"loop", "trainer"}}
 """Folders with tests of complete fits, by the part of the package that they test."""

@@ -1,0 +1,118 @@
+"""The site: ``make site`` builds it from docs/, the examples' pages and the docstrings, without the network.
+
+Sphinx reads the whole repository (``sphinx-build -c docs . build/site``), because pages link to examples, tests and the README.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+import importlib
+
+import fabricamp
+
+ROOT = Path(__file__).resolve().parents[1]
+
+project = "fabricamp"
+copyright = "the authors of fabricamp"  # noqa: A001 - Sphinx's name
+version = release = fabricamp.__version__
+root_doc = "docs/index"
+include_patterns = [
+    "docs/**",
+    "examples/*.md",
+    "examples/**/*.md",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CODE_OF_CONDUCT.md",
+]
+exclude_patterns = ["build", "dist", ".*", "tests", "fabricamp", "benchmarks", "tools", "**/__pycache__"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+
+smartquotes = False  # prose has code's quotes
+myst_heading_anchors = 4  # GitHub's anchors, as the pages' links have them
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 90
+python_use_unqualified_type_names = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"fabricamp {version}"
+html_theme_options = {"navigation_with_keys": True}
+html_additional_pages = {"index": "to_docs.html"}
+templates_path = ["templates"]
+html_show_sphinx = False
+html_copy_source = False
+html_permalinks_icon = "#"
+
+OUT_OF_SEARCH = ["docs/reference", "CHANGELOG"]
+"""What changed, and the reference on one page, whose words the pages of the API have too."""
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+class PublicNames(SphinxDirective):
+    """``.. public-names:: module`` with names as its content: each by autodoc, under the path from which users import it."""
+
+    required_arguments = 1
+    has_content = True
+    option_spec = {"inherited": directives.unchanged}  # noqa: RUF012 - docutils' face
+
+    def run(self) -> list[nodes.Node]:
+        """Returns what autodoc makes of the names."""
+        module = self.arguments[0]
+        lines: list[str] = []
+        for name in " ".join(self.content).split():
+            thing = getattr(importlib.import_module(module), name)
+            is_class = inspect.isclass(thing) and thing.__name__ == name
+            kind = "autoclass" if inspect.isclass(thing) else "autofunction" if callable(thing) else "autodata"
+            lines.append(f".. {kind}:: {module}.{name}")
+            if is_class and not issubclass(thing, BaseException):
+                lines.append("   :members:")
+                if "inherited" in self.options:
+                    lines.append(f"   :inherited-members: {self.options['inherited']}")
+            lines.append("")
+        section = nodes.section()
+        section.document = self.state.document
+        self.state.nested_parse(StringList(lines, source=self.env.docname), self.content_offset, section)
+        return section.children
+
+
+def with_import(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:  # noqa: ARG001
+    """Begins the text of each public name with the line that imports it."""
+    module, _, own = name.rpartition(".")
+    if what in ("class", "exception", "function") and own[0] != "_":
+        lines[:0] = [f"``from {module} import {own}``", ""]
+
+
+def prepared(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: ARG001
+    """Turns links to folders into their text, since a site has no folders; takes some pages out of the search."""
+    folder = (ROOT / docname).parent
+
+    def without_folder(found: re.Match[str]) -> str:
+        return found[1] if (folder / found[2]).is_dir() else found[0]
+
+    source[0] = LINK.sub(without_folder, source[0])
+    if docname in OUT_OF_SEARCH:
+        source[0] = "---\nnosearch: true\n---\n\n" + source[0]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Registers the directive and the changes of texts."""
+    app.add_directive("public-names", PublicNames)
+    app.connect("autodoc-process-docstring", with_import, priority=400)  # before napoleon
+    app.connect("source-read", prepared)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,135 @@
+"""The site: it builds without a warning, and what its pages name exists."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PUBLIC = [
+    "fabricamp",
+    "fabricamp.callbacks",
+    "fabricamp.loggers",
+    "fabricamp.strategies",
+    "fabricamp.optimizers",
+    "fabricamp.nn",
+    "fabricamp.tuner",
+    "fabricamp.profilers",
+    "fabricamp.plugins.io",
+]
+"""What users import from; ``fabricamp.data`` and ``fabricamp.ops`` also export to other parts of the package."""
+INSIDE = {"strategy_from", "profiler_from"}
+"""Functions of these that the package's own parts call."""
+
+
+def script(name, folder=DOCS):
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documented():
+    """The objects that the pages of the API document, by the path that a page shows."""
+    found = {}
+    for page in (DOCS / "api").glob("*.md"):
+        for module, names in re.findall(
+            r"^\.\. public-names:: (\S+)\n(?:   :\S+: \S+\n)?\n((?:   \w+\n)+)", page.read_text(), re.MULTILINE
+        ):
+            for name in names.split():
+                found[f"{module}.{name}"] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def test_it_builds_without_a_warning(tmp_path):
+    for package in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(package, reason=f"needs the package {package}")
+    # The builder "dummy" reads and resolves everything, and writes no pages.
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "dummy",
+        "-c",
+        DOCS,
+        "-d",
+        tmp_path / "read",
+    ]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "no_proxy": "*"}
+    done = subprocess.run(
+        [*command, ROOT, tmp_path / "out"], env=environment, capture_output=True, text=True, timeout=290, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_has_its_place_among_the_pages_of_the_api():
+    have = list(documented().values())
+    lost = []
+    for module in PUBLIC:
+        exported = importlib.import_module(module)
+        for name in exported.__all__:
+            thing = getattr(exported, name)
+            if (inspect.isclass(thing) or inspect.isroutine(thing)) and name not in INSIDE and thing not in have:
+                lost.append(f"{module}.{name}")
+    assert lost == []
+
+
+def test_names_that_pages_import_from_are_documented_from_there():
+    """What the how-to pages import stands among the pages of the API, under that path or in the package itself."""
+    paths = {*documented(), *(f"fabricamp.{name}" for name in importlib.import_module("fabricamp").__all__)}
+    used = set()
+    for page in [*DOCS.glob("how-to/*.md"), *DOCS.glob("guides/*.md"), DOCS / "tutorial.md"]:
+        for module, names in re.findall(r"^from (fabricamp[.\w]*) import ([^#\n(]+)", page.read_text(), re.MULTILINE):
+            used |= {f"{module}.{name.strip()}" for name in names.split(",") if not module.startswith("fabricamp.apex")}
+    assert sorted(used - paths) == []
+
+
+def test_every_question_is_asked_somewhere_and_has_an_answer():
+    questions = tomllib.loads((DOCS / "questions.toml").read_text())["question"]
+    assert len(questions) == len({question["asks"] for question in questions}) == 60
+    assert [question["asks"] for question in questions if not question["source"].startswith("https://")] == []
+    # The link itself is followed by test_links_lead_somewhere of test_readme.py.
+    assert (DOCS / "questions.md").read_text() == script("render_questions").render(), (
+        "questions have changed: make docs"
+    )
+
+
+def test_the_commands_are_those_of_their_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = [
+        " ".join(page.split()) for page in ((DOCS / "commands.md").read_text(), script("render_commands").render())
+    ]
+    assert words[0] == words[1], "help has changed: make docs"
+
+
+def test_the_charts_are_those_of_the_results():
+    charts = importlib.import_module("benchmarks.draw_charts")
+    page = (DOCS / "charts.md").read_text()
+    revisions = re.findall(r"revision (\w{9}) \(\[result\]\(\.\./benchmarks/results/([\w-]+)\.json\)", page)
+    assert page == charts.page({result: revision for revision, result in revisions}), "results have changed: make docs"
+    for chart in charts.charts():
+        picture = (DOCS / "charts" / f"{chart.name}.svg").read_text()
+        assert picture == charts.draw(chart), "results have changed: make docs"
+        assert len(chart.bars) >= 2
+
+
+def test_every_page_can_be_reached():
+    """Each page of docs/ stands in the table of contents of the index."""
+    index = (DOCS / "index.md").read_text()
+    listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
+    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")}
+    assert pages - listed == {"index"}
