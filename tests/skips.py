@@ -32,7 +32,7 @@ KNOWN = {
     r"there is no make": "the README's commands call it",
     # What is installed.
     r"needs the package (IPython|comet_ml|cupy|datasets|hydra-core|ipykernel|lightning|matplotlib|mlflow|nbclient|nbformat|onnx"
-    r"|onnxscript|optuna|pillow|pytorch_lightning|safetensors|sklearn|torchdata|torchft|torchmetrics|transformers|wandb"
+    r"|onnxscript|optuna|pillow|pytorch_lightning|safetensors|sklearn|torchdata|torchft|torchmetrics|transformers|uv|wandb"
     r"|webdataset)": "an extra, or another library",
     r"needs the nvidia-cuda-(nvrtc|runtime) wheel": "kernels are compiled with it; on CI its lack is a failure",
     r"fabricamp is not installed here, only importable": "its console script is tested",
