@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
-.PHONY: help setup demo test quick lint layers types format docs site aliases release libraries
+.PHONY: help setup demo test quick lint layers types format docs site aliases release libraries examples matrix installed
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -91,6 +91,17 @@ aliases: $(STAMP) ## writes the modules that only give names of Lightning and ap
 # LIBRARIES="darts rl4co": these alone.  Their environments stay in ~/.cache/fabricamp-libraries; to build all takes an hour on two cores.
 libraries: $(STAMP) ## trains libraries of the package index under Lightning and under fabricamp, and compares them
 	$(BIN)/python tests/libraries/run.py $(LIBRARIES)
+
+# EXAMPLES="gan rl": these alone.  About eight minutes where nothing else runs.
+examples: $(STAMP) ## runs every example whole, and prints a table of their seconds
+	@$(BIN)/python tools/run_examples.py $(EXAMPLES)
+
+installed: $(STAMP) ## builds sdist and wheel, installs the wheel in an environment of its own, and tries it there
+	@$(BIN)/python tools/matrix.py here
+
+# CELLS="3.11/2.11.0 3.13/newest": these alone.  Each torch is a download of up to 3 GB; UV_TORCH_BACKEND=cpu takes the CPU builds.
+matrix: $(STAMP) ## the same at every Python and at the oldest and newest torch, with and without CuPy: benchmarks/results/matrix.md
+	@$(BIN)/python tools/matrix.py $(CELLS)
 
 docs: $(STAMP) ## writes docs/reference.md from the docstrings, commands.md, questions.md, and performance.md and pictures from benchmarks/results
 	$(BIN)/python docs/render_reference.py

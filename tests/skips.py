@@ -31,8 +31,9 @@ KNOWN = {
     r"needs an installed Lightning 2\.6\.6": "the list of its private methods is read from its source",
     r"there is no make": "the README's commands call it",
     # Installed packages.
-    r"needs the package (comet_ml|cupy|datasets|furo|hydra-core|lightning|matplotlib|mlflow|myst_parser|onnx|onnxscript"
-    r"|optuna|pillow|pytorch_lightning|safetensors|sklearn|sphinx|torchdata|torchft|torchmetrics|wandb|webdataset)": "an extra, or another library",
+    r"needs the package (IPython|comet_ml|cupy|datasets|furo|hydra-core|ipykernel|lightning|matplotlib|mlflow|myst_parser|nbclient"
+    r"|nbformat|onnx|onnxscript|optuna|pillow|pytorch_lightning|safetensors|sklearn|sphinx|torchdata|torchft|torchmetrics"
+    r"|transformers|uv|wandb|webdataset)": "an extra, or another library",
     r"needs the nvidia-cuda-(nvrtc|runtime) wheel": "kernels are compiled with it; on CI its lack is a failure",
     r"fabricamp is not installed here, only importable": "its console script is tested",
     r"LIGHTNING_PYTHON names no interpreter that has Lightning.*": "only who records anew has one",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import fabricamp
-from tools import release
+from tools import matrix, release
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("fabricamp", "pyproject.toml", "README.md", "LICENSE")
@@ -191,3 +191,24 @@ def test_a_release_has_links_to_its_address_and_its_authors():
     assert project["maintainers"] == [{"name": "contact", "email": "safe@host"}]
     assert project["urls"]["Issues"] == "https://host/project/issues"
     assert release.variables('[tool.fabricamp.release]\naddress = "https://host"\n') == {"address": "https://host"}
+
+
+def test_the_oldest_corner_is_what_the_package_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python, torch = matrix.OLDEST.split("/")
+    assert project["requires-python"] == f">={python}"
+    assert f"torch>={torch.removesuffix('.0')}" in project["dependencies"]
+
+
+def test_the_tests_of_an_installed_wheel_are_there():
+    assert [one for one in matrix.TESTS if not (ROOT / one.partition("::")[0]).is_file()] == []
+    named = [one.split("::") for one in matrix.TESTS if "::" in one]
+    assert all(f"def {test}(" in (ROOT / file).read_text() for file, test in named)
+
+
+def test_a_python_that_a_machine_lacks_is_named(wheel, tmp_path):
+    pytest.importorskip("uv", reason="needs the package uv")
+    assert Path(matrix.interpreter(f"{sys.version_info.major}.{sys.version_info.minor}")).exists()
+    (row,) = matrix.cell("3.99/newest", wheel, tmp_path, tmp_path)
+    assert row[:3] == ("Python 3.99, torch newest", "", "this machine has no such Python")
+    assert "| Python 3.99, torch newest |  | this machine has no such Python | 0 |" in matrix.table([row])

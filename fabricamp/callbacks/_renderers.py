@@ -1,4 +1,4 @@
-"""Draws progress bars: in a terminal or a notebook through rich, elsewhere as plain lines."""
+"""Draws progress bars: on a terminal through rich, in a notebook as an output that is replaced, elsewhere as plain lines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import multiprocessing
 import os
 import sys
+from io import StringIO
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
-
-from lightning_utilities.core.imports import package_available
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from IPython.display import DisplayHandle
     from rich.text import Text
 
 _LOG = logging.getLogger("fabricamp")
@@ -33,6 +33,7 @@ _LABEL_WIDTH = 12
 _BAR_LEAST = 10
 _BAR_MOST = 40
 _GAP = "  "
+_HTML = '<pre style="margin:0;line-height:normal;white-space:pre-wrap">{code}</pre>'
 
 
 class Task:
@@ -136,13 +137,12 @@ class Renderer:
 
 
 class _LiveRenderer(Renderer):
-    """Redraws lines in place through rich; other output appears above them."""
+    """Draws bars that move; where they are shown is up to the two subclasses."""
 
     is_live = True
 
     def __init__(self, interval: float) -> None:
         from rich import get_console
-        from rich.live import Live
 
         super().__init__()
         self.interval = interval
@@ -150,43 +150,15 @@ class _LiveRenderer(Renderer):
         # rich's global console, so the user's own output through rich also appears above the bar.
         self._console = get_console()
         self._metrics_below = False
-        in_terminal = not self._console.is_jupyter
-        self._live = Live(
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=in_terminal,
-            redirect_stderr=in_terminal and sys.stderr.isatty(),
-        )
-        streams = sys.stdout, sys.stderr
-        self._live.start()
-        # The cursor stays visible, because a killed process could not show it again.
-        self._console.show_cursor(show=True)
-        self._moved = list(_move_log_handlers(*streams))
 
     def draw(self, tasks: Sequence[Task], metrics: Pairs) -> None:
-        from rich.console import Group
-        from rich.control import Control
-        from rich.segment import ControlType
-
         started = monotonic()
-        # The terminal echoes ^C at the cursor.  After a line of full width the echo would begin a new line, and the next refresh
-        # would not erase the current lines.  At the beginning of the line the next refresh overwrites the echo.
-        to_the_beginning = Control(ControlType.CARRIAGE_RETURN)
-        self._live.update(Group(self._picture(tasks, metrics), to_the_beginning), refresh=True)
+        self._show(self._picture(tasks, metrics))
         self.interval = max(self._shortest, (monotonic() - started) / _SHARE_OF_TIME)
 
-    def write(self, pairs: Pairs) -> None:
-        from rich.text import Text
-
-        lines = _wrapped(pairs, self._console.width - len(_GAP))
-        self._console.print(Text("\n" + _GAP).join(lines), soft_wrap=True)
-
-    def close(self, *, keep: bool) -> None:
-        for handler, stream in self._moved:
-            handler.setStream(stream)
-        self._live.transient = not keep
-        self._live.stop()
+    def _show(self, picture: Text) -> None:
+        """Replaces the bars by ``picture``."""
+        raise NotImplementedError
 
     def _picture(self, tasks: Sequence[Task], metrics: Pairs) -> Text:
         """Returns one line per task; the metrics end the first line until they do not fit, and are below from then on."""
@@ -222,6 +194,95 @@ class _LiveRenderer(Renderer):
         if colourless:  # both parts would look the same
             unfilled = " "
         return Text.assemble((filled * length, finished), (unfilled * (width - length), "bar.back"), _GAP)
+
+
+class TerminalRenderer(_LiveRenderer):
+    """Redraws lines in place through rich; other output appears above them."""
+
+    def __init__(self, interval: float) -> None:
+        from rich.live import Live
+
+        super().__init__(interval)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=True,
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        streams = sys.stdout, sys.stderr
+        self._live.start()
+        # The cursor stays visible, because a killed process could not show it again.
+        self._console.show_cursor(show=True)
+        self._moved = list(_move_log_handlers(*streams))
+
+    def _show(self, picture: Text) -> None:
+        from rich.console import Group
+        from rich.control import Control
+        from rich.segment import ControlType
+
+        # The terminal echoes ^C at the cursor.  After a line of full width the echo would begin a new line, and the next refresh
+        # would not erase the current lines.  At the beginning of the line the next refresh overwrites the echo.
+        to_the_beginning = Control(ControlType.CARRIAGE_RETURN)
+        self._live.update(Group(picture, to_the_beginning), refresh=True)
+
+    def write(self, pairs: Pairs) -> None:
+        self._console.print(_permanent(pairs, self._console.width), soft_wrap=True)
+
+    def close(self, *, keep: bool) -> None:
+        for handler, stream in self._moved:
+            handler.setStream(stream)
+        self._live.transient = not keep
+        self._live.stop()
+
+
+class NotebookRenderer(_LiveRenderer):
+    """Shows the bars as one output of the cell, and replaces it with each refresh.
+
+    A permanent line takes the place of the bars, and the next refresh opens an output below: lines and what the cell prints stay in
+    their order, and a saved notebook has one output per line.
+    """
+
+    def __init__(self, interval: float) -> None:
+        super().__init__(interval)
+        self._output: DisplayHandle | None = None
+
+    def _show(self, picture: Text) -> None:
+        from IPython.display import DisplayHandle
+
+        content = _as_html_and_text(picture, self._console.width)
+        if self._output is None:
+            self._output = DisplayHandle()
+            self._output.display(content, raw=True)
+        else:
+            self._output.update(content, raw=True)
+
+    def write(self, pairs: Pairs) -> None:
+        self._show(_permanent(pairs, self._console.width))
+        self._output = None
+
+    def close(self, *, keep: bool) -> None:
+        if self._output is not None and not keep:
+            self._output.update({"text/plain": ""}, raw=True)
+        self._output = None
+
+
+def _permanent(pairs: Pairs, width: int) -> Text:
+    """Returns the line that stays, broken between pairs where it is wider than ``width``."""
+    from rich.text import Text
+
+    return Text("\n" + _GAP).join(_wrapped(pairs, width - len(_GAP)))
+
+
+def _as_html_and_text(picture: Text, width: int) -> dict[str, str]:
+    """Returns ``picture`` by MIME type: a front end shows the HTML, and a terminal or a viewer without HTML the text."""
+    from rich.console import Console
+
+    # No terminal and no notebook: rich would print into the cell.
+    console = Console(record=True, file=StringIO(), width=width, color_system="truecolor", force_jupyter=False)
+    console.print(picture, soft_wrap=True)
+    html = console.export_html(inline_styles=True, code_format=_HTML)
+    return {"text/html": html, "text/plain": picture.plain}
 
 
 def _spaced(pairs: Pairs) -> Text:
@@ -267,8 +328,7 @@ def open_renderer(interval: float) -> Renderer:
     from rich import get_console
 
     if get_console().is_jupyter:
-        # rich draws in notebooks through ipywidgets, and a widget cannot be reached from a worker process.
-        live = package_available("ipywidgets") and multiprocessing.parent_process() is None
-    else:
-        live = sys.stdout.isatty() and os.environ.get("TERM", "") not in {"", "dumb", "unknown"}
-    return _LiveRenderer(interval) if live else Renderer()
+        # A notebook drops what a worker process displays.
+        return NotebookRenderer(interval) if multiprocessing.parent_process() is None else Renderer()
+    in_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in {"", "dumb", "unknown"}
+    return TerminalRenderer(interval) if in_terminal else Renderer()
