@@ -1,8 +1,8 @@
 """Calls of single modules through ``torch.compile``: what the step calls, or the repeated blocks of a network.
 
 torch keeps the compiled form of a module's call in ``_compiled_call_impl``; copies, pickles and state dicts leave it out.  During a
-run a :class:`CompiledCall` is there.  It runs the module's hooks uncompiled (the casts of a half module are among them), and compiled
-code in place of ``forward``.
+run a :class:`CompiledCall` is there.  It runs the module's hooks uncompiled (the casts of a half module are among them), and
+compiles ``forward``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fabricamp.precision.boundary import hook_before_first_call, others_hook_all
 from fabricamp.torch_private import compiled_by_user, current_backward, observed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Iterator
 
     from fabricamp.engine.compilation_watch import CompilationWatch
 
@@ -82,13 +82,14 @@ class CompiledCalls:
         self.within = False
         """Whether a module runs compiled code."""
         self._compile = compile
-        self._programs: dict[Hashable, Callable[..., Any]] = {}
+        self._programs: dict[tuple[str, object], Callable[..., Any]] = {}
         self._modules: list[nn.Module] = []
 
     def put_on(self, modules: list[nn.Module], *, shared: bool) -> None:
         """Compiles the calls of ``modules`` from now on; ``shared``: modules of one class run the same code."""
         for module in modules:
-            vars(module)["_compiled_call_impl"] = CompiledCall(self, module, type(module) if shared else id(module))
+            key: object = type(module) if shared else id(module)
+            vars(module)["_compiled_call_impl"] = CompiledCall(self, module, key)
             self._modules.append(module)
 
     def take_off(self) -> None:
@@ -99,7 +100,7 @@ class CompiledCalls:
         self._modules.clear()
         self._programs.clear()
 
-    def program(self, key: Hashable, module: nn.Module) -> Callable[..., Any]:
+    def program(self, key: object, module: nn.Module) -> Callable[..., Any]:
         """Returns the compiled code of a kind of step, called with a module and the arguments of its ``forward``."""
         # In a backward that repeats a part of a step nothing is armed.
         kind = self.armed or "training"
@@ -126,7 +127,7 @@ def _forward_of(name: str) -> Callable[..., Any]:
 class CompiledCall:
     """What torch runs in place of a module's call."""
 
-    def __init__(self, calls: CompiledCalls, module: nn.Module, key: Hashable) -> None:
+    def __init__(self, calls: CompiledCalls, module: nn.Module, key: object) -> None:
         self._calls = calls
         self._module = module
         self._key = key

@@ -1,4 +1,4 @@
-"""Trainer(compile=...): a compiled step trains as an eager one does, whole, and logs the same; what cannot be is refused.
+"""Trainer(compile=...) of a whole step: it trains as an eager one does and logs the same; what cannot be compiled is refused.
 
 Most backends here are those that generate no code: for torch's default one a C compiler has to be there.
 """
@@ -214,19 +214,32 @@ class ByHand(Classifier):
 
 
 REFUSED = {
-    "graph": ({"cuda_graph": "auto"}, Logs, "compile and cuda_graph"),
-    "by hand": ({}, ByHand, "manual optimization calls backward"),
-    "fsdp": ({"strategy": "fsdp"}, Logs, "strategy 'fsdp' gathers"),
-    "O2": ({"precision": "O2"}, Logs, "precision 'O2' casts at the modules"),
-    "O5": ({"precision": "O5"}, Logs, "precision 'O5' casts at the modules"),
+    "by hand": ("step", {}, ByHand, "manual optimization calls backward"),
+    "step of fsdp": ("step", {"strategy": "fsdp"}, Logs, "strategy 'fsdp' gathers parameters in hooks.*'blocks'"),
+    "modules of fsdp": ("modules", {"strategy": "fsdp"}, Logs, "strategy 'fsdp' gathers parameters within.*'blocks'"),
+    "step at O2": ("step", {"precision": "O2"}, Logs, "precision 'O2' casts at the modules.*'modules' or 'blocks'"),
+    "step at O5": ("step", {"precision": "O5"}, Logs, "precision 'O5' casts at the modules.*'modules' or 'blocks'"),
+    "no blocks": ("blocks", {}, Logs, "Logs has no repeated blocks"),
+    "word": ("modul", {}, Logs, "Compile.'modul'. is not allowed.*'modules'"),
+    "keyword": ({"mod": "default"}, {}, Logs, "torch.compile has no 'mod'.*mode"),
+    "both": ({"mode": "default", "options": {}}, {}, Logs, "mode or options"),
+    "number": (3, {}, Logs, "compile=3 is not allowed"),
+    "graph in a graph": (
+        {"mode": "reduce-overhead"},
+        {"cuda_graph": "auto"},
+        Logs,
+        "mode='reduce-overhead' makes torch capture",
+    ),
+    "graph by option": ({"options": {"triton.cudagraphs": True}}, {"cuda_graph": "auto"}, Logs, "triton.cudagraphs"),
+    "graph by backend": ({"backend": "cudagraphs"}, {"cuda_graph": "auto"}, Logs, "backend='cudagraphs'"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused(case):
-    options, make, words = REFUSED[case]
+    value, options, make, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words):
-        quiet_trainer(compile=True, max_epochs=1, **options).fit(make(), loader())
+        quiet_trainer(compile=value, max_epochs=1, **options).fit(make(), loader())
 
 
 def test_a_module_that_was_compiled_trains_as_the_original_compiled_once(tmp_path):
@@ -256,7 +269,7 @@ def test_a_module_that_was_compiled_trains_as_the_original_compiled_once(tmp_pat
     assert torch.equal(trainer.predict(compiled, loader(4))[0], trainer.predict(module, loader(4))[0])
 
 
-def test_a_compiled_module_trains_uncompiled_where_a_step_cannot_be_compiled(caplog):
+def test_a_compiled_module_trains_by_hand_with_its_modules_compiled(caplog):
     class Manual(Logs):
         def __init__(self):
             super().__init__()
@@ -267,11 +280,27 @@ def test_a_compiled_module_trains_uncompiled_where_a_step_cannot_be_compiled(cap
             self.manual_backward(super().training_step(batch, batch_idx))
             self.optimizers().step()
 
-    def never(graph, inputs):
-        raise AssertionError("compiled")
+    ends = []
+    graphs = []
 
-    with caplog.at_level("INFO", "fabricamp"):
-        quiet_trainer(max_steps=2, enable_model_summary=True).fit(torch.compile(Manual(), backend=never), loader())
-    assert "trains uncompiled: manual optimization" in caplog.text
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    for compiled in (False, True):
+        module = Manual()
+        given = torch.compile(module, backend=backend, fullgraph=True) if compiled else module
+        with caplog.at_level("INFO", "fabricamp"):
+            torch.manual_seed(3)
+            quiet_trainer(max_steps=2, enable_model_summary=True).fit(given, loader())
+        ends.append([one.tolist() for one in module.parameters()])
+    assert ends[0] == ends[1]
+    assert len(graphs) == 1
+    assert "compile takes the modules that the step calls: manual optimization" in caplog.text
     with pytest.raises(ConfigError, match="got Linear"):
         quiet_trainer().fit(torch.compile(torch.nn.Linear(2, 2)), loader())
+
+
+def test_a_module_compiled_with_graphs_of_torchs_own_is_not_captured():
+    with pytest.raises(ConfigError, match="leave the mode out, or cuda_graph"):
+        quiet_trainer(max_steps=1, cuda_graph="auto").fit(torch.compile(Logs(), mode="reduce-overhead"), loader())
