@@ -111,14 +111,16 @@ def as_compile(name: str, value: Any) -> Compile | None:
         return Compile() if value else None
     if isinstance(value, Compile):
         return value
-    if isinstance(value, str):
-        return Compile(value)  # type: ignore[arg-type]  # checked by the class
+    if isinstance(value, str) and value in _PARTS:
+        return Compile(value)  # type: ignore[arg-type]  # one of them
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise ConfigError(f"{name}={value!r} is not allowed; the keys of a dict are keywords of Compile")
         return Compile(**value)
+    hint = nearest(value, _PARTS) if isinstance(value, str) else ""
     raise ConfigError(
-        f"{name}={value!r} is not allowed; give True, False, 'step', 'modules', 'blocks', a Compile(...), or a dict of its keywords"
+        f"{name}={value!r} is not allowed{hint}; give True, False, 'step', 'modules', 'blocks', a Compile(...), or a dict of its "
+        "keywords"
     )
 
 

@@ -66,6 +66,7 @@ class Compilation:
         step: Callable[..., Any] = self._session.module.training_step
         if self._options is None and self._compiler is None:
             return step
+        self._check_graph()
         try:
             self._open()
         except ConfigError as error:
@@ -87,7 +88,6 @@ class Compilation:
     def _open(self) -> None:
         """Chooses the part, and compiles it unless it is the step; raises :class:`ConfigError` if it cannot be compiled."""
         session = self._session
-        self._check_graph()
         part = self._options.part if self._options is not None else None
         reasons = {name: reason(session) for name, reason in _REASONS.items() if part in (None, name)}
         chosen = next((name for name, reason in reasons.items() if not reason), None)
