@@ -183,6 +183,7 @@ def test_a_step_that_calls_layers_and_the_module_itself():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
 @pytest.mark.parametrize(("precision", "tolerance"), [("O0", 1e-5), ("O5", 4e-2)])
 def test_torchs_default_backend(precision, tolerance):

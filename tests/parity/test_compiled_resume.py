@@ -20,7 +20,7 @@ def in_a_process(cache, **options):
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
     command = [sys.executable, "-m", "tests.parity.compiled_run", json.dumps(options)]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **caches}, capture_output=True, text=True, timeout=600, check=False
+        command, cwd=ROOT, env={**os.environ, **caches}, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return torch.load(options["out"])
@@ -39,6 +39,7 @@ def test_with_a_backend_without_code_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
 @pytest.mark.parametrize(("part", "precision"), [("blocks", "O5"), ("step", "O0")])
 def test_with_torchs_default_backend(part, precision, tmp_path):
@@ -46,6 +47,7 @@ def test_with_torchs_default_backend(part, precision, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="torch's default backend needs a C compiler")
 @pytest.mark.parametrize("graph", [False, True])

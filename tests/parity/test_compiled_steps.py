@@ -220,7 +220,7 @@ REFUSED = {
     "step at O2": ("step", {"precision": "O2"}, Logs, "precision 'O2' casts at the modules.*'modules' or 'blocks'"),
     "step at O5": ("step", {"precision": "O5"}, Logs, "precision 'O5' casts at the modules.*'modules' or 'blocks'"),
     "no blocks": ("blocks", {}, Logs, "Logs has no repeated blocks"),
-    "word": ("modul", {}, Logs, "compile='modul' is not allowed.*'modules'"),
+    "word": ("layers", {}, Logs, "compile='layers' is not allowed.*'modules'"),
     "keyword": ({"mod": "default"}, {}, Logs, "torch.compile has no 'mod'.*mode"),
     "both": ({"mode": "default", "options": {}}, {}, Logs, "mode or options"),
     "number": (3, {}, Logs, "compile=3 is not allowed"),
