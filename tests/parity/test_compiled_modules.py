@@ -129,6 +129,19 @@ def test_the_bits_are_those_of_eager_modules_at_every_level(precision, part):
     assert not left_behind(module)
 
 
+def test_full_batches_run_the_same_code_before_and_after_a_short_one():
+    ran = []
+
+    def backend(graph, inputs):
+        number = len(graphs)
+        graphs.append(graph)
+        return lambda *given: ran.append(number) or graph(*given)
+
+    graphs = []
+    fit(Deep(), Compile("modules", backend=backend), samples=26)
+    assert ran == [0, 0, 0, 0, 0, 0, 1] * 2
+
+
 @pytest.mark.parametrize("precision", ["O2", "O5"])
 def test_true_takes_the_modules_where_a_level_casts(precision, caplog):
     backend = Counts()
