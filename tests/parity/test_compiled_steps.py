@@ -301,6 +301,20 @@ def test_a_compiled_module_trains_by_hand_with_its_modules_compiled(caplog):
         quiet_trainer().fit(torch.compile(torch.nn.Linear(2, 2)), loader())
 
 
+def test_where_no_graph_is_possible_the_compiled_step_runs():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    module, eager = Logs(), Logs()
+    fit(module, compile={"backend": backend}, cuda_graph="auto")
+    fit(eager)
+    assert graphs
+    assert all(map(torch.equal, module.parameters(), eager.parameters()))
+
+
 def test_a_module_compiled_with_graphs_of_torchs_own_is_not_captured():
     with pytest.raises(ConfigError, match="leave the mode out, or cuda_graph"):
         quiet_trainer(max_steps=1, cuda_graph="auto").fit(torch.compile(Logs(), mode="reduce-overhead"), loader())
