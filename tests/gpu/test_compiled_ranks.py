@@ -61,4 +61,7 @@ def of_ranks():
 def test_two_ranks():
     parts = ("step", "modules", "blocks")
     works = {(strategy, part): True for strategy in ("ddp", "delayed_ddp") for part in parts}
-    assert run_ranks(of_ranks, 2, timeout=800, backend=None) == [{**works, ("fsdp", "blocks"): True}] * 2
+    assert (
+        run_ranks(of_ranks, 2, timeout=800, backend=None, start_method="spawn")
+        == [{**works, ("fsdp", "blocks"): True}] * 2
+    )
