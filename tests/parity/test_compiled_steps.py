@@ -6,6 +6,7 @@ Most backends here are those that generate no code: for torch's default one a C 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from fabricamp import Callback, ConfigError
+from fabricamp import Callback, Compile, ConfigError
 from fabricamp.callbacks import ThroughputMonitor
 from fabricamp.loggers import Logger
 from fabricamp.nn import FusedLayerNorm, FusedRMSNorm
@@ -318,3 +319,27 @@ def test_where_no_graph_is_possible_the_compiled_step_runs():
 def test_a_module_compiled_with_graphs_of_torchs_own_is_not_captured():
     with pytest.raises(ConfigError, match="leave the mode out, or cuda_graph"):
         quiet_trainer(max_steps=1, cuda_graph="auto").fit(torch.compile(Logs(), mode="reduce-overhead"), loader())
+
+
+FORMS = {
+    "True": (True, Compile()),
+    "part": ("blocks", Compile("blocks")),
+    "dict": ({"part": "modules", "fullgraph": True}, Compile("modules", fullgraph=True)),
+    "object": (Compile("step"), Compile("step")),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_forms_of_the_argument(form):
+    given, meant = FORMS[form]
+    assert quiet_trainer(compile=given)._runner.settings.compile == meant
+    assert pickle.loads(pickle.dumps(meant)) == meant
+
+
+def test_a_pickled_trainer_with_a_dict_is_loaded():
+    settings = quiet_trainer(compile={"fullgraph": True})._runner.settings
+    state = settings.__reduce_ex__(2)[2]
+    state[1]["compile"] = {"fullgraph": True}  # as version 0.2.0 kept it
+    loaded = object.__new__(type(settings))
+    loaded.__setstate__(state)
+    assert loaded.compile == Compile(fullgraph=True)
