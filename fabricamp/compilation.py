@@ -67,11 +67,12 @@ class Compile(NamesKeywords):
         self.options = {"dynamic": False, **options}
 
     def for_torch(self) -> dict[str, Any]:
-        """Returns the keywords of ``torch.compile``; inductor's option "deterministic" is on unless another value is given."""
+        """Returns the keywords of ``torch.compile``; inductor's option "deterministic" is on, unless kernels are to be timed."""
         options = self.options
-        if options.get("backend", "inductor") != "inductor" or options.get("mode") is not None:
+        given = options.get("options") or {}
+        if options.get("backend", "inductor") != "inductor" or options.get("mode") is not None or _timed(given):
             return dict(options)
-        return {**options, "options": {"deterministic": True, **(options.get("options") or {})}}
+        return {**options, "options": {"deterministic": True, **given}}
 
     def inexact(self) -> str:
         """Returns why a resumed run may have other bits than a run that was never cut; empty if it has the same."""
@@ -83,11 +84,11 @@ class Compile(NamesKeywords):
             return f"mode={mode!r}: torch chooses kernels by their time"
         if mode == "default":
             return "mode='default': torch chooses some kernels by their time; leave it out"
-        for name, value in (options.get("options") or {}).items():
-            if value and any(word in name for word in _TIMES_KERNELS):
-                return f"options={{{name!r}: {value!r}}}: torch chooses kernels by their time"
-            if name == "deterministic" and not value:
-                return "options={'deterministic': False}: torch chooses some kernels by their time"
+        given = options.get("options") or {}
+        if timed := _timed(given):
+            return f"options={{{timed!r}: {given[timed]!r}}}: torch chooses kernels by their time"
+        if not given.get("deterministic", True):
+            return "options={'deterministic': False}: torch chooses some kernels by their time"
         return ""
 
     def own_cuda_graphs(self) -> str:
@@ -103,6 +104,11 @@ class Compile(NamesKeywords):
         if given is None and options.get("backend", "inductor") == "inductor":
             return "TORCHINDUCTOR_CUDAGRAPHS=1" if os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1" else ""
         return ""
+
+
+def _timed(options: Mapping[str, Any]) -> str:
+    """Returns the first of inductor's ``options`` that chooses kernels by their time; an empty string if none does."""
+    return next((name for name, value in options.items() if value and any(word in name for word in _TIMES_KERNELS)), "")
 
 
 def as_compile(name: str, value: Any) -> Compile | None:

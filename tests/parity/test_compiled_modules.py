@@ -419,6 +419,14 @@ def test_options_that_make_a_resume_inexact_say_so(case):
     assert bool(found) == bool(words)
 
 
+@pytest.mark.parametrize("case", INEXACT)
+def test_inductor_is_deterministic_where_it_can_be(case):
+    given = Compile(**INEXACT[case][0]).for_torch().get("options") or {}
+    assert given.get("deterministic") == {"not deterministic": False}.get(
+        case, None if case in ("mode", "options", "backend") else True
+    )
+
+
 def test_the_line_on_an_inexact_resume(caplog):
     with caplog.at_level("INFO", "fabricamp"):
         fit(Deep(), Compile("blocks", backend="eager", dynamic=True))
