@@ -1,16 +1,16 @@
-"""Counts the calls into fabricamp that one steady step makes: how much of the package a reader has to follow for a step.
+"""Counts the calls into fabricamp in one step after the warm-up: how much of the package a reader has to follow for a step.
 
     python benchmarks/calls.py [--steps 20] [--out results.json] [--files]
 
-``sys.setprofile`` counts in the main thread, between two batches of a run that has warmed up; a generator that is resumed counts as
-a call.  For each run: the calls of functions of the package, the files that they are in, and how often the file changes from
-one call to the next, each a mean over ``--steps`` steps.  ``--files`` shows the calls by file.  The network is an MLP 16-16-2 with
+``sys.setprofile`` counts in the main thread, after the warm-up; resuming a generator counts as a call.  For each run the script
+prints the number of calls of the package's functions, the number of files with these functions, and how often the file changes
+from one call to the next: means over ``--steps`` steps.  ``--files`` shows the calls by file.  The network is an MLP 16-16-2 with
 FusedAdam and clipping at O2, logs and progress bar off.  The runs are:
 
 - one process, on a GPU if there is one: eager, and (on a GPU) replayed as a CUDA graph;
 - ``delayed_ddp``, two ranks over Gloo on CPUs, rank 0's calls;
 - manual optimization, one process;
-- a loop by hand with ``apex.amp`` at O2.
+- a hand-written loop with ``apex.amp`` at O2.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BATCH = 8
 
 
 class Calls:
-    """Counts between :meth:`start` and :meth:`stop`."""
+    """Counts the package's calls between :meth:`start` and :meth:`stop`."""
 
     def __init__(self):
         self.by_file = collections.Counter()
@@ -60,15 +60,15 @@ class Calls:
         self._last = file
 
     def start(self):
-        """Begins to count in this thread."""
+        """Starts counting in this thread."""
         sys.setprofile(self._note)
 
     def stop(self):
-        """Ends the count."""
+        """Stops counting."""
         sys.setprofile(None)
 
     def a_step(self, steps):
-        """The counts as means a step, and the calls by file."""
+        """Returns the means per step of the counts, and the calls by file."""
         by_file = {file.removeprefix(PACKAGE): count / steps for file, count in self.by_file.most_common()}
         return {
             "calls": round(self.by_file.total() / steps, 1),
@@ -79,7 +79,7 @@ class Calls:
 
 
 class Between(fabricamp.Callback):
-    """Counts from the end of the warm-up's last batch to the end of the last batch counted."""
+    """Counts from the end of the warm-up's last batch to the end of the last measured batch."""
 
     def __init__(self, calls, steps):
         self.calls = calls
@@ -124,14 +124,14 @@ class Classifier(fabricamp.TrainingModule):
 
 
 class ByHand(Classifier):
-    """Manual optimization, with the clip by hand."""
+    """Uses manual optimization; its step calls the clipping itself."""
 
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        """Makes a step by hand."""
+        """Runs backward, clipping and the optimizer's step."""
         loss = super().training_step(batch, batch_idx)
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -141,7 +141,7 @@ class ByHand(Classifier):
 
 
 def of_trainer(module, steps, folder, **options):
-    """The calls of a step of a fit."""
+    """Returns the calls per step of a fit."""
     calls = Calls()
     if module.automatic_optimization:
         options["gradient_clip_val"] = 1.0
@@ -161,7 +161,7 @@ def of_trainer(module, steps, folder, **options):
 
 
 def of_rank(rank, port, steps, folder):
-    """One of two ranks; rank 0 writes its counts."""
+    """Runs one of two ranks; rank 0 writes its counts."""
     quiet()
     torch.set_num_threads(1)
     os.environ.update(
@@ -186,7 +186,7 @@ def of_ranks(steps, folder):
 
 
 def of_apex(steps, device):
-    """The calls of a step of a loop with ``apex.amp``."""
+    """Returns the calls per step of a hand-written loop with ``apex.amp``."""
     from fabricamp.apex import amp
 
     model = network().to(device)
@@ -209,13 +209,13 @@ def of_apex(steps, device):
 
 
 def quiet():
-    """Neither notes nor warnings: this is no run to look at."""
+    """Silences notes and warnings of the runs."""
     warnings.simplefilter("ignore")
     logging.getLogger("fabricamp").setLevel(logging.ERROR)
 
 
 def all_rows(steps, folder):
-    """The runs that this machine can make, by name."""
+    """Returns the results of the runs that this machine supports, by name."""
     gpu = torch.cuda.is_available()
     where = {"accelerator": "gpu" if gpu else "cpu", "devices": 1}
     rows = {"one process, eager": of_trainer(Classifier(), steps, folder, **where)}

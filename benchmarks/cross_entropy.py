@@ -1,11 +1,12 @@
-"""Cross-entropy of vocabularies beside torch's, in place too: GPU ms, wall ms, share of the copy bandwidth, peak memory.
+"""Compares the cross-entropy, also in place, with torch's: GPU ms, wall ms, share of the copy bandwidth, peak memory.
 
     python benchmarks/cross_entropy.py [--only 8192x50304] [--quick] [--out results.json]
 
-GPU ms: events around work that was queued behind a sleeping kernel, so that no launch gap counts.  Wall ms: forward and backward
-back to back, as a loop runs them.  The rows of a shape are measured in turn, round by round; figures are medians.
-Share: three passes over the logits (read forward; read and written backward), over GPU time, over what a large copy moves in
-the same run.  Peak: logits and all that is made of them, in multiples of the logits, forward and backward together.
+GPU ms: events around work that was queued after a sleeping kernel, so launch gaps do not count.  Wall ms: forward and backward
+back to back, as in a loop.  The rows of a shape are measured alternately; figures are medians of the rounds.
+Share: the bandwidth of three passes over the logits (read forward; read and written backward) in the GPU time, divided by the
+bandwidth of a large copy in the same run.  Peak: memory of the logits and of everything computed from them, in multiples of the
+logits, over forward and backward together.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Shape(NamedTuple):
-    """Rows, classes and dtype; ``compiled`` adds torch.compile's row, which takes seconds to make."""
+    """Rows, classes and dtype; ``compiled`` adds a row for torch.compile, which takes seconds to compile."""
 
     rows: int
     classes: int
@@ -91,7 +92,7 @@ class Result(NamedTuple):
 
 
 class Case:
-    """Logits that each contestant gets afresh: in place, they are overwritten."""
+    """Makes new logits for each call, because in-place contestants overwrite them."""
 
     def __init__(self, shape: Shape, device: str) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -100,11 +101,11 @@ class Case:
         self.target = torch.randint(0, shape.classes, (shape.rows,), device=device, generator=generator)
 
     def logits(self) -> Tensor:
-        """What an operation returned that does not need its result again."""
+        """Returns logits from an operation that does not need its output in backward, so they may be overwritten."""
         return self.source * 1
 
     def asleep(self, function: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float, float]:
-        """GPU ms of forward, backward and both."""
+        """Returns GPU ms of forward, backward and both, queued after a sleeping kernel."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         logits = self.logits()
         torch.cuda._sleep(int(2e7))
@@ -117,7 +118,7 @@ class Case:
         return tuple(events[one].elapsed_time(events[other]) for one, other in ((0, 1), (1, 2), (0, 2)))
 
     def wall(self, function: Callable[[Tensor, Tensor], Tensor], repeat: int = 5) -> float:
-        """Ms of forward and backward, the making of their logits not counted."""
+        """Returns wall ms of forward and backward, without the time to make their logits."""
         given = [self.logits() for _ in range(repeat)]
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -127,7 +128,7 @@ class Case:
         return (time.perf_counter() - started) / repeat * 1e3
 
     def peak(self, function: Callable[[Tensor, Tensor], Tensor]) -> float:
-        """Bytes at most, in multiples of the logits."""
+        """Returns the peak memory, in multiples of the logits."""
         logits = self.logits()
         size = logits.numel() * logits.element_size()
         torch.cuda.synchronize()
@@ -157,7 +158,7 @@ def measured(shape: Shape, rounds: int) -> dict[str, Result]:
 
 
 def copy_bandwidth() -> float:
-    """GB/s of a large device-to-device copy, read and written bytes counted."""
+    """Returns the GB/s of a large device-to-device copy, counting read and written bytes."""
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
     times = []
@@ -172,7 +173,7 @@ def copy_bandwidth() -> float:
 
 
 def write(found: dict, out: Path | None) -> None:
-    """After every shape: a run that is ended early leaves what it has."""
+    """Writes the results; called after every shape, so that an interrupted run keeps them."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,17 +1,17 @@
-"""What the exchange of gradients costs: torch's DistributedDataParallel and ours, delayed and overlapped, beside no exchange.
+"""Compares the cost of the gradient exchange: torch's DistributedDataParallel, ours delayed and overlapped, and no exchange.
 
     torchrun --nproc_per_node=2 benchmarks/ddp.py [--rounds 7] [--out results.json] [--quick]
 
 A step is forward and backward under fp16 autocast, the exchange, and torch's fused SGD with momentum; ResNet-50 (channels_last)
-at batch 64 and 8 a rank, and GPT-2-small with a head of its own (162 million parameters) on 8 windows of 512 tokens.  All runs of
+at batch 64 and 8 per rank, and GPT-2-small with a separate head (162 million parameters) on 8 windows of 512 tokens.  All runs of
 a column have the same network, weights, batch and optimizer; only the wrapper differs, and none sends BatchNorm's buffers.  "flat
-all_reduce" is what the exchange costs by itself: one collective over all gradients, in fp32.
+all_reduce" is the exchange alone: one collective over all gradients, in fp32.
 
-A round runs every way in turn, some steps each.  Wall ms: the steps together, as a loop runs them.  GPU ms: a step whose launches
-were queued while the GPU slept and the ranks then met, so that neither the host's pace nor a late rank counts; the median of some.
-Both are the median of the rounds, on rank 0; between runs all ranks wait for each other.  The goals are ratios in GPU time: delayed
-to no exchange plus the flat all_reduce, overlapped to torch's with gradient_as_bucket_view.  In wall time both are to be at most
-that of torch's DDP at its best: the ratio is taken in each round, and where the quartiles of the rounds span 1 it is not decided.
+A round runs some steps of each variant in turn.  Wall ms: back-to-back steps, as in a loop.  GPU ms: a step queued while the GPU
+sleeps, which starts after the ranks have synchronised; neither the host's speed nor a late rank counts; the median of several.
+Both are medians of the rounds, on rank 0; all ranks synchronise between runs.  The goals are ratios in GPU time: delayed
+to no exchange plus the flat all_reduce, overlapped to torch's with gradient_as_bucket_view.  In wall time the goal of both is at
+most the fastest torch DDP: the ratio is taken in each round, and is not decided if the quartiles of the rounds span 1.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-QUEUED = 3  # steps a round
-WARM_UP = 6  # torch's lays its buckets out anew after the first step, ours finds the order of gradients in it
+QUEUED = 3  # steps per round
+WARM_UP = 6  # after the first step torch's DDP rebuilds its buckets, and ours knows the order of the gradients
 GOALS = {"delayed": 1.03, "overlapped": 1.0}
 WALL_GOAL = 1.0
 
@@ -92,7 +92,7 @@ QUICK: dict[str, Callable[[torch.device], Workload]] = {
 def of_torch(network: nn.Module, **options: bool) -> nn.Module:
     device = next(network.parameters()).device
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer ones have another name for broadcast_buffers
+        warnings.simplefilter("ignore", FutureWarning)  # newer releases of torch rename broadcast_buffers
         return OfTorch(
             network, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False, **options
         )
@@ -110,14 +110,14 @@ OF_TORCH = ["torch DDP", "torch DDP, gradient_as_bucket_view"]
 
 
 class Timing(NamedTuple):
-    """Of one step; without a GPU no GPU time."""
+    """Times of one step; ``gpu_ms`` is None without a GPU."""
 
     gpu_ms: float | None
     wall_ms: float
 
 
 def timed(step: Callable[[], None], steps: int, device: torch.device) -> Timing:
-    """Runs ``steps`` steps on every rank at once, and on GPUs some more that are queued first."""
+    """Times ``steps`` steps that all ranks start together, and on GPUs :data:`QUEUED` queued steps."""
     cuda = device.type == "cuda"
     settle(device)
     started = time.perf_counter()
@@ -130,14 +130,14 @@ def timed(step: Callable[[], None], steps: int, device: torch.device) -> Timing:
 
 
 def settle(device: torch.device) -> None:
-    """Lets every rank start at once."""
+    """Waits for all ranks and the device, so that the ranks start together."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def queued(step: Callable[[], None], device: torch.device) -> float:
-    """GPU ms of a step that begins when all of it is queued and all ranks are there."""
+    """Returns the GPU ms of a step that starts after it is queued completely and the ranks have synchronised."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     token = torch.zeros(1, device=device)
     settle(device)
@@ -165,7 +165,7 @@ def make_step(workload: Workload, wrap: Callable[[nn.Module], nn.Module], device
 
 
 def measure(make: Callable[[torch.device], Workload], device: torch.device, rounds: int, steps: int) -> list[dict]:
-    """One row a way; every way has a network of its own: two wrappers on one would hook each other's gradients."""
+    """Returns one row per variant; each has its own network, because two wrappers on one would hook each other's gradients."""
     runs = {name: make_step(make(device), wrap, device) for name, wrap in WAYS.items()}
     elements = sum(one.numel() for one in make(device).network.parameters())
     flat = torch.zeros(elements, device=device)
@@ -191,7 +191,7 @@ def measure(make: Callable[[torch.device], Workload], device: torch.device, roun
 
 
 def ratios(rows: list[dict]) -> dict[str, float]:
-    """What the goals are about: GPU time, or wall time where there is no GPU."""
+    """Returns the ratios that the goals limit, in GPU time, or in wall time without a GPU."""
     column = "gpu_ms" if rows[0]["gpu_ms"] is not None else "wall_ms"
     of = {row["run"]: row[column] for row in rows}
     return {
@@ -201,7 +201,7 @@ def ratios(rows: list[dict]) -> dict[str, float]:
 
 
 def wall_ratios(rows: list[dict]) -> dict[str, dict[str, Any]]:
-    """Our steps over those of torch's DDP at its best, in wall time."""
+    """Returns the ratios of our steps to those of the fastest torch DDP, in wall time."""
     walls = {row["run"]: row["wall_ms_of_rounds"] for row in rows}
     best = walls[of_rounds.best_of(walls, OF_TORCH)]
     return {name: of_rounds.ratio(walls[f"fabricamp, {name}"], best, WALL_GOAL) for name in GOALS}
@@ -262,7 +262,7 @@ def main(words: list[str] | None = None) -> None:
         found["columns"][column] = {"rows": rows, "ratios": ratios(rows), "goals": GOALS, "wall": wall_ratios(rows)}
         if first:
             print_column(column, rows)
-        if first and arguments.out is not None:  # after each column: a run may be cut
+        if first and arguments.out is not None:  # after each column, because a run may be interrupted
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     dist.barrier()

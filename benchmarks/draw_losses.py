@@ -17,7 +17,7 @@ LOWEST, HIGHEST = 0.9, 2.6
 
 
 def place(part, loss):
-    """The point of a loss at a part of the run."""
+    """Returns the point "x,y" of a loss; ``part`` (0 to 1) is the position in the run."""
     x = LEFT + part * (WIDTH - LEFT - RIGHT)
     y = TOP + (HIGHEST - loss) / (HIGHEST - LOWEST) * (HEIGHT - TOP - BOTTOM)
     return f"{x:.1f},{y:.1f}"
@@ -49,7 +49,7 @@ def draw(found):
         points = " ".join(
             place((index + 1) / len(values), loss) for index, loss in enumerate(values) if loss <= HIGHEST
         )
-        wide = 6 if run == "torch fp32" else 1.5  # the others lie on it, and it is seen on both sides of them
+        wide = 6 if run == "torch fp32" else 1.5  # wide, so that it is visible below the other curves
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{wide}"/>')
         parts.append(text(WIDTH - 220, TOP + 42 + 18 * number, name, f'fill="{colour}"'))
     title = f"Loss (nats per byte) of a small GPT, {found['device']}, torch {found['torch']}"

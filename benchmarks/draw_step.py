@@ -21,7 +21,7 @@ WIDTH, LEFT, RIGHT, TOP, BAR, GAP = 720, 250, 60, 34, 20, 8
 
 
 def draw(result):
-    """The bars, longest first, as they stand in the table of the ways."""
+    """Returns the SVG with one bar per variant, in the order of ``SHOWN``, longest first."""
     (row,) = (one for one in result["rows"] if one["network"] == "gpt2-16")
     times = row["wall_ms"]
     scale = (WIDTH - LEFT - RIGHT) / max(times[way] for way in SHOWN)
@@ -43,7 +43,7 @@ def draw(result):
 
 
 def main():
-    """Writes the picture."""
+    """Writes docs/step.svg."""
     result = json.loads((HERE / "results" / "fastest-h200.json").read_text())
     (HERE.parent / "docs" / "step.svg").write_text(draw(result))
 

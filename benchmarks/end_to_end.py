@@ -1,18 +1,19 @@
-"""A whole training step of GPT-2-small through the Trainer, beside loops written by hand in torch: ms a step, peak memory, curves.
+"""Compares training steps of GPT-2-small by the Trainer with hand-written loops in torch: ms per step, peak memory, losses.
 
     python benchmarks/end_to_end.py [--rounds 3] [--steps 40] [--curves 2000] [--out results.json] [--quick]
 
-GPT-2-small with a head of its own (162 million parameters), 16 windows of 512 tokens, AdamW, gradients clipped at norm 1, one GPU;
-fp32 products in TF32.  All runs share the network of `examples/gpt`, whose forward returns the loss.  By hand that is torch's
-log-softmax in fp32 over logits that stay what the network computes in (less memory than torch's own cross_entropy, under autocast
-and on half weights), through the Trainer `fused_cross_entropy`.  They share the loader too (pinned memory, copies that do not
-wait).  The Trainer has everything on: bar, summary, TensorBoard, a checkpoint callback that has nothing to save in the measured
-steps, a `self.log` in each step, a flush every ten.
+GPT-2-small with a separate head (162 million parameters), 16 windows of 512 tokens, AdamW, gradients clipped at norm 1, one GPU;
+fp32 products in TF32.  All runs share the network of `examples/gpt`, which returns the loss from its forward.  In hand-written
+loops the loss is torch's log-softmax in fp32 over logits in the network's dtype (less memory than torch's own cross_entropy under
+autocast and on half weights); by the Trainer it is `fused_cross_entropy`.  All runs also share the loader (pinned memory,
+asynchronous copies).
+The Trainer has all its features on: bar, summary, TensorBoard, a checkpoint callback that has nothing to save in the measured
+steps, a `self.log` in each step, a flush every ten steps.
 
 Runs are interleaved.  GPU ms: the median time between events at the start of each step.  Wall ms: the measured steps together,
-the GPU's work included.  GiB: the most that torch had allocated during these.  Each is the median of the rounds.
-`--curves STEPS`: losses of a small network on the text of `examples/gpt`, beside a hand-written loop in fp32 with torch's AdamW,
-the same weights and the same batches; how far a loop with other initial weights is off says what noise is.
+the GPU's work included.  GiB: the peak of torch's allocated memory in these steps.  Each is the median of the rounds.
+`--curves STEPS`: losses of a small network on the text of `examples/gpt`, compared with a hand-written fp32 loop with torch's AdamW
+on the same weights and batches; a second loop with other initial weights shows the size of the noise.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 WARM_UP = 10
 FLUSH_EVERY = 10
-# ms a step and GiB on the card where they were set, an H200.
+# ms per step and GiB, set for an H200.
 GOALS = {"fabricamp O1": (27.3, 9.3), "fabricamp O2": (23.7, 8.9), "fabricamp O5": (23.7, 8.9)}
 
 
@@ -60,7 +61,7 @@ TINY = Sizes(BYTES, context=16, layers=1, width=16, heads=2, batch=4)
 
 
 class Setting(NamedTuple):
-    """What all runs share."""
+    """The settings that all runs share."""
 
     sizes: Sizes
     device: torch.device
@@ -69,7 +70,7 @@ class Setting(NamedTuple):
     root: str
 
     def loader(self) -> DataLoader:
-        """Random tokens, one batch more than there are steps: the last measured step ends where another begins."""
+        """Returns random tokens, one batch more than steps, because a step is measured until the next one starts."""
         generator = torch.Generator().manual_seed(0)
         shape = ((self.warm_up + self.steps + 1) * self.sizes.batch, self.sizes.context + 1)
         tokens = torch.randint(self.sizes.vocabulary, shape, generator=generator)
@@ -77,7 +78,7 @@ class Setting(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One run; on a CPU without GPU time and memory."""
+    """The result of one run; on a CPU GPU time and memory are None."""
 
     gpu_ms: float | None
     wall_ms: float
@@ -85,7 +86,7 @@ class Result(NamedTuple):
 
 
 class Clock:
-    """Is told of every step's start; those after the warm-up are measured."""
+    """Measures the steps after the warm-up; :meth:`tick` is called at the start of every step."""
 
     def __init__(self, setting: Setting):
         self.setting = setting
@@ -96,7 +97,7 @@ class Clock:
         self.result: Result | None = None
 
     def tick(self):
-        """A step starts."""
+        """Records the start of a step."""
         self.count += 1
         measured = self.count - self.setting.warm_up
         if measured < 0:
@@ -115,7 +116,7 @@ class Clock:
             self.events[-1].record()
 
     def finish(self):
-        """All measured steps are done."""
+        """Computes the result, after the last measured step."""
         wall = (time.perf_counter() - self.started) / self.setting.steps * 1e3
         if not self.cuda:
             self.result = Result(None, wall, None)
@@ -150,7 +151,7 @@ def by_hand(
 
 
 class Measured(TrainingModule):
-    """The network as a user's module, with a clock."""
+    """Trains the network, and ticks the clock at each step."""
 
     def __init__(self, network: GPT, clock: Clock):
         super().__init__()
@@ -194,7 +195,7 @@ RUNS: dict[str, Callable[[Setting], Result]] = {
 
 
 def free_memory(device: torch.device) -> float:
-    """Lets go of what earlier runs held; returns the MiB of GPU memory that are still allocated."""
+    """Frees the memory of earlier runs; returns the MiB of GPU memory that are still allocated."""
     gc.collect()
     if device.type == "cpu":
         return 0.0
@@ -243,7 +244,9 @@ def main(words: list[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     if not (torch.cuda.is_available() or arguments.quick):
         sys.exit("no CUDA GPU here; --quick runs a tiny network on the CPU")
-    logging.getLogger("fabricamp").setLevel(logging.ERROR)  # overflows while the loss scale is found
+    logging.getLogger("fabricamp").setLevel(
+        logging.ERROR
+    )  # hides the overflows that occur until the loss scale has settled
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     kernels = sorted({str(choice) for choice in ops.backend(device).values()})
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()

@@ -1,21 +1,21 @@
-"""Training with sharded weights: ``strategy="fsdp"`` beside torch's ``fully_shard`` written by hand.
+"""Compares training with sharded weights by ``strategy="fsdp"`` with hand-written loops over torch's ``fully_shard``.
 
     torchrun --nproc_per_node=2 benchmarks/fsdp.py [--out results.json] [--cells 1.4B 6.9B] [--ways ours fused foreach] [--quick]
 
-Two GPTs on synthetic tokens: 1.4 billion parameters on 4 x 1024 tokens a rank with reshard_after_forward=False, 6.9 billion
-on 1 x 2048 with True.  Weights are fp32 parts, gathered and computed in bf16, gradients averaged in fp32, clipped to a norm
-of 1, AdamW.  "fused" and "foreach" are torch's AdamW behind ``clip_grad_norm_`` in a plain loop; "ours" is the Trainer at O5
-with FusedAdam, "ours O4" the same under autocast, with everything that a Trainer does by itself.  All begin with values of
-the same distributions, because a GPU's clock follows what it computes with.  "plain" is "fused" over plain tensors in the
-memory of a rank's parts, clipped by the norm of these alone: what clip and update cost the host where nothing is sharded.
-"ours" also takes five steps of a network of Llama 3 8B's shape, for their peak memory, and writes and reads checkpoints of
+Two GPTs on synthetic tokens: 1.4 billion parameters on 4 x 1024 tokens per rank with reshard_after_forward=False, 6.9 billion
+on 1 x 2048 with True.  Weights are fp32 shards, gathered and computed in bf16, gradients averaged in fp32, clipped to a norm
+of 1, AdamW.  "fused" and "foreach" are torch's AdamW after ``clip_grad_norm_`` in a plain loop; "ours" is the Trainer at O5
+with FusedAdam, "ours O4" the same under autocast; both with all of the Trainer's defaults.  All runs start with values of the same
+distributions, because a GPU's clock rate depends on the values that it computes with.  "plain" is "fused" over plain tensors in the
+memory of a rank's shards, clipped by the norm of these alone: the host's cost of clipping and update without sharded tensors.
+"ours" also runs five steps of a network of Llama 3 8B's shape, to measure peak memory, and writes and reads checkpoints of
 the first network ("saved").
 
-Step ms: wall time of all measured steps together.  Update ms: what lies on the GPU between the end of backward and the end of
-the update, clipping included, by events.  Host ms: what the host takes from the end of backward to the end of the step's calls.
-Of a checkpoint: seconds of a save that training waits for; of the first one beside it, how long training waits (for its pinned
-memory too) and when it is on the disk; of a run from its set-up to its first batch, without and with a checkpoint.  All are rank
-0's; of update and host the median.  A cell that is in ``--out`` already is not measured again: the command may be cut and repeated.
+Step ms: wall time of all measured steps together.  Update ms: GPU time between events at the end of backward and at the end of
+the update, with clipping.  Host ms: host time from the end of backward to the end of the step's calls.
+Checkpoints: seconds of a save that training waits for; of the first background save, how long training waits (also for pinned
+memory) and when the file is on the disk; of a run from its setup to its first batch, without and with a checkpoint.  All figures
+are rank 0's; update and host are medians.  A cell already in ``--out`` is skipped, so an interrupted command can be repeated.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Cell(NamedTuple):
     steps: int = 30
 
     def build(self) -> nn.Module:
-        """Returns the network without values."""
+        """Returns the network on the meta device."""
         with torch.device("meta"):
             if self.llama:
                 return llama_8b(self.vocabulary, self.layers, self.width)
@@ -82,12 +82,12 @@ TINY = Cell(2, 64, 2, 2, 32, True, 128, steps=6)
 OURS = {"ours": "O5", "ours O4": "O4"}
 SAVED = "saved"
 ALONE = {("1.4B", SAVED), ("Llama 8B", "ours")}
-"""What is measured of one network alone; the others are measured in every other way."""
+"""Combinations measured for this network only; the other networks are measured in every other variant."""
 WAYS = (*OURS, "fused", "foreach", "plain", SAVED)
 
 
 class Tokens(Dataset[Any]):
-    """The same few sequences again and again: reading them costs nothing."""
+    """Repeats the same few sequences, so that reading them takes no time."""
 
     def __init__(self, cell: Cell, number: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ class Tokens(Dataset[Any]):
 
 
 class Clock:
-    """Times of steps behind some that are not counted."""
+    """Measures the steps after a warm-up."""
 
     def __init__(self, device: torch.device, warm_up: int, last: int) -> None:
         self._device, self._warm_up, self._last, self._steps = device, warm_up, last, 0
@@ -124,12 +124,12 @@ class Clock:
         return [event]
 
     def after_backward(self) -> None:
-        """Called behind backward."""
+        """Records the end of backward."""
         self._events.append(self._mark())
         self._backward_at = time.perf_counter()
 
     def after_step(self) -> None:
-        """Called behind the update."""
+        """Records the end of the update."""
         self._host.append(time.perf_counter() - self._backward_at)
         self._events[-1] += self._mark()
         self._steps += 1
@@ -145,7 +145,7 @@ class Clock:
                 self._peak = torch.cuda.max_memory_allocated(self._device)
 
     def result(self, cell: Cell, parameters: int) -> dict[str, float]:
-        """Returns the figures, behind the last step."""
+        """Returns the figures; called after the last step."""
         step = (self._ended - self._began) / (self._last - self._warm_up)
         pairs = [pair for pair in self._events[self._warm_up :] if len(pair) == 2]
         update = statistics.median(one.elapsed_time(other) for one, other in pairs) if pairs else 0.0
@@ -160,17 +160,17 @@ class Clock:
 
 
 class Timing(Callback):
-    """Tells the clock; there are no other hooks in a step."""
+    """Calls the clock; a step has no other hooks."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
     def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Behind backward."""
+        """Calls the clock after backward."""
         self.clock.after_backward()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Behind the update."""
+        """Calls the clock after the update."""
         self.clock.after_step()
 
 
@@ -182,7 +182,7 @@ class Model(TrainingModule):
         self.cell = cell
 
     def configure_model(self) -> None:
-        """Builds it on the meta device."""
+        """Builds the network on the meta device."""
         self.net = self.cell.build()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -199,7 +199,7 @@ class Model(TrainingModule):
 def by_trainer(
     cell: Cell, level: str, steps: int, accelerator: str, *callbacks: Callback, ckpt_path: str | None = None
 ) -> int:
-    """Runs a fit; returns how many parameters the network has."""
+    """Runs a fit; returns the network's number of parameters."""
     trainer = Trainer(
         strategy=Sharded([Layer if cell.llama else Block], reshard_after_forward=cell.reshard),
         precision=level,
@@ -219,7 +219,7 @@ def by_trainer(
 
 
 def by_hand(cell: Cell, way: str, clock: Clock, steps: int, device: torch.device) -> int:
-    """Runs a plain loop; returns how many parameters the network has."""
+    """Runs a plain loop; returns the network's number of parameters."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -253,15 +253,15 @@ def by_hand(cell: Cell, way: str, clock: Clock, steps: int, device: torch.device
 
 
 class Sharded(FSDP):
-    """Keeps nobody waiting behind the last step: the weights that were trained are of no use."""
+    """Skips the gathering of the weights after the last step, because nothing uses the trained weights."""
 
     def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
-        """Gives the module back without its values."""
+        """Returns the module to plain tensors without gathering their values."""
         super().unshard_module(module, whole=False)
 
 
 class Saves(AsyncCheckpoint):
-    """Behind the second step a save that training waits for, behind the third one beside it."""
+    """Saves twice: after the second step training waits for the save, after the third it runs in the background."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "beside", every_n_train_steps=3, save_top_k=0, save_last=True)
@@ -269,7 +269,7 @@ class Saves(AsyncCheckpoint):
         self.seconds: dict[str, float] = {}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: TrainingModule, *arguments: Any) -> None:
-        """Saves, and waits until it is written."""
+        """Saves, and measures until the file is written."""
         synchronize(trainer.strategy.root_device)
         began, step = time.perf_counter(), trainer.global_step
         super().on_train_batch_end(trainer, pl_module, *arguments)
@@ -284,17 +284,17 @@ class Saves(AsyncCheckpoint):
 
 
 class Opened(Callback):
-    """How long a run takes from its set-up to its first batch."""
+    """Measures the time from a run's setup to its first batch."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
-        """Before the module is built."""
+        """Starts the clock, before the module is built."""
         self._began = time.perf_counter()
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """When all is loaded."""
+        """Stops the clock, after everything is loaded."""
         synchronize(trainer.strategy.root_device)
         self.seconds = self.seconds or round(time.perf_counter() - self._began, 2)
 
@@ -305,7 +305,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def saved(cell: Cell, accelerator: str) -> dict[str, float]:
-    """Seconds of saves and of beginnings, without and with a checkpoint."""
+    """Returns the seconds of saves, and of starts without and with a checkpoint."""
     box = [tempfile.mkdtemp(prefix="fsdp-benchmark-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
     folder = Path(box[0])
@@ -323,7 +323,7 @@ def saved(cell: Cell, accelerator: str) -> dict[str, float]:
 
 
 def measured(cell: Cell, way: str, device: torch.device) -> dict[str, float]:
-    """Runs one cell in one way."""
+    """Runs one cell in one variant."""
     accelerator, warm_up = "gpu" if device.type == "cuda" else "cpu", min(8, cell.steps // 3)
     clock = Clock(device, warm_up, cell.steps)
     if way == SAVED:
@@ -370,7 +370,7 @@ def main() -> None:
 
 
 def is_wanted(name: str, way: str) -> bool:
-    """Whether this network is measured in this way."""
+    """Returns whether this network is measured in this variant."""
     return (name, way) in ALONE or (way != SAVED and not CELLS[name].llama)
 
 

@@ -1,4 +1,4 @@
-"""Losses of a small GPT at every opt level, beside a hand-written loop in fp32; part of `end_to_end.py`."""
+"""Compares the losses of a small GPT at every opt level with a hand-written fp32 loop; part of `end_to_end.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
     batch: int
 
     def network(self, device: torch.device, seed: int = 0, **more) -> GPT:
-        """Made on the device, with weights of its own."""
+        """Returns a new network on ``device``, with weights that depend on ``seed``."""
         torch.manual_seed(seed)
         with device:
             sizes = {"context": self.context, "layers": self.layers, "width": self.width, "heads": self.heads}
@@ -46,7 +46,7 @@ def loss_of(network, windows):
 
 
 class Lesson(NamedTuple):
-    """What all runs learn from: batches in an order that is the same for each."""
+    """The batches of all runs, in the same order for each run."""
 
     sizes: Sizes
     device: torch.device
@@ -55,7 +55,7 @@ class Lesson(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, device: torch.device, steps: int) -> Lesson:
-        """From the text of the GPT example."""
+        """Returns batches from the text of the GPT example."""
         text = SourceText(context=sizes.context)
         text.setup("fit")
         (windows,) = text.train.tensors
@@ -65,14 +65,14 @@ class Lesson(NamedTuple):
         return cls(sizes, device, steps, [(batch,) for batch in chosen.unbind()])
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """Rises over a tenth of the steps, then falls."""
+        """Returns a schedule that rises over a tenth of the steps, then falls."""
         return torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=1e-3, total_steps=self.steps + 1, pct_start=0.1, cycle_momentum=False
         )
 
 
 def twin(lesson: Lesson, seed: int = 0) -> list[float]:
-    """Losses of a hand-written loop in fp32."""
+    """Returns the losses of a hand-written fp32 loop."""
     network, losses = lesson.sizes.network(lesson.device, seed, loss=torch_loss), []
     optimizer = torch.optim.AdamW(network.parameters(), **ADAMW)
     schedule = lesson.schedule(optimizer)
@@ -88,7 +88,7 @@ def twin(lesson: Lesson, seed: int = 0) -> list[float]:
 
 
 class Learner(TrainingModule):
-    """The network as a user's module that remembers its losses."""
+    """Trains the network, and keeps its losses."""
 
     def __init__(self, lesson: Lesson):
         super().__init__()
@@ -108,7 +108,7 @@ class Learner(TrainingModule):
 
 
 def learnt(lesson: Lesson, level: str) -> list[float]:
-    """Losses of the same run through the Trainer."""
+    """Returns the losses of the same run by the Trainer."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
         accelerator="gpu" if lesson.device.type == "cuda" else "cpu",
@@ -128,7 +128,7 @@ def means(losses: list[float], size: int) -> list[float]:
 
 
 def curves(lesson: Lesson) -> list[dict]:
-    """One row a run; ``largest_gap`` is that of means over 100 steps, the first tenth of the run left out."""
+    """Returns one row per run; ``largest_gap`` compares means over 100 steps, without the first tenth of the run."""
     torch.set_float32_matmul_precision("highest")
     window = min(100, lesson.steps)
     runs = {"torch fp32": partial(twin, lesson), "torch fp32, other weights": partial(twin, lesson, seed=1)}

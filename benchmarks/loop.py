@@ -1,14 +1,14 @@
-"""Wall time of a training step: by hand, as a bare CUDA graph, through Lightning, and through the Trainer, eager and as a graph.
+"""Compares the wall time of a step: hand-written, as a bare CUDA graph, by Lightning, and by the Trainer, eager and as a graph.
 
     python benchmarks/loop.py [--only mlp,resnet50-8,...] [--rounds 3] [--minutes 8] [--out results.json] [--quick]
 
-All ways share network, loss, AdamW, clipping at norm 1 and the loader: batches in pinned memory, copied without a wait; two
-more ways of the smallest network have their data on the GPU, by hand and in a ResidentLoader with eight steps a launch.  At
-O1 torch's ways have autocast and a GradScaler, all of it within the bare graph too; O2 stands beside the same.  The Trainer
-and Lightning have everything on: bar, logger, a checkpoint callback with nothing to save in the measured steps, a `self.log`
-in each.  Rounds are interleaved and each figure is the median; replays of the smallest network are measured over five times
-as many steps.  With `--out`, cells that the file has are left out: a run may be cut, and ends by itself after `--minutes`;
-give the same command again for the rest.
+All variants share network, loss, AdamW, clipping at norm 1 and the loader: batches in pinned memory, copied asynchronously.  Two
+more variants of the smallest network keep their data on the GPU, hand-written and in a ResidentLoader with eight steps per launch.
+At O1 torch's variants use autocast and a GradScaler, also within the bare graph; O2 is compared with these too.  The Trainer
+and Lightning have all features on: bar, logger, a checkpoint callback with nothing to save in the measured steps, a `self.log`
+in each step.  Rounds are interleaved and each figure is the median; replays of the smallest network are measured over five times
+as many steps.  With `--out`, cells already in the file are skipped: a run may be interrupted, and stops by itself after
+`--minutes`; the same command then measures the rest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PRECISIONS = ("O0", "O1", "O2")
 
 
 class Batches:
-    """A loader without workers: lists would be several loaders to Lightning."""
+    """A loader without workers; Lightning would take a list for several loaders."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -60,33 +60,33 @@ class Batches:
 
 
 class Case(NamedTuple):
-    """A network, its batches on the host, and how many steps are measured."""
+    """A network, its batches on the host, and the number of measured steps."""
 
     network: object
     batches: object
     loss: object
     steps: int
     is_small: bool = False
-    """Whether its data fit onto the GPU; a step takes so little then that replays are measured over five times as many."""
+    """Whether its data fit onto the GPU; its steps are so short that replays are measured over five times as many steps."""
 
     def replayed(self):
-        """The case as it is measured with a graph."""
+        """Returns the case for measurements with a graph."""
         return self._replace(steps=5 * self.steps) if self.is_small else self
 
     def loader(self, steps):
-        """Batches in pinned memory, a few that come again and again."""
+        """Returns a loader that repeats a few batches in pinned memory."""
         few = pinned(self.batches)
         return Batches([few[number % 4] for number in range(steps)])
 
     def data(self, steps):
-        """The same samples in whole tensors, and the size of a batch."""
+        """Returns the same samples concatenated into tensors, and the batch size."""
         batches = self.loader(steps).batches
         return [torch.cat(parts) for parts in zip(*batches, strict=True)], len(batches[0][0])
 
 
 @functools.cache
 def pinned(batches):
-    """Four batches, made once: images of a large batch take longer to draw than to train on."""
+    """Returns four batches, generated once, because generating a large batch of images takes longer than training on it."""
     torch.manual_seed(0)
     return [tuple(one.pin_memory() for one in batches()) for _ in range(4)]
 
@@ -135,18 +135,18 @@ QUICK = CASES["mlp"]._replace(steps=20)
 
 
 class Stopwatch(Callback):
-    """Times the steps behind the first ``warm_up``, the device's work included, and nothing of what follows the last."""
+    """Times the steps after the first ``warm_up``, with the device's work, and nothing after the last step."""
 
     def __init__(self, steps, warm_up=WARM_UP):
         self.first = warm_up
         self.last = warm_up + steps - 1
 
     def holds_at(self, global_step):
-        """Behind the warm-up, and behind the last step."""
+        """Returns the next step at which the hooks below must run: after the warm-up, or after the last step."""
         return self.first if global_step < self.first else self.last + 1
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        """Starts behind the warm-up, and stops behind the last step."""
+        """Starts the clock after the warm-up, and stops it after the last step."""
         if batch_idx == self.first - 1:
             torch.cuda.synchronize()
             self.start = time.perf_counter()
@@ -156,9 +156,9 @@ class Stopwatch(Callback):
 
 
 def by_hand(case, precision, *, graph, resident=False):
-    """A loop as one writes it; ``graph``: its step captured, and two copies and a replay a step.
+    """Times a hand-written loop; with ``graph`` the step is captured, and the loop makes two copies and a replay per step.
 
-    ``resident``: the copies are gathers from data on the GPU, in a random order.
+    With ``resident`` the copies are gathers from data on the GPU, in a random order.
     """
     amp = precision != "O0"
     torch.manual_seed(0)
@@ -199,7 +199,7 @@ def by_hand(case, precision, *, graph, resident=False):
             for own, one in zip(inputs, data, strict=True):
                 torch.index_select(one, 0, indices, out=own)
 
-        for indices in chosen[:1]:  # which loads the kernels
+        for indices in chosen[:1]:  # loads the kernels before the measurement
             gather(indices)
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -218,7 +218,7 @@ def by_hand(case, precision, *, graph, resident=False):
 
 
 def module_of(case, base, optimizer):
-    """The case as a module of ``base``: ours, or Lightning's."""
+    """Returns a module for the case that derives from ``base``, fabricamp's or Lightning's class."""
 
     class Module(base):
         def __init__(self):
@@ -267,7 +267,7 @@ def lightnings(case, precision):
             default_root_dir=folder, callbacks=[watch], gradient_clip_val=1.0,
         )  # fmt: skip
         module = module_of(
-            # It refuses fused optimizers where it scales and clips.
+            # Lightning refuses fused optimizers if it both scales the loss and clips.
             case,
             pl.LightningModule,
             lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=precision == "O0"),
@@ -293,7 +293,7 @@ GRAPHS = {"bare graph", "fabricamp, graph", *RESIDENT_WAYS}
 
 
 def measure(case, precision, rounds):
-    """Milliseconds a step of each way, the median of interleaved rounds; a way that cannot run is left out, with its error."""
+    """Returns milliseconds per step of each variant (medians of interleaved rounds), and errors of variants that cannot run."""
     ways = WAYS | RESIDENT_WAYS if case.is_small else WAYS
     found = {name: [] for name in ways}
     missing = {}

@@ -1,17 +1,18 @@
-"""Wall time of a step of two GPUs: ResNet-50 with SyncBatchNorm, by torch, by hand, and through the Trainer, eager and as a graph.
+"""Compares the wall time of a step on two GPUs: torch's wrappers, a hand-written graph, and the Trainer, eager and as a graph.
 
     torchrun --nproc_per_node=2 benchmarks/loop_ranks.py [--batches 8,64] [--rounds 3] [--out results.json] [--quick]
     torchrun --nproc_per_node=2 benchmarks/loop_ranks.py --exchange [--rounds 7] [--out results.json] [--quick]
 
-A step is the copy of a batch from pinned memory, forward, loss and backward at O0 (fp32 with TF32) or O1 (fp16 autocast and a loss
-scale), the exchange of gradients and of BatchNorm's statistics, and an AdamW update.  "torch" is its SyncBatchNorm within its
-DistributedDataParallel; "by hand" our SyncBatchNorm and one all_reduce of all gradients in one flat tensor, captured as a bare
-graph with torch's update in it.  The Trainer has everything on.  Each figure is the median of interleaved rounds, on rank 0.
+The network is ResNet-50 with SyncBatchNorm.  A step is the copy of a batch from pinned memory, forward, loss and backward at O0
+(fp32 with TF32) or O1 (fp16 autocast and a loss scale), the exchange of gradients and of BatchNorm's statistics, and an update by
+AdamW.  "torch" is its SyncBatchNorm within its DistributedDataParallel; "by hand" our SyncBatchNorm and one all_reduce of all
+gradients in one flat tensor, captured as a bare graph together with torch's update.  The Trainer has all features on.  Each figure
+is the median of interleaved rounds, on rank 0.
 
-``--exchange`` has the networks of ``benchmarks/ddp.py`` at O1, without SyncBatchNorm, as graphs alone: torch's DDP at its fastest
+``--exchange`` measures the networks of ``benchmarks/ddp.py`` at O1, without SyncBatchNorm, as graphs only: torch's fastest DDP
 (gradient_as_bucket_view), captured as a bare graph with torch's AdamW, and the Trainer with ``DelayedDDP``, delayed and overlapped.
-None sends BatchNorm's buffers.  The goals are ratios to torch's graph, taken in each round; where the quartiles of the rounds span
-1 it is not decided.
+None sends BatchNorm's buffers.  The goals are ratios to torch's graph, taken in each round; a goal is not decided if the quartiles
+of the rounds span 1.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ from fabricamp.strategies import DelayedDDP
 
 WARM_UP = 30
 STEPS = 60
-EXCHANGE_WARM_UP = 15  # torch's DDP records events, which no graph takes, in its first ten steps
+EXCHANGE_WARM_UP = 15  # torch's DDP records events in its first ten steps, which a capture does not allow
 EXCHANGE_STEPS = 30
 
 
 class Case:
-    """A ResNet-50, or a small one, and the batches of this rank."""
+    """A ResNet-50, or a small ResNet, and the batches of this rank."""
 
     warm_up, steps = WARM_UP, STEPS
     sync_batchnorm = True
@@ -68,40 +69,40 @@ class Case:
         self.classes = 10 if quick else 1000
 
     def network(self):
-        """The same weights each time."""
+        """Returns a network with the same weights in each call."""
         torch.manual_seed(0)
         return self.make().to(memory_format=torch.channels_last)
 
     def loss(self, network, x, y):
-        """Cross-entropy of a batch."""
+        """Returns the cross-entropy of a batch."""
         return F.cross_entropy(network(x), y)
 
     def loader(self):
-        """Batches in pinned memory, a few that come again and again."""
+        """Returns a loader that repeats a few batches in pinned memory."""
         return Batches([self.few[number % 4] for number in range(self.warm_up + self.steps)])
 
     @functools.cached_property
     def few(self):
-        """The batches, made once."""
+        """The batches, generated once."""
         generator = torch.Generator().manual_seed(dist.get_rank())
         return [tuple(one.pin_memory() for one in self.made(generator)) for _ in range(4)]
 
     def made(self, generator):
-        """A batch on the host."""
+        """Returns a batch on the host."""
         x = torch.randn(self.batch, 3, self.size, self.size, generator=generator)
         y = torch.randint(0, self.classes, (self.batch,), generator=generator)
         return x.to(memory_format=torch.channels_last), y
 
 
 class Alone(Case):
-    """The same without SyncBatchNorm, for the exchange of gradients alone."""
+    """The base class without SyncBatchNorm, to measure the exchange of gradients alone."""
 
     warm_up, steps = EXCHANGE_WARM_UP, EXCHANGE_STEPS
     sync_batchnorm = False
 
 
 class Windows(Alone):
-    """GPT-2-small, or a small one, and windows of tokens."""
+    """GPT-2-small, or a smaller GPT, and windows of tokens."""
 
     def __init__(self, batch, *, quick):
         self.batch, self.vocabulary = batch, 256 if quick else 50304
@@ -110,22 +111,22 @@ class Windows(Alone):
             self.sizes = {"context": 16, "layers": 1, "width": 16, "heads": 2}
 
     def network(self):
-        """The same weights each time, drawn on the device: on the host that takes seconds."""
+        """Returns a network with the same weights in each call, drawn on the device, because that takes seconds on the host."""
         torch.manual_seed(0)
         with torch.device("cuda", torch.cuda.current_device()):
             return GPT(self.vocabulary, **self.sizes)
 
     def loss(self, network, windows):
-        """Cross-entropy of the tokens that follow."""
+        """Returns the cross-entropy of the next tokens."""
         return network(windows[:, :-1], windows[:, 1:])
 
     def made(self, generator):
-        """A batch on the host."""
+        """Returns a batch on the host."""
         return (torch.randint(self.vocabulary, (self.batch, self.sizes["context"] + 1), generator=generator),)
 
 
 def measured(loader, step, warm_up=WARM_UP):
-    """Seconds of the steps behind the warm-up."""
+    """Returns the seconds of the steps after the warm-up."""
     for batch in loader.batches[:warm_up]:
         step(*batch)
     torch.cuda.synchronize()
@@ -156,7 +157,7 @@ def by_torch(case, precision):
 
 
 def by_hand(case, precision):
-    """One graph of forward, backward, one all_reduce and the update."""
+    """Returns the seconds of replays of one graph: forward, backward, one all_reduce and the update."""
     network = convert_syncbn_model(case.network().cuda())
     parameters = list(network.parameters())
     flat = torch.zeros(sum(one.numel() for one in parameters), device="cuda")
@@ -200,7 +201,7 @@ def by_hand(case, precision):
 
 
 def torchs_graph(case, precision):
-    """One graph of forward, backward with the exchange of torch's DDP, and the update; without SyncBatchNorm."""
+    """Returns the seconds of replays of one graph: forward, backward in torch's DDP, and the update; without SyncBatchNorm."""
     stream, captured = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -240,7 +241,7 @@ def torchs_graph(case, precision):
 
 
 class Module(TrainingModule):
-    """The case for the Trainer."""
+    """The module of a case for the Trainer."""
 
     def __init__(self, case):
         super().__init__()
@@ -248,13 +249,13 @@ class Module(TrainingModule):
         self.network = case.network()
 
     def training_step(self, batch, batch_idx):
-        """Logs its loss."""
+        """Returns and logs the loss."""
         loss = self.case.loss(self.network, *batch)
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self):
-        """AdamW in one launch."""
+        """Returns FusedAdam, which is AdamW in one launch."""
         return FusedAdam(self.parameters(), lr=1e-4, weight_decay=0.01)
 
 
@@ -311,7 +312,7 @@ def measure(case, precision, rounds):
 
 
 def milliseconds(way, case, precision):
-    """Wall time of a step of ``way``."""
+    """Returns the wall time per step of ``way``."""
     gc.collect()
     torch.cuda.empty_cache()
     dist.barrier()
@@ -320,7 +321,7 @@ def milliseconds(way, case, precision):
 
 
 def exchanges(arguments):
-    """Measures and prints the columns of ``--exchange``, written after each round: a run may be cut."""
+    """Measures and prints the columns of ``--exchange``; writes them after each round, because a run may be interrupted."""
     cases = {name: case(batch, quick=arguments.quick) for name, (case, batch) in COLUMNS.items()}
     found = {name: {way: [] for way in EXCHANGE_WAYS} for name in COLUMNS}
     for number in range(1, arguments.rounds + 1):
@@ -342,7 +343,7 @@ def exchanges(arguments):
 
 
 def column_of(rounds):
-    """Medians and ratios of the rounds of one column, by way."""
+    """Returns medians and ratios of one column's rounds, by variant."""
     ratios = {
         name: of_rounds.ratio(rounds[f"fabricamp, {name}, graph"], rounds[TORCHS_GRAPH], 1.0) for name in MESSAGE_SIZES
     }

@@ -1,4 +1,4 @@
-"""Networks that several benchmarks share, which torch itself does not come with: ResNet-50, and one of Llama 3 8B's shape."""
+"""Networks that several benchmarks share and torch does not include: ResNet-50, and a network of Llama 3 8B's shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Layer", "Llama", "ResNet", "llama_8b", "resnet50", "tiny_resnet"]
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, each with its norm, around a shortcut; the stride is the middle one's."""
+    """1x1, 3x3 and 1x1 convolutions, each with a norm, beside a shortcut; the 3x3 convolution has the stride."""
 
     def __init__(self, inside: int, width: int, stride: int, norm: Callable[[int], nn.Module]):
         super().__init__()
@@ -33,7 +33,7 @@ class Bottleneck(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), norm(outside))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, inside, H, W) to (N, 4 width, H / stride, W / stride)."""
+        """Maps (N, inside, H, W) to (N, 4 width, H / stride, W / stride)."""
         hidden = F.relu(self.first_norm(self.first(x)), inplace=True)
         hidden = F.relu(self.second_norm(self.second(hidden)), inplace=True)
         hidden = self.third_norm(self.third(hidden))
@@ -63,24 +63,24 @@ class ResNet(nn.Module):
         self.head = nn.Linear(inside, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(N, 3, H, W) to (N, classes)."""
+        """Maps (N, 3, H, W) to (N, classes)."""
         hidden = F.relu(self.stem_norm(self.stem(images)), inplace=True)
         hidden = self.stages(F.max_pool2d(hidden, 3, 2, padding=1))
         return self.head(hidden.mean((2, 3)))
 
 
 def resnet50(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
-    """ResNet-50: 25.6 million parameters in 161 tensors."""
+    """Returns ResNet-50: 25.6 million parameters in 161 tensors."""
     return ResNet(norm=norm)
 
 
 def tiny_resnet(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
-    """The same with one block a stage and 8 channels, to see on a CPU that a script works."""
+    """Returns a ResNet with one block per stage and 8 channels, to test on a CPU that a script works."""
     return ResNet((1, 1, 1, 1), width=8, classes=10, norm=norm)
 
 
 class Layer(nn.Module):
-    """Causal attention in which four heads share a key and a value, and a gated network, each behind an RMSNorm."""
+    """Causal attention in which four heads share a key and a value, then a gated network; an RMSNorm precedes each."""
 
     def __init__(self, width: int, heads: int, inside: int):
         super().__init__()
@@ -96,7 +96,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(inside, width, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(batch, length, width) to the same."""
+        """Maps (batch, length, width) to the same shape."""
         batch, length, width = hidden.shape
         x = self.attention_norm(hidden)
         query = rotated(self.query(x).view(batch, length, self.heads, -1).transpose(1, 2))
@@ -108,7 +108,7 @@ class Layer(nn.Module):
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Turns pairs of values of (batch, heads, length, size) by angles that grow with the position."""
+    """Applies rotary position embeddings: rotates pairs of values of (batch, heads, length, size) by position."""
     half = x.shape[-1] // 2
     rates = 500000.0 ** (torch.arange(half, device=x.device) / -half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * rates
@@ -118,7 +118,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 class Llama(nn.Module):
-    """Such layers between an embedding and a head; called with tokens and the tokens that follow them, it returns the loss."""
+    """:class:`Layer` modules between an embedding and a head; a call with tokens and the next tokens returns the loss."""
 
     def __init__(self, vocabulary: int, layers: int, width: int, heads: int, inside: int):
         super().__init__()
@@ -128,11 +128,11 @@ class Llama(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Integers of (batch, length) to the mean cross-entropy."""
+        """Returns the mean cross-entropy; ``tokens`` and ``targets`` are integers of (batch, length)."""
         scores = self.head(self.norm(self.layers(self.tokens(tokens))))
         return fused_cross_entropy(scores, targets, in_place=True)
 
 
 def llama_8b(vocabulary: int = 128256, layers: int = 32, width: int = 4096) -> Llama:
-    """Llama 3 8B's shape, 8.03 billion parameters; smaller ones in proportion."""
+    """Returns a network of Llama 3 8B's shape, 8.03 billion parameters; other sizes are in proportion."""
     return Llama(vocabulary, layers, width, heads=max(width // 128, 4), inside=width * 7 // 2)

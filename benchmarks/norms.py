@@ -1,13 +1,13 @@
-"""LayerNorm, RMSNorm and cross-entropy beside torch's: GPU ms and share of the copy bandwidth, forward, backward and both.
+"""Compares LayerNorm, RMSNorm and cross-entropy with torch's: GPU ms and share of the copy bandwidth, forward and backward.
 
     python benchmarks/norms.py [--only layer_norm,rms_norm] [--widths 768,4096] [--dtypes bfloat16] [--quick] [--out FILE]
-    python benchmarks/norms.py --host                              (what a call of the norms takes the host, at 4096 x 768; seconds)
-    python benchmarks/norms.py --write-dispatch fabricamp/ops/dispatch.json      (the table that the package brings; minutes)
+    python benchmarks/norms.py --host                              (host time of a call of the norms, at 4096 x 768; seconds)
+    python benchmarks/norms.py --write-dispatch fabricamp/ops/dispatch.json      (the package's own table; minutes)
 
-GPU ms: events around passes that were queued behind a sleeping kernel, so that no launch gap counts; kernels and torch in turn,
-medians.  Share: the bytes that have to move (a pass is each input read once, each output written once) over GPU time, over what a
-large device-to-device copy moves in the same run.  "runs" is what the package's table chooses for that row.  torch.compile is
-measured for the shapes of MODELS alone: it compiles for seconds.
+GPU ms: events around passes that were queued after a sleeping kernel, so launch gaps do not count; kernels and torch alternately,
+medians.  Share: the bandwidth of the necessary bytes (each input read once, each output written once) in the GPU time, divided by
+the bandwidth of a large device-to-device copy in the same run.  "runs" is the choice of the package's table for that row.
+torch.compile is only measured for the shapes of MODELS, because compiling takes seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ELEMENTS = 2**26  # 128 MiB of half values
 
 
 class Pass(NamedTuple):
-    """A forward pass by somebody, what it is differentiated by, and the gradient that comes from above."""
+    """A forward pass, the tensors to differentiate with respect to, and the gradient of the output."""
 
     forward: Callable[[], Tensor]
     inputs: list[Tensor]
@@ -51,7 +51,7 @@ class Pass(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What is compared: our function and torch's on one set of operands, and the passes over its input that each way needs."""
+    """An operation to compare: our function, torch's, their operands, and the passes over the input of each direction."""
 
     operands: Callable[[int, int, torch.dtype], tuple[list[Tensor], Tensor | None]]
     ours: Callable[..., Tensor]
@@ -76,7 +76,7 @@ def class_operands(rows: int, width: int, dtype: torch.dtype) -> tuple[list[Tens
 
 NORM_PASSES = {"forward": 2, "backward": 3, "both": 5}
 
-# A row of the table is a row here: everything below is the same for all.
+# Each entry is a row of the table; the code below is the same for all rows.
 SUBJECTS: dict[str, Subject] = {
     "layer_norm": Subject(
         norm_operands(bias=True),
@@ -99,7 +99,7 @@ SUBJECTS: dict[str, Subject] = {
 
 
 def milliseconds(step: Callable[[], object], repeat: int) -> float:
-    """GPU ms of ``step``, queued ``repeat`` times behind a kernel that sleeps while the host issues them."""
+    """Returns the GPU ms of ``step``, queued ``repeat`` times after a kernel that sleeps while the host queues them."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int(1e6 * repeat))
     start.record()
@@ -123,7 +123,7 @@ def steps_of(one: Pass) -> dict[str, Callable[[], object]]:
 
 
 def measure(subject: Subject, rows: int, width: int, dtype: torch.dtype, *, compiled: bool, rounds: int) -> dict:
-    """Medians by who, then by what: ``{"ours": {"forward": ms, ...}, ...}``."""
+    """Returns medians by implementation and direction: ``{"ours": {"forward": ms, ...}, ...}``."""
     operands, upstream = subject.operands(rows, width, dtype)
     inputs = [one for one in operands if one.requires_grad]
     functions: dict[str, Callable[..., Tensor]] = {"ours": subject.ours, "torch": subject.torchs}
@@ -135,7 +135,7 @@ def measure(subject: Subject, rows: int, width: int, dtype: torch.dtype, *, comp
         with dispatch.always("cupy"):
             one = Pass(lambda function=function: function(*operands), inputs, upstream)
             steps[name] = steps_of(one)
-            if name == "compiled":  # it frees what it kept after one backward pass
+            if name == "compiled":  # a compiled function frees its saved tensors after one backward pass
                 del steps[name]["backward"]
     taken: dict[str, dict[str, list[float]]] = {name: {way: [] for way in ways} for name, ways in steps.items()}
     for turn in range(rounds + 1):
@@ -152,9 +152,9 @@ def measure(subject: Subject, rows: int, width: int, dtype: torch.dtype, *, comp
 
 
 def on_the_host(calls: int = 200, rounds: int = 15) -> None:
-    """Prints us of the host that a forward and backward pass takes to launch, in turn: medians, and the least.
+    """Prints the host us to launch a forward and backward pass, measured alternately: medians and minima.
 
-    Kernels, torch's operations, and what eager calls of ours run at this size: "chosen".
+    Compares kernels, torch's operations, and "chosen", the choice of eager calls of ours at this size.
     """
     for name, dtype in itertools.product(("layer_norm", "rms_norm"), (torch.bfloat16, torch.float32)):
         subject = SUBJECTS[name]
@@ -181,7 +181,7 @@ def on_the_host(calls: int = 200, rounds: int = 15) -> None:
 
 
 def copy_bandwidth() -> float:
-    """GB/s of a large device-to-device copy, read and written bytes counted."""
+    """Returns the GB/s of a large device-to-device copy, counting read and written bytes."""
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -190,7 +190,7 @@ def copy_bandwidth() -> float:
 
 
 def shapes(name: str, dtype: torch.dtype, arguments: argparse.Namespace) -> list[tuple[int, int, bool]]:
-    """Rows, width, and whether torch.compile is measured too."""
+    """Returns (rows, width, whether torch.compile is measured too) of each measurement."""
     subject = SUBJECTS[name]
     first = arguments.dtypes.split(",")[0]
     if arguments.widths:
@@ -248,7 +248,7 @@ def run(arguments: argparse.Namespace, found: dict) -> None:
 
 
 def write(found: dict, out: Path | None) -> None:
-    """After every part: a run that is ended early leaves what it has."""
+    """Writes the results; called after every part, so that an interrupted run keeps them."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1) + "\n")

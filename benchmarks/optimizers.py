@@ -1,10 +1,10 @@
-"""The optimizer step alone and the whole update, beside torch's: share of the copy bandwidth, GPU ms, wall ms, host us.
+"""Compares the optimizer step and the complete update with torch's: share of the copy bandwidth, GPU ms, wall ms, host us.
 
     python benchmarks/optimizers.py [--sets resnet50,gpt2,gpt-1.3b] [--only adam] [--out results.json] [--cpu]
 
-GPU ms: events around steps that were queued behind a sleeping kernel, so that no launch gap counts.  Wall ms: steps back to
-back, as a loop runs them.  Host us: the time to issue a step while the GPU sleeps (a step that waits for the GPU shows "waits").
-Share: bytes that the arithmetic needs, over GPU time, over what a large device-to-device copy moves in the same run.
+GPU ms: events around steps that were queued after a sleeping kernel, so launch gaps do not count.  Wall ms: steps back to
+back, as in a loop.  Host us: the time to queue a step while the GPU sleeps (a step that waits for the GPU shows "waits").
+Share: the bandwidth of the necessary bytes in the GPU time, divided by that of a large device-to-device copy in the same run.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 }
 
 
-# Bytes a parameter over the step's own floor.  O1 reads its gradients twice.  O2 and O5 do so too, in half, and write a half copy.
+# Bytes per parameter above the step's own floor.  O1 reads its gradients twice.  O2 and O5 do so in half, and write a half copy.
 EXTRA = {"O1": 4, "O2": 2, "O5": 2}
 
 
 class Case(NamedTuple):
-    """One optimizer: ours, torch's (given ``foreach`` or ``fused``), and the bytes that an fp32 step has to move a parameter.
+    """One optimizer: ours, torch's (called with ``foreach`` or ``fused``), and ``floor``, the bytes per parameter of an fp32 step.
 
-    ``extra`` is what a whole update moves beside those, where the step itself reads each gradient once; None: it is no optimizer,
-    and has a step only.
+    ``extra`` are the additional bytes of a complete update, if the step itself reads each gradient once; None for a row that is not
+    an optimizer and has a step only.
     """
 
     ours: Callable[..., Any]
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
 
 class Average:
-    """An exponential moving average of parameters, stepped like an optimizer: by our operation, or by torch's."""
+    """An exponential moving average of parameters with an optimizer's ``step``: by our operation, or by torch's."""
 
     def __init__(self, own: list[nn.Parameter], *, foreach: bool = False) -> None:
         self.own = [one.detach() for one in own]
@@ -85,14 +85,14 @@ class Average:
         self.foreach = foreach
 
     def step(self) -> None:
-        """Moves the averages."""
+        """Updates the averages."""
         if self.foreach:
             torch._foreach_lerp_(self.averages, self.own, 1 - 0.999)
         else:
             ops.ema(self.own, self.averages, 0.999)
 
 
-# An optimizer is a row here: everything below is the same for all.
+# Each entry is an optimizer; the code below is the same for all of them.
 CASES: dict[str, Case] = {
     "adam": Case(
         ours=lambda p: FusedAdam(p, lr=1e-4, weight_decay=0.01),
@@ -105,7 +105,7 @@ CASES: dict[str, Case] = {
         torchs=None,
         fused=False,
         floor=44,  # reads g for the norm of all; reads p, g, m, v, writes m, v; reads p, m, v, writes p
-        extra={"O1": 0, "O2": -2, "O5": -2},  # the update's statistics stand for the first reading of g
+        extra={"O1": 0, "O2": -2, "O5": -2},  # the update's statistics replace the first read of g
     ),
     "novograd": Case(
         ours=lambda p: FusedNovoGrad(p, lr=1e-4, weight_decay=0.01),
@@ -116,7 +116,7 @@ CASES: dict[str, Case] = {
             "O1": 4,
             "O2": 0,
             "O5": 0,
-        },  # statistics read g once more; at O2 g is half, and a half copy is written
+        },  # statistics read g again; at O2 g is half, and a half copy is written
     ),
     "sgd": Case(
         ours=lambda p: FusedSGD(p, lr=1e-4, momentum=0.9, weight_decay=0.01),
@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {
     "adagrad": Case(
         ours=lambda p: FusedAdagrad(p, lr=1e-4, weight_decay=0.01),
         torchs=lambda p, **how: torch.optim.Adagrad(p, lr=1e-4, weight_decay=0.01, **how),
-        fused=False,  # torch's fused one was not tried on CUDA
+        fused=False,  # torch's fused Adagrad is not measured on CUDA
         floor=20,  # reads p, g, sum; writes p, sum
     ),
     "lion": Case(
@@ -141,8 +141,8 @@ CASES: dict[str, Case] = {
         torchs=None,
         fused=False,
         floor=40,  # reads p, g for the norms; reads p, g, writes g; then SGD
-        # Gradients are written before it: reads g for statistics, reads g and writes it in fp32; at O2 and O5 g is half, and
-        # afterwards masters are read and half weights written.
+        # Before LARC the gradients are written: reads g for statistics, reads g and writes it in fp32; at O2 and O5 g is half,
+        # and afterwards masters are read and half weights written.
         extra={"O1": 12, "O2": 14, "O5": 14},
     ),
     "ema": Case(
@@ -168,7 +168,7 @@ def nothing() -> None:
 
 
 def behind_a_sleep(step: Callable[[], object], prepare: Callable[[], object]) -> tuple[float, float | None]:
-    """GPU ms of a step, and host us (None where it waits): two steps, since one may read what became of the one before the last."""
+    """Returns GPU ms and host us (None if it waits) of a step, over two steps: a step may read the result of the last but one."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     for _ in range(3):
         prepare()
@@ -190,7 +190,7 @@ def behind_a_sleep(step: Callable[[], object], prepare: Callable[[], object]) ->
 
 
 def measure(step: Callable[[], object], repeat: int, prepare: Callable[[], object] = nothing) -> Result:
-    """Times ``step``; ``prepare``, what comes before each (backward puts gradients in place), is not host time of it."""
+    """Times ``step``; ``prepare`` runs before each step, as backward provides gradients, and does not count as its host time."""
     for _ in range(6):
         prepare()
         step()
@@ -210,7 +210,7 @@ def measure(step: Callable[[], object], repeat: int, prepare: Callable[[], objec
 
 
 def copy_bandwidth() -> float:
-    """GB/s of a large device-to-device copy, read and written bytes counted."""
+    """Returns the GB/s of a large device-to-device copy, counting read and written bytes."""
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
     result = measure(lambda: target.copy_(source), 5)
@@ -218,7 +218,7 @@ def copy_bandwidth() -> float:
 
 
 class Weights(nn.Module):
-    """A module of given shapes."""
+    """A module with parameters of the given shapes."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def step_rows(case: Case, shapes: list[tuple[int, ...]]) -> dict[str, Result]:
 
 
 def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], repeat: int) -> Result:
-    """Statistics, finish, update and the end of the window, as a Trainer calls them."""
+    """Measures statistics, finish, update and the end of the accumulation step, as the Trainer calls them."""
     module, precision = Weights(shapes), OptLevel(level)
     precision.convert_module(module)
     optimizer = case.ours(module.parameters())
@@ -285,7 +285,7 @@ def with_grad_scaler(case: Case, shapes: list[tuple[int, ...]], repeat: int, *, 
 
 
 def apex_pattern(case: Case, shapes: list[tuple[int, ...]], repeat: int) -> Result:
-    """O2 as apex does it, in torch's foreach operations: unscale into masters, ask the host, clip, step, copy back."""
+    """Measures O2 as in apex, by torch's foreach operations: unscale into masters, check on the host, clip, step, copy back."""
     masters = parameters(shapes)
     halves = [one.detach().half() for one in masters]
     gradients = [one.grad.half() for one in masters]
@@ -358,7 +358,7 @@ def on_cpu(arguments: argparse.Namespace, found: dict) -> None:
         if case.torchs is not None:
             steps["torch foreach"] = case.torchs(parameters(shapes, "cpu"), foreach=True).step
         taken: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(9):  # in turn, so that a busy machine is busy for both
+        for _ in range(9):  # alternately, so that other load on the machine affects both
             for name, step in steps.items():
                 started = time.perf_counter()
                 step()
@@ -372,7 +372,7 @@ def on_cpu(arguments: argparse.Namespace, found: dict) -> None:
 
 
 def write(found: dict, out: Path | None) -> None:
-    """After every part: a run that is ended early leaves what it has."""
+    """Writes the results; called after every part, so that an interrupted run keeps them."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found, indent=1) + "\n")

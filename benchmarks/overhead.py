@@ -1,12 +1,12 @@
-"""What the Trainer costs a step, beside a hand-written loop (and Lightning, where it is installed).
+"""Compares the Trainer's time per step with a hand-written loop (and Lightning, if it is installed).
 
-CPU, one thread, an MLP 32-32-2, batches of 4, AdamW; a step lasts from one `training_step` to the next.  For each run there is the
-mean over its steps after the warm-up (flushes and pictures of the bar included) and the median step (robust where the machine has
-other work).  Runs are interleaved: what a run costs over the hand-written loop is told by the two of one round, which had the same
-machine, and printed is the median of the rounds' differences.
+CPU, one thread, an MLP 32-32-2, batches of 4, AdamW; a step lasts from one `training_step` to the next.  Each run has the mean
+over its steps after the warm-up (with flushes and refreshes of the bar) and the median step (less affected by other load on the
+machine).  Runs are interleaved: a run's overhead is its difference from the hand-written loop of the same round, and the script
+prints the median of the rounds' differences.
 
-The limits hold for the mean, on a machine that runs the smallest loop there is (Linear(32, 2), SGD, ready batches of 8) in 56 us a
-step.  That loop is measured in each round too: "here" is the limit times as much as this machine takes longer for it.
+The limits apply to the mean, on a machine that runs the smallest possible loop (Linear(32, 2), SGD, ready batches of 8) in 56 us
+per step.  Each round measures that loop too: "here" is the limit scaled by this machine's time for it.
 
     python benchmarks/overhead.py [--steps 3000] [--rounds 5] [--profile lean|default]
 """
@@ -60,17 +60,17 @@ def new_loader(steps):
 
 
 class Times:
-    """The moments of each call of `training_step`."""
+    """The times of the calls of `training_step`."""
 
     def __init__(self):
         self.moments = []
 
     def note(self):
-        """Takes this moment."""
+        """Appends the current time."""
         self.moments.append(time.perf_counter())
 
     def microseconds(self):
-        """The mean and the median step."""
+        """Returns the mean and the median step in microseconds."""
         moments = self.moments[WARM_UP:]
         steps = [1e6 * (after - before) for before, after in pairwise(moments)]
         return statistics.fmean(steps), statistics.median(steps)
@@ -89,7 +89,7 @@ def hand_written(steps):
 
 
 def smallest_loop(steps):
-    """The median step of the loop that machines are compared by."""
+    """Returns the median step of the smallest loop, which measures the machine's speed."""
     net, times = nn.Linear(32, 2), Times()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for features in DataLoader([torch.randn(8, 32) for _ in range(steps)], batch_size=None):
@@ -102,7 +102,7 @@ def smallest_loop(steps):
 
 
 def module_class(base):
-    """The same module on fabricamp's or Lightning's base class."""
+    """Returns a module class that derives from ``base``, fabricamp's or Lightning's."""
 
     class Classifier(base):
         def __init__(self, *, prog_bar):
@@ -128,7 +128,7 @@ def module_class(base):
 
 
 def frames_to_here():
-    """How many frames, in how many files, lie between `fit` and `training_step` (those of torch and contextlib not counted)."""
+    """Returns the number of frames and files between `fit` and `training_step`, without those of torch and contextlib."""
     stack = traceback.extract_stack()
     start = next(index for index, frame in enumerate(stack) if frame.name == "fit")
     ours = [frame for frame in stack[start:-2] if not {"torch", "contextlib.py"} & set(Path(frame.filename).parts)]
@@ -155,7 +155,7 @@ def callback_classes(base):
 
 
 def trained(package, steps, root, *, everything):
-    """One fit with everything at its default, or with three callbacks and nothing else."""
+    """Runs a fit with the defaults, or with three callbacks and nothing else."""
     base = getattr(package, "TrainingModule", None) or package.LightningModule
     options = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "default_root_dir": root}
     if not everything:
@@ -195,7 +195,7 @@ def print_table(results, frames, rounds, smallest):
 
 
 def over(results, name):
-    """What each round's run took longer than the hand-written loop of that round: means, and medians."""
+    """Returns the differences of each round's run from the hand-written loop of that round: means, and medians."""
     pairs = zip(results[name], results[HAND_WRITTEN], strict=True)
     return zip(
         *[(mean - base_mean, median - base_median) for (mean, median), (base_mean, base_median) in pairs], strict=True
@@ -227,7 +227,9 @@ def write_results(path, results, frames, smallest, arguments):
 
 def profile(kind, steps, root):
     """Prints where a fit's time goes: everything, then fabricamp's own functions."""
-    trained(fabricamp, WARM_UP, root, everything=kind == "default")  # imports what is imported on first use
+    trained(
+        fabricamp, WARM_UP, root, everything=kind == "default"
+    )  # runs the imports of the first use before the profile
     profiler = cProfile.Profile()
     profiler.runcall(trained, fabricamp, steps, root, everything=kind == "default")
     profiled = pstats.Stats(profiler).sort_stats("tottime")
@@ -236,7 +238,7 @@ def profile(kind, steps, root):
 
 
 def all_runs(steps, root):
-    """What to run, by name."""
+    """Returns the functions to run, by name."""
     runs = {HAND_WRITTEN: partial(hand_written, steps)}
     lightning = find_lightning()
     for name, package in {"fabricamp": fabricamp, "Lightning": lightning}.items():

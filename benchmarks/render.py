@@ -151,7 +151,7 @@ def norms(result):
 
 
 def by_way(rows, place):
-    """The three consecutive rows of one shape; a shape may have been measured twice."""
+    """Returns the three consecutive rows of one shape, by "way"; a shape may have been measured twice."""
     return {row["way"]: row for row in rows[place : place + 3]}
 
 
@@ -160,7 +160,7 @@ def time_and_share(row, who):
 
 
 def extremes_of_norms(measured):
-    """The shapes for which the kernel has its worst values."""
+    """Returns the shapes with the kernel's worst values."""
     both = [shape["both"] for shape in measured]
     wide = [row for row in both if row["op"] != "cross_entropy" and row["width"] >= 4096]
     kernels = [row for row in both if row["runs"] == "kernel"]
@@ -296,7 +296,7 @@ def fsdp(result):
 
 
 def checkpoints(row):
-    """Seconds that a checkpoint of sharded weights takes."""
+    """Returns the seconds of checkpoints of sharded weights."""
     names = {
         "save_s": "a save for which training waits",
         "held_s": "the first save in the background: time for which training waits",
@@ -362,7 +362,7 @@ GRAPH = ", CUDA graph"
 
 
 def layers(rows):
-    """A row per shape: the local layer, ours, torch's (GPUs only)."""
+    """Returns a row per shape: the local layer, ours, torch's (GPUs only)."""
     shapes = {}
     for row in rows:
         shapes.setdefault((" x ".join(map(str, row["shape"])), row["layout"]), {})[row["run"]] = row
@@ -379,7 +379,7 @@ def layers(rows):
 
 
 def over_local(steps, batch, run):
-    """The ratio of a step to the same step with local BatchNorm, both with or both without a CUDA graph."""
+    """Returns the ratio of a step to the same step with local BatchNorm; both have a CUDA graph, or neither has."""
     return f"{steps[batch, run] / steps[batch, LOCAL + GRAPH if run.endswith(GRAPH) else LOCAL]:.2f}"
 
 
@@ -415,7 +415,7 @@ def ddp(result):
 
 
 def exchanges_in_wall_time(columns):
-    """Ratios with quartiles; results from before these were taken have none."""
+    """Returns ratios with quartiles, or nothing for results without them."""
     if any("wall" not in column for column in columns.values()):
         return []
     ways = next(iter(columns.values()))["wall"]
@@ -499,7 +499,7 @@ def against_goals(rows):
 
 
 def cell(value, form="{:.2f}", factor=1.0):
-    """A number, or nothing where there is none: a CPU has no GPU time."""
+    """Returns a number as text, or empty text for None: a CPU has no GPU time."""
     return "" if value is None else form.format(value * factor)
 
 
@@ -518,11 +518,11 @@ RENDERERS = {
     "loop_ranks": loop_ranks,
     "fsdp": fsdp,
 }
-"""By the first part of a result file's name, before ``-``."""
+"""Keyed by the first part of a result file's name, before ``-``."""
 
 
 def by_fabricamp(text):
-    """The text with "fabricamp" for "ours" and "our"."""
+    """Returns the text with "fabricamp" in place of "ours" and "our"."""
     return re.sub(r"\bours?\b", "fabricamp", text)
 
 

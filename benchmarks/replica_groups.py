@@ -1,12 +1,12 @@
-"""How long a run is held up where a replica group is lost, and until it is healed: ``strategy="fault_tolerant"`` over Gloo.
+"""Measures how long the loss and recovery of a replica group delay a run: ``strategy="fault_tolerant"`` over Gloo.
 
     python benchmarks/replica_groups.py [--runs 5] [--heartbeats 1000 5000]
 
-Two groups of a process each, on this machine, with the small network of ``tests/distributed/test_replica_groups.py``.  One is
-killed in the middle of a step, and its process started again at once.  Seconds from the kill until the other group's sum fails
-("missed"), until that one has made the step alone ("goes on"), and until the first step that both have made again ("healed"), which
-has the start of a process and its imports in it.  ``heartbeats`` are the lighthouse's ``heartbeat_timeout_ms``: after so many
-milliseconds without a heartbeat a group is dead to it.  Medians.
+Runs two groups of one process each on this machine, with the small network of ``tests/distributed/test_replica_groups.py``.  Kills
+one group in the middle of a step, and starts its process again at once.  Prints the median seconds from the kill until the other
+group's sum fails ("missed"), until the other group has finished the step alone ("goes on"), and until both groups have finished a
+step together ("healed"); the last includes a process's start and imports.  ``heartbeats`` are values of the lighthouse's
+``heartbeat_timeout_ms``: after this many milliseconds without a heartbeat the lighthouse takes a group for dead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.distributed.test_replica_groups import lost_and_back, plan_of
 
 
 def seconds(heartbeat: int) -> dict[str, float]:
-    """What one run takes."""
+    """Returns the seconds of one run."""
     plan = {**plan_of("killed"), "heartbeat_timeout_ms": heartbeat}
     with tempfile.TemporaryDirectory() as folder:
         rows, told, _ = lost_and_back(Path(folder), **plan)

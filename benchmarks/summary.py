@@ -1,4 +1,4 @@
-"""The figures at the top of docs/performance.md, some of which README.md repeats: one row each, from benchmarks/results."""
+"""The figures at the top of docs/performance.md, one row each, from benchmarks/results; README.md repeats some of them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def gpu_and_wall(row):
 
 
 def where(result):
-    """The card or the processor, and torch's version."""
+    """Returns the card or the processor, and torch's version."""
     card = result.get("device") or f"{result['cores']} CPU cores"
     cards = f"{result['ranks']} x {card}" if "ranks" in result else card
     return f"{cards}, torch {result['torch']}"
@@ -116,13 +116,13 @@ KINDS = {
     "optimizers": optimizers,
     "ddp": ddp,
 }
-"""In the order of the table."""
+"""Functions that summarise a kind of results, in the order of the table."""
 
 HEAD = ["what", "fabricamp", "compared with", "on"]
 
 
 def rows_of(results):
-    """The rows of ``results``, a dict by file name."""
+    """Returns the rows for ``results``, a dict by file name."""
     rows = []
     for kind, summarized in KINDS.items():
         for name, result in results.items():

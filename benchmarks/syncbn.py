@@ -1,16 +1,16 @@
-"""SyncBatchNorm beside torch's and beside a BatchNorm of each rank alone: layers, a whole ResNet-50 step, and the exchange itself.
+"""Compares SyncBatchNorm with torch's and with a local BatchNorm: single layers, a ResNet-50 step, and the exchange alone.
 
     torchrun --nproc_per_node=2 benchmarks/syncbn.py [--rounds 7] [--out results.json] [--quick]
 
-Layers: forward and backward of one layer, fp16, the batch of a rank in the shape, NCHW and channels_last.  Wall ms: iterations back
-to back, as a loop runs them.  GPU ms: iterations that were queued behind a sleeping kernel, so that no launch gap counts; the ranks
-wait for each other inside.  Host us: what a rank's Python and driver take to issue an iteration while the GPU sleeps.
+Layers: forward and backward of one layer, fp16, shapes with the batch of one rank, NCHW and channels_last.  Wall ms: iterations
+back to back, as in a loop.  GPU ms: iterations that were queued after a sleeping kernel, so launch gaps do not count; the ranks
+wait for each other inside.  Host us: the time of a rank's Python and driver to queue an iteration while the GPU sleeps.
 ResNet-50: forward and backward under fp16 autocast, torch's DistributedDataParallel, torch's fused SGD, channels_last.  Under a
-CUDA graph: the same step captured whole, with one all_reduce of all gradients at its end in place of the wrapper.
-Exchange: a forward of (2, 512) in fp32 without gradients, whose values are next to nothing: two launches (three by a collective),
-and 1025 floats to the other rank; beside NCCL's collectives alone on as much.
+CUDA graph: the complete step captured, with one all_reduce of all gradients at its end in place of the wrapper.
+Exchange: a forward of (2, 512) in fp32 without gradients, with hardly any values: two launches (three by a collective),
+and 1025 floats to the other rank; compared with NCCL's collectives alone on the same size.
 
-Rows of a table run in turn, round by round; figures are medians of the rounds, on rank 0.
+Rows of a table are measured alternately; figures are medians of the rounds, on rank 0.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ GOALS |= {"ours over local": 1.8}
 
 
 class Timing(NamedTuple):
-    """Of one iteration; without a GPU no GPU time, and no host time where it waits for the GPU."""
+    """Times of one iteration; GPU time is None without a GPU, host time if the iteration waits for the GPU."""
 
     wall_ms: float
     gpu_ms: float | None = None
@@ -63,7 +63,7 @@ class Timing(NamedTuple):
 
 
 def settle(device: torch.device) -> None:
-    """Lets every rank start at once."""
+    """Waits for all ranks and the device, so that the ranks start together."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
@@ -82,7 +82,7 @@ def wall(step: Callable[[], object], count: int, device: torch.device) -> float:
 
 
 def behind_a_sleep(step: Callable[[], object], count: int, device: torch.device) -> tuple[float | None, float | None]:
-    """GPU ms and host us of an iteration whose launches are all queued before the first runs."""
+    """Returns GPU ms and host us of an iteration; all its launches are queued before the first one runs."""
     if device.type != "cuda":
         return None, None
     settle(device)
@@ -103,7 +103,7 @@ def behind_a_sleep(step: Callable[[], object], count: int, device: torch.device)
 def in_turn(
     runs: dict[str, Callable[[], object]], rounds: int, count: int, device: torch.device, *, queued: int = 0
 ) -> dict[str, Timing]:
-    """Medians of every run over the rounds; ``queued`` iterations behind a sleep, where there are so many launches to queue."""
+    """Returns the medians of every run over the rounds; ``queued``: iterations to queue after a sleeping kernel (0: none)."""
     for step in runs.values():
         for _ in range(4):
             step()
@@ -125,7 +125,7 @@ def middle(values: list) -> float | None:
 
 
 def layer_runs(shape: tuple[int, ...], *, rows: bool, device: torch.device) -> dict[str, Callable[[], object]]:
-    """One forward and backward by each layer; checks that ours equals torch's."""
+    """Runs one forward and backward of each layer; checks that ours equals torch's."""
     torch.manual_seed(dist.get_rank())
     kind = torch.float16 if device.type == "cuda" else torch.float32
     form = torch.channels_last if rows else torch.contiguous_format
@@ -180,7 +180,7 @@ def converted(model: nn.Module, name: str) -> nn.Module:
 def step_of(
     model: nn.Module, images: torch.Tensor, parameters: list[nn.Parameter], flat: torch.Tensor | None
 ) -> Callable[[], object]:
-    """A training step; with ``flat``, which has all gradients, it averages them itself."""
+    """Returns a training step; with ``flat``, a tensor of all gradients, the step averages them itself."""
     optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True)
     kind = torch.float16 if images.is_cuda else torch.bfloat16
 
@@ -202,7 +202,7 @@ def step_of(
 def eager_step(model: nn.Module, images: torch.Tensor) -> Callable[[], object]:
     cuda = images.is_cuda
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer ones have another name for broadcast_buffers
+        warnings.simplefilter("ignore", FutureWarning)  # newer releases of torch rename broadcast_buffers
         wrapped = DistributedDataParallel(
             model,
             device_ids=[images.device.index] if cuda else None,
@@ -216,7 +216,7 @@ def graph_step(model: nn.Module, images: torch.Tensor) -> Callable[[], object]:
     parameters = list(model.parameters())
     flat = torch.zeros(sum(one.numel() for one in parameters), device=images.device)
     for one, piece in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
-        one.grad = piece.as_strided(one.size(), one.stride())  # the fused step wants both in one layout
+        one.grad = piece.as_strided(one.size(), one.stride())  # the fused step needs both in one layout
     step = step_of(model, images, parameters, flat)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -229,7 +229,7 @@ def graph_step(model: nn.Module, images: torch.Tensor) -> Callable[[], object]:
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         step()
 
-    def replay(_holder: object = step) -> None:  # the graph works in the memory of what the step holds
+    def replay(_holder: object = step) -> None:  # keeps the step's tensors alive, because the graph uses their memory
         graph.replay()
 
     return replay
@@ -292,7 +292,7 @@ def exchanges(rounds: int, device: torch.device) -> list[dict]:
 
 
 def ratios(found: dict) -> dict[str, float]:
-    """The worst of every goal's rows, in wall time."""
+    """Returns the worst ratio of each goal's rows, in wall time."""
     of_layers = {(*row["shape"], row["layout"], row["run"]): row["wall_ms"] for row in found["layers"]}
     of_steps = {(row["batch"], row["run"]): row["wall_ms"] for row in found["networks"]}
     rows = {key[:-1] for key in of_layers}

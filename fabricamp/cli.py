@@ -208,7 +208,7 @@ class _RunHelp(argparse.Action):
 
 
 def _add_plot(commands: Any) -> None:
-    about = "draw what runs logged: losses, learning rate, loss scale and skipped steps, gradient norm, throughput"
+    about = "draw what runs logged: losses, what ModelCheckpoint monitors, learning rate, loss scale, gradient norm, throughput"
     plot = _add_command(commands, "plot", about)
     plot.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, or a CSV or event file in it")
     plot.add_argument("--out", metavar="FILE", help="a .png, .svg or .pdf file to draw into too (needs matplotlib)")
@@ -348,7 +348,7 @@ def _stdout_leads_to(target: int) -> Iterator[int]:
 
 
 def _flush_stdout() -> None:
-    """Writes out what Python and the C library hold back, while descriptor 1 leads to where it belongs."""
+    """Flushes the buffers of Python and of the C library; called before descriptor 1 changes, so text goes to the old target."""
     for stream in (sys.stdout, sys.__stdout__):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()  # type: ignore[union-attr]

@@ -314,7 +314,7 @@ def locate(target: Any, where: str) -> Callable[..., Any]:
     for word in rest:
         if not hasattr(found, word):
             names = [name for name in dir(found) if name[0] != "_"]
-            if word is rest[-1]:  # which names a class or a function
+            if word is rest[-1]:  # the last word names a class or a function, so modules are no candidates
                 names = [name for name in names if not isinstance(vars(found).get(name), ModuleType)]
             raise ConfigError(f"{where}={target!r}: {found.__name__} has no {word!r}{nearest(word, names)}")
         found = getattr(found, word)

@@ -9,6 +9,8 @@ from fabricamp._utils.keywords import NamesKeywords
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fabricamp.strategies.base import Strategy
     from fabricamp.trainer.arguments import Settings
 
@@ -26,13 +28,17 @@ class CudaGraph(NamesKeywords):
         check_every: compares every n-th replay with an eager step, bit by bit, at the same replay on all ranks; 0: only the first
             replay of a shape.
         required: for a step that cannot be captured, True raises an error; False logs the reason and runs it eagerly.
+        hook_entries: entries of a batch that the step does not read, such as the names of its files: an index, a key, or a tuple of
+            these for an entry within an entry. Only hooks get them, so they may differ in every batch.
 
     Raises:
-        ConfigError: for numbers out of range.
+        ConfigError: for numbers out of range, and for entries that are no index and no key.
 
     Example:
         >>> CudaGraph(warmup=5).shapes
         4
+        >>> CudaGraph(hook_entries=[2]).hook_entries  # of batches (x, y, path)
+        ((2,),)
     """
 
     warmup: int
@@ -40,9 +46,17 @@ class CudaGraph(NamesKeywords):
     steps: int
     check_every: int
     required: bool
+    hook_entries: tuple[tuple[str | int, ...], ...] = ()  # a pickle of an earlier version has none
 
     def __init__(
-        self, *, warmup: int = 11, shapes: int = 4, steps: int = 1, check_every: int = 0, required: bool = True
+        self,
+        *,
+        warmup: int = 11,
+        shapes: int = 4,
+        steps: int = 1,
+        check_every: int = 0,
+        required: bool = True,
+        hook_entries: Sequence[str | int | Sequence[str | int]] = (),
     ) -> None:
         for name, value, least in (
             ("warmup", warmup, _FEWEST_WARMUPS),
@@ -59,10 +73,31 @@ class CudaGraph(NamesKeywords):
         self.steps = steps
         self.check_every = check_every
         self.required = required
+        self.hook_entries = _entries_of(hook_entries)
 
     def one_by_one(self) -> CudaGraph:
         """Returns these options with one launch per step, for runs with hooks that look at each step."""
-        return CudaGraph(warmup=self.warmup, shapes=self.shapes, check_every=self.check_every, required=self.required)
+        return CudaGraph(
+            warmup=self.warmup,
+            shapes=self.shapes,
+            check_every=self.check_every,
+            required=self.required,
+            hook_entries=self.hook_entries,
+        )
+
+
+def _entries_of(given: Any) -> tuple[tuple[str | int, ...], ...]:
+    """Returns the entries as tuples of keys and indices; raises :class:`ConfigError` for anything else."""
+    entries = []
+    for entry in given if isinstance(given, list | tuple) else [None]:
+        path = tuple(entry) if isinstance(entry, list | tuple) else (entry,)
+        if not path or not all(isinstance(key, str | int) and not isinstance(key, bool) for key in path):
+            raise ConfigError(
+                f"CudaGraph(hook_entries={given!r}) is not allowed; give a list of indices and keys, such as [2] for batches "
+                "(x, y, path), ['path'], or [('target', 'path')] for an entry within an entry"
+            )
+        entries.append(path)
+    return tuple(entries)
 
 
 def as_cuda_graph(value: Any) -> CudaGraph | None:

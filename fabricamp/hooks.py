@@ -254,7 +254,7 @@ def overrides(part: object, name: str, base: type) -> bool:
     """Returns whether ``part`` overrides the method ``name`` of ``base``, in its class or on the instance.
 
     An object derived from one of Lightning's classes is compared with Lightning's base class instead.  A method that is set to
-    None is not overridden: the part goes without it.
+    None counts as not overridden.
     """
     if getattr(part, name, None) is None:
         return False
@@ -292,7 +292,7 @@ class Hooks:
             if hasattr(module, name):
                 raise ConfigError(
                     f"{type(module).__name__} has {name}, which nothing calls (as in Lightning 2); keep what the steps return in "
-                    f"a list of your own, and rename it to {successor}(self)"
+                    f"a list of your own, and rename the hook to {successor}(self)"
                 )
 
     def callbacks(self, name: str, *, monitors: bool | None = None) -> Calls:

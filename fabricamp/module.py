@@ -23,7 +23,7 @@ from fabricamp.errors import ConfigError, NotAttachedError, nearest
 from fabricamp.hooks import ModuleHooks, call_hook
 from fabricamp.ops.shards import device_of
 from fabricamp.precision.base import Clip
-from fabricamp.precision.stepper import clip_gradients
+from fabricamp.precision.torch_updates import clip_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -303,8 +303,8 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Returns ``data`` of every rank, stacked along a new first dimension (also with one process), without gradients.
 
-        In a program written for Lightning, one process gets its own ``data`` as tensors, as there.  ``data`` is a tensor, a number,
-        or a collection of such, with the same keys and shapes on every rank.
+        In a program written for Lightning, one process gets its own ``data`` as tensors, as in Lightning.  ``data`` is a tensor, a
+        number, or a collection of such, with the same keys and shapes on every rank.
         """
         if sync_grads or group is not None:
             raise ConfigError(
@@ -342,9 +342,9 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
 
     @property
     def _trainer(self) -> Any:
-        """The Trainer, None if there is none: read by neuralforecast and darts.
+        """The Trainer, or None if there is none; neuralforecast and darts read this attribute.
 
-        Outside of a program written for Lightning, another value of this name is the program's own.
+        In a program that was not written for Lightning, a value that the program sets under this name is kept for the program.
         """
         for own in (vars(self), self._modules):
             if "_trainer" in own:

@@ -100,7 +100,7 @@ functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms
 """Returns whether vmap, grad or another transform is active: kernels have no rule for transforms, so torch's operations run."""
 
 left_by_functorch: Final[Callable[[torch.Tensor], bool]] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Returns whether a tensor is functorch's wrapper; if no transform is active, a transform left it behind, and it has no memory."""
+"""Returns whether a tensor is functorch's wrapper; such a tensor that outlives its transform has no memory."""
 
 is_batched_gradient: Final[Callable[[torch.Tensor], bool]] = torch._C._functorch.is_legacy_batchedtensor
 """Returns whether a gradient is a batch of gradients, as under ``torch.autograd.grad(is_grads_batched=True)``."""
@@ -189,7 +189,7 @@ def exporting() -> bool:
 
 def uncompiled(module: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     """Returns the module that ``torch.compile`` was given, and its compiler of functions; any other module as it is, and None."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")  # an import would take seconds, where nothing is compiled
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # an import would take seconds if nothing is compiled
     if frames is None or not isinstance(module, frames.OptimizedModule):
         return module, None
     return module._orig_mod, module.dynamo_ctx
@@ -272,7 +272,7 @@ def starts_workers(iterator: object) -> bool:
 
 
 def sleep_on_gpu(cycles: int) -> None:
-    """Keeps the GPU busy: what is timed behind it does not wait for the host."""
+    """Keeps the GPU busy, so kernels that are timed after it are queued in time and do not wait for the host."""
     torch.cuda._sleep(cycles)
 
 
@@ -358,9 +358,11 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
 
 ATTRIBUTES: Final[dict[str, str]] = {
     "torch.nn.Module._modules": "a layer is replaced in its place (SyncBatchNorm), whatever the names of its parents",
-    "torch.nn.Module._parameters": "a replaced layer's tensors go over to the new one themselves",
+    "torch.nn.Module._parameters": "a replaced layer's tensors are moved to the new layer as the same objects",
     "torch.nn.Module._buffers": "the same",
-    "torch.nn.Module._forward_hooks": "a replaced layer's hooks go over, with the handles that remove them; so for all of these:",
+    "torch.nn.Module._forward_hooks": (
+        "a replaced layer's hooks are moved, so their handles still remove them; the same for the next ones"
+    ),
     "torch.nn.Module._forward_hooks_with_kwargs": "the same",
     "torch.nn.Module._forward_hooks_always_called": "the same",
     "torch.nn.Module._forward_pre_hooks": "the same",
@@ -373,31 +375,37 @@ ATTRIBUTES: Final[dict[str, str]] = {
     "torch.nn.Module._state_dict_pre_hooks": "the same",
     "torch.nn.Module._load_state_dict_pre_hooks": "the same",
     "torch.nn.Module._load_state_dict_post_hooks": "the same",
-    "torch.nn.Module._call_impl": "tells from the frames whether a call goes on (apex's scripts); a compiled call runs hooks by it",
+    "torch.nn.Module._call_impl": (
+        "a search of the frames finds out whether a forward is running (apex's scripts); a compiled call runs hooks by it"
+    ),
     "torch.nn.Module._compiled_call_impl": "torch's place for the compiled form of a module's call",
-    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "apex's scripts wrap late; finds the wrapper",
-    "torch.nn.parallel.DistributedDataParallel.reducer._remove_autograd_hooks": "a wrapper's hooks go with it",
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "finds the wrapper of a module that apex's scripts wrap late",
+    "torch.nn.parallel.DistributedDataParallel.reducer._remove_autograd_hooks": "a dropped wrapper's hooks are removed too",
     "torch.nn.parallel.DistributedDataParallel.reducer._check_reducer_finalized": "names parameters without a gradient",
     "torch.nn.parallel.DistributedDataParallel.reducer._set_ddp_runtime_logging_sample_rate": (
         "its statistics of every hundredth step cannot be captured as a CUDA graph"
     ),
-    "torch.optim.Optimizer._optimizer_step_pre_hooks": "a step without hooks goes past torch's wrapper",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "a step without hooks bypasses torch's wrapper",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "the same",
     "torch.amp.GradScaler._per_optimizer_states": "torch hands the scaler to optimizers that unscale by themselves",
     "torch.amp.GradScaler._check_inf_per_device": "the same",
     "torch.amp.GradScaler._get_scale_async": "the same",
-    "torch.storage.TypedStorage._untyped_storage": "the public methods warn that the class will go",
-    "torch.Tensor._version": "whether a tensor was written since it was looked at",
-    "torch.Tensor._base": "cross-entropy in place writes over no view of a leaf",
+    "torch.storage.TypedStorage._untyped_storage": "the public methods warn that the class is deprecated",
+    "torch.Tensor._version": "detects whether a tensor was written to since it was read",
+    "torch.Tensor._base": "in-place cross-entropy must not overwrite a view of a leaf",
     "torch.Tensor._is_view": "gradients that a wrapper shows as views of its buckets are copied before they are kept",
     "torch.UntypedStorage._cdata": "tensors that share memory are copied once into a snapshot",
-    "torch.distributed.tensor.DTensor._local_tensor": "updates and statistics are of this rank's part, asked for in every step",
-    "torch.distributed.tensor.DTensor._spec": "a copy of a part in host memory stands for the same rows and columns",
+    "torch.distributed.tensor.DTensor._local_tensor": "updates and statistics use the local shard, read in every step",
+    "torch.distributed.tensor.DTensor._spec": "a copy of a local shard in host memory has the same layout",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._rcvd_idx": (
-        "workers that have given nothing yet may still be starting, and have more time"
+        "workers that have returned no batch yet may still be starting, and get more time"
     ),
-    "torch.utils.data.DataLoader._iterator": "persistent workers are ended, and draw a seed where a resumed run's do",
-    "torch.utils.tensorboard.SummaryWriter._get_file_writer": "its file is the logger's: a full disk would end torch's thread",
+    "torch.utils.data.DataLoader._iterator": (
+        "persistent workers are ended; it shows whether they run, which decides whether their seed is drawn"
+    ),
+    "torch.utils.tensorboard.SummaryWriter._get_file_writer": (
+        "replaced by the logger's own file, because a full disk would end torch's thread"
+    ),
     "torch.distributed.ProcessGroup._get_backend": "the timeout of a group has no public name",
     "torch.distributed.ProcessGroup.Options._timeout": "the same",
 }

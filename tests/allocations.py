@@ -1,4 +1,4 @@
-"""A mode that fails where fabricamp makes a tensor without saying on which device and of which dtype."""
+"""A mode that raises if fabricamp creates a tensor without naming device and dtype."""
 
 import sys
 
@@ -10,13 +10,13 @@ from torch.utils._device import _device_constructors
 
 FACTORIES = frozenset(_device_constructors())
 TYPED = (torch.tensor, torch.as_tensor, torch.asarray)
-"""Given a tensor or an array, these keep its dtype (and its device, where there is one to keep)."""
+"""For a tensor or an array, these functions keep its dtype, and its device if it has one."""
 
 
 class NamedAllocations(TorchFunctionMode):
     """Raises AssertionError for a factory call from fabricamp's own frames that leaves device or dtype to torch's defaults.
 
-    A module's constructor may pass None on: its user's default decides there, as with torch's layers.
+    A module's constructor may pass None on: torch's defaults then decide, as with torch's layers.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -41,6 +41,6 @@ def check(func, args, kwargs, frame):
 
 @pytest.fixture(autouse=True)
 def named_allocations():
-    """For a folder's conftest: every test there runs in the mode."""
+    """A fixture for a folder's conftest: every test of the folder runs in the mode."""
     with NamedAllocations():
         yield

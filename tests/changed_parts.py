@@ -1,10 +1,10 @@
-"""Prints the test files that belong to what has changed since a commit: for `make quick`.
+"""Prints the test files for the changes since a commit, for `make quick`.
 
     python tests/changed_parts.py [--base COMMIT] [--sources]
 
-A changed test file is its own, and the page of features may name a test that was in it; a changed module's are those that import it
-by its own name or have its name in theirs, and that start no processes.  Of what every fit runs (WHOLE_RUNS), those of fits too.
-``--sources`` prints the changed files of the package instead.
+A changed test file is printed itself, with the test of the page of features, which may name one of its tests.  For a changed module
+these are the test files that import it, or have its name in theirs, and start no processes; for code that every fit runs
+(WHOLE_RUNS) also the tests of fits.  ``--sources`` prints the changed files of the package instead.
 """
 
 import argparse
@@ -15,15 +15,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WITH_PROCESSES = {"distributed", "kill", "launch", "examples", "kernels", "gpu"}
-"""Folders whose tests start processes or compile for every card: run where they themselves have changed, and by `make test`."""
+"""Folders with tests that start processes or compile for every card: run only if they changed themselves, and by `make test`."""
 WHOLE_RUNS = {"engine": {"loop", "trainer"}, "trainer": {"loop", "trainer"}}
-"""Folders whose tests run whole fits, by the part of the package that they are about."""
+"""Folders with tests of complete fits, by the part of the package that they test."""
 NAMES_TESTS = Path("tests", "examples", "test_features.py")
-"""Looks whether the tests that docs/features.md names are there."""
+"""Checks that the tests named in docs/features.md exist."""
 
 
 def changed(base):
-    """Python files that differ from ``base``, untracked ones too."""
+    """Returns the Python files that differ from ``base``, including untracked ones."""
     commands = (["git", "diff", "--name-only", base], ["git", "ls-files", "--others", "--exclude-standard"])
     lines = [subprocess.run(one, cwd=ROOT, capture_output=True, text=True, check=True).stdout for one in commands]
     files = [Path(line) for text in lines for line in text.splitlines()]
@@ -31,13 +31,13 @@ def changed(base):
 
 
 def module_of(file):
-    """The dotted name of a module's file."""
+    """Returns the dotted name of a module's file."""
     return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
 @functools.cache
 def imported(file):
-    """The dotted names that a file imports: modules, and names from them."""
+    """Returns the dotted names that a file imports: modules, and names from them."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -49,7 +49,7 @@ def imported(file):
 
 
 def tests_for(files):
-    """The test files that belong to the changed ``files``."""
+    """Returns the test files for the changed ``files``."""
     own = [one for one in files if one.parts[0] == "tests" and one.name.startswith("test_")]
     sources = [
         one for one in files if one.parts[0] == "fabricamp" and one.suffix == ".py" and one.name != "__init__.py"

@@ -1,6 +1,6 @@
 import os
 
-# One thread a process: the suite runs several processes on two cores, and sums come out the same on every machine.
+# One thread per process: the suite runs several processes on two cores, and sums are the same on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # torch looks up the name of each end of a TCPStore's connection.  Where the name server does not answer, each process that
@@ -24,46 +24,47 @@ from tests.large_pages import use_large_pages
 pytest_plugins = ["tests.skips", "tests.gpu_turns"]
 
 _MODULES = pytest.StashKey[int]()
-"""How many modules were loaded when memory was laid together last."""
+"""Number of loaded modules when memory was last moved to large pages."""
 
 torch.set_num_threads(1)
 
-# Where a torch for CUDA sees no GPU, the first FakeTensorMode of a process would put a guard of eight devices in place of CUDA's:
-# the next backward starts a thread for each, and autograd refuses to work in what is forked from there on.
+# If a torch for CUDA sees no GPU, the first FakeTensorMode of a process would register a guard with eight fake devices: the next
+# backward would start a thread for each, and autograd would refuse to work in processes forked after that.
 if torch.version.cuda and not torch.cuda.device_count():
     torch._C._ensureCUDADeviceGuardSet = lambda: None
 
-# How long an example, or its making, takes is the machine's affair.
+# No deadline, because the machine may be busy.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
 
-# Each process that a test starts would compile the package's sources anew, and this one the tests'.
+# Otherwise each process that a test starts would compile the package's sources again, and this process the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A shell that starts us in the background has SIGINT ignored, and what we start would inherit that: Ctrl-C is tested there.
+# A shell that starts the tests in the background ignores SIGINT, and processes started here would inherit that; tests of Ctrl-C
+# need it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Default folders (logs, checkpoints) land in the test's own folder."""
+    """Default folders (logs, checkpoints) are created in the test's own folder."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def _leaves_one_thread():
-    """With two, every later test of this process is ten times slower beside another process."""
+    """Fails if a test leaves two threads: every later test of this process would be ten times slower beside another process."""
     yield
     assert torch.get_num_threads() == 1
 
 
 @pytest.fixture(autouse=True)
 def _leaves_no_process_group():
-    """Ranks that later tests fork would find it, and fail or wait for each other."""
+    """Fails if a test leaves a process group: ranks that later tests fork would use it, and fail or wait for each other."""
     found = dist.is_initialized()
     yield
     left = dist.is_initialized() and not found
@@ -74,7 +75,7 @@ def _leaves_no_process_group():
 
 @pytest.fixture(autouse=True)
 def _catches_what_its_own_threads_log(caplog):
-    """A client that an earlier test gave up may say at any time that its server is gone."""
+    """Hides messages of threads from earlier tests: a client may report at any time that its server is gone."""
     earlier = set(threading.enumerate()) - {threading.current_thread()}
 
     def is_this_tests(record):
@@ -87,10 +88,10 @@ def _catches_what_its_own_threads_log(caplog):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Begins each test, and the fixtures that it is the first to need, with the same random numbers, whatever ran before it."""
+    """Starts each test and its fixtures with the same random numbers, whatever ran before it."""
     for name in ("FABRICAMP_GLOBAL_SEED", "FABRICAMP_SEED_WORKERS", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        os.environ.pop(name, None)  # an earlier seed_everything sets them, and the runs of this test would go by them
-    sys.excepthook = sys.__excepthook__  # each process group puts its own around the one it finds, and leaves it there
+        os.environ.pop(name, None)  # an earlier seed_everything may have set them, and runs of this test would use them
+    sys.excepthook = sys.__excepthook__  # each process group wraps the present hook and does not restore it
     random.seed(0)
     np.random.seed(0)  # the generator that libraries draw from
     torch.default_generator.manual_seed(0)
@@ -100,7 +101,7 @@ def pytest_runtest_setup():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """What is imported and collected stays to the end: a garbage collection would look at it in vain, for half a second each."""
+    """Freezes imported and collected objects: they stay to the end, and would add half a second to each garbage collection."""
     gc.disable()
     try:
         return (yield)
@@ -113,7 +114,7 @@ def pytest_collection(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """What a file's tests have imported stays too: collections and forks of the next ones' would go over it, ever more of it."""
+    """Freezes objects that a file's tests imported, too: otherwise collections and forks of later tests would become slower."""
     try:
         return (yield)
     finally:

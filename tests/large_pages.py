@@ -1,4 +1,4 @@
-"""Large pages for what a process holds: a fork copies the table of its pages, of which there are 512 times fewer then.
+"""Large pages for a process's memory: a fork copies its page table, which is then 512 times smaller.
 
 from tests.large_pages import use_large_pages
 """
@@ -18,9 +18,9 @@ _OWN_MEMORY = re.compile(r"^(\w+)-(\w+) rw-p 00000000 00:00 0 +(?:\[heap\])?$", 
 
 
 def use_large_pages():
-    """Lays this process's memory together in pages of 2 MB, and returns how many bytes; a fork takes a third of the time then.
+    """Moves this process's memory into pages of 2 MB, and returns the number of bytes; a fork then takes a third of the time.
 
-    For Linux 6.1 and newer; what a kernel cannot do, or will not at the moment, stays as it is.
+    For Linux 6.1 and newer; memory that the kernel cannot move now stays unchanged.
     """
     if not _MAPS.exists():
         return 0

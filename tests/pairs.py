@@ -1,4 +1,4 @@
-"""Few rows in which each two values of two columns stand together: where no more than two options act on each other.
+"""A small number of rows that contain every pair of values of two columns, for options that interact at most in pairs.
 
 from tests.pairs import pairs
 """
@@ -13,7 +13,7 @@ __all__ = ["pairs"]
 
 
 def pairs(*columns: Collection[Any]) -> list[tuple[Any, ...]]:
-    """The rows, found greedily: each one that is taken has the most pairs which none before it had."""
+    """Returns the rows, chosen greedily: each next row has the most pairs that no earlier row has."""
     rows = list(itertools.product(*(range(len(column)) for column in columns)))
     missing = {pair for row in rows for pair in _within(row)}
     taken = []

@@ -1,6 +1,6 @@
-"""Which tests may be skipped, and why: a skip for any other reason is a failure.  A run ends in one line a reason.
+"""The known reasons for skipping a test: a skip for any other reason is a failure.  A run ends with one line per reason.
 
-A plugin of pytest, which tests/conftest.py loads.  Whoever skips a test for a new reason adds it to ``KNOWN``.
+A plugin of pytest, loaded by tests/conftest.py.  Add new reasons to ``KNOWN``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 __all__ = ["KNOWN", "is_known"]
 
 KNOWN = {
-    # What the machine has.
+    # The machine.
     r"needs a CUDA GPU": "CI and most laptops have none; `pytest -m gpu` runs these where there is one",
     r"needs two CUDA GPUs": "the same, for `pytest -m gpu2`",
     r"needs \d+ GiB of GPU memory": "indices beyond 32 bits take tensors of 4 GiB and more, which small cards do not hold",
@@ -30,19 +30,19 @@ KNOWN = {
     r"needs the git repository": "what a source distribution holds is compared with what git tracks",
     r"needs an installed Lightning 2\.6\.6": "the list of its private methods is read from its source",
     r"there is no make": "the README's commands call it",
-    # What is installed.
+    # Installed packages.
     r"needs the package (comet_ml|cupy|datasets|hydra-core|lightning|matplotlib|mlflow|onnx|onnxscript|optuna|pillow"
     r"|pytorch_lightning|safetensors|sklearn|torchdata|torchft|torchmetrics|wandb|webdataset)": "an extra, or another library",
     r"needs the nvidia-cuda-(nvrtc|runtime) wheel": "kernels are compiled with it; on CI its lack is a failure",
     r"fabricamp is not installed here, only importable": "its console script is tested",
     r"LIGHTNING_PYTHON names no interpreter that has Lightning.*": "only who records anew has one",
-    # Which combinations there are.
+    # Combinations that do not exist.
     r"four dimensions only": "channels_last is a layout of images",
     r"fp64 inputs take fp64 parameters": "no mixed module of fp64 exists",
     r"two cuts are enough with processes to start": "the others would take seconds and find nothing else",
     r"torch(|'s Adam) keeps (Adam's state|its squares) in half there.*": "torch has no right value to compare with",
 }
-"""Patterns of reasons, and why each is no failure."""
+"""Patterns of reasons, and why such a skip is no failure."""
 
 
 def is_known(reason):
@@ -50,13 +50,13 @@ def is_known(reason):
 
 
 def reason_of(report):
-    """Returns why a report of pytest says that something was skipped."""
+    """Returns the reason for a skip in a report of pytest."""
     _, _, reason = report.longrepr
     return reason.removeprefix("Skipped: ")
 
 
 def failed_where_unknown(report):
-    """Makes a failure of a skip whose reason is not known."""
+    """Turns a skip for an unknown reason into a failure."""
     if not report.skipped or hasattr(report, "wasxfail"):
         return
     reason = reason_of(report)

@@ -19,7 +19,7 @@ QUIET = {
 
 
 def quiet_trainer(**options):
-    """A Trainer on one CPU process without bar, summary, logger and checkpoints, except what ``options`` say."""
+    """Returns a Trainer on one CPU process without bar, summary, logger and checkpoints, updated by ``options``."""
     return Trainer(**{**QUIET, **options})
 
 

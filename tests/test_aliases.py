@@ -1,4 +1,4 @@
-"""The modules that only give names another path are those of tools/aliases.toml, as ``make aliases`` writes them."""
+"""The alias modules equal the entries of tools/aliases.toml, as ``make aliases`` writes them."""
 
 import importlib.util
 from pathlib import Path

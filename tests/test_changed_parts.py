@@ -1,4 +1,4 @@
-"""Which tests `make quick` runs: those of a changed module by its name and by its imports, and none that start processes."""
+"""`make quick` runs the tests of a changed module, found by name and by imports, and none that start processes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command as a user types it: exit codes, one clear line for a mistake, a traceback for a bug."""
+"""The command as typed by a user: exit codes, one clear line for a mistake, a traceback for a bug."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_fit_writes_the_resolved_configuration_beside_the_logs():
 
 
 def test_the_written_configuration_runs_the_run_again(monkeypatch):
-    """From another folder, with the same bits."""
+    """Runs the written file from another folder, with the same bits."""
     assert main(["fit", "config.yaml", "module.lr=0.03", "seed=7", "trainer.max_epochs=2"]) == 0
     (copy,) = Path.cwd().rglob("version_0/config.yaml")
     elsewhere = Path("elsewhere")
@@ -150,7 +150,7 @@ def test_help_has_every_argument_of_what_a_file_names(capsys):
 
 
 def test_without_a_logger_no_configuration_is_written():
-    # The default folder is the current one, where the user's own config.yaml lies.
+    # The default folder is the current one, which has the user's own config.yaml.
     assert main(["fit", "config.yaml", "trainer.logger=false"]) == 0
     assert [file.read_text() for file in Path.cwd().rglob("config.yaml")] == [CONFIG]
 
@@ -185,7 +185,7 @@ def test_bench_measures_a_graph_too(capsys):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     words = ["bench", "config.yaml", "--steps", "20", "trainer.accelerator=gpu"]
-    assert main(words) == 0  # torch's SGD counts on the host
+    assert main(words) == 0  # torch's SGD keeps its step count on the host
     assert "graph: " in capsys.readouterr().out
     Path("parts_of_command.py").write_text(
         PARTS.replace("torch.optim.SGD", "fabricamp.optimizers.FusedSGD").replace(
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_is_not_there_gets_one_line_and_code_2(capfd):
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
 def test_a_misspelt_checkpoint_word_is_named(command, capfd):
-    """The Trainer's own check of these words: tests/trainer/test_ckpt_path.py."""
+    """tests/trainer/test_ckpt_path.py tests the Trainer's own check of these words."""
     for given, meant in (("bst", "best"), ("lats", "last"), ("autoo", "auto")):
         assert main([command, "config.yaml", f"ckpt_path={given}"]) == 2
         named = f"ckpt_path={given!r} is not there; did you mean {meant!r}?" in capfd.readouterr().err
@@ -390,14 +390,14 @@ def test_two_processes_fail_as_one():
 
 @pytest.mark.slow
 def test_two_processes_have_the_traceback_of_a_bug_once():
-    """Of a rank that raises in a script: tests/distributed/test_trainer_launch.py."""
+    """tests/distributed/test_trainer_launch.py tests a rank that raises in a script."""
     bug = run("fit", "config.yaml", "trainer.devices=2", "module.fail=bug")
     assert bug.returncode == 1
     assert bug.stderr.count("RuntimeError: a bug in the step") == 1
 
 
 def test_the_console_script_is_the_same_command():
-    """In a new interpreter and in two processes: tests/examples/test_readme.py."""
+    """tests/examples/test_readme.py tests it in a new interpreter and in two processes."""
     script = Path(sys.executable).with_name("fabricamp")
     if not script.exists():
         pytest.skip("fabricamp is not installed here, only importable")

@@ -1,4 +1,4 @@
-"""Configuration files: overrides, interpolation, checks before anything is built, and the copy beside the logs."""
+"""Configuration files: overrides, interpolation, checks before anything is built, and the copy in the log folder."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ NUMBER = 3
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a configuration and, beside it, the module that it names; not the current one."""
+    """Returns a folder with a configuration and the module that it names; it is not the current folder."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "config.yaml").write_text(BASE)

@@ -1,4 +1,4 @@
-"""The doctor: right on this machine, and its verdicts on machines that are not at hand."""
+"""The doctor: its report on this machine, and on simulated other machines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_failure_has_a_cure():
 
 
 def test_what_is_broken_decides_the_exit_code(monkeypatch, capfd):
-    # Wide enough not to be wrapped; an extra's name in brackets must not be taken for a style.
+    # Wide enough that no line is wrapped; rich must not take an extra's name in brackets for a style.
     monkeypatch.setenv("COLUMNS", "160")
     found = [Check("CuPy", "not there", "broken", "pip install 'fabricamp[cuda13]'"), Check("x", "y", "not here")]
     monkeypatch.setattr(doctor, "examine", lambda: found)
@@ -155,7 +155,7 @@ def test_without_a_gpu_each_op_says_what_runs_instead(monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Makes two GPUs; returns the texts of kernels compiled for them."""
+    """Simulates two GPUs; returns the sources of the kernels compiled for them."""
     texts = []
 
     def compile_it(text, function, device):
@@ -165,7 +165,7 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(bridge, "_cupy_obstacle", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    # A build for CUDA would look for them.
+    # A torch for CUDA would look for these GPUs.
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setitem(bridge.COMPILERS, "cuda", compile_it)
@@ -182,7 +182,7 @@ def test_every_kernel_is_compiled_for_every_gpu(compiled):
     assert len(compiled) == 2 * len(files)
     for text in set(compiled):
         compile_for(text, 90)
-    for file in files:  # one with no row to serve would compile to nothing
+    for file in files:  # a file without rows would compile to nothing
         text = bridge.kernel_texts()[file].read_text()
         assert ("  KINDS\n" in text) == ("#ifndef KINDS" in text), file
 

@@ -1,4 +1,4 @@
-"""What a configuration takes from the environment is used, and never written: in no file of a run is the value."""
+"""Values that a configuration takes from the environment are used, and never written into a file of the run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_no_file_of_a_run_holds_the_value(tmp_path, monkeypatch, environment):
     monkeypatch.setenv("ROOT", str(tmp_path / "runs"))
     monkeypatch.syspath_prepend(tmp_path)
     Path("config.yaml").write_text(CONFIG)
-    monkeypatch.delitem(sys.modules, "secret_parts", raising=False)  # an earlier test's
+    monkeypatch.delitem(sys.modules, "secret_parts", raising=False)  # imported by an earlier test
     Path("secret_parts.py").write_text(f"SECRET = {SECRET!r}\n{PARTS}")
     assert main(["fit", "config.yaml"]) == 0
     assert holding(tmp_path, SECRET.encode()) == ["secret_parts.py"] + [
@@ -193,7 +193,7 @@ def test_loggers_and_checkpoints_get_references_of_containers_too(tmp_path, envi
     assert loaded.hparams.login.token == "given"
 
 
-# -- what has no reference: files for their owner alone ----------------------------------------------------------------------------
+# -- numbers and flags, which keep no reference: files readable only by their owner ------------------------------------------------
 
 NUMBERS = """
 trainer: {max_steps: 1, accelerator: cpu, devices: 1, log_every_n_steps: 1, enable_progress_bar: false, enable_model_summary: false,
@@ -227,11 +227,11 @@ PORT = "${oc.decode:${oc.env:PORT}}"
 
 @pytest.fixture
 def numbers(tmp_path, monkeypatch):
-    """A place for runs; no file becomes private later than it is made."""
+    """Prepares a folder for runs, and checks that private files are private from their creation."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PORT", "4711")
-    monkeypatch.delitem(sys.modules, "number_parts", raising=False)  # an earlier test's
+    monkeypatch.delitem(sys.modules, "number_parts", raising=False)  # imported by an earlier test
     Path("config.yaml").write_text(NUMBERS)
     Path("number_parts.py").write_text(NUMBER_PARTS)
 
@@ -250,7 +250,7 @@ def mode(path):
 
 
 def modes(folder):
-    """Those of a run's files, by what the files are."""
+    """Returns the modes of a run's files by kind."""
     found = {}
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():

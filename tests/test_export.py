@@ -1,4 +1,4 @@
-"""`fabricamp export`: files of a real checkpoint, of every opt level, read by those who read such files."""
+"""`fabricamp export`: files from a real checkpoint of every opt level, read by the libraries of their formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRAINED = {
 
 
 class Net(TrainingModule):
-    """Linear, BatchNorm, a tied weight."""
+    """Has linear layers, BatchNorm and a tied weight."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -47,7 +47,7 @@ class Net(TrainingModule):
 
 
 def trained(precision="O0"):
-    """Writes ``last.ckpt`` in a short fit; returns its weights, in the dtype of the level."""
+    """Writes ``last.ckpt`` in a short fit; returns its weights in the level's dtype."""
     saving = ModelCheckpoint(".", filename="last")
     trainer = quiet_trainer(max_steps=2, precision=precision, callbacks=saving, enable_checkpointing=True)
     trainer.fit(Net(), torch.utils.data.DataLoader(data(), 4))
@@ -119,7 +119,7 @@ def test_onnx_gives_what_the_module_gives():
 
 
 class Knows(Net):
-    """Says what it takes."""
+    """Has an ``example_input_array``."""
 
     def __init__(self, width=8):
         super().__init__(width)

@@ -1,4 +1,4 @@
-"""Tests that are marked ``gpu_memory`` take turns, between processes of whichever runs."""
+"""Tests marked ``gpu_memory`` take turns between processes, also of different test runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hydra's ``instantiate`` makes every part of a run, from lists and mappings of its own kind, which checkpoints can hold."""
+"""hydra's ``instantiate`` builds every part of a run, with lists and mappings of OmegaConf, which checkpoints can hold."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ BASES = {
     "LightningModule", "Logger", "MLFlowLogger", "OptunaPruning", "PassThroughProfiler", "ProcessGroupStrategy", "Profiler",
     "Strategy", "TrainSampler", "Trainer", "TrainingModule", "WeightAveraging",
 }  # fmt: skip
-"""Bases to derive from, what a run makes itself or other tests here make, and what needs a package that is slow or missing."""
+"""Left out: base classes, objects that a run or another test makes, and classes that need a slow or missing package."""
 
 
 PUBLIC = {name for one in HOMES for name in one.__all__ if isinstance(getattr(one, name, None), type)}
@@ -68,7 +68,7 @@ def home_of(name):
 
 @pytest.mark.parametrize("name", sorted(PUBLIC - ERRORS - BASES))
 def test_a_part(name, tmp_path, monkeypatch):
-    """Those that are not listed need no argument."""
+    """Classes that are not listed need no argument."""
     monkeypatch.chdir(tmp_path)
     config = OmegaConf.create({"_target_": f"{home_of(name)}.{name}", **OmegaConf.create(PARTS).get(name, {})})
     made = instantiate(config)

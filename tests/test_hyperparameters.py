@@ -1,4 +1,4 @@
-"""Hyperparameters: which arguments are kept, and which cannot be."""
+"""Hyper-parameters: which arguments are saved, and which cannot be."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_attributes():
 
 
 def test_a_closed_configuration_is_saved_although_another_argument_is_ignored():
-    """Hydra's are in struct mode."""
+    """Hydra's configurations are in struct mode."""
 
     class Net(HyperparametersMixin):
         def __init__(self, config, net=None):

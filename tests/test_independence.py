@@ -1,4 +1,4 @@
-"""No test depends on what ran before it in the same process: on the numbers it drew, or on a thread that it left."""
+"""No test depends on an earlier test of the same process: on its random numbers or on a thread that it left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_begins_with_the_same_random_numbers(turn):
 
 @pytest.mark.parametrize("turn", ["first", "second"])
 def test_each_begins_with_python_s_own_hook_for_errors(turn):
-    """A process group leaves one behind that puts the rank before each line."""
+    """A process group installs a hook that adds the rank to each line, and does not remove it."""
     assert sys.excepthook is sys.__excepthook__
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
@@ -50,7 +50,7 @@ def test_what_is_forked_after_a_fake_tensor_has_no_more_threads_than_devices():
 
 
 class Late(threading.Thread):
-    """Logs when it is told to."""
+    """A thread that logs when the test says so."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -78,7 +78,7 @@ def left():
     ids=["a script", "ranks"],
 )
 def test_what_a_test_has_forked_ends_with_its_process(tmp_path, begin):
-    """As where pytest-timeout ends a worker: who waits for it waits for all that hold its pipe open."""
+    """When pytest-timeout ends a worker, xdist waits for all processes that hold the worker's pipe open."""
     (tmp_path / "waits.py").write_text("from pathlib import Path\nimport time\nPath('here').touch()\ntime.sleep(600)")
 
     def wait():

@@ -1,4 +1,4 @@
-"""A keyword that a class does not take: the class that was called is named, and what was probably meant."""
+"""Errors for an unknown keyword name the called class and the argument that was probably meant."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def named(kind: type) -> list[str]:
 
 @pytest.mark.parametrize("kind", [*dict.fromkeys(PLUGINS), *OTHERS], ids=lambda kind: kind.__name__)
 def test_every_plug_in_names_itself_and_the_nearest_argument(kind):
-    # One that takes options can only look at them when it has its folder.
+    # This class checks its options only after the required folder.
     places = ["logs"] if kind is loggers.TensorBoardLogger else []
     for name in named(kind):
         with pytest.raises(
@@ -90,14 +90,14 @@ def test_it_is_a_type_error_too_as_python_has_it():
 
 
 class Passing(ModelCheckpoint):
-    """One of a user's, which passes on what it does not know."""
+    """A user's class that passes unknown keywords on."""
 
     def __init__(self, folder: str, **options: object) -> None:
         super().__init__(dirpath=folder, **options)
 
 
 class Fixed(ModelCheckpoint):
-    """One with a mistake in it, and one more."""
+    """A user's class with mistakes in its constructor."""
 
     def __init__(self, patience: int, *, broken: bool = False) -> None:
         self.patience = patience
@@ -130,7 +130,7 @@ def test_signatures_and_help_are_those_of_the_class():
     assert list(inspect.signature(AsyncCheckpoint).parameters) == names
     assert list(inspect.signature(Passing).parameters) == ["folder", "options"]
     assert not inspect.signature(Callback).parameters
-    # Python 3.13 breaks a long signature.
+    # Python 3.13 wraps a long signature.
     shown = "".join(pydoc.plain(pydoc.render_doc(EarlyStopping)).replace("|", "").split())
     assert "EarlyStopping(monitor:'str',min_delta:'float'=0.0,patience" in shown
     assert "def __init__" in inspect.getsource(EarlyStopping.__init__)

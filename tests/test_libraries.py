@@ -1,4 +1,4 @@
-"""The runner of tests/libraries compares all that two runs wrote; its libraries have their versions and their rows in the page."""
+"""The runner of tests/libraries compares all output of two runs; its libraries have versions, and rows in the page."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Lightning's names and paths: what they hold, what completes them, and what an import of those that are not here says."""
+"""Lightning's names and paths: their content, completion, and the errors for names that are not offered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where words for a person go: logger ``fabricamp``, plain lines on stderr without one; stdout is the user's."""
+"""Messages go to the logger ``fabricamp``, as plain lines to stderr if logging is not configured; stdout is the user's."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ SAID = [
     "epoch 1/1  step 4",
     "Ended at step 4: max_epochs=1 reached",
 ]
-"""Information, a warning, a summary, a bar and an end: how their lines begin."""
+"""The beginnings of the expected lines: information, a warning, a summary, a bar and the end."""
 
 
 def ran(folder, *, before="", between="", options="devices=1, max_epochs=1", start=start_forked):
-    """What the program wrote to stdout and to stderr."""
+    """Runs the program; returns its stdout and stderr."""
     before, between = textwrap.dedent(before), between.replace("\n", "\n    ")
     (folder / "program.py").write_text(PROGRAM.format(before=before, between=between, options=options))
     code, out, err = finish(start(folder, "program.py", CUDA_VISIBLE_DEVICES=""))
@@ -54,7 +54,7 @@ def ran(folder, *, before="", between="", options="devices=1, max_epochs=1", sta
 
 
 def times(text, before=""):
-    """How many lines begin with each of what is said, behind ``before``."""
+    """Returns for each expected line the number of lines that begin with it, after the prefix ``before``."""
     return [sum(line.startswith(before.format(line) + said) for line in text.splitlines()) for said in SAID]
 
 
@@ -94,7 +94,7 @@ logging.config.dictConfig({{
 
 
 def plain(text):
-    """The lines without what their form puts before them."""
+    """Returns the lines without the prefixes of their format."""
     for prefix in ("[fabricamp][INFO] - ", "[fabricamp][WARNING] - ", "INFO:fabricamp:", "WARNING:fabricamp:"):
         text = text.replace(prefix, "")
     return text
@@ -119,7 +119,7 @@ def test_a_handler_without_a_level_gets_each_line_once(tmp_path, name):
 
 @pytest.mark.parametrize("before", ["", "import fabricamp.callbacks"])
 def test_basic_config_has_each_line_once_with_one_prefix(tmp_path, before):
-    """In a new interpreter: logging is configured before fabricamp is imported, or behind it."""
+    """Runs in a new interpreter; logging is configured before or after fabricamp is imported."""
     out, err = ran(tmp_path, before=f"{before}\nlogging.basicConfig()", start=start)
     assert out == "mine\n"
     assert times(plain(err)) == ONCE
@@ -197,7 +197,7 @@ def test_what_a_program_prints_is_alone_in_its_pipe(tmp_path):
 
 
 class Gone:
-    """A stream whose reader is gone."""
+    """A stream that raises because its reader has closed it."""
 
     def __init__(self, error):
         self.error = error
@@ -264,7 +264,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "output.md").read_text()
 def test_each_line_of_the_page_does_what_stands_behind_it(tmp_path, line):
     statement, _, promise = line.partition("#")
     out, err = ran(tmp_path, before=statement)
-    expected = f"fabricamp: {SAID[1]}\n" if "warnings alone" in promise else ""
+    expected = f"fabricamp: {SAID[1]}\n" if "warnings only" in promise else ""
     assert (out, err) == ("mine\n", expected)
     if "to a file" in promise:
         assert times((tmp_path / "run.log").read_text()) == ONCE

@@ -1,4 +1,4 @@
-"""No tensor of ours depends on torch's default device or dtype: every call that makes one names both."""
+"""No tensor of fabricamp depends on torch's default device or dtype: every factory call names both."""
 
 import ast
 from pathlib import Path
@@ -10,12 +10,12 @@ import fabricamp
 from tests.allocations import FACTORIES, NamedAllocations
 
 NAMES = {one.__name__ for one in FACTORIES}
-# Lightning's demos stand for a user's program, and follow the user's defaults.
+# Lightning's demos are like a user's program, and follow the user's defaults.
 SOURCES = [path for path in sorted(Path(fabricamp.__file__).parent.rglob("*.py")) if path.parent.name != "demos"]
 
 
 def unnamed(source):
-    """Lines of ``source`` where ``torch.<factory>(...)`` leaves out device or dtype.
+    """Returns the lines of ``source`` with a ``torch.<factory>(...)`` without device or dtype.
 
     A layer's own parameters, made as ``nn.Parameter(torch.empty(...))``, follow the user's defaults as those of torch's layers do.
     """

@@ -1,4 +1,4 @@
-"""What `pip install .` brings: the wheel's content, and a package that works outside its folder and imports little."""
+"""`pip install .`: the wheel's content, and a package that works outside its folder and imports little."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def python(*words, **options):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from a copy of the sources, since a build leaves folders behind."""
+    """Builds the wheel from a copy of the sources, because a build leaves folders behind."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in PARTS:
         source = ROOT / name
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(source, folder / name, ignore=ignored) if source.is_dir() else shutil.copy(source, folder)
-    # A header as kernels will have: package data has to cover it.
+    # A header as kernels may have one: package data has to include it.
     (folder / "fabricamp" / "ops" / "kernels").mkdir(exist_ok=True)
     (folder / "fabricamp" / "ops" / "kernels" / "probe.cuh").write_text("// probe\n")
     (folder / "fabricamp" / "ops" / "kernels" / "probe.cu").write_text("// probe\n")
@@ -60,7 +60,7 @@ def test_the_wheel_holds_every_source_and_only_the_package(wheel):
 
 def test_the_wheel_describes_itself(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        # Those below fabricamp/lightning answer for the distributions of Lightning.
+        # The METADATA files below fabricamp/lightning belong to the alias of Lightning's distributions.
         (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA") and one.count("/") == 1)
         metadata = archive.read(name).decode()
         (name,) = (one for one in archive.namelist() if one.endswith("entry_points.txt"))
@@ -122,7 +122,7 @@ def test_the_license_is_the_whole_apache_license():
 
 
 def test_a_trainer_does_not_import_what_only_sharded_runs_need():
-    """torch's distributed checkpoint takes a second."""
+    """The import of torch's distributed checkpoint takes a second."""
     code = "import sys; from fabricamp import Trainer; print([one for one in sys.modules if 'distributed' in one])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch.distributed.checkpoint" not in done.stdout
@@ -131,7 +131,7 @@ def test_a_trainer_does_not_import_what_only_sharded_runs_need():
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The names in the source distribution, and the files that git tracks; built from these, and from new files."""
+    """Returns the names in the source distribution, built from tracked and new files, and the files that git tracks."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs the git repository")
     folder = tmp_path_factory.mktemp("sdist")

@@ -1,4 +1,4 @@
-"""The rows of tests/pairs.py have every pair, and are few."""
+"""The rows of tests/pairs.py contain every pair, and their number is small."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_wrong_seeds_are_refused(seed, monkeypatch):
 
 def test_capture_and_restore_are_bit_exact_through_a_checkpoint():
     seed_everything(1)
-    draw()  # leaves a second gaussian waiting in Python's and in NumPy's generator
+    draw()  # leaves a cached second gaussian in Python's and NumPy's generators
     file = io.BytesIO()
     torch.save(capture_rng(), file)
     expected = [draw() for _ in range(3)]
@@ -86,7 +86,7 @@ def test_restore_leaves_out_devices_that_are_not_here():
 
 
 def test_gpus_that_are_not_in_use_are_not_even_counted(monkeypatch):
-    """A process that has asked for them cannot be forked any more."""
+    """A process that has counted GPUs can no longer be forked."""
 
     def asked(*_):
         raise AssertionError
@@ -186,7 +186,7 @@ def test_lightnings_variable_is_the_seed_until_one_is_set(monkeypatch):
 
 @pytest.mark.parametrize("workers", [True, False])
 def test_lightnings_variables_are_set_and_read(workers, monkeypatch):
-    """Libraries, and processes of Lightning's, look there for the seed of the run."""
+    """Libraries, and Lightning's processes, read the run's seed from these variables."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "23")
     assert seed_everything(verbose=False) == 23
     seed_everything(5, workers=workers, verbose=False)

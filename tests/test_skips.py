@@ -1,4 +1,4 @@
-"""What a run prints: one line a reason of its skips, where one that nobody wrote down fails, and no warning of ours."""
+"""A test run prints one line per reason for skips, fails for an unknown reason, and shows no warning of fabricamp."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ pytest.importorskip("no_such_package")
 
 
 def run(folder, *options):
-    """Runs the tests in ``folder`` in a new interpreter, with the plugin and, for ``-n``, with xdist."""
+    """Runs the tests in ``folder`` in a new interpreter with the plugin, and with xdist for ``-n``."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.skips", "-p", "no:cacheprovider", "-c", os.devnull]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(
@@ -90,7 +90,7 @@ def test_one_line_a_reason_and_unknown_reasons_fail(workers, tmp_path):
 
 
 def reasons(text):
-    """The reasons that stand in a file: those of machines that are rare, too."""
+    """Returns the reasons in a file, including those for rare machines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call):
             given = [one.value for one in node.keywords if one.arg == "reason"]

@@ -1,4 +1,4 @@
-"""tools/survey.py says which names of Lightning a package asks for, and which of them the alias lacks."""
+"""tools/survey.py lists the names of Lightning that a package uses, and those that the alias lacks."""
 
 import subprocess
 import sys

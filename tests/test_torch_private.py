@@ -1,4 +1,4 @@
-"""torch's private names: each listed one exists in the torch at hand, and none is used that is not listed."""
+"""torch's private names: each listed one exists in the installed torch, and each one in use is listed."""
 
 import ast
 from pathlib import Path
@@ -15,12 +15,12 @@ from torch.utils.tensorboard import SummaryWriter
 from fabricamp import torch_private
 
 PACKAGE = Path(torch_private.__file__).parent
-OTHERS = {  # private names that are not torch's: of the standard library, torchmetrics, torchrun's agent, OmegaConf, apex
+OTHERS = {  # private names of others: the standard library, torchmetrics, torchrun's agent, OmegaConf, apex
     "_asdict", "_fields", "_field_defaults", "_getframe", "_current_frames", "_option_string_actions", "_defaults",
     "_reductions", "_update_count", "_resolvers", "_amp_stash", "_copied_masters", "_wrapped_by_lr_sched", "_opt_called",
     "_first_recorded_ns", "_exit", "_written_as",
 }  # fmt: skip
-MARKS = {"_dynamo_marked_constant"}  # set on functions of ours, for torch.compile to find
+MARKS = {"_dynamo_marked_constant"}  # set on fabricamp's functions for torch.compile
 
 
 def sources():
@@ -30,7 +30,7 @@ def sources():
 
 
 def own_names(trees):
-    """Private names that the package defines: functions, classes, variables, attributes of self."""
+    """Returns the private names that the package defines: functions, classes, variables, attributes of self."""
     names = set()
     for node in (node for tree in trees.values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -72,7 +72,7 @@ def test_each_function_and_class_exists(name):
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    """An object of each class that has attributes in the list."""
+    """Returns an object of each class with attributes in the list."""
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     group, linear = dist.group.WORLD, torch.nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""Lightning's helpers: what they do, and on which rank."""
+"""Lightning's helpers: their effects, and the ranks on which they act."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_rank_zero_functions_run_on_rank_zero_only(rank_one, capsys):
         warnings.simplefilter("always")
         call(1)
         rank_zero_warn("one")
-        Strategy().setup_environment(Environment(), torch.device("cpu"))  # as a Trainer takes its place
+        Strategy().setup_environment(Environment(), torch.device("cpu"))  # as a Trainer does
         call(0)
         rank_zero_warn("zero")
     assert calls == [0]
@@ -63,7 +63,7 @@ def test_the_rank_is_known_before_there_is_a_trainer_and_messages_show_without_l
 
 def test_gradient_norms_have_lightnings_names():
     layer = torch.nn.Linear(2, 1)
-    layer(torch.ones(1, 2)).sum().backward()  # gradients of ones: two in the weight, one in the bias
+    layer(torch.ones(1, 2)).sum().backward()  # the gradients are ones: two in the weight, one in the bias
     norms = grad_norm(layer, norm_type=2)
     assert list(norms) == ["grad_2.0_norm/weight", "grad_2.0_norm/bias", "grad_2.0_norm_total"]
     assert [round(float(one), 4) for one in norms.values()] == [1.4142, 1.0, 1.7321]
@@ -98,7 +98,7 @@ def test_small_helpers():
         layer, batch = torch.nn.Linear(8, 4), torch.randn(2, 8)
     forward = measure_flops(layer, lambda: layer(batch))
     assert forward == 2 * 2 * 8 * 4
-    assert measure_flops(layer, lambda: layer(batch), torch.sum) == 2 * forward  # of the weight; the batch needs none
+    assert measure_flops(layer, lambda: layer(batch), torch.sum) == 2 * forward  # the batch needs no gradient
     seed_everything(3, verbose=False)
     with isolate_rng(include_cuda=False):
         first = torch.rand(1)

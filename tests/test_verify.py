@@ -1,4 +1,4 @@
-"""`fabricamp verify` on real scripts: equal bits, and where they part, with the cause."""
+"""`fabricamp verify` on real scripts: equal bits, or the first difference with its cause."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print("behind the fit", file=open("behind", "w"))
 
 
 def forked(command, env, stdout, **_):
-    """Runs the script where everything is imported already; that a new interpreter does the same, one of the tests says."""
+    """Runs the script in a forked process with all imports done; one test checks that a new interpreter does the same."""
     process = start_forked(Path.cwd(), *command[1:], streams=[stdout.fileno()] * 2, **env)
     process.communicate(timeout=200)
 
@@ -109,7 +109,7 @@ def test_a_script_that_cannot_be_tried(words, message, capsys):
 
 
 def record(**changes):
-    """Two batches of a run, with other digests where ``changes`` say so: ``batch_part``."""
+    """Returns records of two batches; ``changes`` named ``batch_part`` replace digests."""
     line = {
         place: {part: {part: f"{place} {part}"} for part in ("data", "rng", "state")}
         for place in ("start", "0/0", "0/1")

@@ -21,19 +21,19 @@ OPTIMIZERS = {
     "fused_adam": lambda parameters: FusedAdam(parameters, lr=0.01, eps=1e-3, weight_decay=0.01),
 }
 MATRIX = list(itertools.product(LEVELS, ACCUMULATE, CLIPS, OPTIMIZERS))
-# Every pair of options; torch's Adam keeps its squares in half at O3, where they are 0.
+# Every pair of options, without torch's Adam at O3: its squares would be 0 in half precision.
 PAIRS = [
     one
     for one, (a, b, c, d) in zip(MATRIX, itertools.product(*map(range, (6, 2, 3, 4))), strict=True)
     if not (a + 3 * b + 2 * c + d) % 6 and (one[0], one[3]) != ("O3", "adamw")
 ]
 BY_HAND = {"fused_sgd": OPTIMIZERS["sgd"], "fused_adam": OPTIMIZERS["adamw"]}
-# How far two runs may be apart, as a share of the way from the first weights: half gradients round differently.
+# The allowed distance of two runs, relative to the distance from the initial weights: half gradients round differently.
 TOLERANCE = {"O0": 1e-5, "O1": 0.03, "O2": 0.03, "O3": 0.03, "O4": 0.08, "O5": 0.08}
 
 
 def batches(rank=0, count=4):
-    """Micro-batches of tokens, their classes (-100: padding), from three valid tokens to all of 64."""
+    """Returns micro-batches of tokens and their classes (-100: padding), with 3 to 64 valid tokens."""
     generator = torch.Generator().manual_seed(rank)
     found = []
     for number in range(count):
@@ -71,7 +71,7 @@ def flat(module):
 
 
 def fitted(combination, strategy, data, *, module=None, ckpt_path=None, **options):
-    """Weights before and after two epochs of ``data``: with 3 micro-batches to a step the last window is a short one."""
+    """Returns the weights before and after two epochs of ``data``; with 3 micro-batches per step the last step is shorter."""
     level, accumulate, clip, optimizer = combination
     module = module or Tokens(optimizer)
     before = flat(module)
@@ -80,7 +80,7 @@ def fitted(combination, strategy, data, *, module=None, ckpt_path=None, **option
         strategy=strategy,
         devices="auto",
         max_epochs=2,
-        use_distributed_sampler=False,  # each rank has its own
+        use_distributed_sampler=False,  # each rank has its own data
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip and clip[1],
         gradient_clip_algorithm=clip[0] if clip else "norm",
@@ -91,9 +91,9 @@ def fitted(combination, strategy, data, *, module=None, ckpt_path=None, **option
 
 
 def by_hand(combination, of_ranks, *, carries=False):
-    """The weights after the same training in float64 on the joined batches of all ranks; skipped steps are none there.
+    """Returns the weights after the same training in float64 on the joined batches of all ranks, in which no step is skipped.
 
-    ``carries``: windows go on from one epoch to the next.
+    ``carries``: an incomplete accumulation continues in the next epoch.
     """
     _, accumulate, clip, name = combination
     module = Tokens(name).double()
@@ -120,5 +120,5 @@ def by_hand(combination, of_ranks, *, carries=False):
 
 
 def apart(before, after, wanted):
-    """How far ``after`` is from ``wanted``, as a share of the way."""
+    """Returns the distance of ``after`` from ``wanted``, relative to the distance from ``before``."""
     return float((after - wanted).norm() / (wanted - before).norm())

@@ -1,4 +1,4 @@
-"""One run through everything: fit with validation, checkpoints and logs, resume, validate, test and predict."""
+"""One run of everything: fit with validation, checkpoints and logs, resume, validate, test and predict."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from tests.small import data, quiet_trainer
 
 
 class Net(TrainingModule):
-    """Our layers and torch's, a fused loss, a fused optimizer or torch's SGD, a schedule by steps, metrics by step and epoch."""
+    """Has fused and torch's layers, a fused loss, a fused optimizer or torch's SGD, a schedule, metrics by step and epoch."""
 
     def __init__(self, *, fused, dropout=0.1):
         super().__init__()
@@ -70,7 +70,7 @@ def in_a_list(rows):
 
 
 def whole_run(folder, defaults, *, batches_of=shuffled, fused=True, dropout=0.1, **options):
-    """Returns all that the run leaves, as one dict of tensors and numbers; made outside of ``defaults``, run inside."""
+    """Returns all results of the run as a dict of tensors and numbers; objects are made outside of ``defaults``, run inside."""
     seed_everything(0)
     module, batches = Net(fused=fused, dropout=dropout), batches_of(data(24))
 
@@ -99,7 +99,7 @@ def whole_run(folder, defaults, *, batches_of=shuffled, fused=True, dropout=0.1,
         second = trainer(2)
         second.fit(module, batches, batches, ckpt_path=folder / "first.ckpt")
         second.save_checkpoint(folder / "second.ckpt")
-        metrics = dict(second.callback_metrics)  # those of the next entry point take their place
+        metrics = dict(second.callback_metrics)  # copied, because the next entry point replaces them
         results = [second.validate(module, batches, verbose=False), second.test(module, batches, verbose=False)]
         predictions = second.predict(module, batches)
     saved = torch.load(folder / "second.ckpt", weights_only=True)
@@ -118,7 +118,7 @@ def flattened(value, key=""):
 
 
 def differences(one, other):
-    """The names of what is not the same, bit for bit."""
+    """Returns the names of values that are not equal bit for bit."""
     return [
         name
         for name in one.keys() | other.keys()

@@ -1,4 +1,4 @@
-"""What a loop does around a Precision, for tests without a Trainer."""
+"""The loop's calls of a Precision, for tests without a Trainer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fabricamp.gradients.memory import GradientMemory
 
 
 def close_window(precision, loss):
-    """Ends a window as the loop does: verdicts are there only where a window may be skipped."""
+    """Ends a step as the loop does; there are step statuses only if a step may be skipped."""
     return None if precision.verdicts is None else precision.verdicts.close_window(loss)
 
 
 def add_up(precision, *optimizers):
-    """Takes a micro-batch's gradients in, behind its backward, where the precision sums them."""
+    """Adds a micro-batch's gradients after its backward, if the precision sums them."""
     for optimizer in optimizers:
         memory = precision.gradients(optimizer)
         if memory.flat is not None:
@@ -21,7 +21,7 @@ def add_up(precision, *optimizers):
 
 
 def summed(*gradients):
-    """A memory whose sums are these tensors."""
+    """Returns a GradientMemory with these tensors as its sums."""
     parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     memory = GradientMemory(parameters, sums=True)
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -60,12 +60,12 @@ def with_metadata(pyproject: str, found: dict[str, str | list[str]]) -> str:
 
 
 def git(*words: str) -> bytes:
-    """Returns what git prints."""
+    """Returns the output of a git command."""
     return subprocess.run(["git", *words], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout  # noqa: S603, S607
 
 
 def copy_of_tracked_files(folder: Path) -> None:
-    """Unpacks the commit that is checked out into ``folder``."""
+    """Unpacks the files of the commit HEAD into ``folder``."""
     archive = git("archive", "HEAD")
     packed = folder.parent / "tree.tar"
     packed.write_bytes(archive)

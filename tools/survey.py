@@ -1,7 +1,7 @@
-"""Says which names of Lightning a package's sources ask for, and which of them the alias lacks: ``python tools/survey.py PATH...``.
+"""Lists the names of Lightning that a package's sources use, and those that the alias lacks: ``python tools/survey.py PATH...``.
 
-A path is a wheel, an sdist, a folder or a file.  The sources are read, never executed.  A name is asked for where it is imported
-from ``lightning``, ``pytorch_lightning`` or ``lightning_fabric``, and where it is read as an attribute of an imported module.
+A path is a wheel, an sdist, a folder or a file.  The sources are read, never executed.  A source uses a name if it imports the name
+from ``lightning``, ``pytorch_lightning`` or ``lightning_fabric``, or reads it as an attribute of an imported module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DISTRIBUTION: Final = re.compile(r"(?P<name>.+?)-(?P<version>\d[^-]*?)(-.*\.whl
 
 @dataclass
 class Survey:
-    """The names that one package asks for; ``missing`` are those that the alias lacks."""
+    """The names that one package uses; ``missing`` are those that the alias lacks."""
 
     library: str
     version: str
@@ -35,7 +35,7 @@ class Survey:
 
 
 def survey(path: Path) -> Survey:
-    """Returns the names that the sources at ``path`` ask for."""
+    """Returns the names that the sources at ``path`` use."""
     match = _DISTRIBUTION.fullmatch(path.name)
     result = Survey(match["name"], match["version"]) if match else Survey(path.stem, "")
     for text in _sources(path):
@@ -48,7 +48,7 @@ def survey(path: Path) -> Survey:
 
 
 def _sources(path: Path) -> Iterator[str]:
-    """Returns the text of each Python file of a folder, a wheel or an sdist."""
+    """Yields the text of each Python file of a folder, a wheel or an sdist."""
     if path.is_dir():
         yield from (file.read_text(encoding="utf-8") for file in sorted(path.rglob("*.py")))
     elif zipfile.is_zipfile(path):
@@ -63,10 +63,10 @@ def _sources(path: Path) -> Iterator[str]:
 
 
 def _names_in(tree: ast.Module) -> Iterator[str]:
-    """Returns the dotted names of Lightning that a file imports, and reads below what it imports."""
+    """Yields the dotted names of Lightning that a file imports, and the attributes that it reads of imported names."""
     bound: dict[
         str, str
-    ] = {}  # by the file's own names; a name of a function counts for the file, as names are seldom reused
+    ] = {}  # keyed by the file's own names; a function's local import counts for the file, because names are seldom reused
     nodes = [*ast.walk(tree)]
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -93,7 +93,7 @@ def _of_lightning(dotted: str) -> Iterator[str]:
 
 
 def _resolved(dotted: str) -> tuple[str, bool]:
-    """Returns the part of ``dotted`` up to the first that is no module, or that the alias lacks, and whether it is there."""
+    """Returns ``dotted`` cut after its first name that is not a module or is missing, and whether the alias has that name."""
     parts = dotted.split(".")
     found: object = importlib.import_module(parts[0])
     for index, part in enumerate(parts[1:], start=1):

@@ -1,4 +1,4 @@
-"""Writes the modules that only give names of Lightning and apex another path, from ``aliases.toml``: ``make aliases``.
+"""Writes the modules that only re-export names under paths of Lightning and apex, from ``aliases.toml``: ``make aliases``.
 
 They are real files, so that editors, type checkers and packagers see them.
 """
@@ -16,7 +16,7 @@ LINE_LENGTH = 120
 BEHIND_THE_ALIAS = "lightning/packages/"
 REFUSED = "fabricamp.lightning.refused"
 _TOLD_APART = ("connectors", "environments", "io", "launchers", "precision")
-"""Packages within a part of Lightning that migration.toml has words for."""
+"""Subpackages of Lightning with their own message in migration.toml."""
 
 
 def modules() -> dict[str, str]:
@@ -68,7 +68,7 @@ def _list(head: str, items: list[str], end: str) -> list[str]:
 
 
 def _part(path: str) -> str:
-    """Returns the part of Lightning that a module behind the alias belongs to: "plugins", or "fabric"."""
+    """Returns the part of Lightning that an alias module belongs to, such as "plugins" or "fabric"."""
     parts = path.removeprefix(BEHIND_THE_ALIAS).removesuffix(".py").split("/")
     if parts[0] == "fabric" and parts[1] != "plugins":
         return "fabric"
@@ -76,12 +76,12 @@ def _part(path: str) -> str:
 
 
 def _all_key(name: str) -> tuple[int, str]:
-    """The order of names in ``__all__``: constants, classes, others."""
+    """Returns the sort key of names in ``__all__``: constants, classes, others."""
     return 0 if name.isupper() else 1 if name[0].isupper() else 2, name
 
 
 def _isort_key(pair: tuple[str, str]) -> tuple[int, str]:
-    """The order of ruff and isort: constants, classes, functions; each without regard to case."""
+    """Returns the sort key of ruff and isort: constants, classes, functions; each case-insensitive."""
     name = pair[0]
     kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
     return kind, name.lower()

@@ -51,7 +51,7 @@ class Source:
             return set()
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
         own = {node.name for node in found.body if isinstance(node, functions)}
-        # A name with two underscores at its start is the class's own: Python puts the class into it.
+        # Names that start with two underscores cannot be overridden: Python mangles them with the class's name.
         private = {method for method in own if method.startswith("_") and not method.startswith("__")}
         for base in found.bases:
             private |= self.private_methods(module, ast.unparse(base).partition("[")[0])

@@ -1,4 +1,4 @@
-"""Tells instruments apart, and teaches one thing: batches are waves, and the model itself makes the spectrograms on its device."""
+"""Classifies instruments, and teaches one thing: batches are waves, and the model itself makes the spectrograms on its device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def partials(pitch: Tensor, ratios: list[float], loudness: list[float], decay: l
 def play(instrument: str, count: int) -> Tensor:
     """``count`` sounds of an instrument, each with a pitch, a loudness and a background noise of its own."""
     pitch = 200 * 2 ** (1.5 * torch.rand(count))  # an octave and a half from 200 Hz
-    if instrument == "flute":  # few harmonics, a slow begin
+    if instrument == "flute":  # few harmonics, a slow onset
         sound = partials(pitch, [1, 2, 3], [1, 0.4, 0.1], [0, 0, 0]) * (TIME * 10).clamp(max=1)
     elif instrument == "clarinet":  # odd harmonics
         sound = partials(pitch, [1, 3, 5, 7], [1, 0.7, 0.4, 0.2], [0, 0, 0, 0]) * (TIME * 20).clamp(max=1)

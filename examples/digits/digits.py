@@ -20,7 +20,7 @@ RATES = {"torch": 0.2, "fused": 0.02}
 class DigitsClassifier(TrainingModule):
     """Two convolutions and two linear layers, with batch normalisation; 14 thousand parameters.
 
-    ``optimizer`` is "torch" (SGD with momentum) or "fused" (FusedAdam); ``lr`` None is what suits it.
+    ``optimizer`` is "torch" (SGD with momentum) or "fused" (FusedAdam); ``lr`` None is its rate in ``RATES``.
     """
 
     def __init__(

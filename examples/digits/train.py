@@ -16,7 +16,7 @@ from fabricamp.runs import plot
 
 
 class Stopwatch(Callback):
-    """How long the training took, from its first batch to its last, without the start."""
+    """Measures the seconds from the first batch of training to the last, without the start of the program."""
 
     seconds = 0.0
 
@@ -87,7 +87,7 @@ def report(accuracy: float, steps_per_second: float, checkpoint: str, logs: str,
 
 
 def shown(path: Path | str) -> str:
-    """Returns the path as one would type it here."""
+    """Returns the path, relative to the current folder if it is inside it."""
     path = Path(path).absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fabricamp import Trainer, TrainingModule, seed_everything
 
 NODES, COMMUNITIES, FEATURES = 1000, 5, 16
-LABELLED = 10  # nodes of each community that training knows the community of
+LABELLED = 10  # nodes per community whose community is known in training
 Graph = dict[str, Tensor]
 
 

@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each behind a normalisation and beside the residual."""
+    """Attention and a two-layer network, each after a normalisation and added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class GPT(nn.Module):
         super().__init__()
         if width % heads:
             raise ConfigError(f"width={width} cannot be shared by heads={heads}; give a multiple")
-        # In place: nobody else needs the logits, and they are most of the memory.
+        # In place, because the logits are most of the memory and nothing else reads them.
         self.loss = loss or partial(fused_cross_entropy, in_place=True)
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
@@ -103,7 +103,7 @@ class GPT(nn.Module):
 
 
 class LanguageModel(TrainingModule):
-    """Learns to tell the next byte; ``optimizer`` is "fused" (FusedAdam) or "torch" (AdamW)."""
+    """Learns to predict the next byte; ``optimizer`` is "fused" (FusedAdam) or "torch" (AdamW)."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class LanguageModel(TrainingModule):
 
     @torch.no_grad()
     def write(self, start: str, length: int = 200) -> str:
-        """Returns ``start`` and ``length`` more bytes as the network would go on, each drawn from what it expects."""
+        """Returns ``start`` and ``length`` more bytes, each sampled from the network's prediction."""
         text = torch.tensor([list(start.encode())], device=self.device)
         for _ in range(length):
             scores = self.net.scores(text[:, -self.hparams.context :])[0, -1].float()
@@ -173,7 +173,7 @@ class SourceText(DataModule):
     def setup(self, stage: str) -> None:
         modules = sorted(Path(os.__file__).parent.glob("*.py"))
         self.train = TensorDataset(self._windows([one for place, one in enumerate(modules) if place % 10]))
-        self.test = TensorDataset(self._windows(modules[::10])[::5])  # a fifth of them tells enough
+        self.test = TensorDataset(self._windows(modules[::10])[::5])  # a fifth of the windows is enough
 
     def train_dataloader(self) -> DataLoader:
         processes = self.trainer.world_size

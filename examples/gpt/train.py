@@ -14,7 +14,7 @@ from fabricamp.loggers import TensorBoardLogger
 
 
 class Stopwatch(Callback):
-    """How long the training took, from its first batch to its last, without the start."""
+    """Measures the seconds from the first batch of training to the last, without the start of the program."""
 
     seconds = 0.0
 
@@ -89,7 +89,7 @@ def report(title: str, loss: float, tokens_per_second: float, checkpoint: str, l
 
 
 def shown(path: Path | str) -> str:
-    """Returns the path as one would type it here."""
+    """Returns the path, relative to the current folder if it is inside it."""
     path = Path(path).absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 

@@ -1,4 +1,4 @@
-"""Reads what two runs left, compares it bit by bit, and draws their losses."""
+"""Compares the logs and checkpoints of two runs bit by bit, and draws their losses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def draw(path: Path, straight: list[float], killed: list[float], resumed: list[float], resumed_at: int) -> None:
-    """Draws the straight run as a wide line, and both parts of the other run on it."""
+    """Draws the uninterrupted run as a wide line, and both parts of the other run on it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -61,7 +61,7 @@ class Kill(Callback):
 
 
 def train(folder: Path, steps: int, every: int, kill_at: int | None) -> None:
-    """Is the whole script of a run that survives: ``ckpt_path="auto"`` resumes if there is a checkpoint."""
+    """Trains. A run needs no more to survive a kill: ``ckpt_path="auto"`` resumes if there is a checkpoint."""
     seed_everything(0)
     images, digits = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(digits))
@@ -79,7 +79,7 @@ def train(folder: Path, steps: int, every: int, kill_at: int | None) -> None:
 
 
 def run(folder: Path, steps: int, every: int, kill_at: int | None = None) -> int | None:
-    """Runs ``train`` in a process of its own; returns the exit code."""
+    """Runs ``train`` in a new process; returns the exit code."""
     process = multiprocessing.get_context("fork").Process(target=train, args=(folder, steps, every, kill_at))
     process.start()
     process.join()

@@ -59,7 +59,7 @@ class Policy(TrainingModule):
 
 
 class Episodes(IterableDataset[Batch]):
-    """Plays with the policy's weights of the moment: each batch is an episode of every cart."""
+    """Plays with the policy's current weights: each batch is an episode of every cart."""
 
     def __init__(self, policy: Policy, carts: int, batches: int) -> None:
         self.policy = policy

@@ -20,7 +20,7 @@ _MOVED: Final[dict[str, dict[str, str]]] = {
     "fabricamp.loggers.backlog": {"Record": "fabricamp.loggers.write_queue"},
     "fabricamp.loggers.growing_file": {"GrowingFile": "fabricamp.loggers.append_file:AppendFile"},
     "fabricamp.loggers.trouble": {"Trouble": "fabricamp.loggers.logger_errors:LoggerErrors"},
-    "fabricamp.precision.plain_step": {"Stepper": "fabricamp.precision.stepper"},
+    "fabricamp.precision.plain_step": {"Stepper": "fabricamp.precision.update_plan:Stages"},
     "fabricamp.precision.scaling": {
         "ConstantScale": "fabricamp.precision.level",
         "DynamicScale": "fabricamp.precision.level",
@@ -32,7 +32,7 @@ _MOVED: Final[dict[str, dict[str, str]]] = {
         "_DefaultDtype": "fabricamp.precision.named",
     },
 }
-"""For each earlier module its names, and the modules that have them now; "module:name" where the name has changed as well."""
+"""Maps each earlier module to its names and the modules that have them now; "module:name" if the name has changed too."""
 
 
 class _EarlierNames(MetaPathFinder, Loader):

@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 
 
 class NamesKeywords:
-    """Makes constructors of subclasses raise :class:`UnknownArgumentError`; Python's TypeError may name a parent, without a hint.
+    """Makes constructors of subclasses raise :class:`UnknownArgumentError`: Python's TypeError has no hint, and may name a parent.
 
     Also refuses subclasses that override private methods of Lightning.
     Signatures, docstrings and pickles of the classes stay the same, and so do all other errors of a constructor.

@@ -1,13 +1,13 @@
 """Makes the interpreter end by SIGINT, whatever runs before its end.
 
-This module imports nothing but ``sys``: what a function's module refers to is released only after the function.
+This module imports nothing but ``sys``, because Python releases the objects that this module refers to only after ``__del__`` ran.
 """
 
 import sys
 
 
 class _LastWord:
-    """In ``sys``, whose names Python releases after all modules; has the last word on how the interpreter ends."""
+    """Is stored in ``sys``, which Python clears after all other modules: its ``__del__`` decides how the interpreter ends."""
 
     def __del__(self) -> None:
         # Builtins only: this module's own names are gone by now.
@@ -18,9 +18,10 @@ class _LastWord:
 
 
 def end_by_sigint() -> None:
-    """Makes this interpreter, which an uncaught KeyboardInterrupt ends, do so by SIGINT: a shell then ends its loop too.
+    """Makes an interpreter with an uncaught KeyboardInterrupt end by SIGINT, at which a shell ends its loop too.
 
-    Python does that by itself, but only if the last text that it compiled and ran was interrupted.  Exit functions, threads and
-    finalizers may run others: a first import of a module with a namedtuple or a dataclass is enough, and the exit code would be 1.
+    Python does so itself only if the last source text that it compiled and ran was interrupted.  Exit functions, threads and
+    finalizers may run other text afterwards: a first import of a module with a namedtuple or a dataclass is enough, and the exit
+    code would be 1.
     """
     vars(sys)["_fabricamp_last_word"] = _LastWord()

@@ -1,4 +1,4 @@
-"""Whether Lightning's names are fabricamp in this process (``python -m fabricamp.lightning``), and lines about other results."""
+"""Records whether this process has fabricamp under Lightning's names (``python -m fabricamp.lightning``); logs differences."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def is_installed() -> bool:
 
 
 def say_difference(message: str) -> None:
-    """Logs on rank 0, once in a program written for Lightning, why its results differ from Lightning's here."""
+    """Logs once, on rank 0 of a program written for Lightning, why its results differ from Lightning's."""
     if _installed and started_rank() == 0:
         say_once(f"{message} (docs/from-lightning.md)", logging.INFO)

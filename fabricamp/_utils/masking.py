@@ -1,4 +1,4 @@
-"""Masks values in descriptions of a run whose names say that they are secret."""
+"""Masks secret values in descriptions of a run; a value is secret if its name says so."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def run_as_main(arguments: list[str], command: str, what: str, prepare: Callable
 
 
 def end_as_python_does(run: Callable[[], object], hook: str) -> None:
-    """Calls ``run``; shows an exception as Python shows that of a script, and exits with Python's code.
+    """Calls ``run``; prints an exception as Python does for a script, and exits with Python's exit code.
 
     The traceback leaves out the frames that ran the script, and those from ``hook`` on, the file of an import hook.  Under torchrun
     the error is also written to the file that torchrun names.
@@ -151,13 +151,13 @@ def _refuse(command: str, problem: str) -> NoReturn:
 
 
 def _show(error: BaseException, hook: str) -> None:
-    """Shows an error as Python shows that of a script."""
+    """Prints an error as Python does for a script."""
     error.__traceback__ = _of_the_script(error.__traceback__, hook)
     sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _shown(*_error: object) -> None:
-    """In the place of ``sys.excepthook``: the error was already shown."""
+    """Replaces ``sys.excepthook``, because the error was already printed."""
 
 
 def _of_the_script(traceback: TracebackType | None, hook: str) -> TracebackType | None:

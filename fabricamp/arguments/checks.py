@@ -75,7 +75,7 @@ def check_kind(owner: object, kind: str, *, optional: bool = False, **given: Any
     for name, value in given.items():
         if optional and value is None:
             continue
-        is_bool = isinstance(value, bool)  # which is an int, too
+        is_bool = isinstance(value, bool)  # a bool is an int, too
         if not isinstance(value, _KINDS[kind]) or is_bool is not (kind == "True or False"):
             allowed = f"{kind} or None" if optional else kind
             raise ConfigError(f"{type(owner).__name__}({name}={value!r}): give {allowed}")

@@ -69,7 +69,7 @@ def exposes(values: Any, written: Any) -> bool:
     if values is None or values is written or isinstance(values, FromEnvironment):
         return False
     if isinstance(values, dict):
-        made = values and not isinstance(written, dict)  # the whole dict, its keys included
+        made = values and not isinstance(written, dict)  # an interpolation made the dict, its keys included
         return bool(made) or any(exposes(value, written[key]) for key, value in values.items())
     if isinstance(values, list):
         texts = written if isinstance(written, list) else [written] * len(values)
@@ -117,7 +117,7 @@ def _references() -> Iterator[list[str]]:
 
 
 def _each(node: Any, values: Any, asked: list[str]) -> Resolved:
-    """Returns the :class:`Resolved` form of ``node``, whose content with all interpolations resolved is ``values``."""
+    """Returns the :class:`Resolved` form of ``node``; ``values`` is its content with all interpolations resolved."""
     from omegaconf import OmegaConf
 
     raw = OmegaConf.to_container(node, resolve=False)

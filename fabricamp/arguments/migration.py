@@ -11,7 +11,7 @@ from typing import Any
 
 @functools.cache
 def _tables() -> dict[str, Any]:
-    """Reads the file, once; it is data, because nothing but an error or a hint needs its 300 lines."""
+    """Reads the file once; the tables are a data file, because only errors and hints need its 300 lines."""
     return tomllib.loads(resources.files(__package__).joinpath("migration.toml").read_text(encoding="utf-8"))
 
 

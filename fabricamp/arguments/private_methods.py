@@ -1,4 +1,4 @@
-"""Refuses classes that override a private method of Lightning, which nothing here calls: it would be left out in silence."""
+"""Refuses classes that override a private method of Lightning: fabricamp would silently never call it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabricamp._utils import lightning_alias
 from fabricamp.errors import ConfigError
 
 _HONOURED: Final = ("EarlyStopping", "ModelCheckpoint")
-"""Classes whose methods of Lightning are called here as there."""
+"""Classes that call Lightning's private methods as Lightning does."""
 
 _LIGHTNINGS_NAMES: Final = {
     "DDP": "DDPStrategy",
@@ -34,8 +34,8 @@ def _methods() -> dict[str, list[str]]:
 def refuse_private_methods(kind: type) -> None:
     """Raises :class:`ConfigError` if a class of a program overrides a private method of Lightning that nothing here calls.
 
-    Private names that Lightning does not have are free.  So is a name that the program itself calls, in another method of its
-    classes, as nothing is left out then.  A program written for Lightning may count on Lightning's calls as well: it is refused.
+    Private names that Lightning does not have are allowed.  A name that another method of the program's classes calls is allowed
+    too, because the method runs then.  It is still refused in a program written for Lightning, which may rely on Lightning's calls.
     """
     packages = {base: base.__module__.partition(".")[0] for base in kind.__mro__}
     if packages[kind] == _OURS:

@@ -182,6 +182,7 @@ class Averages:
         self._write(self._sources(module, optimizers, strategy), raw)
 
     def _write(self, sources: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
+        """Writes ``values`` into the tensors that optimizers update, and rounds masters to the module's half weights."""
         updated: list[Tensor] = []
         new_values: list[Tensor] = []
         masters: list[Tensor] = []

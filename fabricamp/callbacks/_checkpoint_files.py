@@ -1,4 +1,4 @@
-"""The files of a ModelCheckpoint: their names, which ones stay, what one save does to them, whose they are, and their folders.
+"""The files of a ModelCheckpoint: their names, which ones stay, what one save does to them, which run owns them, and their folders.
 
 In this order: :class:`FileNameTemplate` is filled with metrics.  :class:`KeptFiles` ranks the files and says which are surplus; it
 touches none.  :class:`SavePlanner` makes a :class:`SavePlan` of both on rank 0, which sees the folder; all ranks carry it out.

@@ -237,11 +237,11 @@ class RotationMethods(Checkpoint):
         """The file system of ``dirpath``."""
         return storage.filesystem_of(self.dirpath or "")[0]
 
-    # -- the state behind them ---------------------------------------------------------------------------------------------------
+    # -- the state of these attributes -------------------------------------------------------------------------------------------
 
     @property
     def _shared_models(self) -> dict[str, Tensor]:
-        """The dict of ``best_k_models`` whose changes are adopted."""
+        """The dict that ``best_k_models`` returns; the callback adopts changes that a program makes in it."""
         if self._models is None or self._models_of is not self._kept:
             scores = self._kept.scores.items()
             self._models = {path: torch.tensor(score, dtype=torch.float32, device="cpu") for path, score in scores}
@@ -250,12 +250,12 @@ class RotationMethods(Checkpoint):
 
     @property
     def _shares_models(self) -> bool:
-        """Whether the program may count on Lightning's dict; else a file that it drops from the dict would be removed."""
+        """Whether changes of the dict are adopted; otherwise a file that a native program drops from the dict would be removed."""
         is_own = type(self).__module__.startswith("fabricamp.")
         return not is_own or self._saves_by_methods or lightning_alias.is_installed()
 
     def _adopted(self) -> KeptFiles:
-        """Returns the kept files with what was changed in the dict of ``best_k_models``."""
+        """Returns the kept files, with the changes that were made in the dict of ``best_k_models``."""
         kept = self._kept
         if self._models is None or self._models_of is not kept:
             return kept
@@ -273,7 +273,7 @@ class RotationMethods(Checkpoint):
         return replace(kept, scores=dict(ranked))
 
     def _adopt(self, **changes: Any) -> None:
-        """Makes what was assigned the callback's state; ``best_k_models`` stays the same dict."""
+        """Stores assigned values as the callback's state; ``best_k_models`` stays the same dict."""
         models = self._shared_models
         self._kept = replace(self._adopted(), **changes)
         self._models = models
@@ -287,7 +287,7 @@ class RotationMethods(Checkpoint):
             for name in _STEPS_OF_A_SAVE
         )
 
-    # -- a save, by its occasion -------------------------------------------------------------------------------------------------
+    # -- the occasions of a save -------------------------------------------------------------------------------------------------
 
     def _save_at_step(self, trainer: Trainer) -> None:
         """Saves because steps or minutes have passed, or because such a save has waited for its validation."""
@@ -455,7 +455,7 @@ class RotationMethods(Checkpoint):
         return trainer.strategy.on_rank_zero(lambda: storage.exists(storage.normalized(filepath)))
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Writes a checkpoint at ``filepath``, in the foreground, and tells the loggers."""
+        """Writes a checkpoint at ``filepath``, in the foreground, and notifies the loggers."""
         self._settle(trainer)
         path = storage.normalized(filepath)
         kept = self._adopted()
@@ -478,9 +478,9 @@ class RotationMethods(Checkpoint):
             trainer.strategy.on_rank_zero(lambda: link_checkpoint(filepath, linkpath))
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
-        """Returns whether ``previous`` goes, now that ``current`` is there.
+        """Returns whether ``previous`` is removed, now that ``current`` is written.
 
-        A file stays that another run wrote, that this run was resumed from, or that is in another folder.
+        Files of another run, the file that this run resumed from, and files in another folder are kept.
         """
         if previous == current or previous in self._foreign:
             return False
@@ -491,8 +491,8 @@ class RotationMethods(Checkpoint):
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Removes a file that this callback has written.
 
-        Raises :class:`ConfigError` for any other.  A file that a checkpoint names and another run wrote, and the file from which
-        this run was resumed, stay, and a line says so.
+        Raises :class:`ConfigError` for any other file.  Keeps a file that a checkpoint names and another run wrote, and the file
+        that this run resumed from; a log line says so.
         """
         self._settle(trainer)
         path = storage.normalized(filepath)

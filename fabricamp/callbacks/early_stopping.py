@@ -204,11 +204,11 @@ class EarlyStopping(Callback):
     # -- Lightning's methods, in the order of a check; a subclass may override and call them ------------------------------------
 
     def _should_skip_check(self, trainer: Trainer) -> bool:
-        """Returns whether nothing is checked now, because no fit is at work."""
+        """Returns whether nothing is checked now, because no fit is running."""
         return not trainer.state.fitting
 
     def _run_early_stopping_check(self, trainer: Trainer) -> None:
-        """Checks the value of ``monitor``, and ends training if it says so; every rank calls it."""
+        """Checks the value of ``monitor``, and ends training if a criterion is met; every rank calls it."""
         if trainer.fast_dev_run:
             return
         # Epoch metrics are equal on every rank, but a monitored step value is not; ranks that disagree would wait for ever.

@@ -18,7 +18,7 @@ from fabricamp.callbacks.base import Callback
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter
-from fabricamp.precision.stepper import demands_closure
+from fabricamp.precision.torch_updates import demands_closure
 from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class BaseFinetuning(Callback):
         new = [parameter for parameter in parameters if id(parameter) not in known]
         if lightning_alias.is_installed() and _any_equal(new, optimizer):
             lightning_alias.say_difference(
-                "parameters with the values of others that the optimizer updates are added to it; Lightning takes them for the same"
+                "parameters equal in value to others that the optimizer updates are added to it; Lightning treats them as the same"
             )
         if len(new) < len(parameters):
             _LOG.warning(
@@ -209,6 +209,7 @@ class BaseFinetuning(Callback):
         self._restore()
 
     def _record(self, trainer: Trainer, module: TrainingModule) -> None:
+        """Stores the parameter groups, with parameters by name, and the names of trainable parameters and layers."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._state = {
             "internal_optimizer_metadata": {

@@ -251,7 +251,7 @@ class ModelCheckpoint(RotationMethods):
 
     def _files_at_start(self, trainer: Trainer) -> tuple[KeptFiles, frozenset[str], Lineage]:
         """Returns the known files, those among them that this callback did not write, and the lineage with a new attempt."""
-        # A fit in the same process goes on from all that the previous one wrote; a resumed one from the checkpoint's step.
+        # A second fit in this process continues after all files of the first; a resumed fit continues at the checkpoint's step.
         resumed_from = trainer.global_step if trainer.ckpt_path else sys.maxsize
         lineage = self._lineage.next_attempt(resumed_from)
         if not self._restored:
@@ -261,7 +261,7 @@ class ModelCheckpoint(RotationMethods):
             self._kept, lineage, files, self._trusts, trainer.strategy.checkpoint_io
         )
         if self._io is not None:
-            return kept, foreign, lineage  # what the plug-in has written need not be a local file
+            return kept, foreign, lineage  # a plug-in need not write local files, so there is nothing to list
         planner = dataclasses.replace(self._planner(trainer), foreign=foreign)
         return planner.remove_leftovers(kept), foreign, lineage
 
@@ -406,7 +406,7 @@ class ModelCheckpoint(RotationMethods):
         self._unjudged = self._unjudged or missing
 
     def _plan(self, trainer: Trainer, *, ranked: bool) -> SavePlan:
-        """Returns rank 0's decision: the file, its name and the files it replaces; moves files whose names are needed."""
+        """Returns rank 0's decision: the file, its name and the files it replaces; first renames files that have a needed name."""
         metrics = self._metrics(trainer)
         score: float | None = None
         if ranked and self.monitor is not None and self.monitor in metrics:
@@ -436,7 +436,7 @@ class ModelCheckpoint(RotationMethods):
         if missing:
             self._told_of_zeros = True
             _LOG.warning(
-                "%s; 0 stands in file names for %s, and 'epoch' and 'step' always exist",
+                "%s; file names have 0 for %s, and 'epoch' and 'step' always exist",
                 missing_monitor(trainer, f"ModelCheckpoint(filename={self.filename!r})", missing[0]),
                 ", ".join(map(repr, missing)),
             )

@@ -193,7 +193,7 @@ def summarize(module: nn.Module, max_depth: int = 1, opt_level: str | Precision 
 def _check_depth(max_depth: int) -> None:
     if not isinstance(max_depth, int) or isinstance(max_depth, bool) or max_depth < -1:
         raise ConfigError(
-            f"max_depth={max_depth!r} has to be an int: 0 for the totals only, 1, 2, ... for so many levels, -1 for all"
+            f"max_depth={max_depth!r} has to be an int: 0 for the totals only, 1, 2, ... for this number of levels, -1 for all"
         )
 
 

@@ -144,7 +144,7 @@ class StochasticWeightAveraging(Callback):
             "manual optimization: nothing steps a schedule there": not module.automatic_optimization,
             f"{len(groups)} optimizers: give one": len(groups) != 1,
             f"{schedules} schedules: give one, or none": schedules > 1,
-            f"swa_epoch_start={self._swa_epoch_start!r}, a share of no end: give a whole number, or Trainer(max_epochs=...)": (
+            f"swa_epoch_start={self._swa_epoch_start!r}, a share of max_epochs=-1: give a whole number, or limit max_epochs": (
                 trainer.max_epochs < 0 and isinstance(self._swa_epoch_start, float)
             ),
             f"swa_lrs={rates!r} for {sum(groups)} groups of parameters: give one for each": other_number_of_rates,

@@ -251,6 +251,7 @@ class ThroughputMonitor(Callback):
         return counter.get_total_flops()
 
     def _log(self, trainer: Trainer, pace: StepTimer) -> None:
+        """Logs the values over the measured launches that the device has finished; nothing if there are none."""
         launches = pace.done()
         seconds = sum(on_device for _, on_device in launches)
         host_seconds = sum(launch.seconds for launch, _ in launches)
@@ -264,6 +265,7 @@ class ThroughputMonitor(Callback):
             del rates["items"]
         values = {f"device/{name}_per_sec": rate for name, rate in rates.items()}
         if trainer.world_size > 1:
+            # By data_ranks, because ranks with tensor parallelism compute the same samples.
             values |= {f"{name}_per_sec": trainer.strategy.data_ranks * rate for name, rate in rates.items()}
         times: list[float] = []
         for launch, on_device in launches:
@@ -272,6 +274,7 @@ class ThroughputMonitor(Callback):
         values["data_share"] = sum(launch.reading for launch, _ in launches) / host_seconds
         values |= self._flops(trainer, rates["batches"]) | _memory(trainer)
         names = {f"train/{name}".replace("/", self.separator): value for name, value in values.items()}
+        # Logger steps are numbered from 0.
         trainer.delivery.log_metrics(names, trainer.global_step - 1)
 
     def _flops(self, trainer: Trainer, batches_per_sec: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in the background: a copy in host memory that training cannot change, and a writer thread.
+"""Writes checkpoints in the background: copies the state to host memory, where training cannot change it, and writes in a thread.
 
 :class:`HostCopy` copies, :class:`BackgroundWriter` copies and writes, and :class:`StagedFolder` is one rank's part of a folder of
 shards that all ranks write in the background.
@@ -86,8 +86,10 @@ class _Copies:
         return copy.deepcopy(state, memo)
 
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of ``tensor`` as a view of its storage's copy, with its class (Parameter) and attributes."""
         values = tensor.detach()
         if values.layout is not torch.strided or values.is_quantized or values.is_conj() or values.is_neg():
+            # Such a tensor cannot be rebuilt from storage, shape and strides alone.
             result = values.cpu().clone()
         else:
             memory = self._memory_of(values.untyped_storage())

@@ -1,8 +1,9 @@
 """Lightning's plug-ins that write and read checkpoints, given as ``Trainer(plugins=[...])``.
 
-:class:`CheckpointIO` is the base of plug-ins.  :class:`TorchCheckpointIO` writes and reads fabricamp's files: a subclass that only
-overrides ``load_checkpoint`` keeps all that a ModelCheckpoint promises.  :class:`AsyncCheckpointIO` writes in the background.  The
-functions below them call a plug-in: :func:`save_by` and :func:`remove_by` on rank 0, :func:`load_by` on every rank.
+:class:`CheckpointIO` is the base of plug-ins.  :class:`TorchCheckpointIO` writes and reads fabricamp's files: with a subclass that
+only overrides ``load_checkpoint``, a ModelCheckpoint writes and rotates its files as without a plug-in.  :class:`AsyncCheckpointIO`
+writes in the background.  The functions after them call a plug-in: :func:`save_by` and :func:`remove_by` on rank 0,
+:func:`load_by` on every rank.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class WrappingCheckpointIO(CheckpointIO):
 
     @property
     def checkpoint_io(self) -> CheckpointIO | None:
-        """The plug-in that is called; None is fabricamp's own way."""
+        """The plug-in that is called; None means fabricamp's own files."""
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -128,7 +129,7 @@ class AsyncCheckpointIO(WrappingCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Starts a write, once the previous one has ended."""
-        # Passed on only where given: a plug-in may not take it.
+        # Passed on only if it is given: a plug-in may lack this argument.
         options = {} if storage_options is None else {"storage_options": storage_options}
         self.start(checkpoint, lambda copied: self._called.save_checkpoint(copied, path, **options))
 
@@ -140,7 +141,7 @@ class AsyncCheckpointIO(WrappingCheckpointIO):
         copied = self._writer.take(packed)
         if packed is not checkpoint:
             self._writer.wait_for_copy()
-            unpack_own(copied)  # here, not in the thread: code of the program may draw random numbers
+            unpack_own(copied)  # here, not in the thread: code of the program may consume the run's random numbers
         self._writer.write_copy(copied, write)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -149,7 +150,7 @@ class AsyncCheckpointIO(WrappingCheckpointIO):
         return super().load_checkpoint(*args, **kwargs)
 
     def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Removes, once the write in flight has ended: a newer file is there before an older one goes."""
+        """Removes, once the write in flight has ended: an older file is removed only after the newer one is written."""
         self.wait()
         super().remove_checkpoint(*args, **kwargs)
 
@@ -169,14 +170,14 @@ class AsyncCheckpointIO(WrappingCheckpointIO):
 
 
 def innermost(io: CheckpointIO | None) -> CheckpointIO | None:
-    """Returns the plug-in that writes, within those that wrap it; None if it is none of the program's."""
+    """Returns the plug-in that writes, without the plug-ins that wrap it; None if fabricamp writes."""
     while isinstance(io, WrappingCheckpointIO):
         io = io.checkpoint_io
     return io
 
 
 def writes_own_files(io: CheckpointIO | None) -> bool:
-    """Returns whether files of a run with the plug-in are fabricamp's: nothing overrides how they are saved or removed."""
+    """Returns whether fabricamp writes the files of a run with this plug-in: no class overrides how they are saved or removed."""
     while io is not None:
         saves = (
             TorchCheckpointIO.save_checkpoint,
@@ -193,7 +194,7 @@ def writes_own_files(io: CheckpointIO | None) -> bool:
 
 
 def reads_own_files(io: CheckpointIO | None) -> bool:
-    """Returns whether nothing of the program overrides how files are loaded."""
+    """Returns whether fabricamp reads the files of a run with this plug-in: no class overrides how they are loaded."""
     loads = (TorchCheckpointIO.load_checkpoint, WrappingCheckpointIO.load_checkpoint, AsyncCheckpointIO.load_checkpoint)
     while io is not None:
         if type(io).load_checkpoint not in loads:
@@ -203,7 +204,7 @@ def reads_own_files(io: CheckpointIO | None) -> bool:
 
 
 def is_asynchronous(io: CheckpointIO | None) -> bool:
-    """Returns whether :class:`AsyncCheckpointIO` is the plug-in, or is within those that wrap another."""
+    """Returns whether the plug-in, or one of those that it wraps, is an :class:`AsyncCheckpointIO`."""
     while isinstance(io, WrappingCheckpointIO):
         if isinstance(io, AsyncCheckpointIO):
             return True
@@ -214,9 +215,9 @@ def is_asynchronous(io: CheckpointIO | None) -> bool:
 def save_by(io: CheckpointIO, checkpoint: dict[str, Any], path: str) -> None:
     """Lets the plug-in save ``checkpoint`` at ``path``, in the background if it is an :class:`AsyncCheckpointIO`.
 
-    A local path gets its name only when the file is complete: the plug-in gets a path beside it.  If exactly one file is there
-    afterwards, it is flushed and renamed.  Any other plug-in (it writes a folder, several files, or elsewhere) gets ``path``
-    itself, and whether a kill leaves half a checkpoint is up to it.
+    A local file gets its name only when it is complete: the plug-in writes to a temporary path in the same folder.  If it wrote
+    exactly one file there, that file is flushed and renamed.  Any other plug-in (it writes a folder, several files, or elsewhere)
+    gets ``path`` itself; with such a plug-in a kill may leave half a checkpoint.
     """
     if isinstance(io, AsyncCheckpointIO) and type(io).save_checkpoint is AsyncCheckpointIO.save_checkpoint:
         inner = io.checkpoint_io or TorchCheckpointIO()
@@ -226,7 +227,7 @@ def save_by(io: CheckpointIO, checkpoint: dict[str, Any], path: str) -> None:
 
 
 _BESIDE = "_fabricamp_writes_one_file"
-"""The attribute that notes whether a plug-in's save makes one local file at the path that it gets."""
+"""The attribute that notes whether a plug-in writes one local file, at the path that it is given."""
 
 
 def _save(io: CheckpointIO, checkpoint: dict[str, Any], path: str) -> None:
@@ -237,9 +238,8 @@ def _save(io: CheckpointIO, checkpoint: dict[str, Any], path: str) -> None:
         io.save_checkpoint(checkpoint, path)
         return
     target = Path(path)
-    beside = target.with_name(
-        f".partial-{target.name}"
-    )  # the same name each time, so that a killed writer leaves one at most
+    # The same name each time, so killed writers leave at most one such file.
+    beside = target.with_name(f".partial-{target.name}")
     _remove_entry(beside)
     before = set(os.listdir(target.parent))  # noqa: PTH208 - names
     try:
@@ -257,10 +257,11 @@ def _save(io: CheckpointIO, checkpoint: dict[str, Any], path: str) -> None:
         _remove_entry(beside)
         raise
     if not one_file:
-        with contextlib.suppress(Exception):  # a plug-in may refuse what it does not know
+        with contextlib.suppress(Exception):  # a plug-in may refuse to remove a path that it has not recorded
             io.remove_checkpoint(str(beside))
         _remove_entry(beside)
-        with contextlib.suppress(AttributeError):  # a class with __slots__ is asked each time
+        # A class with __slots__ cannot keep the note, so each save tries again.
+        with contextlib.suppress(AttributeError):
             setattr(io, _BESIDE, False)
         io.save_checkpoint(checkpoint, path)
 
@@ -285,8 +286,8 @@ def load_by(
 ) -> dict[str, Any]:
     """Returns the checkpoint that the plug-in loads, with fabricamp's keys.
 
-    ``weights_only`` is passed only to a plug-in that takes it.  Raises :class:`CheckpointError` whatever the plug-in raises;
-    :class:`CheckpointObjectsError` if torch refuses objects in the file, which is no damage.
+    ``weights_only`` is passed only to a plug-in that takes it.  Raises :class:`CheckpointError` for any error of the plug-in, and
+    :class:`CheckpointObjectsError` if torch refuses objects in the file: such a file is not damaged.
     """
     # True, not None: torch.load(weights_only=None) follows an environment variable.
     given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only is not False}

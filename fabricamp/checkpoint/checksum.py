@@ -72,7 +72,8 @@ def is_sealed(file: IO[bytes]) -> bool:
 def check_members(archive: zipfile.ZipFile) -> None:
     """Raises ``zipfile.BadZipFile`` for duplicate members or another byte order: torch would misread them, or crash.
 
-    And for a pickle with a wrong checksum, which torch does not compare: another name in it would be imported and called.
+    Also raises for a pickle with a wrong checksum.  torch does not compare it, and would import and call whatever a damaged name
+    in the pickle says.
     """
     names = archive.namelist()
     if len(set(names)) < len(names):

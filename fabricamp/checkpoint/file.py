@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar, cast
 import torch
 
 from fabricamp._utils.files import create, sync
-from fabricamp.checkpoint import storage
+from fabricamp.checkpoint import object_files, storage
 from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.checksum import ChecksumFile, check_members, is_sealed
 from fabricamp.checkpoint.foreign import translated
@@ -54,7 +54,7 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
 
     def fill(file: IO[bytes]) -> None:
         sealing = ChecksumFile(file, members)
-        torch.save(content, cast("IO[bytes]", sealing))  # torch.save calls only `write` and `flush`
+        object_files.save(content, cast("IO[bytes]", sealing))  # torch.save calls only `write` and `flush`
         sealing.seal()
 
     _replace(storage.normalized(path), fill, private=bool(state.get(PRIVATE)))
@@ -141,7 +141,10 @@ def _read_file(
     except Exception as error:  # a damaged pickle can raise anything
         raise _unreadable(path, file, error, weights_only=weights_only) from error
     if isinstance(state, dict):
-        if may_be_changed and not sealed:  # a program has read a file, changed it and saved it into memory: chemprop
+        if may_be_changed and not sealed:  # a program (chemprop) may read a file, change it and save it into memory
+            state.pop(CHECKSUM, None)
+        if state.pop(object_files.KEY, None) is not None and sealed:
+            # Opened by torch alone, as all types are allowed; the seal covers the pickle, and the digest closed objects.
             state.pop(CHECKSUM, None)
         _check_unchanged(state, path, sealed=sealed)
         state = upgraded(translated(state), path)
@@ -169,14 +172,16 @@ def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool = Fa
             source.seek(0)
         return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mapped)
 
+    if object_files.can_be_closed(source):
+        return object_files.load_closed(source, map_location, mapped=mapped)
     try:
         return load(weights_only=True)
     except pickle.UnpicklingError:
         if not isinstance(source, str):
             source.seek(0)
-        with READING:  # not while another thread's file is read, for which these names are allowed
+        with READING:  # another thread's read may have allowed these names in torch's global set
             found = set(_unsafe_globals(source))
-        if found and found <= GLOBALS:
+        if found and found <= GLOBALS:  # version 0.2.0
             with without_unpickling():
                 return load(weights_only=True)
         if weights_only is not False:

@@ -260,7 +260,7 @@ def read_folder(path: str, *, verify: bool = True, map_location: Any = "cpu", **
         _with_path_in_errors(path, lambda: check_shards(folder, files, lambda _: True))
     stored = dict(stored_in(state))
     targets = {name: torch.empty(meta.shape, dtype=meta.dtype, device="cpu") for name, meta in stored.items()}
-    _with_path_in_errors(path, lambda: read_shards(folder, targets, files))
+    _with_path_in_errors(path, lambda: read_shards(folder, _by_names_on_disk(state, targets), files))
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     by_id = {id(meta): targets[name].to(device) for name, meta in stored.items()}
     full: dict[str, Any] = replaced(state, by_id)
@@ -287,9 +287,9 @@ def check_together(path: str, state: dict[str, Any], strategy: Strategy) -> None
 
 
 def read_into(path: str, state: dict[str, Any], targets: dict[str, torch.Tensor]) -> None:
-    """Reads tensors of the checkpoint at ``path`` into ``targets``, by their names on disk."""
+    """Reads tensors of the checkpoint at ``path`` into ``targets``, by their key paths joined by slashes."""
     folder, files = _shard_files(state, path)
-    _with_path_in_errors(path, lambda: read_shards(folder, targets, files))
+    _with_path_in_errors(path, lambda: read_shards(folder, _by_names_on_disk(state, targets), files))
 
 
 def copy_folder(source: Path, target: Path) -> None:
@@ -333,6 +333,16 @@ def _shard_files(state: dict[str, Any], path: str) -> tuple[Path, dict[str, int]
     if not isinstance(files, dict) or any("/" in str(file) for file in files):
         raise CheckpointError(f"{path} is damaged: its {storage.STATE} does not say in which files its tensors are")
     return Path(path) / name, files
+
+
+def _by_names_on_disk(state: dict[str, Any], targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns ``targets`` by the names under which the checkpoint's format wrote these tensors."""
+    result = {}
+    renamed: dict[str, str] = state[SHARDS].get("renamed", {})
+    for name, target in targets.items():
+        prefix = next((new for new in renamed if name.startswith(new)), "")
+        result[renamed.get(prefix, "") + name.removeprefix(prefix)] = target
+    return result
 
 
 def _problem(path: str, action: Callable[[], object]) -> CheckpointError | None:

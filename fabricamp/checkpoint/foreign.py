@@ -97,15 +97,17 @@ def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:
     if not scales:
         return {}
     scalers = [{"scale": float(scale), "growth": int(growth)} for scale, growth in scales]
-    known = StepStatus(applied=True, scale=scalers[0]["scale"], loss=float("nan"), applied_steps=0, skipped_steps=0)
+    last_status = StepStatus(
+        applied=True, scale=scalers[0]["scale"], loss=float("nan"), applied_steps=0, skipped_steps=0
+    )
     return {
         "loss_scale": "dynamic",
         "scaler": {
-            "window": scalers[0],
+            "step_state": scalers[0],
             "scalers": scalers,
             "ring": torch.zeros(1, StepState.WORDS, dtype=torch.int32, device="cpu"),
-            "windows": 0,
-            "known": known._asdict(),
+            "steps": 0,
+            "last_status": last_status._asdict(),
         },
     }
 

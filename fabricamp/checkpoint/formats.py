@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fabricamp.errors import CheckpointError
 
-FORMAT: Final = 2
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+FORMAT: Final = 3
 """The current format.  A change of the layout raises this number and adds a step to :data:`_STEPS`."""
 
 _VERDICT = ("applied", "scale", "loss", "applied_steps", "skipped_steps", "ends_run")
 _PUBLISHED = ("key", "plain_key", "per_step", "mode", "prog_bar", "logger", "sync_dist", "loader")
 _ROW = ("published", "numbers", "weights", "device")
+
+_POSITION = "data.position.*"
+_METRICS = "loops.fit.metrics.*"
+_RENAMED: Final = (
+    ("loops.fit", {"stop": "stop_reason", "closed": "epoch_ended", "objects": "torchmetrics"}),
+    ("loops.fit", {"ended": "metrics_at_end", "ended_logs": "loggers_at_end"}),
+    ("loops.fit.metrics_at_end.*", {"given": "user_entries"}),
+    ("loops.fit.torchmetrics.*.*", {"updates": "update_count"}),
+    ("loops.fit", {"window": "accumulation"}),
+    ("loops.fit.accumulation", {"held": "params_with_grad"}),
+    (_METRICS, {"given": "user_entries"}),
+    (f"{_METRICS}.table", {"cells": "slots"}),
+    (f"{_METRICS}.table.slots.*", {"number": "host_value", "sent": "flushed_weight", "object": "metric_attribute"}),
+    (f"{_METRICS}.pending.*", {"rows": "ranks"}),
+    (f"{_METRICS}.pending.*.ranks.*", {"numbers": "host_values", "device": "device_values"}),
+    (_POSITION, {"places": "positions", "last": "is_over", "again": "earlier_pass", "begun": "at_pass_start"}),
+    (_POSITION, {"drawn": "rng_states", "drawn_ahead": "rng_states_ahead", "ended": "at_limit"}),
+    (f"{_POSITION}.at_pass_start", {"again": "earlier_pass"}),
+    (f"{_POSITION}.orders.*", {"apart": "separate"}),
+    (f"{_POSITION}.positions.*", {"drawn": "rng_states", "groups": "batches_of_all_ranks"}),
+    (f"{_POSITION}.at_limit", {"places": "positions", "drawn": "rng_states"}),
+    (f"{_POSITION}.at_limit.positions.*", {"drawn": "rng_states", "groups": "batches_of_all_ranks"}),
+)
+"""The keys that format 3 renamed, except the loss scaler's, by the dotted path of their dict: ``*`` is any key or index.
+
+Rows are applied in this order, so a path has the names that the rows above it gave.
+"""
 
 
 def upgraded(state: dict[str, Any], path: str) -> dict[str, Any]:
@@ -57,6 +87,44 @@ def _count_epochs(state: dict[str, Any]) -> None:
     state.setdefault("loops", {}).setdefault("fit", {})["epoch"] = state.get("epoch", 0)
 
 
+def _rename_keys(state: dict[str, Any]) -> None:
+    """Converts format 2: the same values under other keys.
+
+    A value that has another layout stays as it is: it is a plug-in's own, or the section that restores it raises.
+    On disk a folder's tensors keep the names under which they were written; ``renamed`` beside their files has these.
+    """
+    for path, names in _RENAMED:
+        for values in _dicts_at(state, path.split(".")):
+            renamed = {names.get(key, key): value for key, value in values.items()}
+            values.clear()
+            values.update(renamed)
+    for shards in _dicts_at(state, ["shards"]):
+        shards["renamed"] = {"loops/fit/accumulation/": "loops/fit/window/"}
+    for amp in _dicts_at(state, ["amp"]):
+        if "scaler" in amp:
+            from fabricamp.precision.loss_scaler import with_current_keys
+
+            amp["scaler"] = with_current_keys(amp["scaler"])
+
+
+def _dicts_at(value: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the dicts at ``path`` within ``value``."""
+    if not path:
+        if isinstance(value, dict):
+            yield value
+        return
+    key, *rest = path
+    inner: list[Any] = []
+    if isinstance(value, dict) and key == "*":
+        inner = list(value.values())
+    elif isinstance(value, list) and key == "*":
+        inner = value
+    elif isinstance(value, dict) and key in value:
+        inner = [value[key]]
+    for part in inner:
+        yield from _dicts_at(part, rest)
+
+
 def _named(names: tuple[str, ...], values: list[Any], last: Any = None) -> dict[str, Any]:
     """Returns ``values`` by name; ``last`` fills in the last value if it is missing."""
     if len(values) < len(names):
@@ -64,4 +132,4 @@ def _named(names: tuple[str, ...], values: list[Any], last: Any = None) -> dict[
     return dict(zip(names, values, strict=True))
 
 
-_STEPS: Final = (_name_fields, _count_epochs)
+_STEPS: Final = (_name_fields, _count_epochs, _rename_keys)

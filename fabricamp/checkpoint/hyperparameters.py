@@ -120,7 +120,7 @@ class HyperparametersMixin:
 
         Instead of names, pass one dict, Namespace or OmegaConf container to save its content.  A call in the ``__init__`` of a base
         class saves the arguments of the derived classes too; for equal names the values of the derived class win.
-        A derived class takes back with ``ignore`` what its base has saved.
+        With ``ignore`` a derived class removes arguments that its base class has saved.
         ``logger`` False does not send them to loggers.  Pass ``frame``, the frame of the ``__init__``, if another function calls
         this.  Call this first in ``__init__``: an argument that was assigned to before the call is saved with its new value.
 
@@ -151,7 +151,7 @@ class HyperparametersMixin:
         else:
             content = {name: value for name, value in _content(source).items() if name not in ignored}
             self._add_hyperparameters(content, overrides=overrides)
-            for name in ignored:  # the __init__ of a base class may have saved it
+            for name in ignored:  # the __init__ of a base class may have saved the argument
                 self.hparams.pop(name, None)
         self.__dict__["_hparams_initial"] = _copied(self.hparams)
         self.__dict__["_hparams_logged"] = logger

@@ -1,9 +1,9 @@
-"""Pickles for Lightning: in files of programs written for it, fabricamp's classes have Lightning's names.
+"""Pickles for Lightning: in files of programs written for Lightning, fabricamp's classes have Lightning's names.
 
-Such a file goes back to Lightning, and to code that reads only names that it knows.  Objects whose pickled state is the same in
-both (``hparams``, enums, ...) are named ``lightning.pytorch...``, and so are classes and functions of which only the name is
-pickled.  Anything else of fabricamp is refused: Lightning could not rebuild it.  ``lightning_names.toml`` has the names;
-``__module__`` of the classes stays, so that other pickles, as those of spawned ranks, are as before.
+Lightning, or other code that knows only Lightning's names, may load such a file.  Objects with the same pickled state in both
+packages (``hparams``, enums, ...) are named ``lightning.pytorch...``, and so are classes and functions that are pickled by name.
+All other objects of fabricamp are refused: Lightning could not rebuild them.  ``lightning_names.toml`` has the names.  The
+``__module__`` of the classes does not change, so other pickles, such as those for spawned ranks, keep fabricamp's names.
 
 A pickler calls :func:`refuse_unnamed` in its ``reducer_override`` and passes its bytes through :func:`renamed`; an unpickler calls
 :func:`find_named` in its ``find_class``.  :class:`Pickler` and :class:`Unpickler` do just that.
@@ -55,7 +55,7 @@ def lightnings_names() -> dict[str, str]:
 
 @functools.cache
 def _our_names() -> dict[str, str]:
-    """Returns fabricamp's name for each of Lightning's; a class of two names there is found under both."""
+    """Returns fabricamp's name for each of Lightning's; a class with two names in Lightning is found under both."""
     names = {theirs: ours for ours, theirs in lightnings_names().items()}
     names.update({place: names[theirs] for place, theirs in _table()["defined_at"].items()})
     for package, other in (("lightning.pytorch.", "pytorch_lightning."), ("lightning.fabric.", "lightning_fabric.")):
@@ -74,7 +74,7 @@ def _is_fabricamps(value: Any) -> bool:
 
 
 def refuse_unnamed(value: Any) -> None:
-    """Raises :class:`CheckpointError` if ``value``, which is about to be pickled, is fabricamp's and Lightning has none such."""
+    """Raises :class:`CheckpointError` if ``value``, about to be pickled, is fabricamp's and Lightning has no equal of it."""
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         if _is_fabricamps(value) and _name_of(value) not in lightnings_names():
             raise CheckpointError(
@@ -91,11 +91,11 @@ def refuse_unnamed(value: Any) -> None:
 
 
 def renamed(data: bytes) -> bytes:
-    """Returns a pickle of :data:`PROTOCOL` in which Lightning's names stand for fabricamp's."""
+    """Returns the pickle ``data`` (of :data:`PROTOCOL`) with fabricamp's names replaced by Lightning's."""
     result = io.BytesIO()
     done = 0
     for opcode, argument, position in pickletools.genops(data):
-        if opcode.name != "GLOBAL" or position is None:  # None is for pickles that are read from a stream
+        if opcode.name != "GLOBAL" or position is None:  # genops gives no position only for pickles read from a stream
             continue
         module, _, name = str(argument).partition(" ")  # genops puts a space between the two lines
         theirs = lightnings_names().get(f"{module}.{name}")
@@ -126,8 +126,9 @@ def allowed_under_both_names() -> Iterator[None]:
         for one in (entry[0] if isinstance(entry, tuple) else entry for entry in given)
         if _is_fabricamps(one) and _name_of(one) in by_name
     }
-    added = [*(more - given)]  # the end of the context takes away all that it was given
-    # torch's set is not changed in one step: without need, another thread's types are left alone.
+    # Only new types: safe_globals removes all types that it was given at its end, also those that were allowed before.
+    added = [*(more - given)]
+    # torch does not change its set atomically, so the set is left alone if there is nothing to add: another thread may use it.
     with torch.serialization.safe_globals(added) if added else contextlib.nullcontext():
         yield
 
@@ -151,7 +152,7 @@ class Pickler(pickle.Pickler):
 
 
 class Unpickler(pickle.Unpickler):
-    """Rebuilds what :class:`Pickler` has written, whether Lightning's names can be imported or not."""
+    """Rebuilds objects that :class:`Pickler` has written, whether Lightning's names can be imported or not."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns fabricamp's class for a name of Lightning's."""

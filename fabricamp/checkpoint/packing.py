@@ -19,24 +19,24 @@ from fabricamp.rng import isolate_rng
 def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
     """Returns ``state`` with references in place of its objects, which are pickled now; ``state`` itself if it has none.
 
-    An object is a value that ``torch.load(weights_only=True)`` could not load; a tuple, a set or the keys of a dict with such a
-    value in them count as one object.  Containers without objects are those of ``state``.  Tensors of ``module`` inside objects are
-    saved with the values that ``state["state_dict"]`` has for them: full ones, where the module's are half.  Raises
-    :class:`CheckpointError` with the key path of an object that cannot be pickled.
+    An object is a value that ``torch.load(weights_only=True)`` could not load; a tuple, a set or a dict whose keys contain such a
+    value counts as one object.  Containers without objects are not copied.  Tensors of ``module`` inside objects are saved with the
+    values of ``state["state_dict"]``, which are full precision if the module's are half.  Raises :class:`CheckpointError` with the
+    key path of an object that cannot be pickled.
     """
     packing = _Packing()
     try:
         packed: dict[str, Any] = packing.convert(state, "checkpoint")
-    except RecursionError:  # lists within themselves: the check of the content names them
+    except RecursionError:  # a list contains itself: the later check of the content reports it
         return state
     if packing.found:
-        with isolate_rng():  # objects may draw random numbers: training goes on as without a save
+        with isolate_rng():  # an object may consume random numbers while it is pickled; a save must not change training
             pickle_into(packing.pickled, packing.found, {} if module is None else _full_values(module, state))
     return packed
 
 
 def _full_values(module: nn.Module, state: dict[str, Any]) -> dict[int, Tensor]:
-    """Returns the values in ``state`` of tensors of ``module`` that have another dtype, by the ids of these tensors."""
+    """Returns the values in ``state`` for tensors of ``module`` with another dtype, by the ids of the module's tensors."""
     values = state.get("state_dict")
     full: dict[int, Tensor] = {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -52,15 +52,16 @@ class _Packing:
     def __init__(self) -> None:
         self.pickled = PickledObjects()
         self.found: list[tuple[str, str, object]] = []
-        self._converted: dict[int, Any] = {}  # what stands in the state twice is the same object after a load too
+        # By id, so a container that occurs twice in the state is one object after a load too.
+        self._converted: dict[int, Any] = {}
 
     def convert(self, value: Any, path: str) -> Any:
         kind = type(value)
-        # Strategies write shards apart; the packed state may be packed again.
+        # Strategies write shards separately.  An ObjectRef occurs if a packed state is packed again.
         if kind in VALUES or kind in TENSORS or kind is ObjectRef or is_shard(value):
             return value
         if id(value) not in self._converted:
-            self._converted[id(value)] = value  # if it is within itself
+            self._converted[id(value)] = value  # ends the recursion if the value contains itself
             self._converted[id(value)] = self._convert(value, path)
         return self._converted[id(value)]
 
@@ -76,10 +77,10 @@ class _Packing:
 
     @staticmethod
     def _with(container: Any, parts: dict[Any, Any]) -> Any:
-        """Returns a copy of ``container`` with ``parts`` by key, or ``container`` itself if they are its own."""
+        """Returns a copy of ``container`` with ``parts`` by key; ``container`` itself if no part has changed."""
         if all(part is container[key] for key, part in parts.items()):
             return container
-        changed = copy.copy(container)  # with its attributes
+        changed = copy.copy(container)  # keeps the attributes, such as a state dict's _metadata
         for key, part in parts.items():
             changed[key] = part
         return changed
@@ -99,7 +100,7 @@ def objects_in(state: Any) -> dict[str, ObjectRef]:
 
 
 def unpack_objects(state: Any, path: str, *, weights_only: bool | None) -> None:
-    """Puts the objects of a state read from ``path`` in their places.
+    """Replaces the references in a state read from ``path`` by the objects, in place.
 
     ``weights_only`` False allows code to rebuild them.  True and None allow torch's own types, and those that the program gave to
     ``torch.serialization.add_safe_globals``; raises :class:`CheckpointObjectsError` with the keys and classes of others.
@@ -108,7 +109,7 @@ def unpack_objects(state: Any, path: str, *, weights_only: bool | None) -> None:
 
 
 def unpack_own(state: Any) -> None:
-    """Puts the objects of a copy of this process's state in their places: no file brought them, so nothing forbids it."""
+    """Replaces the references in a copy of this process's state by the objects; always allowed, as no file is involved."""
     with isolate_rng():
         _put_back(state, "the copy of the state", weights_only=False)
 
@@ -129,7 +130,7 @@ def _put_back(state: Any, path: str, *, weights_only: bool) -> None:
 
 
 def allows_code(weights_only: bool | None) -> bool:
-    """Returns whether a call with this argument allows code; torch's environment variable takes that away from every call."""
+    """Returns whether a call with this argument allows code; torch's environment variable can forbid it for every call."""
     forbidden = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
     return weights_only is False and not forbidden
 
@@ -143,7 +144,7 @@ def _loaded(pickled: PickledObjects, path: str, state: Any, *, weights_only: boo
         if weights_only:
             raise refusal(path, described_objects(state)) from error
         raise _not_here(path, state, error) from error
-    except Exception as error:  # classes of the user, which may have changed since
+    except Exception as error:  # code of user classes, which may have changed since the save
         raise _not_here(path, state, error) from error
 
 

@@ -76,6 +76,7 @@ def structure(value: object) -> str:
 
 
 def _digest(value: object, known: dict[int, bytes]) -> bytes:
+    """Returns the digest of ``value``; ``known`` has those of containers by id, which also ends a recursion into itself."""
     if id(value) in known:
         return known[id(value)]
     words: list[bytes] = [type(value).__name__.encode()]
@@ -90,6 +91,7 @@ def _digest(value: object, known: dict[int, bytes]) -> bytes:
     elif isinstance(value, PickledObjects | ObjectRef):
         words += [_digest(part, known) for part in value.parts()]
     elif isinstance(value, set):
+        # Sorted, because the iteration order of a set may differ after reading.
         words += sorted(_digest(part, known) for part in value)
     else:
         words.append(repr(value).encode("utf-8", "surrogatepass"))
@@ -133,13 +135,13 @@ def _attributes(path: str, item: object) -> list[tuple[str, object]]:
 
 
 def stages_as_text(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``state`` with text for the stages in it: hooks get a stage as a member of an enum, and may keep it in their state.
+    """Returns ``state`` with each stage as text: hooks get a stage as a member of an enum, and may keep it in their state.
 
     Containers without a stage are those of ``state`` itself.  Weights and optimizers' states are not searched.
     """
     try:
         return {key: part if key in _WITHOUT_STAGES else _stages_as_text(part) for key, part in state.items()}
-    except RecursionError:  # lists within themselves: the check of the content names them
+    except RecursionError:  # a list contains itself: the later check of the content reports it
         return state
 
 
@@ -154,7 +156,7 @@ def _stages_as_text(value: Any) -> Any:
         items = [(_stages_as_text(key), _stages_as_text(part)) for key, part in value.items()]
         if all(key is old and part is value[old] for (key, part), old in zip(items, value, strict=True)):
             return value
-        converted = copy.copy(value)  # with its attributes
+        converted = copy.copy(value)  # keeps the attributes, such as a state dict's _metadata
         converted.clear()
         converted.update(items)
         return converted

@@ -13,7 +13,7 @@ import torch
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.checkpoint_io import load_by, reads_own_files, save_by, wait_for, writes_own_files
 from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
-from fabricamp.checkpoint.formats import FORMAT
+from fabricamp.checkpoint.formats import FORMAT, upgraded
 from fabricamp.errors import CheckpointError, FabricampError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Section:
     """Whether each rank has its own values, saved as a list over ranks; otherwise only rank 0's values are saved."""
 
     def save(self) -> dict[str, Any]:
-        """Returns values by dotted keys, as in ``{"loops.fit.window": ...}``; every rank calls it, and it may use collectives.
+        """Returns values by dotted keys, as in ``{"loops.fit.metrics": ...}``; every rank calls it, and it may use collectives.
 
         With several ranks, values saved per rank are in host memory.
         """
@@ -95,7 +95,11 @@ class Record:
         return checkpoint
 
     def restore(self, checkpoint: dict[str, Any], path: str, *names: str) -> None:
-        """Restores the named sections, or all if none is named, from the ``checkpoint`` read from ``path``."""
+        """Restores the named sections, or all if none is named, from the ``checkpoint`` read from ``path``.
+
+        A result of :meth:`save` that an earlier version kept by itself is converted in place first.
+        """
+        checkpoint = upgraded(checkpoint, path)
         for section in self._selected(names):
             try:
                 section.restore(checkpoint, path)
@@ -149,6 +153,7 @@ def read_together(path: str, strategy: Strategy, *, weights_only: bool | None = 
 
 
 def _read_for(path: str, strategy: Strategy, *, weights_only: bool | None) -> dict[str, Any]:
+    """Returns the checkpoint as this rank reads it: by the plug-in, from a file, or from a folder without its shards."""
     io = strategy.checkpoint_io
     if io is not None and not reads_own_files(io):
         wait_for(io)

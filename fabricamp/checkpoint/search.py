@@ -54,12 +54,14 @@ class Candidates:
         logger.warning("skipped, trying an older checkpoint: %s", problem)
 
     def _ordered(self, groups: Iterable[Iterable[str]], *, training: bool) -> Iterator[str]:
+        """Yields the readable checkpoints of each group, the furthest first; skips damaged ones."""
         for files in groups:
             readable: list[tuple[tuple[int, ...], str]] = []
             for path in dict.fromkeys(map(storage.normalized, files)):
                 try:
                     header = read_header(path, self._io, weights_only=self._weights_only)
                 except CheckpointObjectsError:
+                    # The file is not damaged, so no other file is tried.
                     raise
                 except CheckpointError as error:
                     self.skip(str(error))
@@ -81,7 +83,7 @@ def read_header(path: str, io: CheckpointIO | None = None, *, weights_only: bool
 
 
 def progress_in(header: dict[str, Any]) -> tuple[int, int, int]:
-    """Returns a checkpoint's counters of finished steps, batches and epochs; 0 for what the file does not say."""
+    """Returns a checkpoint's counters of finished steps, batches and epochs; 0 for a counter that is not in the file."""
     loops = header.get("loops", {})
     position = loops.get("fit", {}) if isinstance(loops, dict) else {}
     batches: Any = 0

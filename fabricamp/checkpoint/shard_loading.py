@@ -112,9 +112,10 @@ def sharded_states(
 def sharded_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the gradients of a checkpoint's accumulation in progress, sharded like the parameters."""
     loader = ShardLoader(checkpoint, path)
-    saved: dict[str, Any] = checkpoint["loops"]["fit"]["window"]["gradients"]
+    saved: dict[str, Any] = checkpoint["loops"]["fit"]["accumulation"]["gradients"]
     gradients = {
-        name: loader.shard(f"loops/fit/window/gradients/{name}", value, own.get(name)) for name, value in saved.items()
+        name: loader.shard(f"loops/fit/accumulation/gradients/{name}", value, own.get(name))
+        for name, value in saved.items()
     }
     loader.read()
     return gradients
@@ -127,5 +128,5 @@ def full_gradient(checkpoint: dict[str, Any], path: str, name: str, saved: Tenso
     from fabricamp.checkpoint.folder import read_into
 
     gradient = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-    read_into(storage.normalized(path), checkpoint, {f"loops/fit/window/gradients/{name}": gradient})
+    read_into(storage.normalized(path), checkpoint, {f"loops/fit/accumulation/gradients/{name}": gradient})
     return gradient

@@ -1,4 +1,4 @@
-"""The tensors of a sharded checkpoint: torch's distributed checkpoint (DCP), read without running code from a file.
+"""The tensors of a sharded checkpoint, in torch's distributed checkpoint format (DCP), read without running code from a file.
 
 In order: a checkpoint is split into its sharded tensors and all other values; the tensors are written, checked and read.
 ``shard_loading.py`` loads them as this rank's local shards.

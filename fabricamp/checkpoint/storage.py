@@ -227,7 +227,7 @@ def open_for_reading(path: str) -> Iterator[IO[bytes]]:
 
 
 def _sends_ranges(filesystem: Any, remote_path: str) -> bool:
-    """Returns whether a file can be read in pieces: over HTTP only if the server says so, as many ignore a range."""
+    """Returns whether a file can be read in pieces: over HTTP only if the server says so, as many servers ignore ranges."""
     protocol = filesystem.protocol
     if "http" not in ((protocol,) if isinstance(protocol, str) else protocol):
         return True

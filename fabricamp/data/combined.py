@@ -143,7 +143,7 @@ class CombinedLoader(NamesKeywords):
             elif (length := known_length(loader)) < math.inf:
                 count = int(length)
             in_all += count
-        # A loader that started again counts from 0, so it does not tell how far the pass is.
+        # A loader that started again counts from 0, so its position does not show how far the pass is.
         return in_all if self.mode == "sequential" else max(in_first_round, default=0)
 
     def length(self) -> int | float:
@@ -253,7 +253,7 @@ class _Source:
         # The position that was returned since the last batch; it is corrected if the next batch is beyond the loader's end.
         self._returned: dict[str, Any] = {}
         # RNG states before the pass was opened, and before its first batch: a resumed run reads skipped batches from these.
-        self._drawn: list[dict[str, Any]] = list(entered.get("drawn", ()))
+        self._drawn: list[dict[str, Any]] = list(entered.get("rng_states", ()))
         if self.ended and not cycles and "state" in entered:
             enter(loader, entered)
 
@@ -369,7 +369,7 @@ class _Source:
         else:
             position = {"rounds": rounds, **position_of(self.loader, entered, read)}
         if drawn:
-            position["drawn"] = drawn
+            position["rng_states"] = drawn
         return position
 
     def position(self) -> dict[str, Any]:

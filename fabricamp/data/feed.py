@@ -242,7 +242,7 @@ class Feed:
         prefetched batches before, so a resumed run must not consume them again.
         """
         resume = self._resume or {}
-        ended = (self._loaded or {}).get("ended")
+        ended = (self._loaded or {}).get("at_limit")
         self._resume = None
         self._loaded = None
         self._limit_snapshot = None
@@ -250,26 +250,26 @@ class Feed:
         self._failure = None
         self._ends_with_loader = total == math.inf
         generators = generators_of(self._members)
-        if ended and self._continues and len(ended["places"]) == len(self._members):
+        if ended and self._continues and len(ended["positions"]) == len(self._members):
             self._end_again(ended, generators)
 
-        within_pass = resume.get("batches") or any(position.get(BEGUN) for position in resume.get("places", ()))
+        within_pass = resume.get("batches") or any(position.get(BEGUN) for position in resume.get("positions", ()))
         if not within_pass:
             rng = capture_rng() if any(map(is_read_past, self._members)) else None
-            self._at_opening = {"rng": rng, "generators": states_of(generators), "again": self._has_begun}
+            self._at_opening = {"rng": rng, "generators": states_of(generators), "earlier_pass": self._has_begun}
             self._source = self._enter(resume)
             return self._checked(total, counted=counted, prepare=prepare)
 
-        self._at_opening = resume.get("begun", {})
+        self._at_opening = resume.get("at_pass_start", {})
         # As in that run, so that the skipped batches consume the same random numbers.
-        self._has_begun = self._at_opening.get("again", self._has_begun)
+        self._has_begun = self._at_opening.get("earlier_pass", self._has_begun)
         with isolate(generators):
             restore(self._at_opening, generators)
             self._source = self._enter(resume)
             batches = self._checked(total, counted=counted, prepare=prepare)
             if ahead:
                 # The batches that the run had read ahead are read again, each from the RNG states of that time.
-                for read, drawn in enumerate((resume.get("drawn") or {}, *resume.get("drawn_ahead", ()))):
+                for read, drawn in enumerate((resume.get("rng_states") or {}, *resume.get("rng_states_ahead", ()))):
                     restore(drawn, generators)
                     self._read(batches, read)
             elif not resume.get("batches"):
@@ -283,22 +283,22 @@ class Feed:
             if self._combined is None:
                 self._source = self._enter(ended)
             else:
-                self._source = self._combined.stopped(ended["places"])
-            restore(ended["drawn"], generators)
+                self._source = self._combined.stopped(ended["positions"])
+            restore(ended["rng_states"], generators)
             next(iter(self._source), None)
             self._end()
 
     def _enter(self, resume: dict[str, Any]) -> Any:
         """Begins a pass at the positions of ``resume``, or after its number of ``batches``."""
         batches = resume.get("batches", 0)
-        self._entered = resume.get("places") or [{"batches": batches} for _ in self._members]
+        self._entered = resume.get("positions") or [{"batches": batches} for _ in self._members]
         again = self._has_begun
         self._has_begun = True
         if self._combined is None:
             unread = enter(self._loader, self._entered[0]) if resume else 0
             return without_first(begin(self._loader, again=again), unread)
         self._combined.again = again
-        if resume.get("places"):
+        if resume.get("positions"):
             return self._combined.starting_at(self._entered)
         return without_first(self._combined.batches(), batches)
 
@@ -415,37 +415,37 @@ class Feed:
             "batches": batches,
             "generators": states_of(generators_of(self._members)),
             "orders": [None if sampler is None else sampler.order.state_dict() for sampler in samplers],
-            "again": self._has_begun,
+            "earlier_pass": self._has_begun,
         }
         if within and batches == 0 and self._first_positions:
-            return {**state, "places": self._first_positions, "begun": self._at_opening, "last": False}
+            return {**state, "positions": self._first_positions, "at_pass_start": self._at_opening, "is_over": False}
         if batches == 0 or batches >= self._handed_out:
             if self._limit_snapshot is not None:
-                state["ended"] = as_saved(self._limit_snapshot)
-            elif self._loaded is not None and self._loaded.get("ended"):
-                state["ended"] = self._loaded["ended"]
+                state["at_limit"] = as_saved(self._limit_snapshot)
+            elif self._loaded is not None and self._loaded.get("at_limit"):
+                state["at_limit"] = self._loaded["at_limit"]
         over = self.is_over(batches)
         if over or batches == 0:
             if self._resume is not None:
-                positions = self._resume["places"]
+                positions = self._resume["positions"]
             elif self._ends_with_loader:
                 # The state of an exhausted stream may also say how its next pass begins.
                 positions = [position_of(member, {}, 0) for member in self._members]
             else:
                 positions = []
-            return {**state, "places": positions, "last": over}
+            return {**state, "positions": positions, "is_over": over}
         ahead = [snapshot for _, snapshot in self._queue]
         if batches < self._handed_out:
             ahead.insert(0, self._in_step)  # that batch is not done: a resumed run starts with it
         snapshots = [as_saved(snapshot) for snapshot in ahead if snapshot]
-        first = snapshots[0] if snapshots else {"places": self._positions(batches - self._skipped)}
-        drawn_ahead = [snapshot["drawn"] for snapshot in snapshots[1:]]
-        return {**state, **first, "drawn_ahead": drawn_ahead, "begun": self._at_opening, "last": False}
+        first = snapshots[0] if snapshots else {"positions": self._positions(batches - self._skipped)}
+        drawn_ahead = [snapshot["rng_states"] for snapshot in snapshots[1:]]
+        return {**state, **first, "rng_states_ahead": drawn_ahead, "at_pass_start": self._at_opening, "is_over": False}
 
     def _snapshot(self, read: int) -> dict[str, Any]:
         """Returns the positions after ``read`` batches with the generators' states, from which the next one is read again."""
         drawn = {"rng": snapshot_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
-        return {"places": self._positions(read), "drawn": drawn}
+        return {"positions": self._positions(read), "rng_states": drawn}
 
     def _positions(self, read: int) -> list[dict[str, Any]]:
         if self._combined is None:
@@ -455,20 +455,20 @@ class Feed:
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Makes the next pass begin at ``state``; returns the number of batches before it, in this run's batch size."""
         restore_states(generators_of(self._members), state["generators"])
-        positions = state["places"]
+        positions = state["positions"]
         batches = int(state["batches"])
         if positions and len(positions) != len(self._members):
             raise CheckpointError(
                 f"the checkpoint was written in an epoch over {len(positions)} loaders, and this run has {len(self._members)}; "
                 "give the same ones, or a checkpoint from the end of an epoch"
             )
-        self.last = bool(state["last"])
+        self.last = bool(state["is_over"])
         self._resumed_at_end = self.last
         self._loaded = state
-        self._has_begun = bool(state.get("again", True))
+        self._has_begun = bool(state.get("earlier_pass", True))
         self._choose_orders(state.get("orders"), positions)
         if self.last:
-            self._resume = {"batches": 0, "places": positions} if positions else None
+            self._resume = {"batches": 0, "positions": positions} if positions else None
             self._ends_with_loader = bool(positions)
             whole = exact_length(self._loader)
             self._handed_out = batches if whole == math.inf else int(min(whole, self.limit))

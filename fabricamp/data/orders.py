@@ -160,7 +160,7 @@ class DrawnOrder:
         """Returns the state with which another process can continue in this order."""
         return {
             "rule": self.rule,
-            "apart": self._apart is not None,
+            "separate": self._apart is not None,
             "state": self._generator.get_state() if self._apart is None else self._apart,
         }
 
@@ -170,7 +170,7 @@ class DrawnOrder:
         The run restores the generator with all others.  If a single process drew the pass and several ranks resume it, the draws
         that it would have made by the end of the pass are made here, if the generator is the sampler's own.
         """
-        self._apart = state["state"].cpu() if state["apart"] else None
+        self._apart = state["state"].cpu() if state["separate"] else None
         own = self.generator is not None and self.generator is not torch.default_generator
         if self._apart is None and self._from_first is not None and own and draws:
             self._entered = list(draws)

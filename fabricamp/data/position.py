@@ -6,7 +6,7 @@ A position is a dict with these keys:
 - ``samples``, for a loader with fabricamp's sampler: the number of samples of all ranks, so that a run with another batch size or
   another number of ranks resumes after the same sample.
 - ``draws``, for the same loaders: the RNG draws that the order came from.
-- ``groups``, for a loader with :class:`LengthGroups`: the number of batches of all ranks.
+- ``batches_of_all_ranks``, for a loader with :class:`LengthGroups`: the number of batches of all ranks.
 - ``state``, for a loader that keeps its own position.
 - ``begun``, with ``batches`` 0: the order of the pass is drawn; its first batch is out, but not done.
 
@@ -108,7 +108,7 @@ def position_of(loader: Any, entered: dict[str, Any], read: int) -> dict[str, An
     if stateful is not None:
         position["state"] = copy.deepcopy(stateful.state_dict())
     elif groups is not None:
-        position["groups"] = _batches_of_all_ranks(groups, entered) + read * groups.num_replicas
+        position["batches_of_all_ranks"] = _batches_of_all_ranks(groups, entered) + read * groups.num_replicas
     return position
 
 
@@ -177,7 +177,7 @@ def _samples_of_a_batch(loader: Any, sampler: TrainSampler) -> int:
 
 
 def _batches_of_all_ranks(groups: LengthGroups, position: dict[str, Any]) -> int:
-    return int(position.get("groups", position.get("batches", 0) * groups.num_replicas))
+    return int(position.get("batches_of_all_ranks", position.get("batches", 0) * groups.num_replicas))
 
 
 # -- the opening and the end of a pass -------------------------------------------------------------------------------------------
@@ -258,9 +258,9 @@ def restore_states(generators: Sequence[Generator], states: Sequence[Tensor]) ->
 
 
 def as_saved(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Returns a snapshot of positions and RNG states (``drawn``) in the form that a checkpoint stores."""
-    rng = snapshot["drawn"]["rng"]
-    return {**snapshot, "drawn": {**snapshot["drawn"], "rng": None if rng is None else capture_rng(rng)}}
+    """Returns a snapshot of positions and RNG states (``rng_states``) in the form that a checkpoint stores."""
+    rng = snapshot["rng_states"]["rng"]
+    return {**snapshot, "rng_states": {**snapshot["rng_states"], "rng": None if rng is None else capture_rng(rng)}}
 
 
 def restore(drawn: dict[str, Any], generators: Sequence[Generator]) -> None:

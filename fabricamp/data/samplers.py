@@ -94,7 +94,7 @@ class TrainSampler(Sampler[Any]):
         self.start = 0
         positions = torch.arange(length, dtype=torch.int64, device="cpu") * self.world_size + start + self.rank
         if self.order.size > 0:
-            positions %= self.order.size  # the first samples again, for ranks that would have one less
+            positions %= self.order.size  # repeats the first samples for ranks that would have one less
         return self.order.all()[positions]
 
     def _tagged(self, indices: Iterator[int]) -> Iterator[Any]:
@@ -103,7 +103,10 @@ class TrainSampler(Sampler[Any]):
 
 
 class DrawingSampler(TrainSampler, RandomSampler):
-    """The samples of a single process in the order that torch's ``RandomSampler`` draws; an instance of it for other code."""
+    """The samples of a single process in the order that torch's ``RandomSampler`` draws.
+
+    Derives from ``RandomSampler`` for code that checks with ``isinstance``.
+    """
 
     def __init__(self, sampler: RandomSampler, *orders: Order, **options: Any) -> None:
         RandomSampler.__init__(self, sampler.data_source, sampler.replacement, len(sampler), sampler.generator)
@@ -111,7 +114,7 @@ class DrawingSampler(TrainSampler, RandomSampler):
 
 
 class SharingSampler(TrainSampler, DistributedSampler[Any]):
-    """One rank's share of the samples; an instance of torch's ``DistributedSampler`` for other code."""
+    """One rank's share of the samples; derives from torch's ``DistributedSampler`` for code that checks with ``isinstance``."""
 
     def __init__(self, dataset: Any, *orders: Order, rank: int, world_size: int, **options: Any) -> None:
         shuffle = orders[0].rule != IN_ORDER

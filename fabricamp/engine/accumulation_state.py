@@ -1,7 +1,7 @@
 """A gradient accumulation in progress when a checkpoint is written: its gradients are saved, and no batch is read again.
 
-In a checkpoint: ``gradients`` by parameter, each stacked over the ranks or sharded; ``held``, for each rank the names of the
-parameters with a gradient; ``tensors``, what the update keeps beside ``.grad``, stacked over the ranks.
+In a checkpoint: ``gradients`` by parameter, each stacked over the ranks or sharded; ``params_with_grad``, for each rank the
+names of the parameters with a gradient; ``tensors``, what the update keeps beside ``.grad``, stacked over the ranks.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class AccumulationState(Section):
             content["loops.fit.failed"] = True
         content["loops.fit.stepped"] = update is not None and update.stepped
         content["loops.fit.open_batches"] = self._state.open_batches if self._is_saved() else 0
-        content["loops.fit.window"] = None
+        content["loops.fit.accumulation"] = None
         if update is not None:
-            content["loops.fit.window"] = _gathered(self._module, update, self._strategy)
+            content["loops.fit.accumulation"] = _gathered(self._module, update, self._strategy)
         return content
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
@@ -82,10 +82,10 @@ class AccumulationState(Section):
             )
         if self.update is not None:
             self.update.reference = loop.get("loss_reference")
-        if loop.get("window") is None:
+        if loop.get("accumulation") is None:
             return
         assert self.update is not None
-        accumulation = loop["window"]
+        accumulation = loop["accumulation"]
         if self._strategy.checkpoint_form == "folder":
             accumulation = _for_shards(checkpoint, path, self._module, self._strategy)
         problem = _restored(accumulation, self._module, self.update, self._strategy)
@@ -111,15 +111,16 @@ def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dic
         return {
             **accumulation,
             "gradients": whole,
-            "held": strategy.all_gather_object(sorted(whole)),
+            "params_with_grad": strategy.all_gather_object(sorted(whole)),
             "tensors": [_stacked(tensor, strategy) for tensor in accumulation["tensors"]],
         }
     parameters = dict(module.named_parameters())
-    held = strategy.all_gather_object([name for name, parameter in parameters.items() if parameter.grad is not None])
-    held_anywhere = {name for names in held for name in names}
+    own_names = [name for name, parameter in parameters.items() if parameter.grad is not None]
+    params_with_grad = strategy.all_gather_object(own_names)
+    on_any_rank = {name for names in params_with_grad for name in names}
     gradients = {}
     for name, parameter in parameters.items():
-        if name in held_anywhere:  # on all ranks alike: stacking is a collective
+        if name in on_any_rank:  # on all ranks alike: stacking is a collective
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
             # Sharded gradients are averaged over the ranks already.
             gradients[name] = own if is_shard(own) else _stacked(own, strategy)
@@ -127,7 +128,7 @@ def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dic
         **accumulation,
         **_offsets_of_shards(gradients),
         "gradients": gradients,
-        "held": held,
+        "params_with_grad": params_with_grad,
         "tensors": [_stacked(tensor, strategy) for tensor in accumulation["tensors"]],
     }
 
@@ -158,9 +159,9 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
     Full gradients, which parameters do not hold as shards yet, stay each rank's own if the number of ranks is the same.
     """
     fit = checkpoint["loops"]["fit"]
-    accumulation = fit["window"]
+    accumulation = fit["accumulation"]
     if not accumulation.get("sharded"):
-        ranks = len(accumulation["held"])
+        ranks = len(accumulation["params_with_grad"])
         # On the meta device: the values are in the folder's shards, and not in the file that was read.
         in_shards = any(gradient.is_meta for gradient in accumulation["gradients"].values())
         whole = strategy.places_of_whole_gradients() if ranks == strategy.world_size else {}
@@ -169,8 +170,13 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
         averaged = {}
         for name, stacked in accumulation["gradients"].items():
             averaged[name] = _unstacked(full_gradient(checkpoint, path, name, stacked), None)
-        accumulation = {**accumulation, "gradients": averaged, "sharded": True, "held": [sorted(averaged)] * ranks}
-        checkpoint = {**checkpoint, "loops": {"fit": {**fit, "window": accumulation}}}
+        accumulation = {
+            **accumulation,
+            "gradients": averaged,
+            "sharded": True,
+            "params_with_grad": [sorted(averaged)] * ranks,
+        }
+        checkpoint = {**checkpoint, "loops": {"fit": {**fit, "accumulation": accumulation}}}
     return {**accumulation, "gradients": sharded_gradients(checkpoint, path, dict(module.named_parameters()))}
 
 
@@ -179,7 +185,7 @@ def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Upda
 
     With another number of ranks, each gets the mean of all saved ranks: the average over the ranks is the same then.
     """
-    same_ranks = len(accumulation["held"]) == strategy.world_size
+    same_ranks = len(accumulation["params_with_grad"]) == strategy.world_size
     rank = strategy.rank if same_ranks else None
     parameters: dict[str, Tensor] = dict(module.named_parameters())
     gradients = accumulation["gradients"]
@@ -198,9 +204,9 @@ def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Upda
     if accumulation.get("whole"):
         strategy.take_whole_gradients(gradients)
         return ""
-    held = accumulation["held"][strategy.rank] if same_ranks else gradients
+    names = accumulation["params_with_grad"][strategy.rank] if same_ranks else gradients
     offsets = accumulation.get("offsets", {})
-    for name in held:
+    for name in names:
         parameter = parameters[name]
         copied = gradients[name].to(parameter.device, copy=True)
         parameter.grad = copied

@@ -102,9 +102,9 @@ class Counters(Section):
             "loops.fit.batches_done": done,
             "loops.fit.validations": state.validations + validation_ends,
             "loops.fit.skipped_before": state.skipped_before,
-            "loops.fit.stop": state.stop_reason if repeats_stop else "",
+            "loops.fit.stop_reason": state.stop_reason if repeats_stop else "",
             "loops.fit.interrupted": state.interrupted,
-            "loops.fit.closed": state.epoch_ended or state.closed_at == state.batches_done,
+            "loops.fit.epoch_ended": state.epoch_ended or state.closed_at == state.batches_done,
             "loops.fit.validated": state.epoch_ended or validation_ends or state.validated_at == state.batches_done,
         }
 
@@ -133,10 +133,10 @@ class Counters(Section):
         state.validations = _counter(position, "validations", path, within="loops.fit.")
         state.skipped_before = _counter(position, "skipped_before", path, within="loops.fit.")
         state.validated_at = state.batches_done if position.get("validated", True) else -1
-        state.closed_at = state.batches_done if position.get("closed", True) else -1
+        state.closed_at = state.batches_done if position.get("epoch_ended", True) else -1
         too_early = state.global_step < settings.min_steps or state.epoch < settings.min_epochs
-        if position.get("stop") and (too_early or position.get("interrupted")):
-            state.ask(str(position["stop"]))
+        if position.get("stop_reason") and (too_early or position.get("interrupted")):
+            state.ask(str(position["stop_reason"]))
 
 
 @dataclass

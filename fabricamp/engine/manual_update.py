@@ -10,7 +10,7 @@ import torch
 from fabricamp.engine.update import Update
 from fabricamp.errors import ConfigError
 from fabricamp.precision.base import Clip
-from fabricamp.precision.stepper import clip_gradients, demands_closure, write_gradients
+from fabricamp.precision.torch_updates import clip_gradients, demands_closure, write_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,8 +141,8 @@ class ClosureUpdate(Update):
             if loss is None:
                 name = type(optimizer).__name__
                 raise ConfigError(f"training_step returned None, but {name} needs the loss of every forward; return it")
-            if self._memory is not None:
-                write_gradients(optimizer, self._parts.strategy.reduce_gradients(self._memory()))
+            if self.plan is not None and self.plan.memory is not None:
+                write_gradients(optimizer, self._parts.strategy.reduce_gradients(self.plan.memory()))
             return loss
 
         def closure() -> Tensor:

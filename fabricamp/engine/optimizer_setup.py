@@ -15,7 +15,7 @@ from fabricamp.arguments.checks import check_choice, check_names, check_number
 from fabricamp.checkpoint.plain import builtin_numbers
 from fabricamp.errors import ConfigError, OptimizationError
 from fabricamp.optimizers.refusals import owned_parameters
-from fabricamp.precision.stepper import demands_closure
+from fabricamp.precision.torch_updates import demands_closure
 
 if TYPE_CHECKING:
     from fabricamp.module import TrainingModule

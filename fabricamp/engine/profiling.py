@@ -70,7 +70,8 @@ def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
     given._run_epoch = profiled(profiler, "run_training_epoch", loop._run_epoch)
     given._validate = profiled(profiler, "[_EvaluationLoop].run", loop._validate)
     changed: Any = update
-    changed._reduce = profiled(profiler, f"{strategy}.reduce_gradients", update._reduce)
+    if update.plan is not None:
+        update.plan.reduce = profiled(profiler, f"{strategy}.reduce_gradients", update.plan.reduce)
     use = update.use
 
     def use_profiled(step: Callable[..., Any]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fabricamp.checkpoint import read_together
 from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.file import load_closed
+from fabricamp.checkpoint.object_files import save
 from fabricamp.checkpoint.packing import pack_objects, unpack_objects
 from fabricamp.errors import ConfigError
 
@@ -73,5 +74,5 @@ def _present(session: Session) -> dict[str, Any]:
 def _packed(content: dict[str, Any]) -> Tensor:
     """Returns ``content`` as bytes, which later training does not change."""
     file = io.BytesIO()
-    torch.save(on_host(pack_objects(content)), file)
+    save(on_host(pack_objects(content)), file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)

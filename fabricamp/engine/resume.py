@@ -133,7 +133,7 @@ class ResumePoint(Section):
             **own,
             "data.position": position,
             "loops.fit.buffers": _differing_buffers(self._module, strategy),
-            "loops.fit.ended": {} if self._cut is None else self._metrics.published(),
+            "loops.fit.metrics_at_end": {} if self._cut is None else self._metrics.published(),
             "loops.fit.tensor_parallel": strategy.tensor_parallel,
         }
         if self.reloaded:
@@ -147,7 +147,7 @@ class ResumePoint(Section):
         return {
             "rng": capture_rng() if unfinished is None else unfinished.rng,
             "loops.fit.metrics": self._metrics.state_dict(objects),
-            "loops.fit.objects": save_objects(objects if unfinished is None else unfinished.used(objects)),
+            "loops.fit.torchmetrics": save_objects(objects if unfinished is None else unfinished.used(objects)),
         }
 
     # -- resuming ----------------------------------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ class ResumePoint(Section):
         same = strategy.world_size == ranks and strategy.tensor_parallel == tensor_parallel
         chosen = _saved_ranks(strategy, ranks, tensor_parallel, same=same)
         objects = find_objects(self._module)
-        load_objects(objects, [loop["objects"][rank] for rank in chosen])
+        load_objects(objects, [loop["torchmetrics"][rank] for rank in chosen])
         self._metrics.load_state_dict([loop["metrics"][rank] for rank in chosen], loop["metrics"][0], objects)
-        ended = loop.get("ended", [{}])
+        ended = loop.get("metrics_at_end", [{}])
         if ended[0] and state.closed_at == state.batches_done:
             self._ended = ended[chosen[0] if chosen else 0], ended[0]
         self.reloaded = loop.get("reloaded", [0])[0]
@@ -231,13 +231,13 @@ class LoggerSection(Section):
         """Returns each logger's position; only rank 0 has loggers."""
         now = self._delivery.state_dict()
         if self._cut is None:
-            return {"loggers": now, "loops.fit.ended_logs": []}
-        return {"loggers": self._cut, "loops.fit.ended_logs": now}
+            return {"loggers": now, "loops.fit.loggers_at_end": []}
+        return {"loggers": self._cut, "loops.fit.loggers_at_end": now}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Restores the loggers' positions; files of earlier versions have none."""
         positions = checkpoint.get("loggers", ())
-        ended = checkpoint.get("loops", {}).get("fit", {}).get("ended_logs")
+        ended = checkpoint.get("loops", {}).get("fit", {}).get("loggers_at_end")
         if ended and self._state.closed_at == self._state.batches_done:
             self._before_end = positions
             positions = ended

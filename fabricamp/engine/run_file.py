@@ -118,6 +118,7 @@ def _beginning(session: Session, folder: Path) -> dict[str, Any]:
             "callbacks": [type(one).__name__ for one in trainer.callbacks],
             "loggers": [type(one).__name__ for one in trainer.loggers],
         },
+        "monitors": list(dict.fromkeys(one.monitor for one in model_checkpoints(trainer) if one.monitor is not None)),
         "module": _name_of(module),
         "data": None if session.source.datamodule is None else _name_of(session.source.datamodule),
         "hyperparameters": hidden(hyperparameters),

@@ -36,6 +36,8 @@ class RunSummary:
         self._session = session
         self._first = session.trainer.state.batches_done
         self._speaks = session.trainer.is_global_zero and any(map(_shows, session.trainer.callbacks))
+        self.is_trial = False
+        """Whether the run is a trial of the Tuner, of which there are many."""
 
     def begin(self) -> None:
         """Logs what a fit runs on, where its files go, and what it resumes from."""
@@ -126,6 +128,11 @@ class RunSummary:
         if state.batches_done == self._first:
             return f"Nothing left to train at step {state.global_step}: {self.reason()} already"
         return f"Ended at step {state.global_step}: {self.reason()}"
+
+    def say_of_graph(self, line: str) -> None:
+        """Logs why steps are not captured as CUDA graphs, also if bar and summary are switched off: nothing else would show it."""
+        if self._trainer.is_global_zero and not self.is_trial:
+            _LOG.info(line)
 
     def say(self, *lines: str) -> None:
         """Logs lines at level INFO, unless this run is silent."""

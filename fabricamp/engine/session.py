@@ -59,7 +59,7 @@ from fabricamp.module import TrainingModule
 from fabricamp.nn.conversion import convert_syncbn_model, revert_syncbn_model
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.precision.base import NOT_CONVERTED
-from fabricamp.precision.stepper import demands_closure
+from fabricamp.precision.torch_updates import demands_closure
 from fabricamp.rng import isolate_rng
 from fabricamp.state import RunningStage, TrainerFn
 from fabricamp.watchdog import Watchdog, leave_at_exit
@@ -403,7 +403,7 @@ class Session:
         if reason and options.required:
             raise refused(reason)
         if reason:
-            self.run_summary.say(f"cuda_graph='auto' runs eagerly: {reason}")
+            self.run_summary.say_of_graph(f"cuda_graph='auto' runs eagerly: {reason}")
             parts.state.runs_as = "eager"
         return not reason
 
@@ -417,7 +417,7 @@ class Session:
         if reason and options.required:
             raise ConfigError(f"cuda_graph: {what}: {reason}; or give steps=1, which launches each step by itself")
         if reason:
-            self.run_summary.say(f"{what} launches each step by itself: {reason}")
+            self.run_summary.say_of_graph(f"{what} launches each step by itself: {reason}")
         return not reason
 
     # -- evaluation, within fit and as an entry point ----------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from fabricamp.data import set_epoch
 from fabricamp.engine.overflow_policy import OverflowPolicy
 from fabricamp.engine.schedules import Schedules
 from fabricamp.errors import ConfigError, OptimizationError
-from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.ops.tensors import HALF_DTYPES
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from fabricamp.gradients.flat import Gradients
     from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.base import Clip
+    from fabricamp.precision.update_plan import UpdatePlan
 
 
 class Update:
@@ -74,13 +74,12 @@ class Update:
         self._offset = 1  # an accumulation ends where (batch_idx + _offset) % _accumulate == 0
         self._batch_complete = True  # False from a micro-batch's backward to its end
         self._optimizer = parts.optimizers[0] if parts.optimizers and automatic else None
+        self.plan: UpdatePlan | None = None
+        """The update of the optimizer; None in manual optimization and without an optimizer."""
+        if self._optimizer is not None:
+            self.plan = precision.plan(self._optimizer, parts.strategy, parts.clip)
         # Whether gradients are summed in the precision's own memory; .grad then holds those of one micro-batch.
-        self._sums = self._optimizer is not None and precision.gradients(self._optimizer).flat is not None
-        self._memory: Callable[[], GradientMemory] | None = None
-        if self._optimizer is not None and (self._sums or parts.strategy.asks_for_parameters):
-            self._memory = partial(precision.gradients, self._optimizer)
-        self._exchanges = self._sums or overrides(parts.strategy, "reduce_gradients", Strategy)
-        self._reduce = parts.strategy.reduce_gradients
+        self._sums = self.plan is not None and self.plan.sums
         self.weights: LossWeights | None = None
         self.reference: Tensor | None = None
         self.overflow_policy: OverflowPolicy | None = None
@@ -92,7 +91,8 @@ class Update:
         # If steps may be skipped, the overflow policy advances the schedules instead, by the applied steps.
         schedules_wait = step_results is not None and step_results.schedules_follow
         self._advances_at_once = self.schedules.follow_steps and not schedules_wait
-        steps_alone = not (self._exchanges or self.overflow_policy or parts.clip or self._advances_at_once)
+        exchanges = self.plan is not None and self.plan.exchanges
+        steps_alone = not (exchanges or self.overflow_policy or parts.clip or self._advances_at_once)
         # Replaced as a whole when what an update calls changes: _compare_kinds drops itself, and _use_weights the plain step.
         self._hooks = resolve_hooks(parts, self._optimizer, steps_alone=steps_alone)
         # With several ranks, a weight on some ranks only would leave the others waiting in its exchange: before the first backward
@@ -161,6 +161,8 @@ class Update:
             with self._parts.strategy.no_sync():
                 outputs = self._forward_backward(batch, batch_idx)
         if ends and self.loss is not None:
+            if self._optimizer is not None and self._parts.optimizers[0] is not self._optimizer:
+                raise self._another_optimizer()
             plain_step = self._hooks.plain_step
             if plain_step is None:
                 loss, self.loss = self.loss, None
@@ -207,8 +209,8 @@ class Update:
         hooks.backward(loss)
         for hook in hooks.after_backward:
             hook()
-        if self._sums and self._memory is not None:
-            self._memory().add()
+        if self._sums and self.plan is not None and self.plan.memory is not None:
+            self.plan.memory().add()
         if not hooks.wants_outputs:
             return None
         if self._shows_shares:
@@ -244,8 +246,9 @@ class Update:
             self._forward = self.weights.requiring_weights(self._forward)
             # The update now divides by the weight, which comes with the exchanged gradients: never the optimizer's step alone.
             self._hooks = replace(self._hooks, plain_step=None)
-            self._exchanges = True
-            self._reduce = self.weights.dividing(self._reduce)
+            if self.plan is not None:
+                self.plan.exchanges = True
+                self.plan.reduce = self.weights.dividing(self.plan.reduce)
         return self.weights
 
     def _compare_kinds(self, _: Tensor) -> None:
@@ -291,36 +294,42 @@ class Update:
     # -- the update --------------------------------------------------------------------------------------------------------------
 
     def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
-        """Launches an update's work on the device: exchange, step, end of the accumulation."""
-        optimizer = self._optimizer
-        parts = self._parts
-        if optimizer is not None:
-            memory = None if self._memory is None else self._memory()
-            gradients = self._reduce(memory) if self._exchanges else IN_PLACE
-            if self._hooks.shows_gradients:
-                self._show_gradients(optimizer, gradients, batch_idx, loss)
-            else:
-                parts.precision.step(optimizer, gradients, parts.clip, loss=loss)
-        if self.overflow_policy is not None:
-            self.overflow_policy.launch_close(loss)
+        """Launches an update's work on the device: exchange, step, end of the accumulation step."""
+        plan = self.plan
+        if plan is None:
+            if self.overflow_policy is not None:
+                self.overflow_policy.launch_close(loss)
+        elif self._hooks.shows_gradients:
+            self._launch_shown_update(plan, loss, batch_idx)
+        else:
+            plan.run(loss)
+            plan.after()
 
-    def _show_gradients(self, optimizer: Optimizer, gradients: Gradients, batch_idx: int, loss: Tensor | None) -> None:
-        """Runs an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""
+    def _another_optimizer(self) -> ConfigError:
+        """Returns the error for an optimizer that the fit has not set up: it has no masters, and the plan is not for it."""
+        there = type(self._parts.optimizers[0]).__name__
+        return ConfigError(
+            f"trainer.optimizers[0] was replaced by another {there} in the middle of a fit; change the one from "
+            "configure_optimizers (its param_groups, add_param_group, load_state_dict), or end the fit and begin another"
+        )
+
+    def _launch_shown_update(self, plan: UpdatePlan, loss: Tensor | None, batch_idx: int) -> None:
+        """Launches an update before which hooks or overridden methods see the gradients: unscaled, in ``.grad``."""
+        optimizer = plan.optimizer
         hooks = self._hooks
-        clip = self._parts.clip
         run = None
 
         def look() -> Clip | None:
             for hook in hooks.before_step:
                 hook(optimizer)
             if hooks.clipping is None:
-                return clip
-            hooks.clipping(optimizer, clip)
+                return plan.clip
+            hooks.clipping(optimizer, plan.clip)
             return None
 
         if hooks.step is not None:
             run = partial(hooks.step, self._state.epoch, batch_idx, optimizer, lambda: loss)
-        self._parts.precision.step(optimizer, gradients, run=run, look=look)
+        plan.run_shown(loss, look, run)
 
     def _note_update(self) -> None:
         """Does the host's work after an update: counters, schedules, step statuses of earlier updates."""

@@ -144,9 +144,9 @@ def _scale_accumulation(loop: dict[str, Any], before: int, now: int) -> None:
 
     A loss is divided by the number per step, so the gradients, averaged over the ranks, are of the same fraction of a step.
     """
-    accumulation = loop.get("window")
+    accumulation = loop.get("accumulation")
     scaled = loop.get("open_batches", 0) * now
     if accumulation is None or accumulation.get("weighted") or scaled % before:
         return
     loop["open_batches"] = scaled // before
-    loop["window"] = {**accumulation, "accumulate": now}
+    loop["accumulation"] = {**accumulation, "accumulate": now}

@@ -85,4 +85,4 @@ _STORED_ELSEWHERE: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] 
     "loggers.MLFlowLogger": _of_mlflow,
     "loggers.WandbLogger": _of_wandb,
 }
-"""For classes that keep arguments in another form: functions from an object's attributes to those that hold its arguments."""
+"""Functions for classes that store arguments in another form: each takes an object's attributes and returns the arguments."""

@@ -130,7 +130,7 @@ def _methods_to_forward(value: Any, base: type, kind: type, name: str) -> list[s
             continue
         if getattr(base, method) is not getattr(root, method, None):
             return None
-        # An empty hook of Lightning's is one of fabricamp's Callback too; other methods fabricamp's class need not have.
+        # Here ``method`` is one of Lightning's empty hooks.  fabricamp's Callback has all of them, so the attribute exists.
         empty_in_ours = getattr(kind, method) is getattr(Callback, method, None)
         if not (empty_in_ours and callable(getattr(base, method))):
             return None

@@ -77,7 +77,7 @@ def detach(run_context: RunContext, source: GivenData) -> None:
 
 
 class LentRunContext(RunContext):
-    """A run context that gives temporary attributes to every LightningModule in the module: inner ones log too."""
+    """A run context that gives temporary attributes to every LightningModule in the module, because inner ones may log too."""
 
     __slots__ = ("_modules",)
 
@@ -108,7 +108,7 @@ class LentRunContext(RunContext):
         return lent
 
     def show_dtypes(self) -> None:
-        """Updates the separate dtype of LightningModules: the precision converts parameters without calling ``to``."""
+        """Updates the dtype that LightningModules store: the precision converts parameters without calling ``to``."""
         for module, *_ in self._modules:
             if any(parameter.is_floating_point() for parameter in module.parameters()):
                 vars(module)["_dtype"] = TrainingModule.dtype.fget(module)  # type: ignore[attr-defined]  # a property's
@@ -173,7 +173,7 @@ class _TrainerFace(_Face):
 class _StrategyFace(_Face):
     @property
     def _lightning_optimizers(self) -> Any:
-        """The optimizers that ``self.optimizers()`` returns: a single one without a list, as that method recognises it by class."""
+        """The optimizers for ``self.optimizers()``; a single one is not in a list, because that method checks its class."""
         optimizers = vars(self)["_attachment"].optimizers
         return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 

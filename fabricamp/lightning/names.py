@@ -1,12 +1,12 @@
 """An import hook: ``import lightning.pytorch as pl`` finds fabricamp's classes, here and in processes spawned from this one.
 
-Each module of Lightning's is a module object of its own, with the names of a module of fabricamp: of the one at the same path below
-``fabricamp.lightning.packages`` or, if there is none, below ``fabricamp``.  The names are copied when the module is imported, so an
-attribute that is set, patched or deleted in one of the modules keeps its value in the other.
+Each of Lightning's modules is a separate module object.  Its import copies the names of fabricamp's module at the same path below
+``fabricamp.lightning.packages`` or, if there is none, below ``fabricamp``.  Setting, patching or deleting an attribute in one of
+the two modules does not change the other.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are two modules with the same classes inside.  They are two packages in Lightning,
-so there too a patch of a name in one is not seen in the other.  A patch of a class, as ``mock.patch.object(Trainer, "fit")``, is
-seen in both, and in fabricamp.  ``lightning_fabric`` is ``lightning.fabric``: one module under two names.
+``lightning.pytorch`` and ``pytorch_lightning`` are two modules with the same classes.  Lightning has two packages too: a patch of a
+name in one of them does not change the other.  A patch of a class, as ``mock.patch.object(Trainer, "fit")``, applies to both, and
+to fabricamp.  ``lightning_fabric`` is ``lightning.fabric``: one module under two names.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PART_OF_LIGHTNING: Final = {"pytorch_lightning": "pytorch", "lightning_fabric":
 PATH: Final = str(Path(__file__).parent / "_path")
 """A folder with modules of Lightning's names: a spawned process inherits ``sys.path``, and finds the hook through this folder.
 
-Its folders ``*.dist-info`` are what ``importlib.metadata`` reads about the three distributions.  They say 2.6.6, like the modules,
-also where another version is installed: nothing of the installed one runs.
+``importlib.metadata`` reads its folders ``*.dist-info`` for the three distributions.  They state version 2.6.6, like the modules,
+even if another version is installed, because no code of the installed one runs.
 """
 
 _HOME: Final = "fabricamp.lightning.packages"
@@ -57,7 +57,7 @@ class _Loader:
         """Copies the names of the home, without its submodules: those have modules of Lightning's names, imported on first use."""
         home = importlib.import_module(self._home)
         name = module.__name__
-        # Imported before the names are copied: the import binds __version__ to the module, and the copy to the string.
+        # Imported before the names are copied: the import binds __version__ to a module, and the copy then to the string.
         for part in _VERSION_MODULES:
             if _found(f"{self._home}.{part}"):
                 importlib.import_module(f"{name}.{part}")
@@ -67,7 +67,7 @@ class _Loader:
         for key in _OF_THE_MODULE_ITSELF:
             names.pop(key, None)
         names["__getattr__"] = functools.partial(_submodule, module)
-        # A module that is imported once more finds the submodules of the first import.
+        # If the module is imported again, it gets the submodules of the first import.
         for loaded in [one for one in sys.modules if one.rpartition(".")[0] == name]:
             names.setdefault(loaded.rpartition(".")[2], sys.modules[loaded])
         vars(module).update(names)
@@ -86,7 +86,7 @@ class _SameModule:
         """Replaces the new module in ``sys.modules``: the import returns the module that is there afterwards."""
         second = module.__name__
         sys.modules[second] = importlib.import_module(self._name)
-        # Later imports of its submodules find them, so that they bind no name in it once more.
+        # Later imports of its submodules find these entries, and do not bind names in the package again.
         for loaded in [one for one in sys.modules if one.startswith(f"{self._name}.")]:
             sys.modules.setdefault(f"{second}{loaded.removeprefix(self._name)}", sys.modules[loaded])
 
@@ -98,10 +98,10 @@ def _is_ours(value: object) -> bool:
 def _submodule(module: ModuleType, name: str) -> Any:
     """Returns a submodule, imported on first use, because Lightning's packages import theirs."""
     full_name = f"{module.__name__}.{name}"
-    # Python asks modules that are no packages for __path__.
+    # Python also reads __path__ of modules that are not packages.
     if "__path__" in vars(module) and not name.startswith("__") and importlib.util.find_spec(full_name) is not None:
         importlib.import_module(full_name)
-        if name in vars(module):  # it is not where the program has deleted it
+        if name in vars(module):  # missing if the program has deleted it
             return vars(module)[name]
     words = words_for(_without_package(full_name))
     raise AttributeError(words or f"module {module.__name__!r} has no attribute {name!r}{nearest(name, vars(module))}")
@@ -117,7 +117,7 @@ class Names:
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        """Returns the spec of a module of Lightning's name, or None; for one that is not offered raises what to write instead."""
+        """Returns the spec of a module with Lightning's name, or None; raises ModuleNotFoundError, with advice, if not offered."""
         package = name.partition(".")[0]
         if package not in PACKAGES:
             return None
@@ -128,9 +128,9 @@ class Names:
         if home is not None:
             return _spec(name, path, home)
         words = words_for(path.removeprefix("pytorch."))
-        # importlib.util.find_spec asks only whether the module exists, so it gets an answer and no error.
+        # importlib.util.find_spec only checks whether the module exists, so it gets None and no error.
         if words is not None and sys._getframe(2).f_globals.get("__name__") != "importlib.util":
-            # The error has another name than the module: `from lightning.pytorch import loops` swallows one of the module's name.
+            # The error's name differs from the module's: `from lightning.pytorch import loops` swallows an error with that name.
             raise ModuleNotFoundError(words, name=path)
         return None
 
@@ -153,7 +153,9 @@ def _spec(name: str, path: str, home: ModuleSpec) -> ModuleSpec:
 def _home_of(path: str) -> ModuleSpec | None:
     """Returns the spec of fabricamp's module with the names of ``lightning.path``; None if there is none."""
     own = _found(f"{_HOME}.{path}".removesuffix("."))
-    if own is None and path.count(".") > 1:  # the packages themselves are ours: fabricamp has more than Lightning has
+    if (
+        own is None and path.count(".") > 1
+    ):  # not directly below ``pytorch``: fabricamp has modules there that Lightning lacks
         return _found_below_fabricamp(path)
     return own
 
@@ -166,7 +168,7 @@ def _found_below_fabricamp(path: str) -> ModuleSpec | None:
 def _found(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # of its package
+    except ModuleNotFoundError:  # its package does not exist
         return None
 
 

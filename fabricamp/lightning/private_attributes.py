@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _accelerator_connector(trainer: Any) -> SimpleNamespace:
-    """Whether there are several processes, and the devices of this node's.
+    """Returns whether there are several processes, and the devices of the processes on this node.
 
     ``is_distributed`` is read by Lightning's own Tuner and ``all_gather``, by optuna-integration and darts; ``_parallel_devices``
     by pina.
@@ -53,7 +53,7 @@ class _StepCount:
 
     @property
     def completed(self) -> int:
-        """The number of steps, as ``trainer.global_step``, where an addition counts too; ``max_steps`` sees it between epochs."""
+        """The number of steps, ``trainer.global_step``; if it is set, ``max_steps`` counts the new value between epochs."""
         return int(self._state.global_step)
 
     @completed.setter
@@ -62,7 +62,7 @@ class _StepCount:
 
 
 def _manual_optimization(loop: Any) -> SimpleNamespace:
-    """The count of the steps by hand: ``manual_optimization.optim_step_progress.total.completed``, written by pina."""
+    """The count of manual steps: ``manual_optimization.optim_step_progress.total.completed``, written by pina."""
     return SimpleNamespace(optim_step_progress=SimpleNamespace(total=_StepCount(loop._trainer)))
 
 

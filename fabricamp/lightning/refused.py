@@ -1,4 +1,4 @@
-"""The base of Lightning's classes that can be imported, and that raise what to write instead when they are constructed."""
+"""The base of Lightning's classes that can be imported but not constructed: construction raises an error with advice."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fabricamp.errors import ConfigError
 
 
 class Refused:
-    """A class for type hints, ``isinstance`` and subclasses alone; there are no objects of it.
+    """A class for type hints, ``isinstance`` and subclasses only; it has no instances.
 
-    Libraries import such classes where they only ask for the type of what they are given.
+    Libraries import such classes only to check the types of objects that they get.
     """
 
     _lightnings_name: ClassVar[str]
     """The class's name, such as "strategies.DeepSpeedStrategy": it or its package is a key of migration.toml's ``not_offered``."""
 
     def __new__(cls, *_: Any, **__: Any) -> NoReturn:
-        """Raises :class:`ConfigError` with what to write instead."""
+        """Raises :class:`ConfigError`, which says what to write instead."""
         name = cls._lightnings_name
         package = name.rpartition(".")[0]
         of_package = words_for(package) or f"Lightning's {package} is not offered by fabricamp"

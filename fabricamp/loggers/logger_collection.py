@@ -21,7 +21,7 @@ class LoggerCollection:
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = list(loggers)
-        self._waits: dict[int, threading.Thread] = {}  # by the logger's number; an abandoned one goes on
+        self._waits: dict[int, threading.Thread] = {}  # by the logger's number; an abandoned thread keeps running
         self._error: BaseException | None = None  # raised by a barrier, outside the training thread
 
     def begin(self, module: nn.Module) -> None:
@@ -82,7 +82,7 @@ class LoggerCollection:
         """Waits, in any thread, until all loggers' values are on disk; abandons a logger that fails or is slow."""
         started = {}
         for number, logger in enumerate(self._loggers):
-            # A logger that an earlier checkpoint abandoned, and that is still at it, holds no later one up.
+            # Later checkpoints do not wait for a logger that was abandoned and has not finished yet.
             if type(logger).barrier is not Logger.barrier and number not in self._waits:
                 started[number] = self._start(number, logger, step)
         deadline = time.monotonic() + BARRIER_SECONDS

@@ -241,6 +241,7 @@ class MLFlowLogger(Logger):
         return self._mlflow_client
 
     def _begin(self) -> None:
+        """Creates the run, or sets the given run to RUNNING; does nothing if that is done."""
         with self._lock:
             if self._begun:
                 return
@@ -276,7 +277,7 @@ class MLFlowLogger(Logger):
             try:
                 info = client.get_run(run_id).info
             except Exception as error:
-                if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # the run is in another store
+                if getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST":  # the run is from another store
                     return
                 raise
             if info.lifecycle_stage == "deleted" or info.experiment_id != self._experiment_id:

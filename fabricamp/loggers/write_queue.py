@@ -208,12 +208,11 @@ class RecordQueue(Generic[Position]):
 
     def _clear(self) -> None:
         self._generation += 1
-        # One call at a time: a failed call does not take later ones with it.
+        # One call at a time: if several were sent together, a failed call would fail the later ones too.
         self._calls: WriteQueue[Call] = WriteQueue(partial(self._send, self._generation), most_at_once=1)
         self._position: Position | None = None
-        self._records: list[
-            Record
-        ] = []  # oldest first; the first _num_requested are to be written, _num_writing are at it
+        # Oldest first; the first _num_requested are to be written, the first _num_writing are being written.
+        self._records: list[Record] = []
         self._num_requested = 0
         self._num_writing = 0
         self._weight = 0  # of all records
@@ -273,7 +272,7 @@ class RecordQueue(Generic[Position]):
             try:
                 self.update_position(self._look)
             except TimeoutError:
-                # A write that the thread was at stores the position before it appends.
+                # The thread may be in the middle of a write, which stores the position before it appends.
                 if self._position is None:
                     raise
         with self._lock:
@@ -344,7 +343,7 @@ class RecordQueue(Generic[Position]):
             if records:
                 position = self._append([record.content for record in records])
         except OSError:
-            num_gone = 0  # they wait for the next attempt
+            num_gone = 0  # the records wait for the next attempt
             raise
         finally:
             with self._lock:

@@ -348,7 +348,7 @@ class Metrics(Recording):
             "callback_metrics": dict(self.reduced),
             "logged_metrics": dict(self.logged),
             "progress_bar_metrics": dict(self.progress_bar_metrics),
-            "given": as_numbers(self._callback_view.user_entries),
+            "user_entries": as_numbers(self._callback_view.user_entries),
             "dtypes": self._dtypes.state_dict(),
         }
 
@@ -357,7 +357,7 @@ class Metrics(Recording):
         self.reduced.update(first["callback_metrics"])
         self.logged.update(shown["logged_metrics"])
         self.progress_bar_metrics.update(shown["progress_bar_metrics"])
-        self._callback_view.put(first.get("given", {}))
+        self._callback_view.put(first.get("user_entries", {}))
         self._dtypes.load_state_dict(first.get("dtypes", {}))
 
     def take_ended(self, shown: dict[str, Any], first: dict[str, Any]) -> None:
@@ -376,7 +376,7 @@ class Metrics(Recording):
         names = {id(metric): name for name, metric in objects.items()}
         return {
             "table": save_table(self.table(MetricTable.TRAINING), names),
-            "pending": [{"step": flushed.step, "rows": save_rows(flushed.rows)} for flushed in pending],
+            "pending": [{"step": flushed.step, "ranks": save_rows(flushed.rows)} for flushed in pending],
             **self.published(),
         }
 
@@ -389,7 +389,7 @@ class Metrics(Recording):
         self.take_published(states[0] if states else first, first)
         if len(states) == 1:
             for flushed in states[0]["pending"]:
-                self._pending.append(_Arrived(flushed["step"], load_rows(flushed["rows"])))
+                self._pending.append(_Arrived(flushed["step"], load_rows(flushed["ranks"])))
         self.due = self._pending[0].step + _LAG if self._pending else _NOTHING_DUE
 
 

@@ -113,6 +113,7 @@ class Recording:
         return slot
 
     def _new_slot(self, arguments: Arguments, value: Any) -> Slot:
+        """Returns a new slot for a call, with its cells in the table; raises :class:`ConfigError` for a value that is refused."""
         state = self._state
         strategy = self._strategy
         metric = value if is_metric(value) else None
@@ -136,6 +137,7 @@ class Recording:
             if step_or_epoch is not None:
                 self._dtypes.note(step_or_epoch, dtype_of(value))
         table = self.table(self._table_name())
+        # With rank_zero_only the slots of other ranks get no cells, so their calls store nothing.
         if not (arguments.rank_zero_only and strategy.rank):
             of_step, of_epoch = published
             slot.step = None if of_step is None else table.add(of_step, slot)

@@ -18,13 +18,13 @@ from fabricamp.metrics.values import is_metric
 def save_table(table: MetricTable, objects: dict[int, str]) -> dict[str, Any]:
     """Returns the values of ``table``'s cells; ``objects`` names torchmetrics objects by their ids."""
     return {
-        "cells": [
+        "slots": [
             {
                 "published": cell.published._asdict(),
-                "number": cell.number,
+                "host_value": cell.number,
                 "weight": cell.weight,
-                "sent": cell.sent,
-                "object": objects.get(id(cell.metric), ""),
+                "flushed_weight": cell.sent,
+                "metric_attribute": objects.get(id(cell.metric), ""),
             }
             for cell in table.cells.values()
         ],
@@ -35,23 +35,23 @@ def save_table(table: MetricTable, objects: dict[int, str]) -> dict[str, Any]:
 def load_table(table: MetricTable, states: Sequence[dict[str, Any]], objects: dict[str, Any]) -> None:
     """Loads ``states`` into ``table`` before anything is logged: one rank's values, or several ranks' values combined."""
     for state in states:
-        for saved, value in zip(state["cells"], state["values"], strict=True):
+        for saved, value in zip(state["slots"], state["values"], strict=True):
             published = Published(**saved["published"])
             if len(states) > 1 and published.per_step:
                 continue  # step values of several ranks cannot be combined
             cell = table.restore(published)
-            cell.metric = objects.get(saved["object"], cell.metric)
+            cell.metric = objects.get(saved["metric_attribute"], cell.metric)
             if published.per_step:
                 cell.tensor.copy_(value)
-                cell.number = saved["number"]
+                cell.number = saved["host_value"]
                 cell.weight = saved["weight"]
-                cell.sent = saved.get("sent", 0)
+                cell.sent = saved.get("flushed_weight", 0)
             elif published.mode in ("min", "max"):
-                cell.add_number(saved["number"], 0)
+                cell.add_number(saved["host_value"], 0)
                 cell.add_tensor(value.to(table.device), saved["weight"])
             elif saved["weight"]:
                 cell.tensor.add_(value.to(table.device))
-                cell.number += saved["number"]
+                cell.number += saved["host_value"]
                 cell.weight = 1 if published.mode == "metric" else cell.weight + saved["weight"]
 
 
@@ -60,9 +60,9 @@ def save_rows(rows: Sequence[RankValues]) -> list[dict[str, Any]]:
     return [
         {
             "published": [published._asdict() for published in row.published],
-            "numbers": list(row.numbers),
+            "host_values": list(row.numbers),
             "weights": list(row.weights),
-            "device": list(row.device),
+            "device_values": list(row.device),
         }
         for row in rows
     ]
@@ -71,7 +71,13 @@ def save_rows(rows: Sequence[RankValues]) -> list[dict[str, Any]]:
 def load_rows(saved: Sequence[dict[str, Any]]) -> list[RankValues]:
     """Returns the rows that :func:`save_rows` saved."""
     return [
-        RankValues(**{**row, "published": [Published(**published) for published in row["published"]]}) for row in saved
+        RankValues(
+            published=[Published(**published) for published in row["published"]],
+            numbers=row["host_values"],
+            weights=row["weights"],
+            device=row["device_values"],
+        )
+        for row in saved
     ]
 
 
@@ -89,7 +95,7 @@ def find_objects(module: nn.Module) -> dict[str, Any]:
 def save_objects(objects: dict[str, Any]) -> dict[str, Any]:
     """Returns the states of those ``objects`` that have been updated."""
     return {
-        name: {"updates": metric.update_count, "states": {key: _state(metric, key) for key in metric._defaults}}
+        name: {"update_count": metric.update_count, "states": {key: _state(metric, key) for key in metric._defaults}}
         for name, metric in objects.items()
         if metric.update_count
     }
@@ -105,7 +111,7 @@ def load_objects(objects: dict[str, Any], states: Sequence[dict[str, Any]]) -> N
         for key in metric._defaults:
             values = [_on(metric.device, of_rank["states"][key]) for of_rank in saved]
             setattr(metric, key, values[0] if len(values) == 1 else _reduced(name, metric, key, values))
-        metric._update_count = sum(of_rank["updates"] for of_rank in saved)
+        metric._update_count = sum(of_rank["update_count"] for of_rank in saved)
         metric._computed = None
 
 

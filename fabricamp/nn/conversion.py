@@ -33,7 +33,7 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Attributes of a module to move besides its tensors; the dicts themselves are moved, so that handles still remove their hooks."""
+"""Attributes of a module to move besides its tensors; the dicts themselves are moved, so the hooks' handles still remove them."""
 _ORIGINAL = "_batch_norm_before"
 _FORWARDS = (AnyBatchNorm.forward, nn.SyncBatchNorm.forward)
 """The forwards that SyncBatchNorm replaces exactly; with any other, a subclass's own activations and casts would be lost."""

@@ -89,7 +89,7 @@ class Kernel:
         self._current = index_of_current(device.type)
         self._stream: Callable[[int], int] = current_stream if device.type == "cuda" else _no_stream
         self._calls: dict[tuple[Any, ...], tuple[int, Any]] = {}
-        self._argument_memory: list[_ArgumentMemory] = []  # of no running launch
+        self._argument_memory: list[_ArgumentMemory] = []  # not used by a running launch
 
     @property
     def address(self) -> int:
@@ -104,13 +104,16 @@ class Kernel:
         call = self._calls.get(key)
         if call is None:
             call = self._lay_out(key, arguments)
-        self._start(blocks, threads, call[0])
+        if self._current() == self._index:
+            self._function(blocks, threads, call[0], self._stream(self._index))
+        else:
+            self._launch_elsewhere(blocks, threads, call[0])
 
     def launch(self, blocks: int, threads: int, *numbers: float) -> None:
         """Launches with plain addresses and numbers, without a cache: for operands that are new in every call.
 
-        The caller has made sure that the addresses are those of tensors.  There is one of ``numbers`` for each of ``types``, none
-        of which is a structure.  Raises struct.error for another count or type.
+        The caller has made sure that the addresses are those of tensors.  ``numbers`` has one entry for each of ``types``; none of
+        these is a structure.  Raises struct.error for another count or type.
         """
         # Removed during the launch: another thread that launches this kernel must not overwrite the arguments being read.
         try:
@@ -120,15 +123,13 @@ class Kernel:
         write, values, address, _ = memory
         write(values, 0, *numbers)
         if self._current() == self._index:
-            self._function(blocks, threads, address, self._stream(self._index))  # as _start does, without another call
+            self._function(blocks, threads, address, self._stream(self._index))
         else:
-            self._start(blocks, threads, address)
+            self._launch_elsewhere(blocks, threads, address)
         self._argument_memory.append(memory)
 
-    def _start(self, blocks: int, threads: int, arguments: int) -> None:
-        if self._current() == self._index:
-            self._function(blocks, threads, arguments, self._stream(self._index))
-            return
+    def _launch_elsewhere(self, blocks: int, threads: int, arguments: int) -> None:
+        """Launches on the kernel's device while another one is torch's current device."""
         with torch.cuda.device(self._index):
             self._function(blocks, threads, arguments, self._stream(self._index))
 
@@ -229,7 +230,7 @@ def _with_cupy(text: str, function: str, device: torch.device, shared: int = 0) 
             cupy.cuda.runtime.memGetInfo()
             launch(pointer, blocks, 1, 1, threads, 1, 1, shared, stream, arguments, 0)
 
-    run.compiled = compiled  # type: ignore[attr-defined]  # the module is unloaded with it
+    run.compiled = compiled  # type: ignore[attr-defined]  # keeps it alive: the module is unloaded with it
     return run
 
 

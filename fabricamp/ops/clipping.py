@@ -1,4 +1,4 @@
-"""Gradient clipping by norm as a function, for hand-written loops; the Trainer clips in ``precision/stepper.py``."""
+"""Gradient clipping by norm as a function, for hand-written loops; the Trainer clips in ``precision/update_plan.py``."""
 
 from __future__ import annotations
 

@@ -139,10 +139,10 @@ def update_scale(state: StepState, rule: ScaleRule, *, loss: Tensor | None = Non
 def _close_reference(state: StepState, rule: ScaleRule, loss: Tensor | None) -> None:
     if loss is not None:
         state.loss.copy_(loss.reshape(()))
-    step = state.applied + state.skipped
+    step = state.applied + state.skipped  # the number of steps before this one
     # A sticky rule skips every step after a skipped one; the scale must not fall with each of them.
     stays = (state.streak > 0) & (state.finite == 0) if rule.sticky else None
-    _count(state, step)
+    _count(state, step)  # before the scale changes: ``first_scale`` is the scale of the skipped step
     before = state.scale.clone(), state.growth.clone(), state.hysteresis.clone()
     _update_scale(state, rule)
     if stays is not None:
@@ -152,7 +152,7 @@ def _close_reference(state: StepState, rule: ScaleRule, loss: Tensor | None) -> 
         rule.ring[step.long() % len(rule.ring)] = state.words
         if rule.mirror is not None:
             rule.mirror.copy_(rule.ring, non_blocking=True)
-    state.finite.fill_(1)
+    state.finite.fill_(1)  # after the ring has recorded this step's value
 
 
 def _count(state: StepState, step: Tensor) -> None:

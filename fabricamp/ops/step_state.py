@@ -13,18 +13,19 @@ from fabricamp.ops.bridge import structure
 
 _FIELDS: Final = {field[0]: field[1] for field in structure("common.cuh", "StepState")._fields_}
 _NAMES: Final = tuple(_FIELDS)
-_LASTING: Final = (
-    "scale",
-    "growth",
-    "hysteresis",
-    "applied",
-    "skipped",
-    "streak",
-    "first_window",
-    "first_loss",
-    "first_scale",
-    "first_chunk",
-)
+_LASTING: Final = {
+    "scale": "scale",
+    "growth": "growth",
+    "hysteresis": "hysteresis",
+    "applied": "applied",
+    "skipped": "skipped",
+    "streak": "streak",
+    "first_step": "first_window",
+    "first_loss": "first_loss",
+    "first_scale": "first_scale",
+    "first_chunk": "first_chunk",
+}
+"""The words that outlive an accumulation step: their names in the kernels' struct by their keys in a state dict."""
 
 
 class StepState:
@@ -84,14 +85,14 @@ class StepState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns copies, on the device, of the words that outlive an accumulation step."""
-        return {name: getattr(self, name).clone() for name in _LASTING}
+        return {key: getattr(self, name).clone() for key, name in _LASTING.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor | float]) -> None:
         """Restores the words of a :meth:`state_dict`; missing words keep their values."""
-        for name in _LASTING:
-            if name in state:
+        for key, name in _LASTING.items():
+            if key in state:
                 own: Tensor = getattr(self, name)
-                own.copy_(torch.as_tensor(state[name], dtype=own.dtype, device=own.device))
+                own.copy_(torch.as_tensor(state[key], dtype=own.dtype, device=own.device))
 
     @staticmethod
     def word(name: str) -> int:

@@ -31,9 +31,10 @@ Beside the matrix, device memory holds the row of each chunk (int32), a counter 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -52,6 +53,8 @@ _INFO: Final = 2
 _COLUMNS: Final = 3  # lines before the columns: first chunk, size, info
 _ALIGNMENT: Final = 16
 _MOST_TABLES: Final = 32
+_dtype: Final = operator.attrgetter("dtype")
+_device: Final[Callable[[Any], int]] = Tensor.get_device
 _NUMBERS: Final = frozenset({float, int, bool})
 _Struct: Final = bridge.structure("common.cuh", "Table")
 
@@ -137,7 +140,7 @@ class Table:
         self._tickets = words[len(rows) :]
 
     def _set_addresses(self, index: int) -> None:
-        """Writes the addresses of a column; a tensor whose layout differs from the row's is replaced by a dense copy."""
+        """Writes the addresses of a column; a tensor with another layout than its row's is replaced by a dense copy."""
         dense_copies: dict[int, _DenseCopy] = {}
         addresses = self._lines[_COLUMNS + index]
         for row, tensor in enumerate(self._columns[index]):
@@ -146,7 +149,7 @@ class Table:
                 addresses[row] = 0
                 continue
             if tensor.device != self.device:
-                raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table a device")
+                raise ValueError(f"a table on {self.device} got a tensor on {tensor.device}; make one table per device")
             if same_layout(tensor, anchor):
                 # An empty tensor has address 0, which would mean that the row does not have the column.
                 addresses[row] = bridge.address_of(tensor) or _ALIGNMENT
@@ -201,10 +204,16 @@ class Table:
             return
         pointers = addresses(gradients)
         self._last_tuple = None
+        # Dense copies belong to the tensors of the last call, so they have to be made again.
         if not trust or self._dense_copies[0] or not self._layouts.fit(gradients):
             self._set_unknown(gradients, pointers)
         elif pointers != self._pointers:
-            if -1 in pointers or dtypes(gradients) != self._dtypes or _devices(gradients) != self._devices:
+            # Where no address is that of a None, each gradient has to be of the dtype and on the device of the last one.
+            if (
+                -1 in pointers
+                or list(map(_dtype, gradients)) != self._dtypes
+                or list(map(_device, gradients)) != self._devices
+            ):
                 self._set_unknown(gradients, pointers)
             else:
                 self._set_moved(pointers)
@@ -231,7 +240,7 @@ class Table:
         self._columns[0] = list(gradients)
         self._set_addresses(0)
         self._describe()
-        self._columns[0] = []
+        self._columns[0] = []  # the table keeps no gradient alive
         self._upload()
         self._dtypes = []
         self.present = None
@@ -239,7 +248,7 @@ class Table:
             self.present = [row for row, pointer in enumerate(pointers) if pointer != -1]
         else:
             self._dtypes = dtypes(gradients)
-            self._devices = _devices(gradients)
+            self._devices = list(map(_device, gradients))
             if not self._dense_copies[0]:
                 self._layouts.learn(gradients)
         self._pointers = pointers
@@ -398,15 +407,10 @@ class Table:
 
 
 class _DenseCopy(NamedTuple):
-    """A tensor whose memory order differs from its row's, and the dense copy that the kernels use in its place."""
+    """A tensor with another memory order than its row's, and the dense copy that the kernels use instead."""
 
     tensor: Tensor
     dense: Tensor
-
-
-def _devices(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Returns the device index of each tensor."""
-    return list(map(Tensor.get_device, tensors))  # type: ignore[arg-type]
 
 
 _tables: dict[tuple[object, ...], Table] = {}
@@ -424,6 +428,7 @@ def table_of(*columns: Sequence[Tensor]) -> Table:
         table = Table(columns, device=columns[0][0].device)
         if len(_tables) >= _MOST_TABLES:
             del _tables[next(iter(_tables))]
+        # Only a table without dense copies is cached: the others need their tensors, and the cache must keep none alive.
         if not table.has_dense_copies:
             table.drop_tensors()
             _tables[key] = table

@@ -23,6 +23,7 @@ from fabricamp._utils.keywords import NamesKeywords
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import SharedRows, any_shard, local, local_gradient
 from fabricamp.ops.table import Table
+from fabricamp.ops.uploads import is_capturing
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.refusals import UnsupportedError, owned_parameters
 from fabricamp.optimizers.rows import LAST, DeviceParams, RowsCacheKey, set_scalars, zero_gradients
@@ -124,7 +125,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
         Raises UnsupportedError if the rows of a captured step would have to be rebuilt, or if the first step is in a capture.
         """
-        self._before_rows()
+        if type(self)._before_rows is not FusedOptimizer._before_rows:
+            self._before_rows()
         if copies is LAST:
             copies = self._copies
         if flags is LAST:
@@ -154,7 +156,11 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         for part in parts:
             try:
                 # Gradients of another source may have the same addresses and other dtypes.
-                part.refresh(part.take(gradients), trust=explicit == self._explicit)
+                own = gradients if len(gradients) == len(part.indices) else part.take(gradients)
+                if part.table is None:
+                    part.refresh(own)
+                else:
+                    part.table.refresh(own, trust=explicit == self._explicit)
             except (RuntimeError, ValueError):  # a sparse gradient has no address, a wrapper has address 0
                 refusals.refuse_unreadable(self, gradients, "gradient")
                 raise
@@ -246,12 +252,12 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
         For sharded parameters these are the sums over full gradients: a collective of the ranks that hold the shards.
         """
-        pieces = [part.statistics(scale, divisor) for part in self._parts or ()]
-        if len(pieces) == 1:
-            return pieces[0]
-        if not pieces:
+        parts = self._parts
+        if not parts:
             return torch.zeros(1, dtype=torch.float32, device=scale.device)
-        return torch.cat([piece.to(scale.device) for piece in pieces])
+        if len(parts) == 1:  # all parameters are on one device
+            return parts[0].statistics(scale, divisor)
+        return torch.cat([part.statistics(scale, divisor).to(scale.device) for part in parts])
 
     def parameter_of_statistic(self, index: int) -> Tensor:
         """Returns the parameter whose gradient entry ``index`` of the last :meth:`statistics` belongs to."""
@@ -292,10 +298,15 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             steering = ops.Steering(scaler_state)
             self.gather(None, None, None)
         else:
-            refusals.refuse_rows_of_eager_steps(self, self._parts)
-        norms = self._measure(steering)
+            for part in self._parts or ():
+                if is_capturing(part.device) and not part.holds_captured:
+                    raise refusals.rows_of_eager_steps(self)
+        measures = type(self)._measure is not FusedOptimizer._measure
+        norms = self._measure(steering) if measures else {}
         for part in self._parts or ():
-            state = None if steering.state is None else steering.state.seen_from(part.device)
+            state = steering.state
+            if state is not None and state.words.device != part.device:
+                state = state.seen_from(part.device)
             own = ops.Steering(state, steering.limit, steering.skips, norms.get(part.device))
             if part.table is not None:
                 self.rule.launch(part.table, own)
@@ -343,6 +354,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             return False
         if self.state is not state or state.changes.count != self._changes:
             return False
+        if not self._rows_key.are_parameters(list(chain.from_iterable(map(_params, self.param_groups)))):
+            return False  # a parameter was put into a group, or taken out of it
         set_scalars(parts, self._rule, self.param_groups)
         return True
 

@@ -131,7 +131,11 @@ class LARC(NamesKeywords, Optimizer):
             self._rows_key = RowsCacheKey(parameters, self._parts, None, None)
         for part in self._parts:
             try:
-                part.refresh(part.take(gradients), trust=True)
+                own = part.take(gradients)
+                if part.table is None:
+                    part.refresh(own)
+                else:
+                    part.table.refresh(own)
             except (RuntimeError, ValueError):  # a sparse gradient has no address, a wrapper has address 0
                 refuse_unreadable(self, gradients, "gradient")
                 raise

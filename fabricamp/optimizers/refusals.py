@@ -94,14 +94,12 @@ def refuse_rebuild(optimizer: Optimizer, parts: Sequence[DeviceParams] | None, p
         )
 
 
-def refuse_rows_of_eager_steps(optimizer: Optimizer, parts: Sequence[DeviceParams] | None) -> None:
-    """Raises UnsupportedError if a captured step would read the gradients that :meth:`gather` set for eager steps."""
-    for part in parts or ():
-        if is_capturing(part.device) and not part.holds_captured:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}.gather ran before the capture of a CUDA graph and step within it: eager steps would "
-                "write over what the graph reads; call gather within the capture too"
-            )
+def rows_of_eager_steps(optimizer: Optimizer) -> UnsupportedError:
+    """Returns the error for a captured step that would read the gradients which :meth:`gather` set for eager steps."""
+    return UnsupportedError(
+        f"{type(optimizer).__name__}.gather ran before the capture of a CUDA graph and step within it: eager steps would "
+        "write over what the graph reads; call gather within the capture too"
+    )
 
 
 def name_of(optimizer: Optimizer, index: int) -> str:

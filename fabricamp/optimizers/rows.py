@@ -86,16 +86,14 @@ class DeviceParams:
         """Returns the values for these rows, from ``values`` with one entry per parameter of the optimizer."""
         return values if len(values) == len(self.indices) else [values[index] for index in self.indices]
 
-    def refresh(self, gradients: Column, *, trust: bool) -> None:
-        """Sets the gradients of a step; ``trust=False`` if they have another source than the last ones (see ``Table.refresh``)."""
-        if self.table is None:
-            if any(gradient is not None and _is_unreadable(gradient) for gradient in gradients):
+    def refresh(self, gradients: Column) -> None:
+        """Sets the gradients of a step of the reference; a table has its own :meth:`~fabricamp.ops.table.Table.refresh`."""
+        for gradient in gradients:
+            if gradient is not None and _is_unreadable(gradient):
                 raise ValueError("a gradient is sparse, or a wrapper tensor")
-            self._gradients = gradients
-            self._holds_captured = is_capturing(self.device)
-            self._captured |= self._holds_captured
-        else:
-            self.table.refresh(gradients, trust=trust)
+        self._gradients = gradients
+        self._holds_captured = is_capturing(self.device)
+        self._captured |= self._holds_captured
 
     @property
     def captured(self) -> bool:
@@ -110,14 +108,18 @@ class DeviceParams:
     def release(self) -> None:
         """Drops the references to the gradients."""
         self._gradients = ()
-        if self.table is not None:
+        if self.table is not None and self.table.has_dense_copies:
             self.table.release()
 
     def statistics(self, scale: Tensor, divisor: float) -> Tensor:
         """Returns sums of squares of the gradients divided by ``scale * divisor``; :attr:`entries` numbers."""
         scale = scale.to(self.device, non_blocking=True)
-        if self.table is not None:
-            return sum_squares(self.table, scale, divisor)
+        table = self.table
+        if table is not None and table.shared is not None:
+            return sum_squares(table, scale, divisor)
+        if table is not None:
+            table.launch("statistics", "sum_squares", scale, divisor, table.partial)
+            return table.partial
         nothing = torch.zeros((), dtype=torch.float32, device=self.device)
         gradients = [nothing if gradient is None else gradient for gradient in self._present()]
         return ops.gradient_statistics(gradients, scale, divisor, shared=self._shared)
@@ -183,12 +185,17 @@ class RowsCacheKey:
         self._without = [index for index in range(len(parameters)) if index not in with_row]
         # Only a table holds addresses; a reference finds the memory through the tensors.
         by_address = any(part.table is not None for part in parts)
-        self._addressed = list(map(local, self._parameters)) if by_address else []
+        self._addressed: list[Tensor] = []
+        if by_address:
+            self._addressed = [local(one) for one in (*self._parameters, *(copies or ())) if one is not None]
         self._pointers = addresses(self._addressed)
         self._copies = copies
-        self._copied = [local(copy) for copy in copies or () if copy is not None and by_address]
-        self._copied_pointers = addresses(self._copied)
         self._flags = flags
+
+    def are_parameters(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the rows are those of ``parameters``, in this order."""
+        own = self._parameters
+        return len(parameters) == len(own) and all(map(operator.is_, parameters, own))
 
     def holds(
         self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None
@@ -197,10 +204,8 @@ class RowsCacheKey:
         return (
             copies is self._copies
             and flags is self._flags
-            and len(parameters) == len(self._parameters)
-            and all(map(operator.is_, parameters, self._parameters))
+            and self.are_parameters(parameters)
             and addresses(self._addressed) == self._pointers
-            and addresses(self._copied) == self._copied_pointers
             and all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None)))
         )
 

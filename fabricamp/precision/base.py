@@ -9,7 +9,7 @@ from torch import Tensor
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.registry import Registry
 from fabricamp.gradients.flat import IN_PLACE, Gradients
-from fabricamp.precision.stepper import PLAIN, Stepper
+from fabricamp.precision.update_plan import Stages, UpdatePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,6 @@ class Precision(NamesKeywords):
     name: str = "O0"
     verdicts: StepResults | None = None
     """The statuses of past steps (applied or skipped); None if every step is applied."""
-    _stepper: Stepper = PLAIN
 
     def convert_module(self, module: nn.Module) -> Conversion | None:
         """Converts the module in place to its compute dtype; returns the functions that undo it (None: nothing to undo).
@@ -81,7 +80,15 @@ class Precision(NamesKeywords):
         Its parameters are the tensors with a ``.grad`` from backward, such as the half copies of masters.  If the memory has
         sums, call its ``add`` after every micro-batch.
         """
-        return self._stepper.gradients(optimizer)
+        return self._stages(optimizer).gradients()
+
+    def _stages(self, optimizer: Optimizer) -> Stages:
+        """Returns the stages of the update of ``optimizer``."""
+        return Stages(optimizer)
+
+    def plan(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> UpdatePlan:
+        """Returns what a fit runs in each step of ``optimizer``; called once, after :meth:`setup_optimizers`."""
+        return UpdatePlan(self, optimizer, strategy, clip)
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         """Runs the user's code: ``configure_model``, and the steps of training and evaluation."""
@@ -108,11 +115,12 @@ class Precision(NamesKeywords):
         update uses the edited gradients; it returns how to clip them.  ``loss``: given only if this call is the training step's
         only optimizer step; ``verdicts.close_window`` is called with the same loss right after.
         """
+        stages = self._stages(optimizer)
         if look is not None:
-            self._stepper.show(optimizer, gradients)
+            stages.show(gradients)
             clip = look()
             gradients = IN_PLACE
-        self._stepper.step(optimizer, gradients, clip, run, loss)
+        stages.step(gradients, clip, run, loss)
 
     def refresh_masters(self) -> None:
         """Copies the module's weights into the masters; call it after in-place edits of the weights."""

@@ -178,6 +178,16 @@ class Boundary:
         _watch(CALLS.armed)
 
 
+def is_outside_step(device_type: str) -> bool:
+    """Returns whether neither autocast nor a step's boundaries are on in this thread: :class:`OutsideStep` would do nothing."""
+    return (
+        not CALLS.armed
+        and not CALLS.stack
+        and torch.is_autocast_cache_enabled()
+        and not torch.is_autocast_enabled(device_type)
+    )
+
+
 _HOOK_TABLES = (
     "_forward_hooks",
     "_forward_hooks_always_called",

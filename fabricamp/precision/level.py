@@ -20,16 +20,16 @@ from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.autocast import Autocast, without_autocast
 from fabricamp.precision.base import Conversion, Precision
-from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep
+from fabricamp.precision.boundary import Boundary, InsideStep, OutsideStep, is_outside_step
 from fabricamp.precision.casting import bounded, cast_floating, check_autocast, check_full_weights, convert
 from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.precision.master_weights import MasterWeights
 from fabricamp.precision.opt_levels import resolve
 from fabricamp.precision.step_results import StepResults
-from fabricamp.precision.stepper import PLAIN, OptimizerStepper
+from fabricamp.precision.update_plan import FusedPlan, ScaledStages, Scaling, Stages, UpdatePlan, is_own
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from torch.optim import Optimizer
@@ -61,7 +61,7 @@ class ConstantScale:
         loss = loss.float() if loss.dtype in HALF_DTYPES else loss
         return loss * self._factor
 
-    def follow(self, module: nn.Module, strategy: Strategy, stepper: OptimizerStepper) -> None:
+    def follow(self, module: nn.Module, strategy: Strategy, stages: Sequence[ScaledStages], scaling: Scaling) -> None:
         """Stores what names the parameters with non-finite gradients."""
 
     def leave(self) -> None:
@@ -87,9 +87,10 @@ class JudgedScale(ConstantScale):
         self.scaler = LossScaler.for_level(level, device, sticky=policy in ("stop", "raise"))
         self.verdicts = StepResults(self.scaler, policy, dynamic=level.dynamic)
 
-    def follow(self, module: nn.Module, strategy: Strategy, stepper: OptimizerStepper) -> None:
+    def follow(self, module: nn.Module, strategy: Strategy, stages: Sequence[ScaledStages], scaling: Scaling) -> None:
         """Stores what names the parameters with non-finite gradients."""
-        self.verdicts.follow(module, strategy, stepper.param_maps, stepper.stats_per_optimizer)
+        param_maps = [each.params for each in stages]
+        self.verdicts.follow(module, strategy, param_maps, scaling.stats_per_optimizer)
 
     def leave(self) -> None:
         """Drops module and optimizers after a run; the step statuses stay."""
@@ -182,6 +183,8 @@ class OptLevel(Precision):
         self.level = resolve(level, overrides)
         self.name = self.level.name
         self._has_trained = False
+        self._stages_of: dict[Optimizer, ScaledStages] | None = None
+        """The stages of each optimizer's update; None before :meth:`setup_optimizers`, and in full precision."""
         self._scaling = ConstantScale(self.level)
         self._several_losses = self.level.dynamic and self.level.num_losses > 1
         # Weights and gradients equal those of a plain loop, so torch's own clipping and step are used.
@@ -199,6 +202,11 @@ class OptLevel(Precision):
         scaling = ConstantScale(self.level)
         scaling.early = self._scaling.early
         return {**self.__dict__, "_scaling": scaling, "verdicts": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores the state, also one from a pickle of version 0.1.0, which has no ``_stages_of``."""
+        self.__dict__.update({"_stages_of": None, **state})
+        self.__dict__.pop("_stepper", None)
 
     def take_nan_policy(self, policy: str | None) -> None:
         """Sets the policy for non-finite gradients; called before the module is converted."""
@@ -267,9 +275,11 @@ class OptLevel(Precision):
         self._inside = InsideStep()
 
     def _restore(self) -> None:
-        self._stepper.release()
-        self._has_trained |= isinstance(self._stepper, OptimizerStepper)
-        self._stepper = PLAIN
+        if self._stages_of is not None:
+            self._has_trained = True
+            for stages in self._stages_of.values():
+                stages.release()
+            self._stages_of = None
         self._scaling.leave()
         self._full.restore()
         for submodule, boundary in self._bounded:
@@ -290,7 +300,7 @@ class OptLevel(Precision):
     def setup_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], strategy: Strategy, *, accumulates: bool = False
     ) -> None:
-        """Puts master weights into the optimizers' own ``param_groups``, and sets up the stepper."""
+        """Puts master weights into the optimizers' own ``param_groups``, and lays out the stages of their updates."""
         if self._plain and self._nan_policy is None:
             super().setup_optimizers(module, optimizers, strategy, accumulates=accumulates)
             return
@@ -299,9 +309,8 @@ class OptLevel(Precision):
             self._scale_by(scale_for(self.level, self._device, self._nan_policy))
             self._has_trained = False
         masters = self._full if self.level.master_weights and not strategy.owns_master_weights else None
-        stepper = OptimizerStepper(
-            optimizers,
-            strategy,
+        scaling = Scaling(
+            strategy=strategy,
             name=self.name,
             device=_CPU if strategy.offload else self._device,
             scaler=self._scaling.scaler,
@@ -310,9 +319,40 @@ class OptLevel(Precision):
             # Each loss has its own scale, so its gradients are unscaled before they are summed; half gradients are summed in fp32.
             sums=self._several_losses or (accumulates and masters is not None),
             plain=self._plain,
+            optimizers=len(optimizers),
         )
-        self._stepper = stepper
-        self._scaling.follow(module, strategy, stepper)
+        stages = [ScaledStages(optimizer, number, scaling) for number, optimizer in enumerate(optimizers)]
+        if scaling.sums:
+            self._check_sums_have_one_owner(stages)
+        self._stages_of = dict(zip(optimizers, stages, strict=True))
+        self._scaling.follow(module, strategy, stages, scaling)
+
+    def _check_sums_have_one_owner(self, stages: Sequence[ScaledStages]) -> None:
+        parameters = [id(parameter) for each in stages for parameter in each.params.model_params]
+        if len(set(parameters)) < len(parameters):
+            raise ConfigError(
+                f"two optimizers update the same parameter, whose fp32 sum of gradients (precision {self.name!r}) belongs to one; "
+                "give each parameter to one optimizer"
+            )
+
+    def _stages(self, optimizer: Optimizer) -> Stages:
+        """Returns the stages of the update of ``optimizer``."""
+        if self._stages_of is None:
+            return super()._stages(optimizer)
+        stages = self._stages_of.get(optimizer)
+        if stages is None:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} is not one that precision {self.name!r} was set up with; "
+                "step the optimizers that configure_optimizers returned"
+            )
+        return stages
+
+    def plan(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> UpdatePlan:
+        """Returns what a fit runs in each step of ``optimizer``; an overridden ``step`` is called in each of them."""
+        is_plain_step = is_own(self, "step", OptLevel) and is_own(self, "gradients", OptLevel)
+        if is_plain_step and isinstance(optimizer, FusedOptimizer):
+            return FusedPlan(self._stages(optimizer), self, optimizer, strategy, clip)
+        return super().plan(optimizer, strategy, clip)
 
     # -- a step ------------------------------------------------------------------------------------------------------------------
 
@@ -327,10 +367,17 @@ class OptLevel(Precision):
         """Runs ``run(loss, **options)`` on the scaled loss, in fp32 or wider."""
         if self.level.loss_scale != 1.0:
             loss = self._scaling.scaled(loss, loss_id)
-        with self._outside[0], self._outside[1]:
-            run(loss, **options)
+        if is_outside_step(self._device.type):
+            run(
+                loss, **options
+            )  # as nearly every backward of automatic optimization; the two contexts would change nothing
+        else:
+            with self._outside[0], self._outside[1]:
+                run(loss, **options)
         if self._several_losses:
-            self._stepper.collect(loss_id)
+            assert self._stages_of is not None, "setup_optimizers comes first"
+            for stages in self._stages_of.values():
+                stages.collect(loss_id)
 
     def step(
         self,
@@ -342,16 +389,17 @@ class OptLevel(Precision):
         look: Callable[[], Clip | None] | None = None,
     ) -> None:
         """Unscales and clips the gradients, then updates or skips; then rounds the masters into the module."""
+        stages = self._stages(optimizer)
         if look is not None:
-            self._stepper.show(optimizer, gradients)
+            stages.show(gradients)
             clip = look()
             gradients = IN_PLACE
         elif run is None and isinstance(optimizer, FusedOptimizer):
             # A fused step runs nothing that autocast or a boundary affects, so the two contexts below are not entered.
-            self._stepper.step(optimizer, gradients, clip, None, loss)
+            stages.step(gradients, clip, None, loss)
             return
         with self._outside[0], self._outside[1]:
-            self._stepper.step(optimizer, gradients, clip, run, loss)
+            stages.step(gradients, clip, run, loss)
         if torch.is_autocast_enabled(self._device.type):
             torch.clear_autocast_cache()  # manual optimization steps inside the user's step: cached half weights are outdated
 

@@ -37,6 +37,15 @@ _FIRST_STEP, _FIRST_LOSS, _FIRST_SCALE, _FIRST_CHUNK = map(
     ops.StepState.word, ("first_window", "first_loss", "first_scale", "first_chunk")
 )
 
+_EARLIER_KEYS: Final = {
+    "window": "step_state",
+    "windows": "steps",
+    "known": "last_status",
+    "at_floor": "steps_at_min_scale",
+    "sticky": "keep_skipping",
+}
+_EARLIER_STEP_KEYS: Final = {"first_window": "first_step"}
+
 
 class StepStatus(NamedTuple):
     """The status of one step: applied or skipped, with scale, loss and counters; decided on the device, read by the host."""
@@ -310,26 +319,44 @@ class LossScaler:
     def state_dict(self) -> dict[str, Any]:
         """Returns scales, counters, statuses not read yet, and the last status read; tensors are copies on the device."""
         return {
-            "window": self.state.state_dict(),
+            "step_state": self.state.state_dict(),
             "scalers": [state.state_dict() for state in self.losses],
             "ring": self._saved_ring(),
-            "windows": self.steps,
-            "known": self.known._asdict(),
-            "at_floor": self._at_floor,
-            "sticky": self.sticky and not self._settled,
+            "steps": self.steps,
+            "last_status": self.known._asdict(),
+            "steps_at_min_scale": self._at_floor,
+            "keep_skipping": self.sticky and not self._settled,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a :meth:`state_dict`; losses without an entry in it keep their scale."""
-        self.state.load_state_dict(state["window"])
+        """Restores a :meth:`state_dict`, also an earlier version's; losses without an entry in it keep their scale."""
+        state = with_current_keys(state)
+        self.state.load_state_dict(state["step_state"])
         for own, saved in zip(self.losses, state["scalers"], strict=False):
             own.load_state_dict(saved)
             own.scale.clamp_(*self._limits)
-        self.steps = int(state["windows"])
+        self.steps = int(state["steps"])
         self._load_ring(state["ring"])
-        self.known = StepStatus(**state["known"])
-        self._at_floor = int(state.get("at_floor", 0))
-        if self.sticky and not state.get("sticky", False):
+        self.known = StepStatus(**state["last_status"])
+        self._at_floor = int(state.get("steps_at_min_scale", 0))
+        if self.sticky and not state.get("keep_skipping", False):
             # The saved run skipped its overflows or was ended by them; they must not end this run.
             self.state.streak.zero_()
             self._ends_run_from = self.steps
+
+
+def with_current_keys(state: Any) -> Any:
+    """Returns the ``state_dict()`` of an earlier version's :class:`LossScaler` with today's keys; any other value unchanged.
+
+    Files are not the only source of such a state: a pickled precision keeps one that it was given before its scaler existed.
+    """
+    if not isinstance(state, dict) or not state.keys() >= {"window", "windows", "scalers", "ring", "known"}:
+        return state
+    renamed = _renamed(state, _EARLIER_KEYS)
+    renamed["step_state"] = _renamed(renamed["step_state"], _EARLIER_STEP_KEYS)
+    renamed["scalers"] = [_renamed(scaler, _EARLIER_STEP_KEYS) for scaler in renamed["scalers"]]
+    return renamed
+
+
+def _renamed(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in values.items()}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
-    from fabricamp.precision.stepper import ParamGradMap
+    from fabricamp.precision.param_grads import ParamGradMap
 
 logger = logging.getLogger("fabricamp")
 

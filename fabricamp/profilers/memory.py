@@ -77,7 +77,7 @@ class MemoryProfiler(Profiler):
         )
 
     def teardown(self, stage: str | None) -> None:
-        """Ends a recording that an error has interrupted, and logs the snapshot's path."""
+        """Ends a recording that an error interrupted, and logs the snapshot's path."""
         if self._records:
             self._end()
             if not self._local_rank:

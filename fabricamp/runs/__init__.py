@@ -14,9 +14,9 @@ def plot(
 ) -> None:
     """Draws the logs of runs over each other in the terminal, and into the file ``out``, if given.
 
-    Panels: loss of training and of validation, learning rate, loss scale with the skipped steps marked, gradient norm and
-    throughput, as far as they were logged.  If no throughput was logged, steps per second are computed from the times in
-    TensorBoard's events and JSON lines.
+    Panels: loss of training and of validation, what the runs' ModelCheckpoints monitor, learning rate, loss scale with the skipped
+    steps marked, gradient norm and throughput, as far as they were logged.  If no throughput was logged, steps per second are
+    computed from the times in TensorBoard's events and JSON lines.
 
     Args:
         runs: folders of runs, or the event, CSV or JSON files in them.

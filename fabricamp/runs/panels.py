@@ -48,18 +48,22 @@ def choose(runs: Sequence[Run], metrics: Sequence[str] = (), smooth: float = 0.6
             raise ConfigError(f"no run logged {name!r}{nearest(name, known)} (logged: {', '.join(known) or 'nothing'})")
     if metrics:
         return [_panel(name, [(run, name) for run in runs if name in run.curves], smooth) for name in metrics]
-    panels = [
+    losses = [
         _panel("loss", _each(runs, training_loss), smooth),
         _panel("validation loss", _each(runs, validation_loss), 0.0),
+    ]
+    others = [
         _panel("learning rate", _each(runs, _rate), 0.0),
         _panel("loss scale", _each(runs, _scale), 0.0, logarithmic=True),
         _panel("gradient norm", _each(runs, _gradient_norm), smooth),
         _throughput(runs, smooth),
     ]
+    panels = [*losses, *_monitored(runs, [*losses, *others]), *others]
     panels = [one for one in panels if one.lines]
     if not panels:
         raise ConfigError(
-            "no run logged a loss, a learning rate or anything else that is drawn by default; choose by --metric (logged: "
+            "no run logged a loss, a learning rate, what its ModelCheckpoint monitors or anything else that is drawn by default; "
+            "choose by --metric (logged: "
             f"{', '.join(known)})"
         )
     return panels
@@ -125,7 +129,7 @@ def _main(names: Sequence[str], *, first: bool = False) -> str | None:
     """Returns the name to show: ``loss_step`` rather than ``loss_epoch``, ``loss`` rather than ``loss_of_a_part``."""
     if first or not names:
         return next(iter(names), None)
-    return min(names, key=lambda one: (len(re.sub(r"_(step|epoch)$", "", one)), one.endswith("_epoch")))
+    return min(names, key=lambda one: (len(_base(one)), one.endswith("_epoch")))
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------------------
@@ -135,6 +139,23 @@ def _each(runs: Sequence[Run], find: Callable[[Sequence[str]], str | None]) -> l
     """Returns the runs that logged such a metric, with its name in each of them."""
     names = [(run, find(list(run.curves))) for run in runs]
     return [(run, name) for run, name in names if name is not None]
+
+
+def _monitored(runs: Sequence[Run], drawn: Sequence[Panel]) -> list[Panel]:
+    """Returns a panel for each name that ModelCheckpoints of the runs monitored, unless it is drawn already."""
+    names = list(dict.fromkeys(name for run in runs for name in run.monitors))
+    shown = {(line.run, _base(line.metric)) for panel in drawn for line in panel.lines}
+    panels = []
+    for name in names:
+        logged = [(run, next((one for one in (name, f"{name}_epoch") if one in run.curves), None)) for run in runs]
+        lines = [(run, one) for run, one in logged if one is not None and (run.name, _base(one)) not in shown]
+        panels.append(_panel(name, lines, 0.0))
+    return panels
+
+
+def _base(name: str) -> str:
+    """Returns the name without the ending by which ``self.log`` tells values of steps from those of epochs."""
+    return re.sub(r"_(step|epoch)$", "", name)
 
 
 def _panel(title: str, logged: Sequence[tuple[Run, str]], smooth: float, *, logarithmic: bool = False) -> Panel:

@@ -35,12 +35,14 @@ class Run(NamedTuple):
 
     name: str
     curves: dict[str, Curve]
+    monitors: tuple[str, ...] = ()
+    """The names that its ModelCheckpoints monitored."""
 
 
 def read_runs(folders_or_files: Sequence[str | Path]) -> list[Run]:
     """Returns the runs in these folders or files; raises :class:`ConfigError` if nothing was logged."""
     paths = [Path(path).expanduser() for path in folders_or_files]
-    return [Run(name, read_curves(path)) for name, path in zip(_names(paths), paths, strict=True)]
+    return [Run(name, read_curves(path), _monitors_of(path)) for name, path in zip(_names(paths), paths, strict=True)]
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
@@ -63,6 +65,16 @@ def read_curves(path: Path) -> dict[str, Curve]:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} cannot be read as a log: {str(error) or type(error).__name__}") from error
     raise ConfigError(f"{path} holds no log{_why_no_log(path)}")
+
+
+def _monitors_of(path: Path) -> tuple[str, ...]:
+    """Returns what the ModelCheckpoints of a run monitored; empty without a run.json, which only fits of this package write."""
+    folder = path if path.is_dir() else path.parent
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        # Files of earlier versions name only those that had a best value.
+        return tuple(map(str, content.get("monitors", content.get("best", ()))))
+    return ()
 
 
 def is_run(folder: Path) -> bool:

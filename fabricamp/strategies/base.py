@@ -109,7 +109,7 @@ class Strategy(NamesKeywords):
     checkpoint_io: Any = None
     """The ``CheckpointIO`` that writes and reads checkpoints; None: fabricamp's own files.
 
-    Strategies stand below checkpoints, and import nothing from there, not even for types.
+    The type is Any because strategies are a lower layer than checkpoints, and import nothing from there, not even for types.
     """
 
     _session: Callable[[], object] = staticmethod(lambda: None)
@@ -399,7 +399,7 @@ class Strategy(NamesKeywords):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        # Assigned by rl4co's active search and pina's SwitchOptimizer; masters, buckets and states belong to the present ones.
+        # rl4co's active search and pina's SwitchOptimizer assign it; masters, buckets and states belong to the old optimizers.
         raise ConfigError(
             "strategy.optimizers cannot be replaced in a run; return all optimizers from configure_optimizers and step the one "
             "in use by hand (automatic_optimization = False), or start a second fit"

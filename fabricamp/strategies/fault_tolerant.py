@@ -40,7 +40,7 @@ class FaultTolerant(Strategy):
     and logs.  ``torchft_lighthouse`` has to run on a host that all groups can reach.  Needs ``pip install "fabricamp[ft]"``.
 
     Args:
-        groups: the full number of groups, and of shares of the training data; None: ``NUM_REPLICA_GROUPS``.
+        groups: the full number of groups, and the number of shares of the training data; None: ``NUM_REPLICA_GROUPS``.
         group: the index of this group, from 0; None: ``REPLICA_GROUP_ID``.
         lighthouse: the address of ``torchft_lighthouse``, such as ``"http://host:29510"``; None: ``TORCHFT_LIGHTHOUSE``.
         timeout: seconds (or a timedelta) that a sum waits for a silent group, and that running groups wait for a returning one;

@@ -150,7 +150,7 @@ class FSDP(ProcessGroupStrategy):
             if self.parallelize is None:
                 self._shard(unit, modules, plan, is_root=unit is units[-1])
         if self.parallelize is not None:
-            # parallelize gets the module whole, and fully_shard then shards what it has split.
+            # parallelize gets the full module; fully_shard then shards the tensors that it has split.
             self._undo.also(split_layers(module, self._meshes[1], self.parallelize))
             for unit in units:
                 self._shard(unit, own_modules(unit, units), plan, is_root=unit is units[-1])
@@ -193,7 +193,7 @@ class FSDP(ProcessGroupStrategy):
         tensors = [*module.named_parameters(), *module.named_buffers()]
         missing = self.broadcast([name for name, tensor in tensors if tensor.is_meta])
         fills_all = self.rank == 0 and bool(missing) and fills_others(module, {unit.module for unit in units})
-        # A whole module may be too large for the device.
+        # The full module may be too large for the device.
         first_values = FirstValues(module, _CPU if fills_all else self.device, fills=self.rank == 0)
         if fills_all:
             first_values.give(module.modules())
@@ -236,7 +236,7 @@ class FSDP(ProcessGroupStrategy):
         if tensors and self.world_size > 1:
             exchange.broadcast([tensor.detach() for tensor in tensors.values()])
         if self.parallelize is not None:
-            # Nothing is sharded before all units have their values, and the device may not hold them all.
+            # Sharding starts only when all units have their values, and the device may be too small for all of them.
             for tensor in tensors.values():
                 tensor.data = tensor.data.to(_CPU)
 

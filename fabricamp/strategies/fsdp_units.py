@@ -131,6 +131,7 @@ def _has_children(module: nn.Module) -> bool:
 
 
 def _check_shared(units: Sequence[Unit]) -> None:
+    """Raises :class:`ConfigError` if a unit shares a parameter with another unit or with the rest."""
     for unit in units[:-1]:
         own = set(map(id, unit.parameters))
         outside = next(

@@ -199,6 +199,7 @@ class Overlap:
             self._handles.pop(index).remove()
 
     def _arrive(self, index: int, parameter: Tensor) -> None:
+        """Called by the hook of a gradient that is ready: sends all messages that are complete now."""
         if not self.runs:
             if self._local is None or self._local.on:
                 return
@@ -209,11 +210,13 @@ class Overlap:
             self._arrived[index] = len(self._arrived)
         if self._learns:
             return
+        # Only in the order of the messages, so all ranks send them in the same order.
         messages = self.flat.messages
         while self._next < len(messages) and self._is_complete(messages[self._next]):
             self._send(messages[self._next])
 
     def _is_complete(self, message: Message) -> bool:
+        """Returns whether all gradients of ``message`` are ready."""
         # Only the end of backward shows that no further part of such a gradient comes.
         if self._repeated and not self._repeated.isdisjoint(message.indices):
             return False
@@ -222,11 +225,13 @@ class Overlap:
         return all(map(operator.is_not, map(_grad, message.members), repeat(None)))
 
     def _send(self, message: Message) -> None:
+        """Sends ``message`` through the next lane, and records its gradients' versions for :meth:`_check_late`."""
         lane = self._lanes[self._next % len(self._lanes)]
         self._next += 1
         if lane.stream is None:
             self.flat.send(message, lane.group)
         else:
+            # The message reads gradients that the current stream computes.
             lane.stream.wait_stream(torch.cuda.current_stream(lane.stream.device))
             with torch.cuda.stream(lane.stream):
                 self.flat.send(message, lane.group)

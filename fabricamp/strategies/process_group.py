@@ -47,8 +47,8 @@ _WIDENED = {
     torch.bfloat16: torch.float32,
 }
 
-# Each run, and each barrier between runs, takes the next number and uses the part of the store that the number names: it must not
-# read keys that an earlier one left.  The ranks' numbers agree, as every rank makes the same runs and barriers.
+# Each run, and each barrier between runs, takes the next number as the prefix of its keys in the store, so it never reads keys of
+# an earlier run or barrier.  The ranks' numbers agree, as every rank makes the same runs and barriers.
 _run_numbers = itertools.count()
 
 
@@ -96,6 +96,7 @@ class ProcessGroupStrategy(Strategy):
         self._owns_group = True
 
     def _use_existing_group(self, environment: Environment) -> None:
+        """Uses the process group that the program created, and leaves its teardown to the program."""
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         if (rank, world_size) != (environment.rank, environment.world_size):
@@ -108,7 +109,7 @@ class ProcessGroupStrategy(Strategy):
         self._owns_group = False
 
     def _new_store(self, environment: Environment) -> Store:
-        """Meets the other ranks; returns a store without the keys of earlier runs of these processes."""
+        """Connects to the other ranks; returns a store without the keys of earlier runs of these processes."""
         if environment.world_size == 1:
             return HashStore()
         return PrefixStore(str(next(_run_numbers)), store_of(environment, self.name, self.timeout))
@@ -166,7 +167,7 @@ class ProcessGroupStrategy(Strategy):
         """
         try:
             if dist.is_initialized():
-                # By the current device: the strategy's may have no index.
+                # The current device, because the strategy's device may have no index.
                 dist.barrier(device_ids=[torch.cuda.current_device()] if self.device.type == "cuda" else None)
             else:
                 self._barrier_between_runs()

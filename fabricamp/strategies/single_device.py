@@ -31,7 +31,7 @@ class SingleDeviceStrategy(Strategy):
     def setup_environment(self, environment: Environment, device: torch.device) -> None:
         """Sets the device; raises :class:`ConfigError` if another one was given."""
         wanted = self._wanted
-        # A device without an index stands for any of its type.
+        # A device without an index allows any device of its type.
         if wanted is not None and (wanted.type != device.type or wanted.index not in (None, device.index)):
             raise ConfigError(
                 f"SingleDeviceStrategy(device={str(wanted)!r}), but the Trainer runs on {str(device)!r}; choose it by "

@@ -73,5 +73,5 @@ def _plain_values(module: nn.Module) -> dict[str, Any]:
 
 
 def _changed(module: nn.Module, before: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of ``before`` that the module has no longer."""
+    """Returns the entries of ``before`` that are different in the module now."""
     return {name: value for name, value in before.items() if vars(module).get(name) != value}

@@ -114,8 +114,8 @@ def _checked(check: Callable[[str, Any], Any]) -> Any:
 class Settings:
     """The checked arguments with plain values; the Trainer's setters change them.
 
-    A further argument is a row here, with its check, and a row in the signature and the docstring of ``Trainer.__init__``; its
-    default stands in the signature alone.
+    To add an argument, add a field with its check here, and the argument to the signature and the docstring of
+    ``Trainer.__init__``.  Its default is only in the signature.
     """
 
     num_nodes: int = _checked(_FROM_1)
@@ -205,7 +205,7 @@ def check_settings(given: dict[str, Any]) -> Settings:
     by_default = given["max_epochs"] is None and given["max_steps"] == NO_LIMIT and given["max_time"] is None
     if given["max_epochs"] is None:
         given = {**given, "max_epochs": 1000 if by_default else NO_LIMIT}
-    # None in the signature, as in Lightning's.
+    # These are None in the signature, as in Lightning's.
     for name, default in (("val_check_interval", 1.0), ("min_epochs", 0), ("min_steps", 0)):
         if given[name] is None:
             given = {**given, name: default}
@@ -330,7 +330,7 @@ def as_clip(value: Any, algorithm: Any) -> Clip | None:
 # -- arguments that are left out -----------------------------------------------------------------------------------------------
 
 _NONE_IS_A_VALUE = ("check_val_every_n_epoch", "gradient_clip_algorithm", "logger")
-"""Arguments whose None says something else than their default."""
+"""Arguments for which None is a value of its own, not the default."""
 
 _BARE: dict[str, Any] = {
     "detect_anomaly": False,
@@ -346,7 +346,7 @@ _BARE: dict[str, Any] = {
 
 
 def with_defaults(given: Mapping[str, Any], init: Callable[..., None]) -> dict[str, Any]:
-    """Returns ``given``; None becomes the default in the signature of ``init``, where it has no meaning of its own."""
+    """Returns ``given`` with each None replaced by the default in the signature of ``init``, unless None is a value of its own."""
     parameters = inspect.signature(init).parameters
     return {
         name: parameters[name].default if value is None and name not in _NONE_IS_A_VALUE else value

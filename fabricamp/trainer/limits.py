@@ -33,7 +33,7 @@ class _Setting(Generic[Value]):
 
 
 class TrainerLimits:
-    """The Trainer's limits: when training ends, how much data is used, and how often validation and logging happen."""
+    """The Trainer's limits: when training ends, the share of the data to use, and how often validation and logging happen."""
 
     _runner: Runner
 

@@ -128,8 +128,8 @@ class TrainerProperties(TrainerLimits):
     def log_dir(self) -> str | None:
         """The folder of this run's logs, the same on every rank; the default folder if no logger writes files.
 
-        Before the first run, a read on rank 0 takes the folder that the run then uses; other ranks, which rank 0 has not told yet,
-        have None.
+        Before the first run, a read on rank 0 already chooses the folder that the run will use; other ranks get None until the run
+        begins.
         """
         known: str | None = vars(self)["log_dir"]
         if known is not None or not writes():

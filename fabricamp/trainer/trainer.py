@@ -211,7 +211,7 @@ class Trainer(TrainerProperties):
     def _choose_processes(
         self, given: dict[str, Any], num_nodes: int, environment: Environment | None
     ) -> tuple[Environment | None, list[int]]:
-        """Sets device type and strategy; returns the environment (None: started by no launcher) and the device indices."""
+        """Sets device type and strategy; returns the environment (None if no launcher started this process) and device indices."""
         environment, devices = environment or launch.detect(), given["devices"]
         self.device_type, indices = launch.resolve_devices(given["accelerator"], devices, environment)
         launch.check_environment(environment, None if devices == "auto" else len(indices), num_nodes)
@@ -366,7 +366,8 @@ class Trainer(TrainerProperties):
             return None
         result = None
         if runner.launches:
-            of_workers = module if given is None else given  # as given: each worker compiles its own step
+            # As given, which may be a compiled module: each worker compiles its own step.
+            of_workers = module if given is None else given
             run: Callable[[], Any] = functools.partial(
                 self._run,
                 fn,
@@ -465,4 +466,4 @@ class Trainer(TrainerProperties):
     def print(self, *args: Any, **options: Any) -> None:
         """Prints once, not once per process."""
         if self.is_global_zero:
-            print(*args, **options)  # what this method is for
+            print(*args, **options)

@@ -50,7 +50,7 @@ class LRFinder:
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
         """``"lr"``: the rates that were tried, and ``"loss"``: the loss at each, smoothed over earlier losses.
 
-        The numbers equal Lightning's, whose first ones are too small: a half, two thirds, three quarters of the loss.
+        The numbers equal Lightning's.  The first ones are too small: a half, two thirds, three quarters of the loss.
         """
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
@@ -227,9 +227,9 @@ class _Sweep(Callback):
     ) -> None:
         if outputs:
             self._losses_of_step.append(outputs["loss"].float())
-        if trainer.global_step == len(self.losses):  # the accumulation goes on
+        if trainer.global_step == len(self.losses):  # the accumulation is not finished
             return
-        if not self._losses_of_step:  # training_step returned None: the rate has no loss, and suggests nothing
+        if not self._losses_of_step:  # training_step returned None: this rate has no loss and cannot be suggested
             self.losses.append(math.nan)
             return
         mean = torch.stack(self._losses_of_step).mean()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 Guard = Callable[[Callable[[], Any]], bool]
-"""Calls its argument; returns whether the call completed, or raises."""
+"""A function that calls its argument, and returns whether the call completed; it may also raise."""
 
 
 @contextlib.contextmanager
@@ -82,6 +82,7 @@ def evaluate(trainer: Trainer, module: TrainingModule, source: GivenData, steps:
 
 @contextlib.contextmanager
 def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Iterator[Session]:
+    """Yields an opened session for one trial, with new counters; raises KeyboardInterrupt afterwards if it was interrupted."""
     if trainer.strategy.heals:
         raise ConfigError(
             f"a search for a batch size or a learning rate with strategy {trainer.strategy.name!r} is not offered: each group "
@@ -89,6 +90,7 @@ def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Ite
         )
     trainer.state = RunState()
     with trainer._runner.session_of(source.fn, module, source) as session:
+        session.run_summary.is_trial = True
         session.attach()
         session.open(None, None)
         yield session
@@ -97,7 +99,7 @@ def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Ite
         raise KeyboardInterrupt(trainer.state.interruption)
 
 
-# -- the module is as before afterwards --------------------------------------------------------------------------------------------
+# -- restoring the module ----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ class Tuner:
         return None if self._trainer.fast_dev_run else options.optimal_batch_size
 
     def searches_for_lightnings(self, module: TrainingModule, source: GivenData) -> bool:
-        """Runs the search of Lightning's own Tuner, if that has called the Trainer for a search only; returns whether it had."""
+        """Runs a search if Lightning's own Tuner has called the Trainer for one; returns whether it did."""
         callbacks = self._trainer.callbacks
         finder = next((one for one in callbacks if searches_alone(one)), None)
         if finder is None:
@@ -165,7 +165,7 @@ class Tuner:
             find_batch_size(self._trainer, options, module, source)
         else:
             find_learning_rate(self._trainer, options, module, source, self._run_in_processes)
-        if isinstance(module, TrainingModule):  # as after a fit; Lightning's own modules are given back
+        if isinstance(module, TrainingModule):  # stays attached, as after a fit; Lightning's own modules are detached
             module.trainer = self._trainer
 
     def _check(

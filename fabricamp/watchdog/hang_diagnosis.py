@@ -25,7 +25,7 @@ class Diagnosis:
 def judge(heartbeats: Sequence[Heartbeat], silent: set[int], seconds: float) -> Diagnosis | None:
     """Returns which rank holds up a run in which no rank made progress for ``seconds``; None if no rank waits for another.
 
-    ``silent`` are the ranks whose beat has stopped.  The last running rank, if it works rather than waits, holds up nobody.
+    ``silent`` are the ranks without new heartbeats.  The last running rank, if it works rather than waits, holds up nobody.
     """
     running = [heartbeat for heartbeat in heartbeats if not heartbeat.ended]
     talking = [heartbeat for heartbeat in running if heartbeat.rank not in silent]

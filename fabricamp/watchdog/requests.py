@@ -61,7 +61,7 @@ class LoopRequests:
         return bool(self._reason or self._first)
 
     def spread(self) -> None:
-        """Tells all ranks that this one asks, without waiting: ``min_steps`` or ``min_epochs`` let no rank stop yet."""
+        """Publishes this rank's request without waiting: ``min_steps`` or ``min_epochs`` do not allow any rank to stop yet."""
         self._reason = self._state.stop_reason
 
     def all_ask(self, boundary: float) -> bool:

@@ -104,7 +104,7 @@ class Watchdog:
         self._thread.start()
 
     def fail(self, error: BaseException) -> list[int]:
-        """Tells the other ranks that this one has failed; returns ranks that failed or died before, and notes them on ``error``."""
+        """Reports this rank's failure to the others; returns ranks that failed or died before, and notes them on ``error``."""
         before = self._failed_before(error) if self._store is not None else {}
         if before:
             error.add_note(PEER_FAILURE_NOTE + "; ".join(before.values()))
@@ -193,7 +193,7 @@ class Watchdog:
                     self._check_even(self._store, batches)
 
     def _check_even(self, store: Store, batches: int) -> None:
-        """Raises :class:`DistributedError` if another rank stands in a batch of this epoch that this rank does not have."""
+        """Raises :class:`DistributedError` if another rank is in a batch of this epoch that this rank does not have."""
         heartbeats = self._heartbeats(store)
         in_epoch = [heartbeat for heartbeat in heartbeats if heartbeat.epoch == self._state.epoch]
         ahead = [heartbeat for heartbeat in in_epoch if heartbeat.batch >= batches and heartbeat.idle >= _STUCK_SECONDS]
@@ -320,7 +320,7 @@ class Watchdog:
         silent = {
             heartbeat.rank for heartbeat in running if now - self._last_beats[heartbeat.rank][1] > self._silent_seconds
         }
-        # A published idle time is that of the last beat.
+        # A published idle time is as of the last heartbeat, so two heartbeat intervals are added.
         stand_still = all(
             heartbeat.rank in silent or heartbeat.idle + 2 * self._beat_seconds >= self._patience_for(heartbeat)
             for heartbeat in running

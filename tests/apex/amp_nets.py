@@ -1,4 +1,4 @@
-"""What the tests of amp share: a small net, its data, optimizers by name, and a loop as scripts write it."""
+"""Shared by the tests of amp: a small net, its data, optimizers by name, and a loop as in users' scripts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def loss_of(model, index):
 
 
 def train(model, optimizer, steps):
-    """Steps as scripts write them; returns the losses."""
+    """Trains steps as in users' scripts; returns the losses."""
     losses = []
     for index in steps:
         loss = loss_of(model, index)
@@ -73,7 +73,7 @@ def train(model, optimizer, steps):
 
 
 def spoil(optimizer, loss, value=float("inf")):
-    """A backward with one gradient that is not finite, inside ``scale_loss``."""
+    """Runs a backward with one non-finite gradient, inside ``scale_loss``."""
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         (scaled_loss * value).backward()
 

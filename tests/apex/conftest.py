@@ -12,7 +12,7 @@ __all__ = ["kernel_device"]
 
 @pytest.fixture
 def as_found():
-    """Puts modules, path, command line, environment and argparse back as they were before an `install`."""
+    """Restores modules, path, command line, environment and argparse after an `install`."""
     with kept():
         yield
 
@@ -29,7 +29,7 @@ def kept():
     finally:
         sys.modules["__main__"] = modules["__main__"]
         for name in [name for name in sys.modules if name not in modules]:
-            # What torch and fabricamp have imported stays: a second copy of a class would not be the first one.
+            # Modules of torch and fabricamp stay imported: another import would create a second copy of each class.
             if name.split(".")[0] in NAMES:
                 del sys.modules[name]
         for name in [name for name in sys.modules if name.startswith("fabricamp.apex")]:

@@ -1,4 +1,4 @@
-"""Runs the scripts of the field: as they are on GPUs, and their twins on CPU, with other devices and backend."""
+"""Runs users' scripts: unchanged on GPUs, and on the CPU with device and backend replaced."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ SUBSTITUTIONS = [
     (r"device=(['\"])cuda\1", "device='cpu'"),
 ]
 TORCHS_WRAPPER = "torch.nn.parallel import DistributedDataParallel"
-DEVICES = r"device_ids=\[local_rank\], output_device=local_rank, "  # torch's own wrapper takes none for a module on CPU
+DEVICES = (
+    r"device_ids=\[local_rank\], output_device=local_rank, "  # torch's wrapper takes no devices for a module on the CPU
+)
 
 
 def script(name: str) -> Path:
-    """The file of a script, by its name."""
+    """Returns the file of a script."""
     return next(HERE.glob(f"s*/{name}.py"))
 
 
 def cpu_twin(name: str) -> str:
-    """The text of a script for CPU tensors and Gloo: nothing else is changed."""
+    """Returns the text of a script with CPU tensors and Gloo, and nothing else changed."""
     text = script(name).read_text()
     for pattern, replacement in SUBSTITUTIONS:
         text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
@@ -52,16 +54,16 @@ def cpu_twin(name: str) -> str:
 
 
 def run_script(name: str, folder: Path, *runs: tuple[str, ...], gpu: bool = False, ranks: int = 1) -> list[list[str]]:
-    """What each rank prints in each of ``runs`` (the arguments of a script), one after the other in the same processes."""
+    """Runs a script once for each entry of ``runs`` (its arguments), in the same processes; returns each rank's outputs."""
     return run_scripts(folder, [(name, arguments) for arguments in runs], gpu=gpu, ranks=ranks)
 
 
 def run_scripts(
     folder: Path, jobs: list[tuple[str, tuple[str, ...]]], *, gpu: bool = False, ranks: int = 1
 ) -> list[list[str]]:
-    """What each rank prints in each of ``jobs`` (a script and its arguments), all in the same processes.
+    """Runs each of ``jobs`` (a script and its arguments), all in the same processes; returns each rank's outputs.
 
-    Each rank is told its number as ``torch.distributed.launch`` does it.
+    Each rank gets its number as from ``torch.distributed.launch``.
     """
     files = []
     for name, _ in jobs:
@@ -80,7 +82,7 @@ def _rank(files: list[Path], runs: list[tuple[str, ...]], ports: list[int]) -> l
     from fabricamp.apex import amp
 
     rank = os.environ["LOCAL_RANK"]
-    # Each run makes a process group of its own, by a store of its own.
+    # Each run creates a new process group with a new store.
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     printed = []
     for file, arguments, port in zip(files, runs, ports, strict=True):
@@ -97,7 +99,7 @@ def _rank(files: list[Path], runs: list[tuple[str, ...]], ports: list[int]) -> l
 
 @contextlib.contextmanager
 def _logged(lines: io.StringIO) -> Iterator[None]:
-    """Adds what fabricamp says to what the script prints: pytest would take it."""
+    """Adds fabricamp's log lines to the script's output, because pytest would capture them."""
     handler = logging.StreamHandler(lines)
     logging.getLogger("fabricamp").addHandler(handler)
     try:
@@ -107,9 +109,9 @@ def _logged(lines: io.StringIO) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at.
+    """Returns a port of this machine without a listener.
 
-    Not one of those that connections get by themselves: a rank that comes before the listener could then connect to itself.
+    It is below the ephemeral ports: with an ephemeral port a rank that connects before the listener starts could connect to itself.
     """
     while True:
         port = random.SystemRandom().randrange(15_000, 32_768)
@@ -119,7 +121,7 @@ def free_port() -> int:
 
 
 def import_what_scripts_do() -> None:
-    """Imports here what every forked process would import anew."""
+    """Imports modules that each forked process would otherwise import again."""
     import torch.nn.parallel
     import torch.utils.data.distributed
 
@@ -132,5 +134,5 @@ def import_what_scripts_do() -> None:
 
 
 def losses(printed: str) -> list[float]:
-    """The losses in what a script has printed."""
+    """Returns the losses in a script's output."""
     return [float(one) for one in re.findall(r"Loss (\S+)", printed)]

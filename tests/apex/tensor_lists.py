@@ -1,4 +1,4 @@
-"""Lists of tensors for the functions of amp_C, and both ways that these go."""
+"""Lists of tensors for the functions of amp_C, and a fixture for both of their implementations."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ HALF, BF16, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.f
 
 @pytest.fixture(params=["torch", "kernels"])
 def device(request, monkeypatch):
-    """Both ways that the functions go: torch's operations, and the kernels, compiled for the CPU."""
+    """Runs a test with both implementations: torch's operations, and the kernels compiled for the CPU."""
     if request.param == "torch":
         yield
         return

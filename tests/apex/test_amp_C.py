@@ -120,13 +120,13 @@ def test_unscale_l2norm_changes_nothing(device, flag):
 
 
 def rounded(value):
-    """``value`` in fp32 as a kernel built with fast math leaves it: rounded once, and 0 where it is subnormal."""
+    """Returns ``value`` in fp32 as from a kernel built with fast math: rounded once, and 0 if it is subnormal."""
     single = torch.tensor(value, dtype=DOUBLE).float().item()
     return single if abs(single) >= torch.finfo(FULL).smallest_normal else 0.0
 
 
 def hysteresis_by_hand(before, found, growth_factor, backoff_factor, interval, hysteresis):
-    """The rule for (scale, growth tracker, hysteresis tracker), one branch after the other, in Python's doubles."""
+    """Returns (scale, growth tracker, hysteresis tracker) by the rule, in Python's doubles."""
     scale, growth, left = before
     if found:
         left -= 1
@@ -174,7 +174,7 @@ def test_scale_with_hysteresis(finds, scale, growth_factor, backoff_factor, inte
 
 @pytest.mark.parametrize("backoff_factor", [0.5, 0.25])
 def test_scale_backs_off_to_zero_and_stays_there(backoff_factor):
-    """One overflow after the other takes it through every power of two: none of them is subnormal."""
+    """Repeated overflows take the scale through every power of two, and it is never subnormal."""
     for overflows in range(100, 160):
         state = trackers(1024.0, 0, 3)
         run_hysteresis(state, [True] * overflows + [False] * 10, 2.0, backoff_factor, 5, 3)
@@ -190,7 +190,7 @@ def test_tensors_of_the_scale_may_differ_in_shape():
     ("found", "expected"), [(math.nan, (8.0, 0, 3)), (-1.0, (8.0, 0, 4)), (math.inf, (16.0, 0, 2))]
 )
 def test_what_is_found_may_be_any_number(found, expected):
-    """Only a positive number counts against the hysteresis, and only one that is not positive restores it."""
+    """Only a positive number uses up hysteresis; only a number that is not positive restores it."""
     state = trackers(16.0, 1, 3)
     amp_C.update_scale_hysteresis(*state, torch.tensor([found]), 2.0, 0.5, 3, 4)
     assert tuple(tensor.item() for tensor in state) == expected

@@ -1,4 +1,4 @@
-"""The updates of amp_C: against torch's optimizers in fp64, or the rule by hand."""
+"""The updates of amp_C, compared with torch's optimizers in fp64 or with the rule in Python."""
 
 import math
 
@@ -12,7 +12,7 @@ __all__ = ["device", "flag"]
 
 
 def run_torch(kind, gradients, parameters, steps, **options):
-    """What a torch optimizer makes of fp64 copies of the parameters."""
+    """Returns the result of a torch optimizer's step on fp64 copies of the parameters."""
     twins = [one.double().clone().requires_grad_() for one in parameters]
     optimizer = kind(twins, **options)
     for step in range(steps):
@@ -27,7 +27,7 @@ def run_torch(kind, gradients, parameters, steps, **options):
 def test_adam(device, flag, mode, kind, correct):
     parameters, averages, squares = tensors(1), [torch.zeros(s) for s in SHAPES], [torch.zeros(s) for s in SHAPES]
     start = copies([parameters])[0]
-    flag.fill_(1)  # plays no role here
+    flag.fill_(1)  # has no effect on this function
     for step in (1, 2, 3):
         lists = [tensors(10 + step), parameters, averages, squares]
         amp_C.multi_tensor_adam(65536, flag, lists, 0.1, 0.9, 0.99, 1e-8, step, mode, correct, 0.05)
@@ -35,7 +35,7 @@ def test_adam(device, flag, mode, kind, correct):
     if correct:
         close(parameters, run_torch(kind, lambda step: tensors(11 + step), start, 3, **options))
         return
-    value, m, v = start[0].double(), 0.0, 0.0  # by hand: torch always corrects
+    value, m, v = start[0].double(), 0.0, 0.0  # by hand, because torch always applies the bias correction
     for step in (1, 2, 3):
         g = tensors(10 + step)[0].double() + (0.05 * value if mode == 0 else 0.0)
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
@@ -80,7 +80,7 @@ def test_capturable_adam_reads_the_device_and_unscales_gradients(device, flag, m
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("half_copies", [False, True])
 def test_sgd(device, flag, nesterov, half_copies):
-    parameters, momenta = tensors(1), [torch.full(shape, math.nan) for shape in SHAPES]  # never written so far
+    parameters, momenta = tensors(1), [torch.full(shape, math.nan) for shape in SHAPES]  # not initialised yet
     start = copies([parameters])[0]
     lists = [None, parameters, momenta, *([tensors(3, HALF)] if half_copies else [])]
     for step in range(3):
@@ -181,7 +181,7 @@ def test_lamb_mp_reads_the_device(device, flag):
         same(now, before)
     found_inf.zero_()
     run()
-    # The limit is that of scaled gradients, as the norm is.
+    # The limit applies to scaled gradients, like the norm.
     close(lists[1], lamb_by_hand(start, gradients, step=2, norm=norm.item() / 4, limit=1.0, decay=0.05))
     same(lists[4], [one.half() for one in lists[1]])
 
@@ -193,7 +193,7 @@ def test_the_two_stages_of_lamb_are_one_step(flag):
     directions = [torch.empty_like(one) for one in gradients]
     lists = [gradients, parameters, averages, squares, directions]
     decays = torch.full((len(SHAPES),), 0.05)
-    # One step is done: the correction is that of the second.
+    # One step is done, so the bias correction is that of the second step.
     amp_C.multi_tensor_lamb_stage1_cuda(65536, flag, lists, decays, 1, 0.9, 0.99, 1e-6, norm, 1.0)
     _, of_parameters = amp_C.multi_tensor_l2norm(65536, flag, [parameters], True)
     _, of_directions = amp_C.multi_tensor_l2norm(65536, flag, [directions], True)

@@ -1,4 +1,4 @@
-"""O1's casts: on from ``initialize`` on, off where they do harm, never with old weights; and the functions of scripts."""
+"""O1's casts: on after ``initialize``, off where they would do harm, never with stale weights; and users' registered functions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from tests.apex.amp_nets import Net, batch, loss_of, net, start, train
 
 @pytest.fixture(autouse=True)
 def _shut_down(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # amp.init casts on GPUs where there are some
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: False
+    )  # amp.init turns on the casts of GPUs if there is one
     yield
     amp.shutdown()
     amp.amp._registry.clear()
 
 
 def half(function):
-    """Whether a product is half."""
+    """Returns whether a matrix product is half."""
     x = torch.ones(2, 2)
     return function(x, x).dtype is torch.float16
 
@@ -107,7 +109,7 @@ def test_training_behind_an_evaluation_has_all_gradients(part):
 
 
 def test_weights_used_several_times_are_cast_once():
-    """Tied weights and cells in a loop, at which apex fails on current torch."""
+    """Tied weights and cells in a loop, with which apex fails on current torch."""
 
     class Loop(nn.Module):
         def __init__(self):
@@ -191,7 +193,7 @@ def test_apex_1017_with_a_registered_sigmoid():
     amp.shutdown()
     assert torch.sigmoid is original
     amp.initialize(model, opt_level="O1", verbosity=0)
-    assert torch.sigmoid is original  # registered for one initialize
+    assert torch.sigmoid is original  # a registration is for one initialize only
 
 
 def test_registered_functions_and_their_errors():

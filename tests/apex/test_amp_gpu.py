@@ -1,4 +1,4 @@
-"""amp on GPUs: the same as on CPUs, without a wait of the host where the optimizer can leave a step out by itself."""
+"""amp on GPUs: the same results as on CPUs, and no wait of the host if the optimizer can skip a step on the device."""
 
 from __future__ import annotations
 
@@ -147,12 +147,12 @@ def test_apex_439_twenty_runs_leave_memory_flat():
         del model, optimizer
         gc.collect()
         sizes.append(torch.cuda.memory_allocated())
-    # Tables of addresses are kept for a while, at most so many.
+    # A limited number of address tables stays cached.
     assert sizes[-1] <= sizes[7] + 2**20, sizes
 
 
 class Split(nn.Module):
-    """A model on two devices, as apex's users had it (apex#319)."""
+    """A model on two devices, as in apex#319."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,7 @@ def test_apex_1999_evaluation_keeps_no_memory(runner, without):
                 layer(x)
             gc.collect()
             sizes.append(torch.cuda.memory_allocated())
-    assert sizes[-1] <= sizes[1], sizes  # the first round may allocate what kernels share
+    assert sizes[-1] <= sizes[1], sizes  # the first round may allocate memory that kernels share
 
 
 def test_apex_550_cupy_is_for_the_cuda_that_torch_has():

@@ -1,4 +1,4 @@
-"""``amp.initialize``: what it refuses and prints, what it makes of models, and how all of it ends."""
+"""``amp.initialize``: refused arguments, output, converted models, and the end of amp."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_learns_as_plain_torch_does(level, optimizer):
     amp.shutdown()
     twin = net()
     plain = ALL_OPTIMIZERS[optimizer](twin.parameters())
-    for index in range(20 if level != "O3" else 2):  # half weights go their own way soon
+    for index in range(20 if level != "O3" else 2):  # half weights soon diverge
         loss = loss_of(twin, index)
         plain.zero_grad()
         loss.backward()
@@ -185,14 +185,14 @@ def test_parameters_stay_the_objects_that_they_were():
     group = optimizer.param_groups[0]
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-    assert optimizer.param_groups[0] is group  # schedulers hold the dicts
+    assert optimizer.param_groups[0] is group  # schedulers hold references to these dicts
     masters = list(amp.master_params(optimizer))
     assert all(one.dtype is torch.float32 for one in masters)
     assert any(one is model.norm.weight for one in masters)
     assert not any(one is model.first.weight for one in masters)
 
 
-# -- casts of what a half model takes and gives ------------------------------------------------------------------------------------
+# -- casts of a half model's inputs and outputs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -443,7 +443,7 @@ def test_shutdown_gives_everything_back(level, name):
     assert "step" not in optimizer.__dict__
     assert not {one for one in methods if "amp" in one}.intersection(optimizer.__dict__)
     assert not any(one._forward_hooks or one._forward_pre_hooks or one._state_dict_hooks for one in model.modules())
-    for index in range(3):  # a plain loop goes on, with the state that there is
+    for index in range(3):  # a plain loop continues with the existing state
         optimizer.zero_grad()
         loss_of(model, index).backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""amp over the kernels themselves, on the CPU and on a GPU: what the references give, the kernels give."""
+"""amp with the kernels, on the CPU and on a GPU: the same results as with the references."""
 
 from __future__ import annotations
 

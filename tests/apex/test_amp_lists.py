@@ -1,4 +1,4 @@
-"""What O1 does to each function of apex's lists, by its name: on CPUs, where torch.autocast does less, as on GPUs."""
+"""O1's casts of each function in apex's lists: the same on GPUs and on CPUs, where torch.autocast casts fewer functions."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ MODULES = {"torch": torch, "Tensor": torch.Tensor, "functional": nn.functional}
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """O1 is on, on this device."""
+    """Turns O1 on, and returns the device."""
     amp.initialize(nn.Linear(2, 2).to(request.param), opt_level="O1", verbosity=0)
     yield request.param
     amp.shutdown()
 
 
 def values(shape, dtype, device):
-    """Between 0.1 and 0.9, where every function of the lists is defined."""
+    """Returns values between 0.1 and 0.9, where every function of the lists is defined."""
     generator = torch.Generator().manual_seed(0)
     return (torch.rand(shape, generator=generator) * 0.8 + 0.1).to(device, dtype)
 
 
 def arguments(name, dtype, device):
-    """What a function of this name takes, the first of them in ``dtype``; shapes of three."""
+    """Returns arguments for the function ``name``, with floating tensors in ``dtype`` and shapes of three."""
     x, row = values((3, 3), dtype, device), values((3,), dtype, device)
     index = torch.tensor([0, 1, 2], device=device)
     image, cube = values((1, 3, 4, 4), dtype, device), values((2, 3, 3), dtype, device)
@@ -70,7 +70,7 @@ def arguments(name, dtype, device):
 
 
 def mixed(name, device):
-    """Two of the arguments that a promoting function takes: half and fp32."""
+    """Returns the arguments of a promoting function: half and fp32 tensors."""
     half, full = values((3, 3), torch.float16, device), values((3, 3), torch.float32, device)
     table = {
         "dot": (half[0], full[0]), "addcdiv": (half, full, full), "addcmul": (half, full, full),
@@ -79,7 +79,7 @@ def mixed(name, device):
     return table.get(name, (half, full))
 
 
-# Of kl_div and grid_sample, which are called with what they take by default.
+# Warnings of kl_div and grid_sample, which are called with their defaults.
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.filterwarnings("ignore:Default grid_sample and affine_grid behavior")
 @pytest.mark.parametrize(("place", "name"), FP32, ids=ids(FP32))
@@ -91,7 +91,7 @@ def test_half_is_computed_in_fp32(place, name, device):
             for one in arguments(name, torch.float16, device)]  # fmt: skip
     with amp.disable_casts():
         expected = function(*wide)
-    # On a GPU cross_entropy takes half logits and computes in fp32, in another order; in half it would be 5e-4 off.
+    # On a GPU cross_entropy takes half logits and computes in fp32, in another order; computed in half it would differ by 5e-4.
     assert torch.allclose(result, expected, rtol=1e-5 if device == "cpu" else 1e-4, atol=1e-6)
 
 
@@ -101,15 +101,15 @@ def test_fp32_is_computed_in_half(place, name, device):
     assert result.dtype is torch.float16
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Using torch.cross without specifying the dim"
-)  # called with what it takes by default
+@pytest.mark.filterwarnings("ignore:Using torch.cross without specifying the dim")  # called with its defaults
 @pytest.mark.parametrize(("place", "name"), CASTS, ids=ids(CASTS))
 def test_half_and_fp32_meet_in_fp32(place, name, device):
     result = getattr(MODULES[place], name)(*mixed(name, device))
     if name == "equal":
         assert result is False
-    elif not name.startswith("__i"):  # in place, torch keeps the memory: see docs/from-apex.md
+    elif not name.startswith(
+        "__i"
+    ):  # in-place operations keep the dtype, as everywhere in torch: see docs/from-apex.md
         assert result.dtype in (torch.float32, torch.bool)
 
 
@@ -159,7 +159,7 @@ def test_all_is_as_before_after_shutdown():
 
 
 def test_other_tensors_are_left_alone(device):
-    """fp64, integers, and what is on a device that the model is not on."""
+    """fp64, integers, and tensors on other devices than the model's."""
     assert torch.exp(torch.ones(2, device=device, dtype=torch.float64)).dtype is torch.float64
     assert torch.sum(torch.ones(2, device=device, dtype=torch.int64)).dtype is torch.int64
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""The private names that scripts use, and NVIDIA's own recipes with them."""
+"""Private names of apex that scripts use, and NVIDIA's own recipes that use them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_stash_of_an_optimizer():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", ["SGD", "FusedAdam"])
 def test_already_patched_says_that_the_next_step_is_left_out(level, name):
-    """apex put another ``step`` there after an overflow, once, and took it away again in that step."""
+    """After an overflow apex replaced ``step`` once, and restored it in that step."""
     model, optimizer = start(level, name)
     stash = optimizer._amp_stash
     assert stash.already_patched is False
@@ -173,7 +173,7 @@ def test_init_loss_scale_as_bert_sets_it():
     losses = []
     for index in range(8):
         losses += train(model, optimizer, [index])
-    assert amp._amp_state.loss_scalers[0].loss_scale() < 2.0**20  # it came down to what fits
+    assert amp._amp_state.loss_scalers[0].loss_scale() < 2.0**20  # the scale decreased until it fitted
     assert losses[-1] != losses[0]
 
 

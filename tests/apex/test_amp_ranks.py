@@ -1,4 +1,4 @@
-"""amp under parallel wrappers: ranks that began with weights of their own have the same masters, bit for bit."""
+"""amp under parallel wrappers: ranks with different initial weights get the same masters, bit for bit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def overflow_lines():
 
 
 def refused():
-    """A wrapper before initialize: the error names the line to move."""
+    """Checks that the error for a wrapper before initialize names the line to move."""
     wrapped = TorchDDP(net())
     with pytest.raises(RuntimeError, match=r"AFTER amp\.initialize"):
         amp.initialize(wrapped, opt_level="O1", verbosity=0)
@@ -83,7 +83,7 @@ def refused():
 
 
 def passes(wrapped, optimizer, *, exchanged, bad=()):
-    """Two micro-batches as scripts write them, the first one within ``no_sync`` unless ``exchanged``."""
+    """Runs two micro-batches as in users' scripts; the first is within ``no_sync`` unless ``exchanged``."""
     first = contextlib.nullcontext if exchanged else wrapped.no_sync
     for index, context in enumerate([first, contextlib.nullcontext]):
         with context(), amp.scale_loss(loss_of(wrapped, 10 * dist.get_rank() + index), optimizer) as scaled_loss:
@@ -101,7 +101,7 @@ def average_of_two_passes():
 
 
 def check_accumulated(wrapper, level):
-    """apex#708: what passes without an exchange left is averaged too."""
+    """apex#708: gradients of micro-batches without an exchange are averaged too."""
     expected = average_of_two_passes()
     for exchanged in (False, True):
         model, optimizer = start(level, "FusedAdam")
@@ -167,7 +167,7 @@ def values_of_the_old_optimizer(wrapper, *, to_none):
 
 
 def check_zeros():
-    """Gradients that are views of a wrapper's memory can be filled with zeros, as well as forgotten."""
+    """Gradients that are views of a wrapper's memory can be zeroed as well as set to None."""
     for wrapper in WRAPPERS:
         for values in (values_after_zeros, values_of_the_old_optimizer):
             zeros, nothing = [values(wrapper, to_none=to_none) for to_none in (False, True)]
@@ -179,7 +179,7 @@ def check_zeros():
 
 
 def full_values_of_several_models():
-    """Eight models in one wrapper, converted by each rank in an order of its own: they lie elsewhere in memory."""
+    """Eight models in one wrapper, which each rank converts in another order, so that their addresses differ."""
     models = torch.nn.ModuleList([torch.nn.Linear(size, 3) for size in range(1, 9)])
     amp.initialize(list(models)[:: -1 if dist.get_rank() else 1], opt_level="O2", verbosity=0)
     DistributedDataParallel(models)

@@ -1,4 +1,4 @@
-"""Exact resume from the file with three keys, and memory that stays flat."""
+"""Exact resume from the checkpoint with three keys, and constant memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _shut_down():
 
 
 def scale_window(steps):
-    """A scale that moves within the test: what is restored of it matters."""
+    """Makes the scale change within the test, so that a resume has to restore it."""
     amp._amp_state.loss_scalers[0]._scale_seq_len = steps
 
 
@@ -40,7 +40,7 @@ def keep(folder, level, name, part, model, optimizer):
 
 
 def continue_all(folder):
-    """What the second process does: restore each checkpoint as apex's README has it, and train on."""
+    """Restores each checkpoint as in apex's README, and continues training; runs in a second process."""
     for level, name in CASES:
         model, optimizer = start(level, name, seed=99)
         scale_window(7)
@@ -106,7 +106,7 @@ def _saved(state):
 
 
 def test_apexs_own_file():
-    """What apex wrote: half weights widened to fp32, its two numbers a scaler, torch's optimizer state."""
+    """Loads a file in apex's format: half weights cast to fp32, two numbers per scaler, torch's optimizer state."""
     model, optimizer = start("O2", "Adam")
     train(model, optimizer, range(3))
     file = {
@@ -130,7 +130,7 @@ def test_apexs_own_file():
 
 
 def test_apex_480_small_squares_survive_loading():
-    """In fp16 they would be 0, and the next step far too long."""
+    """In fp16 the squares would be 0, and the next step far too large."""
     model, optimizer = start("O2", "Adam")
     train(model, optimizer, range(2))
     state = optimizer.state_dict()
@@ -178,9 +178,9 @@ def test_weights_go_to_the_trainers_levels():
 
 
 def test_apex_439_twenty_runs_leave_memory_flat_and_torch_as_it_was():
-    import torch._dynamo  # torch replaces some functions of its own where this is first imported
+    import torch._dynamo  # the first import makes torch replace some of its own functions
 
-    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # and wraps its step at the first one
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first optimizer makes torch wrap its class's step
     namespaces = (torch, torch.Tensor, torch.nn.functional, torch.optim.SGD, nn.Module)
     before = [dict(vars(one)) for one in namespaces]
     counts = []

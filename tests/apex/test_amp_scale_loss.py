@@ -25,7 +25,7 @@ def _shut_down():
 
 
 def unscaled(model, index):
-    """What the gradients are without any scale, in the order of the parameters."""
+    """Returns the gradients without a loss scale, in the order of the parameters."""
     return torch.autograd.grad(loss_of(model, index), list(model.parameters()))
 
 
@@ -55,7 +55,7 @@ def test_gradients_are_unscaled_after_it(level):
     moved = torch.stack(
         [(one.float() - two).norm() for one, two in zip(amp.master_params(optimizer), before, strict=True)]
     )
-    if level != "O3":  # half weights do not move by so little
+    if level != "O3":  # the update is too small to change half weights
         assert float(moved.detach().norm()) == pytest.approx(0.05 * 1e-3, rel=1e-2)
 
 
@@ -210,7 +210,7 @@ def test_an_overflow_changes_nothing(level, name, value):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", [*ON_HOST, *ON_DEVICE])
 def test_the_message(level, name, capsys):
-    """At once where the host reads anyway, else two passes later; once in either case."""
+    """The message comes at once if the host reads the overflow anyway, else two steps later; once in either case."""
     model, optimizer = start(level, name)
     amp._amp_state.verbosity = 1
     printed = []
@@ -308,7 +308,7 @@ def test_a_constant_scale_never_skips(level):
 
 
 def test_delayed_overflow_check_leaves_the_decision_to_the_script():
-    """As NVIDIA's BERT does: unscale, exchange, then ask the scaler by hand."""
+    """As in NVIDIA's BERT: unscale, exchange, then check the scaler by hand."""
     model, optimizer = start("O2", "FusedLAMB")
     scaler = amp._amp_state.loss_scalers[0]
     optimizer.zero_grad()
@@ -391,7 +391,7 @@ def test_a_backward_outside_scale_loss():
     with pytest.raises(RuntimeError, match=r"inside amp\.scale_loss"):
         optimizer.step()
     amp.shutdown()
-    model, optimizer = start("O1")  # fp32 gradients without a scale are as good as any
+    model, optimizer = start("O1")  # fp32 gradients are valid without a loss scale
     before = model.last.bias.detach().clone()
     loss_of(model, 0).backward()
     optimizer.step()
@@ -412,7 +412,7 @@ def test_apex_552_schedulers_before_and_after_initialize(level, name, when, recw
         schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     lr = optimizer.param_groups[0]["lr"]
     if level in ("O1", "O2"):
-        spoil(optimizer, loss_of(model, 0))  # the first step is left out
+        spoil(optimizer, loss_of(model, 0))  # the first step is skipped
         optimizer.step()
     else:
         train(model, optimizer, [0])

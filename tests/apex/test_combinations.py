@@ -1,4 +1,4 @@
-"""What scripts do beside amp, together with it: interrupts, compiled and replicated models, other losses and numbers."""
+"""amp together with other features: interrupts, compiled and replicated models, other losses and dtypes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _shut_down():
 
 
 def trained(level, name, step, model=net, **options):
-    """What is updated after four steps of ``step(model, optimizer, index, backward)``; without amp where ``level`` is None."""
+    """Returns the parameters after four calls of ``step(model, optimizer, index, backward)``; without amp if ``level`` is None."""
     torch.manual_seed(0)
     module = model()
     optimizer = ALL_OPTIMIZERS[name](module.parameters())
@@ -100,7 +100,7 @@ def test_a_forward_that_was_interrupted_leaves_no_old_weights():
 
 
 class Tree(nn.Module):
-    """Calls itself, and a model that was given to initialize too."""
+    """Calls itself, and another model that was also given to initialize."""
 
     def __init__(self, other):
         super().__init__()
@@ -144,7 +144,7 @@ def test_a_model_that_was_compiled_before_initialize(level):
 
 @pytest.fixture
 def replicas(monkeypatch):
-    """torch's DataParallel on CPU: its copies of a module, each called in a thread of its own."""
+    """Simulates torch's DataParallel on the CPU: replicas of a module, each called in its own thread."""
     replicate = importlib.import_module("torch.nn.parallel.replicate")  # its package has a function of that name
     monkeypatch.setattr(replicate, "_get_device_index", lambda device, _: device)
     monkeypatch.setattr(

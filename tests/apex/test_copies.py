@@ -1,4 +1,4 @@
-"""Copies of models and optimizers that amp has changed, averages of weights, and weights that the script itself changes."""
+"""Copies of models and optimizers under amp, averages of weights, and weights that the script itself changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_new_optimizer_for_a_copy_has_masters_too(level, name, caplog):
     model, _ = start(level)
     other = copy.deepcopy(model)
     optimizer = ALL_OPTIMIZERS[name](other.parameters())
-    optimizer.param_groups[0]["lr"] = 1e-6  # steps that half weights cannot take
+    optimizer.param_groups[0]["lr"] = 1e-6  # updates that are too small for half weights
     before = [one.detach().float() for one in other.parameters()]
     train(other, optimizer, range(3))
     moved = [one - past for one, past in zip(amp.master_params(optimizer), before, strict=True)]

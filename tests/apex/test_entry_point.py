@@ -132,9 +132,11 @@ def test_a_package_whose_own_import_fails_shows_it(script, monkeypatch, tmp_path
         main(["-m", "broken_package.train"])
 
 
-@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torch's, of a stderr that pytest captures
+@pytest.mark.filterwarnings(
+    "ignore:Unable to enable fault handler"
+)  # torch's warning about the stderr that pytest captures
 def test_torchrun_is_told_of_an_error(script, monkeypatch, tmp_path, capsys):
-    """And who reads the terminal sees the script's lines alone."""
+    """The traceback on the terminal has only the script's lines."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(sys, "argv", ["fabricamp.apex", script("1 / 0\n")])
     with pytest.raises(SystemExit) as raised:
@@ -210,7 +212,7 @@ print(subprocess.check_output([sys.executable, "-c", found], text=True))
 
 
 def test_processes_that_a_script_starts_find_it_too(script, capsys, monkeypatch):
-    """As the worker above, which imports it."""
+    """Child processes find the modules, like the worker above, which imports one."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path[1:]))
     main([script(STARTS)])
     here = Path(fabricamp.apex.__file__).parent / "_extensions"

@@ -1,4 +1,4 @@
-"""Every public name of apex is where scripts import it from, and takes apex's arguments in apex's order."""
+"""Every public name of apex can be imported from its path, and takes apex's arguments in apex's order."""
 
 import importlib
 import inspect
@@ -298,7 +298,7 @@ SIGNATURES = {
     },
 }
 EVERY = [(path, name, given) for path, names in SIGNATURES.items() for name, given in names.items()]
-COMPILED = {path for path in SIGNATURES if not path.startswith("apex")}  # their arguments had no names
+COMPILED = {path for path in SIGNATURES if not path.startswith("apex")}  # their arguments have no names in apex
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _FREE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -311,7 +311,7 @@ def _installed():
 
 
 def found(path, name):
-    importlib.import_module(path)  # by the name that scripts have, an entry of sys.modules
+    importlib.import_module(path)  # by the scripts' name, an entry of sys.modules
     value = sys.modules[path]
     for part in name.split("."):
         value = getattr(value, part)
@@ -337,7 +337,7 @@ def test_is_there_and_takes_apexs_arguments(path, name, given):
             assert have[place].name == one.name
         if one.default is not inspect.Parameter.empty:
             assert have[place].default == one.default
-    # What we take besides has a default: calls that apex took are complete.
+    # Additional parameters have defaults, so that apex's calls are valid.
     for one in have[len(positional) :]:
         assert one.kind in _FREE or one.default is not inspect.Parameter.empty
 

@@ -1,4 +1,4 @@
-"""Models that come in half, which apex takes with ``_amp_state.allow_incoming_model_not_fp32``."""
+"""Models that are half before ``initialize``, which apex accepts with ``_amp_state.allow_incoming_model_not_fp32``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_trains_and_keeps_its_halves(level, name, part):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     losses = train(model, optimizer, [0] * 6)
     assert losses[-1] < losses[0]
-    if level == "O1":  # as they came
+    if level == "O1":  # the weights stay half
         assert {key: one.dtype for key, one in model.named_parameters()} == came
     held = {one.dtype for one in amp.master_params(optimizer)}
     if level == "O2":  # every half weight has a master, a BatchNorm's too
@@ -66,7 +66,7 @@ def test_bfloat16_weights_at_o1_are_refused_without_the_flag():
 
 
 def test_o2_goes_on_from_the_values_of_its_halves():
-    """The same bits as from the fp32 model with those values."""
+    """The results have the same bits as with an fp32 model of these values."""
     results = []
     for comes_half in (False, True):
         torch.manual_seed(0)
@@ -88,7 +88,7 @@ def test_a_half_batch_norm_at_o2_takes_what_is_loaded():
     optimizer = ALL_OPTIMIZERS["SGD"](model.parameters())
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     train(model, optimizer, range(2))
-    weight = torch.full((8,), 0.1)  # which half has not
+    weight = torch.full((8,), 0.1)  # not representable in half
     model.load_state_dict({**model.state_dict(), "norm.weight": weight})
     assert torch.equal(model.norm.weight, weight.half())
     assert torch.equal(model.state_dict()["norm.weight"], weight)

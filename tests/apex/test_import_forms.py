@@ -1,4 +1,4 @@
-"""The four ways to import what apex had, what its classes say of themselves, and their way through pickles."""
+"""The four ways to import apex's names, the names of its classes, and pickles of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEEPER = [
 ]
 PATHS = sorted({*SIGNATURES, *PRIVATE, *DEEPER} - {"apex.parallel.multiproc"})
 NO_MODULES = {"apex.amp._amp_state": "AmpState", "apex.contrib.index_mul_2d.index_mul_2d": "function"}
-"""Where a package's own ``__init__`` left something else under the name of its module; everywhere else the module stays."""
+"""Modules hidden by another object of the same name, which their package's ``__init__`` imports, and the kind of that object."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,11 +97,11 @@ def test_asking_whether_a_compiled_module_is_there_raises_nothing():
     assert importlib.util.find_spec("apex.contrib.layer_norm") is not None
 
 
-# -- what classes say -------------------------------------------------------------------------------------------------------------
+# -- the names of classes ---------------------------------------------------------------------------------------------------------
 
 
 def classes():
-    """Every class of apex's that is offered, by the path that it is listed under."""
+    """Yields (path, class) for every class of apex that is offered."""
     for path, names in SIGNATURES.items():
         if path.startswith("apex") and path in PATHS and "._" not in path:
             for name in names:
@@ -144,7 +144,7 @@ def test_a_converted_model_has_apexs_layers():
 @pytest.mark.parametrize("kind", ["Affine", "AffineMixedDtypes", ""])
 @pytest.mark.parametrize("memory_efficient", [False, True])
 def test_functions_of_norms_can_be_looked_at_and_run_by_passes(name, kind, memory_efficient):
-    """As Megatron asks for ``memory_efficient``; and as who runs the passes in a function of its own."""
+    """Megatron inspects the argument ``memory_efficient``; other users run the passes in their own autograd function."""
     from apex.normalization import fused_layer_norm
 
     function = getattr(fused_layer_norm, f"Fused{name}{kind}Function")
@@ -227,7 +227,7 @@ ALIAS, PLAIN = "apex", "fabricamp.apex"
 
 
 def in_a_process(code, **files):
-    """Runs the code for either name in one process, that of the package itself before the other one is installed."""
+    """Runs the code for both names in one process: first for ``fabricamp.apex``, then, after the installation, for ``apex``."""
     text = "import sys\n"
     for package in (PLAIN, ALIAS):
         if package == ALIAS:
@@ -240,7 +240,7 @@ def in_a_process(code, **files):
 
 
 def modules_in(file):
-    """The modules of ours that a file of torch.save's names."""
+    """Returns the modules of ours that a file of torch.save names."""
     with torch.serialization._open_zipfile_reader(str(file)) as archive:
         data = archive.get_record("data.pkl")
     named = {argument.split(" ")[0] for code, argument, _ in pickletools.genops(data) if code.name == "GLOBAL"}

@@ -99,7 +99,7 @@ def test_a_compiled_extension_imported_before_is_named(monkeypatch):
 
 
 def test_spawned_processes_find_it_on_their_path():
-    # They get our sys.path, and nothing else: what they do with it, see the worker of a script in test_entry_point.py.
+    # A spawned process only inherits sys.path; test_entry_point.py has a script with a worker that uses it.
     fabricamp.apex.install()
     code = (
         f"import sys; sys.path = {sys.path!r}; from importlib.util import find_spec; "
@@ -143,7 +143,7 @@ def test_an_import_of_what_is_not_offered_says_what_to_use(line, use):
     fabricamp.apex.install()
     with pytest.raises(ModuleNotFoundError, match=use):
         exec(line, {})
-    exec(f"try:\n    {line}\nexcept ImportError:\n    pass", {})  # as scripts ask whether it is there
+    exec(f"try:\n    {line}\nexcept ImportError:\n    pass", {})  # as scripts check whether it is installed
     with pytest.raises(ImportError, match="nonsense"):
         exec("from apex import nonsense", {})
 

@@ -1,4 +1,4 @@
-"""What apex's users ran into, by the number of the issue, where no other test of the package has that name."""
+"""Problems that apex's users reported, by issue number, as far as no other test is named after the issue."""
 
 from __future__ import annotations
 
@@ -306,5 +306,5 @@ def test_on_two_ranks(check):
 
 
 def test_apex_262_one_value_alone_is_refused():
-    with pytest.raises(ValueError, match="one value a channel has no variance"):
+    with pytest.raises(ValueError, match="one value per channel has no variance"):
         parallel.SyncBatchNorm(3)(torch.ones(1, 3))

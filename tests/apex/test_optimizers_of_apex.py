@@ -222,7 +222,7 @@ def test_adam_under_torchs_grad_scaler(parameters, overflow, by_hand):
 def test_hooks_of_a_step_run_once(parameters):
     from fabricamp.optimizers import FusedAdam
 
-    step(FusedAdam(parameters), parameters)  # its step is wrapped by now
+    step(FusedAdam(parameters), parameters)  # afterwards the class's step is wrapped
     adam, calls = optimizers.FusedAdam(parameters), []
     adam.register_step_post_hook(lambda *_: calls.append(1))
     step(adam, parameters)

@@ -43,7 +43,7 @@ def test_collectives_on_many_tensors():
 
 @pytest.fixture
 def runner(monkeypatch):
-    """A quick stand-in for `python -m fabricamp.apex`, which prints its arguments and exits with 3 times the rank."""
+    """Replaces `python -m fabricamp.apex` by a quick program that prints its arguments and exits with 3 times the rank."""
     code = "import sys; print(sys.argv[1:]); sys.exit(int(sys.argv[-1]) * 3)"
     start = subprocess.Popen
 

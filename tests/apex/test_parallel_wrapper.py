@@ -1,4 +1,4 @@
-"""DistributedDataParallel and Reducer for scripts, over Gloo: the loops that people write, beside torch's class."""
+"""DistributedDataParallel and Reducer for scripts, over Gloo: loops as in users' scripts, compared with torch's class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 import torch
-import torch._dynamo  # torch's wrapper imports it: once here, before ranks are forked, and not in each of them
+import torch._dynamo  # torch's wrapper imports it: here once, before the ranks are forked, instead of in each rank
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as OfTorch
@@ -51,7 +51,7 @@ def mean_over_ranks(tensor):
 
 
 def both(options, module=None):
-    """The same module in ours, built from weights of each rank's own, and in torch's."""
+    """Returns the same module in our wrapper, built from different weights on each rank, and in torch's."""
     ours = DistributedDataParallel(copy.deepcopy(module) if module else Net(seed=dist.get_rank()), **options)
     theirs = OfTorch(copy.deepcopy(ours.module))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
@@ -74,7 +74,7 @@ def check_steps(options):
 
 
 def check_accumulation(options):
-    """Micro-batches that stay local, by either name, then one that does not."""
+    """Runs local micro-batches, by either name, then one with an exchange."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ours, theirs, optimizers = both(options)
     for window in range(4):
@@ -109,7 +109,7 @@ def check_accumulation(options):
 
 
 def check_two_backwards(options):
-    """A step of a GAN: two forwards, a backward each, then one step; and two networks in one backward."""
+    """Checks a GAN's step (two forwards with a backward each, then one step), and two networks in one backward."""
     rank = dist.get_rank()
     maker, judge = nn.Linear(5, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     makers = [DistributedDataParallel(maker, **options), copy.deepcopy(maker)]
@@ -139,7 +139,7 @@ def check_two_backwards(options):
 
 
 def check_unused(options):
-    """Absent on one rank: zeros there.  Absent on all: None."""
+    """A gradient missing on one rank counts as zeros there; missing on all ranks it is None."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     net = DistributedDataParallel(Net(), **options)
     net.module.norm.eval()
@@ -164,7 +164,7 @@ def check_unused(options):
 
 
 def check_changes(options):
-    """Parameters frozen, added, cast and replaced between steps."""
+    """Checks parameters that are frozen, added, cast and replaced between steps."""
     rank = dist.get_rank()
     net = DistributedDataParallel(Net(), **options)
 
@@ -198,7 +198,7 @@ def check_changes(options):
 
 
 class _Forward:
-    """A forward of its own that a copy of the module takes along."""
+    """A replacement for ``forward`` that a copy of the module copies too."""
 
     def __init__(self, module):
         self.module = module
@@ -208,7 +208,7 @@ class _Forward:
 
 
 def check_dtypes():
-    """Half gradients as they are or in fp32; fp32 ones in half; results always in the parameter's dtype."""
+    """Half gradients are exchanged in half or fp32, fp32 gradients in half; the result has the parameter's dtype."""
     rank = dist.get_rank()
     for dtype, options in (
         (torch.float16, {}),
@@ -252,14 +252,14 @@ class Output:
 
 
 class Hidden:
-    """An output that does not show its tensors."""
+    """An output in which no tensors are found."""
 
     def __init__(self, loss):
         self.loss = loss
 
 
 def check_outputs():
-    """However a forward returns its loss, backward ends with averaged gradients."""
+    """Gradients are averaged after backward, whatever container the forward returns its loss in."""
     rank = dist.get_rank()
     for wrap, unwrap in (
         (lambda loss: {"loss": loss, "name": "x"}, lambda output: output["loss"]),
@@ -283,7 +283,7 @@ def check_outputs():
 
 
 class Checkpointed(nn.Module):
-    """One layer used by two checkpointed segments: re-entrant backwards give it two gradients."""
+    """Two checkpointed segments use one layer, so re-entrant backwards give it two gradients."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -315,7 +315,7 @@ def check_checkpointing():
 
 
 def check_copies():
-    """Of a wrapper in use: names are apex's, and a copy exchanges by itself."""
+    """A copy or pickle of a wrapper in use has apex's names, and exchanges independently."""
     rank = dist.get_rank()
     for options in MODES.values():
         net = DistributedDataParallel(Net(), **options)
@@ -333,7 +333,7 @@ def check_copies():
 
 
 class Detour(nn.Module):
-    """Ranks may go different ways, which their messages notice between the layers that exchange statistics."""
+    """Ranks may take different branches, so their gradient messages interleave differently with the exchanges of statistics."""
 
     def __init__(self, norm):
         super().__init__()
@@ -359,7 +359,7 @@ def check_statistics_do_not_meet_messages():
 
 
 def check_networks_whose_messages_cross():
-    """Two networks in one backward: where ranks use different parameters, their messages leave in different orders."""
+    """Two networks in one backward: ranks that use different parameters send their messages in different orders."""
     nets = [Net(seed=one) for one in range(3)]
     for net in nets:
         net.norm.eval()
@@ -380,11 +380,11 @@ def check_networks_whose_messages_cross():
     assert len(set(groups)) == 2
     assert {timeout_of(group, torch.device("cpu")).total_seconds() for group in groups} == {88}
     others = [DistributedDataParallel(Net()) for _ in range(9)]
-    assert len({model._lanes[0].group for model in others}) == 8  # not one more with each
+    assert len({model._lanes[0].group for model in others}) == 8  # groups are reused, so their number does not grow
 
 
 def check_a_copy_on_one_rank():
-    """Averages of weights are often kept by rank 0 alone; a copy waits for nobody."""
+    """Often only rank 0 copies the model, to average weights, so a copy must not wait for other ranks."""
     model = DistributedDataParallel(Detour(SyncBatchNorm), message_size=20)
     if dist.get_rank() == 0:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""apex's DistributedDataParallel over NCCL on two GPUs: torch's bits, whatever the streams."""
+"""apex's DistributedDataParallel over NCCL on two GPUs: torch's bits, with any number of streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def script(options):
-    """Both models' gradients after each of some steps have equal bits."""
+    """Checks that both models' gradients have equal bits after each of several steps."""
     device = own_device()
     torch.manual_seed(dist.get_rank())
     ours = DistributedDataParallel(Deep().to(device), **options)

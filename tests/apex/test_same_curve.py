@@ -47,7 +47,7 @@ def train(model, images, labels, part=slice(None)):
 
 
 def deviation(printed, twin):
-    """The largest relative difference of the mean over ranks and the twin, over the steps."""
+    """Returns the largest relative difference, over the steps, between the mean over ranks and the twin."""
     curves = [losses(text) for (text,) in printed]
     means = [sum(step) / len(step) for step in zip(*curves, strict=True)]
     assert len(means) == len(twin) == 50
@@ -56,7 +56,7 @@ def deviation(printed, twin):
 
 
 def arguments(level):
-    # A scale that none of these gradients overflows with: a skipped step would be a step less.
+    # None of these gradients overflows at this scale: a skipped step would change the curve.
     return ("--opt_level", level, *([] if level == "O0" else ["--loss-scale", "1024"]))
 
 

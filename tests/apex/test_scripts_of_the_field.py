@@ -1,4 +1,4 @@
-"""Scripts that were written for apex, run as they are: on GPUs, and on CPU with the device and the backend exchanged."""
+"""Scripts written for apex run unchanged on GPUs, and on the CPU with device and backend replaced."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from tests.apex.conftest import kept
 from tests.apex.field import cpu_twin, free_port, import_what_scripts_do, losses, run_script, run_scripts
 
 LEVELS = ["O0", "O1", "O2", "O3"]
-STRINGS = {  # of the ImageNet example, for each level
+STRINGS = {  # arguments of the ImageNet example, for each level
     "O0": ["--loss-scale", "1.0"],
     "O1": ["--loss-scale", "dynamic"],
     "O2": ["--keep-batchnorm-fp32", "True", "--loss-scale", "128.0", "--channels-last", "True"],
@@ -41,19 +41,19 @@ def arguments(name, level):
 
 
 def check(name, printed):
-    """Each rank's losses are numbers and become smaller, and all ranks end with the same weights."""
+    """Checks that each rank's losses are finite and decrease, and that all ranks end with the same weights."""
     for text in printed:
         found = losses(text)
         assert len(found) >= 6
         assert all(map(math.isfinite, found))
         quarter = len(found) // 4
-        if name != "dcgan":  # where two models play against each other
+        if name != "dcgan":  # the losses of a GAN's two models need not decrease
             assert sum(found[-quarter:]) < sum(found[:quarter])
     assert len({tuple(re.findall(r"^weights \[.*", text, re.MULTILINE)) for text in printed}) == 1
 
 
 def all_levels(place):
-    """One after the other in the same processes; each level comes first, in fresh ones, for some of the scripts."""
+    """Returns all levels, to run in the same processes; each level is the first, in new processes, for some of the scripts."""
     first = place % len(LEVELS)
     return LEVELS[first:] + LEVELS[:first]
 
@@ -101,7 +101,7 @@ def test_the_imagenet_example_resumes(tmp_path):
     for (whole,), (rest,) in zip(straight, resumed, strict=True):
         found, expected = losses(rest), losses(whole)[-len(losses(rest)) :]
         assert len(found) == 4
-        # Rank 0 saved its running statistics; the weights are those of fp32 files, rounded to half again.
+        # Not exact: all ranks load rank 0's running statistics, and half weights rounded from the fp32 file.
         assert found == pytest.approx(expected, rel=2e-3)
 
 
@@ -121,7 +121,7 @@ def same_bits(one, other):
 
 
 def resumes(tmp_path, kind, levels, **options):
-    """A straight run, and one in two halves, at each level: all straight ones in a process, all first halves, all second ones."""
+    """Compares an uninterrupted run with a resumed run at each level; each kind of run has one process for all levels."""
     files = {level: [str(tmp_path / f"{name} {level}.pt") for name in ("straight", "resumed")] for level in levels}
 
     def printed(steps, place):
@@ -156,7 +156,7 @@ def test_torchs_launcher_starts_it(tmp_path):
     command += ["-m", "fabricamp.apex", "main.py"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    # Two processes write, by `python -u` each word by itself: a list of numbers is one.
+    # Two processes write to one stream, unbuffered word by word; a list of numbers is one write.
     weights = re.findall(r"\[-?\d[^\]]*\]", done.stdout)
     assert len(weights) == 2
     assert len(set(weights)) == 1

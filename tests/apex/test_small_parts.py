@@ -260,7 +260,7 @@ def test_pruned_weights_come_back(asp):
 @pytest.mark.parametrize("name", ["SGD", "Adam", "FusedAdam"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_models_stay_pruned_under_amp(asp, level, name, prunes_first):
-    """At O2 the masters are masked too: they are rounded into the weights behind every step."""
+    """At O2 the masters are masked too, because they are rounded into the weights after every step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
     optimizer = ALL_OPTIMIZERS[name](model.parameters())
@@ -319,7 +319,7 @@ def test_asp_says_what_comes_first(asp):
 
 
 def test_calls_in_one_autocast_region_cast_by_themselves():
-    """apex's do: the gradients of several calls add up in fp32, not in the half of a cast that they share."""
+    """As in apex: the gradients of several calls are added in fp32, and not in half by a shared cast."""
     from fabricamp.apex.mlp import MLP
 
     torch.manual_seed(0)

@@ -22,11 +22,11 @@ class RecordingStrategy(Strategy):
 
     def broadcast(self, value, source=0):
         self.broadcasts += 1
-        return copy.deepcopy(value)  # what arrives is never the sender's object
+        return copy.deepcopy(value)  # a receiver never gets the sender's own object
 
 
 class StandInTrainer:
-    """Runs nothing by itself; a test moves it on and calls hooks."""
+    """Runs nothing by itself; a test advances it and calls its hooks."""
 
     def __init__(self, root, *callbacks):
         self.state = RunState()
@@ -51,7 +51,7 @@ class StandInTrainer:
         self.failure = None
 
     def reduce_step_metrics(self):
-        """What a test puts into callback_metrics is there at once."""
+        """Does nothing: values that a test puts into callback_metrics are visible at once."""
 
     @property
     def monitored_metrics(self):
@@ -82,7 +82,7 @@ class StandInTrainer:
             one.on_save_checkpoint(self, None, checkpoint)
         write(path, checkpoint)
 
-    # -- what a loop would do
+    # -- the work of the loop
 
     def start(self):
         for one in self.callbacks:
@@ -110,7 +110,7 @@ class StandInTrainer:
                 one.on_train_batch_end(self, None, None, None, index)
 
     def epoch(self, steps=1, train=None, **validation):
-        """``steps`` steps, validation with these metrics, the end of the epoch with those of ``train``."""
+        """Runs ``steps`` steps, a validation with the metrics ``validation``, and the epoch's end with the metrics ``train``."""
         for one in self.callbacks:
             one.on_train_epoch_start(self, None)
         for _ in range(steps):

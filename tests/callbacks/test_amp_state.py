@@ -1,4 +1,4 @@
-"""AmpState: what it logs, whom it blames, and apex's file there and back."""
+"""AmpState: its logged values, the parameter it names after an overflow, and a round trip of apex's file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_scale_and_steps_are_logged_with_the_trainer_s_values(tmp_path, precisio
         for row in rows
         if row["amp/loss_scale"]
     }
-    # As of two steps before; at the end nothing is left to be told.
+    # The values are two steps old; at the end of the run they are up to date.
     assert seen[5] == (2.0**14, 4.0, 2.0)
     assert seen[8] == (2.0**13, 6.0, 3.0)
     assert set(seen) == {2, 5, 8, 9}

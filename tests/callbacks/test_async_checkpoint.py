@@ -1,4 +1,4 @@
-"""AsyncCheckpoint: the files of a ModelCheckpoint, written while training goes on."""
+"""AsyncCheckpoint: writes a ModelCheckpoint's files while training continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(folder):
 
 
 class Disk:
-    """Stands for ``write_checkpoint``: waits until it is told to go on, counts, and fails where asked to."""
+    """Replaces ``write_checkpoint``: waits for ``go``, counts concurrent writes, and raises ``failure`` if that is set."""
 
     def __init__(self):
         self.go = threading.Event()
@@ -60,11 +60,11 @@ def disk(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["O0", "O2"])
 def test_the_files_are_the_same_bit_for_bit(tmp_path, precision, monkeypatch):
-    """Both write the same path, one run after the other: their states name their files, and each file names its attempt."""
+    """Both write to the same path, one run after the other: states contain file names, and files contain the attempt's id."""
     monkeypatch.setattr(_checkpoint_files, "secrets", SimpleNamespace(token_hex=lambda size: "0" * 2 * size))
     folder, contents = tmp_path / "files", []
     for kind in (ModelCheckpoint, AsyncCheckpoint):
-        # One key for both: it is in the file.
+        # The same state key for both, because the file contains it.
         named = type("Named", (kind,), {"state_key": "checkpoint"})
         checkpoint = named(folder, every="2 steps, 1 epoch", save_top_k=-1, monitor="step", filename="{step}")
         trainer = quiet_trainer(max_epochs=2, precision=precision, enable_checkpointing=True, callbacks=checkpoint)
@@ -160,7 +160,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_disk(make_trainer, folder, disk):
     checkpoint = AsyncCheckpoint(folder, every_n_train_steps=1)
     trainer = make_trainer(checkpoint).start()
     trainer.step()
-    trainer.state.stage = None  # as the Trainer leaves it in the middle of anything
+    trainer.state.stage = None  # as outside of any stage of the Trainer
     trainer.interrupt()
     assert not folder.exists()
     disk.go.set()
@@ -184,21 +184,21 @@ def test_it_travels_to_workers(folder):
 
 
 class Removes(Callback):
-    """Removes the folder at some step, as a user does who makes room."""
+    """Removes the folder at some step, like a user who frees disk space."""
 
     def __init__(self, folder, step):
         self.folder, self.step = folder, step
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.global_step == self.step:
-            shutil.rmtree(self.folder, ignore_errors=True)  # a write beside training may make a file meanwhile
+            shutil.rmtree(self.folder, ignore_errors=True)  # a background write may create a file meanwhile
 
 
 @pytest.mark.parametrize("kind", [ModelCheckpoint, AsyncCheckpoint])
 @pytest.mark.parametrize("moment", ["before", "create", "fsync", "verify", "sync"])
 @pytest.mark.parametrize("save_last", [None, True, "link"])
 def test_a_folder_that_is_removed_in_the_run_is_made_again(folder, kind, moment, save_last, monkeypatch):
-    """Between the steps, or at any moment of a write: the state has been copied, and the file has no name yet, or has it."""
+    """The folder is removed between two steps, or at one of several points of a write, before or after the rename."""
     calls = []
 
     def removing(real):
@@ -231,7 +231,7 @@ def test_a_folder_that_is_removed_in_the_run_is_made_again(folder, kind, moment,
 
 
 class Disturbs(Callback):
-    """Writes into the weights right after the checkpoint was asked for."""
+    """Changes the weights right after the checkpoint was requested."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 2:
@@ -277,7 +277,7 @@ def test_a_failure_on_rank_0_ends_every_rank(tmp_path):
 
 
 class Late(CSVLogger):
-    """Its values are on the disk only when training has come further: until then no checkpoint is."""
+    """Has its values on disk only after a later step; until then no checkpoint may get its name."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -291,7 +291,7 @@ class Late(CSVLogger):
 
 
 class Goes(Callback):
-    """Tells when training has come to its third step, and writes into the weights and states of now."""
+    """Reports when training reaches its third step, and overwrites the current weights and optimizer states."""
 
     def __init__(self, further):
         self.further = further
@@ -359,7 +359,7 @@ def test_ranks_that_hold_parts_write_a_folder_beside_training(tmp_path):
 
 
 class Ends(Callback):
-    """A signal in step 3, upon which all ranks end behind step 4."""
+    """Requests an interruption in step 3; all ranks then end after step 4."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         agreement = trainer._runner.session.agreement
@@ -369,7 +369,7 @@ class Ends(Callback):
 
 
 def test_a_signal_at_the_step_whose_file_fails_ends_all_ranks_with_one(tmp_path, monkeypatch):
-    """Rank 0 alone has the failure: all save that step again."""
+    """Only rank 0's write fails; then all ranks save that step again."""
 
     def refuse(path, state):
         raise CheckpointError("the disk is full")

@@ -1,4 +1,4 @@
-"""Names that a checkpoint brings, and files that a ModelCheckpoint did not write: neither opened elsewhere nor ever removed."""
+"""File names in a checkpoint: none outside the run's folders is opened, and files of other callbacks are never removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def names(folder):
 
 
 def edited(source, target, edit, key=0):
-    """Writes ``source`` anew with another state of its callback, as somebody could who knows how it is laid out."""
+    """Writes a copy of ``source`` with its callback's state changed by ``edit``, as an attacker who knows the layout could."""
     content = torch.load(source, weights_only=True)
     del content["checksum"]
     edit(content["callbacks"][list(content["callbacks"])[key]])
@@ -38,7 +38,7 @@ def edited(source, target, edit, key=0):
 
 
 class Probe(fsspec.AbstractFileSystem):
-    """A host that notes each request."""
+    """A remote host that records each request."""
 
     protocol = "probe"
     asked: list = []  # noqa: RUF012 - shared by all instances on purpose
@@ -159,7 +159,7 @@ def test_only_what_it_wrote_itself_is_removed(tmp_path):
 
 
 def test_files_in_a_folder_that_is_new_to_the_run_stay(tmp_path):
-    """Where none of its own lies there to say which are its own."""
+    """No file of the callback is in the folder, so no file's header shows which ones are its own."""
     fit(4, ModelCheckpoint(tmp_path / "theirs", every_n_train_steps=2), ckpt_path=None)
     fit(4, ModelCheckpoint(tmp_path / "mine", every_n_train_steps=2), ckpt_path=None)
     victims = [f"{tmp_path}/theirs/{name}" for name in names(tmp_path / "theirs")]
@@ -180,7 +180,7 @@ def test_files_in_a_folder_that_is_new_to_the_run_stay(tmp_path):
 
 
 def test_files_of_another_branch_stay(tmp_path):
-    """Training goes on from an older file twice; neither removes what the other has beyond it."""
+    """Two runs resume from the same older file; neither removes the other's later files."""
 
     def run(steps, path=None):
         checkpoint = ModelCheckpoint(
@@ -240,13 +240,13 @@ def test_two_that_differ_in_cadence_alone_each_keep_their_own_files(tmp_path):
     fit(18, paced(2, "a"), paced(3, "b"))
     assert names(tmp_path / "a") == ["step=16.ckpt", "step=18.ckpt"]
     assert names(tmp_path / "b") == ["step=12.ckpt", "step=15.ckpt", "step=18.ckpt"], "resumed from 12"
-    fit(20, paced(4, "b"), paced(2, "a"))  # another pace in b goes on with its files, whatever the order
+    fit(20, paced(4, "b"), paced(2, "a"))  # b, with another interval, continues with its own files in either order
     assert names(tmp_path / "a") == ["step=18.ckpt", "step=20.ckpt"]
     assert names(tmp_path / "b") == ["step=18.ckpt", "step=20.ckpt"]
 
 
 def test_a_state_of_before_keys_had_lengths_is_loaded_and_its_files_stay(tmp_path):
-    """A file of the first version: no length in the key, no attempts."""
+    """A file of the first version has no interval in the state key and no attempts."""
     first = ModelCheckpoint(tmp_path, "{step}", monitor="step", mode="max", every_n_train_steps=2)
     fit(4, first)
     for name in names(tmp_path):
@@ -264,7 +264,7 @@ def test_a_state_of_before_keys_had_lengths_is_loaded_and_its_files_stay(tmp_pat
 
 
 def several(folder):
-    """Saves at other times each: every step, every second, weights alone every third, and beside training."""
+    """Returns a run with four ModelCheckpoints: every step, every second step, only weights every third, and in the background."""
 
     def job(armed):
         seed_everything(7, verbose=False)
@@ -285,7 +285,7 @@ def kinds(folder):
 
 
 def kill_several(folder, kills, seed):
-    """Each training is killed several times; where it ends, as many files of each kind are there as without a kill."""
+    """Kills each training several times; at its end there have to be as many files of each kind as without kills."""
     import_everything(folder / "warm")
     assert attempt(several(folder / "straight"), folder / "straight", world_size=1).finished
     expected = kinds(folder / "straight")
@@ -296,7 +296,7 @@ def kill_several(folder, kills, seed):
         for _ in range(3):
             moment = Kill(0, "operation", draw.randint(operations // 6, operations))
             killed += bool(attempt(several(here), here, moment, world_size=1).phase)
-        for _ in range(2):  # the file that a run was resumed from stays while that lasts, and goes in the next one
+        for _ in range(2):  # a run keeps the file that it resumed from; the next run removes it
             assert attempt(several(here), here, world_size=1).finished
         assert kinds(here) == expected, names(here / "files")
         for name in names(here / "files"):
@@ -325,7 +325,7 @@ def test_what_a_kill_left_behind_the_last_save_goes_when_the_run_is_started_agai
 
     fit(Copies())
     assert names(files) == ["step=3.ckpt", "step=4.ckpt"]
-    # As if it had been killed once step=4 was written, before step=2 was removed: there is no later save that would do it.
+    # As if the run was killed after it wrote step=4 and before it removed step=2; no later save would remove that file.
     (files / "step=2.ckpt").write_bytes((tmp_path / "step=2.ckpt").read_bytes())
     fit()
     assert names(files) == ["step=3.ckpt", "step=4.ckpt"]

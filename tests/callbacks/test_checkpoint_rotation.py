@@ -1,4 +1,4 @@
-"""ModelCheckpoint over real files: what stays, also after failures, interruptions and resumes."""
+"""ModelCheckpoint over real files: the kept files, also after failures, interruptions and resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def step_in(path) -> int:
     return read_checkpoint(path)["global_step"]
 
 
-# -- what stays
+# -- kept files
 
 
 @pytest.mark.parametrize(("mode", "sign"), [("min", 1), ("max", -1)])
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_removed_is_a_warning(make_trainer, make, folder, 
         trainer.epoch()
 
 
-# -- the last one
+# -- save_last
 
 
 def test_save_last_is_a_copy_of_the_newest(make_trainer, make, folder):
@@ -380,7 +380,7 @@ def test_no_checkpoint_where_none_is_wanted_or_nothing_was_trained(make_trainer,
 
 
 def test_of_equal_scores_the_older_file_is_the_next_to_go(make_trainer, make, folder):
-    """As in Lightning; and scores are shown in fp32, whatever they were compared as."""
+    """As in Lightning.  Scores are shown in fp32, although they are compared with all digits."""
     checkpoint = make(monitor="loss", save_top_k=3, filename="{step}")
     trainer = make_trainer(checkpoint).start()
     for loss in (1.0, 2.0, 2.0):

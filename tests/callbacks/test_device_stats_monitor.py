@@ -1,4 +1,4 @@
-"""DeviceStatsMonitor: names, moments, what it needs and what it costs."""
+"""DeviceStatsMonitor: names, steps and hooks of its rows, requirements and cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trainer_with(monitor, **options):
 
 
 def moments(recorder):
-    """Step and hook of each row so far, which is forgotten."""
+    """Returns step and hook of each row so far, and clears the rows."""
     rows, recorder.rows = recorder.rows, []
     for _, values in rows:
         hooks = {name.split("/")[0] for name in values}
@@ -53,7 +53,7 @@ def pair(step, stage):
 
 
 def test_moments_are_lightnings():
-    """Those that Lightning 2.6.0 showed for 8 batches an epoch and 4 of validation."""
+    """Compares with the rows of Lightning 2.6.0 for 8 training and 4 validation batches an epoch."""
     recorder, trainer = trainer_with(DeviceStatsMonitor(), max_epochs=2, num_sanity_val_steps=3)
     module = Evaluated()
     trainer.fit(module, loader(32), loader(16))
@@ -87,7 +87,7 @@ def test_other_steps_ask_nothing(monkeypatch):
     monkeypatch.setattr(device_stats_monitor, "read_cpu", lambda: asked.append(1) or real())
     recorder, trainer = trainer_with(DeviceStatsMonitor(), max_steps=8)
     trainer.fit(Classifier(), loader())
-    assert len(asked) == 1 + len(recorder.rows) == 5  # once before, for psutil's percent to begin
+    assert len(asked) == 1 + len(recorder.rows) == 5  # one more: psutil needs a first call to measure from
     recorder, trainer = trainer_with(DeviceStatsMonitor(cpu_stats=False), max_steps=8)
     trainer.fit(Classifier(), loader())
     assert recorder.rows == []
@@ -132,7 +132,7 @@ def without_psutil(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "psutil" else real(name, *rest)
     )
-    monkeypatch.setitem(sys.modules, "psutil", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "psutil", None)  # makes its import fail
 
 
 def test_psutil_is_asked_for_where_it_is_needed(monkeypatch):

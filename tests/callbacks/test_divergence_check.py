@@ -1,4 +1,4 @@
-"""Ranks that drift apart are noticed, and named with the first parameter that differs."""
+"""DivergenceCheck detects ranks that diverge, and names the rank and the first parameter that differs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_who_differs_and_where(world_size):
         in last[1]
     )
     assert first[0] == 6
-    # Two ranks have no majority: rank 0 counts.
+    # Two ranks have no majority, so rank 0 is the reference.
     odd, usual = (1, 0) if world_size == 2 else (0, 1)
     assert f"after step 6 the parameters of rank {odd} differ from those of rank {usual}: net.2.weight" in first[1]
     assert "the first of 2 that differ (of 4)" in first[1]

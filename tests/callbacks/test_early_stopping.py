@@ -1,4 +1,4 @@
-"""EarlyStopping: when it looks, what it decides, what it says."""
+"""EarlyStopping: when it checks, what it decides, and its messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fabricamp.state import RunningStage, TrainerFn
 
 
 def run(trainer, values, name="x"):
-    """Epochs with these values until it stops; returns how many there were."""
+    """Runs epochs with these values until training stops; returns their number."""
     for count, value in enumerate(values, 1):
         trainer.epoch(**{name: value})
         if trainer.state.should_stop:
@@ -109,7 +109,7 @@ def test_it_goes_on_counting_after_a_resume(make_trainer):
 def test_the_same_value_decides_on_every_rank(make_trainer, monkeypatch):
     stopping = EarlyStopping("x")
     trainer = make_trainer(stopping).start()
-    monkeypatch.setattr(trainer.strategy, "broadcast", lambda value, source=0: float("nan"))  # rank 0's
+    monkeypatch.setattr(trainer.strategy, "broadcast", lambda value, source=0: float("nan"))  # rank 0's value
     trainer.epoch(x=1.0)
     assert trainer.state.should_stop
 

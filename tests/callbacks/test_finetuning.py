@@ -1,4 +1,4 @@
-"""Parts of a module that are trained from a later epoch on: the groups, what is frozen, and runs that go on."""
+"""Finetuning callbacks train parts of a module from a later epoch on: parameter groups, frozen parameters, resumed runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Net(TrainingModule):
 
 
 class Stages(BaseFinetuning):
-    """The last layer of the backbone from epoch 1 on, the rest from epoch 2 on."""
+    """Trains the backbone's last layer from epoch 1 on, and the rest from epoch 2 on."""
 
     def __init__(self, train_bn=False):
         super().__init__()
@@ -116,7 +116,7 @@ def check_resume(tmp_path, precision, optimizer, accumulation, step):
     resumed, module = fit(callback, ckpt_path=tmp_path / "cut.ckpt", **options)
     assert same(straight, module)
     assert [len(group["params"]) for group in resumed.optimizers[0].param_groups] == [2, 2, 2]
-    assert first.called + callback.called == [0, 1, 2, 3]  # each epoch once, whether or not the run was cut within it
+    assert first.called + callback.called == [0, 1, 2, 3]  # once per epoch, also if the run was interrupted within it
 
 
 @pytest.mark.parametrize(("precision", "optimizer", "accumulation", "step"), PAIRS)
@@ -173,7 +173,7 @@ def test_what_the_optimizer_has_already_is_not_added_again(precision, caplog):
     equal = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
     assert BaseFinetuning.filter_on_optimizer(equal, [bias]) == [
         bias
-    ]  # Lightning takes equal values for the same parameter
+    ]  # Lightning treats parameters with equal values as the same
 
 
 def test_batch_norm_that_is_trained_all_along_is_no_mistake(caplog):

@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: the steps of each epoch, beside a loop by hand, in every precision, on ranks and over a resume."""
+"""GradientAccumulationScheduler: its steps equal a loop by hand, in every precision, on several ranks and after a resume."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fit(module=None, ckpt_path=None, schedule=SCHEDULE, **options):
 
 
 def by_hand(*, weighted=False):
-    """Weighted, the last steps of epochs are means over the fewer micro-batches that they have."""
+    """Trains by hand; if ``weighted``, an epoch's shorter last step is a mean over the micro-batches that it has."""
     module, batches = Classifier(), list(loader(24))
     optimizer = module.configure_optimizers()
     for count in COUNTS:
@@ -93,7 +93,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, precision, step, partial):
 
 
 class SavesBehindBatch(Callback):
-    """Saves behind a micro-batch of the run, within a window too."""
+    """Saves after a micro-batch of the run, also in the middle of an accumulation."""
 
     def __init__(self, path, batches):
         self.path, self.batches = path, batches
@@ -116,7 +116,7 @@ def test_ranks_step_together(strategy, precision, kind):
     (steps, counts, weights), (other, _, same_weights) = run_ranks(on_a_rank, 2, strategy, precision, kind)
     assert counts == [1, 2, 2, 3]
     assert steps == other == 3 + 2 + 2 + 1
-    if strategy != "fsdp":  # where rank 0 alone has the weights afterwards
+    if strategy != "fsdp":  # with fsdp only rank 0 has the weights afterwards
         assert all(torch.equal(one, two) for one, two in zip(weights, same_weights, strict=True))
 
 
@@ -158,7 +158,7 @@ def test_the_last_number_stays_and_the_next_fit_has_its_own():
     trainer, module, seen = fit()
     assert trainer.accumulate_grad_batches == COUNTS[-1] == 2
     trainer.fit_loop.max_epochs = 5
-    trainer.fit(module, loader(24))  # the fifth epoch has the last number of the schedule, too
+    trainer.fit(module, loader(24))  # the last entry of the schedule is valid in the fifth epoch too
     assert seen.counts == [*COUNTS, 2]
     trainer.reset()
     seen.counts.clear()

@@ -25,7 +25,7 @@ class Fused(Classifier):
 
 
 def by_hand(kind, steps, accumulate=1, size=4):
-    """The norms of the gradients of a loop in fp32, of each parameter and of all."""
+    """Returns the gradient norms of a loop in fp32, per parameter and in total."""
     module, batches, found = kind(), list(loader(32, size)), []
     optimizer = module.configure_optimizers()
     for step in range(steps):
@@ -38,7 +38,7 @@ def by_hand(kind, steps, accumulate=1, size=4):
 
 
 def logged(folder, kind=Classifier, monitor=None, **options):
-    """The rows of a fit of four steps that logs each second one."""
+    """Returns the rows of a fit of four steps that logs every second step."""
     monitor = monitor or GradientMonitor(per_parameter=True)
     options = {"max_steps": 4, "log_every_n_steps": 2, "logger": CSVLogger(folder, name="", version="run"), **options}
     trainer = quiet_trainer(callbacks=[monitor], **options)
@@ -75,7 +75,7 @@ def test_norms_are_those_of_a_loop_by_hand(tmp_path, precision, kind, accumulate
 
 
 def on_a_rank(folder, strategy, precision):
-    scale = {} if precision == "O0" else {"max_loss_scale": 2.0**8}  # which does not overflow
+    scale = {} if precision == "O0" else {"max_loss_scale": 2.0**8}  # a scale that does not overflow
     level = OptLevel(precision, **scale)
     options = {"strategy": strategy, "precision": level, "devices": "auto"}
     monitor = GradientMonitor(per_parameter=True)

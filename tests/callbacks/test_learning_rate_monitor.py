@@ -1,4 +1,4 @@
-"""LearningRateMonitor: names, moments, and what it costs."""
+"""LearningRateMonitor: names, steps of its rows, and cost."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_schedule_that_is_put_in_on_the_way_is_logged_by_its_own_interval(star
     optimizer = adam()
     trainer = start(LearningRateMonitor(), [optimizer], [schedule(optimizer, "step", name="steps")])
     trainer.epoch(steps=12)
-    trainer.lr_scheduler_configs[:] = [schedule(optimizer, "epoch")]  # as averaging of weights does
+    trainer.lr_scheduler_configs[:] = [schedule(optimizer, "epoch")]  # as StochasticWeightAveraging does
     trainer.epoch(steps=12)
     assert [(step, *values) for step, values in logged(trainer)] == [(9, "steps"), (12, "lr-Adam")]
 
@@ -187,7 +187,7 @@ def test_a_wrong_interval_is_refused():
     ],
 )
 def test_without_a_scheduler_the_rows_are_lightnings(interval, every, rows):
-    """The steps of the rows are those that Lightning 2.6 wrote: of epochs and of steps where no interval is chosen."""
+    """The rows have the steps of Lightning 2.6; without an interval both epochs and steps are logged."""
     recorder = Recorder()
     quiet_trainer(
         max_epochs=2,

@@ -1,4 +1,4 @@
-"""ModelCheckpoint over real files: when it writes, under which name, and what it refuses."""
+"""ModelCheckpoint over real files: when it writes, under which name, and which arguments it refuses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_time_is_rank_0_s_and_asked_for_ever_more_seldom(make_trainer, make, fol
         clock[0] += 1.0
         trainer.step()
     assert [step_in(path) for path, _ in trainer.saved] == [100, 200]
-    looks = trainer.strategy.broadcasts - 3 * 2  # a save takes three
+    looks = trainer.strategy.broadcasts - 3 * 2  # each of the two saves makes three broadcasts
     assert looks < 40, "not one a step"
 
     clock[0] += 1000.0
@@ -143,7 +143,7 @@ def test_every_saves_at_each_of_its_times_and_once_where_they_meet(make_trainer,
             clock[0] += 3.0
             trainer.step()
         trainer.epoch(steps=0, val_loss=1.0)
-    # Steps 4, 8, 12, 16; the epochs' ends 6, 12, 18; 25 s are up at step 9 (27 s), 52 s after the next look behind that.
+    # Steps 4, 8, 12, 16; the epochs' ends 6, 12, 18; 25 s have passed at step 9 (27 s), the next 25 s (52 s) at step 18.
     assert [step_in(path) for path, _ in trainer.saved] == [4, 6, 8, 9, 12, 16, 18]
 
 
@@ -363,7 +363,7 @@ def test_a_metric_that_never_comes_is_an_error_after_the_first_validated_epoch(m
     trainer.num_val_batches = [4]
     trainer.step()
     for one in trainer.callbacks:
-        one.on_train_epoch_end(trainer, None)  # an epoch without validation: it may still come
+        one.on_train_epoch_end(trainer, None)  # no validation yet: a later one may log the monitor
     with pytest.raises(ConfigError, match="typo"):
         trainer.epoch(steps=0, val_loss=1.0)
 
@@ -381,7 +381,7 @@ def test_save_on_exception_is_refused_with_several_processes(make_trainer, make)
         trainer.start()
 
 
-# -- the rest
+# -- other behaviour
 
 
 def test_the_folder_is_the_logger_s_or_the_default_one(make_trainer, tmp_path):

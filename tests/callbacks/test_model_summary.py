@@ -1,4 +1,4 @@
-"""The model summary: every parameter counted once, and the memory that the opt level really takes."""
+"""The model summary counts every parameter once, and shows the memory that the opt level really takes."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ HALF_LEVELS = ("O2", "O3", "O5")
 
 
 class Net(nn.Module):
-    """One of everything: nested, normalised, frozen, with a buffer and a parameter of its own."""
+    """A module with nested and normalised layers, frozen weights, and its own buffer and parameter."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ def test_terminal_gets_a_table(monkeypatch, tmp_path):
 
 
 class WithLossAndTie(TrainingModule):
-    """What conversion leaves alone: a loss with a buffer of its own, BatchNorm, a weight that BatchNorm shares."""
+    """Has tensors that precision does not convert: a loss with its own buffer, BatchNorm, and a weight shared with BatchNorm."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ class WithLossAndTie(TrainingModule):
 @pytest.mark.parametrize(
     "precision",
     ["O0", "O1", "O2", "O3", "64-true", OptLevel("O2", keep_batchnorm_fp32=False), OptLevel("O5")],
-    ids=lambda one: getattr(one, "name", one),  # no address: workers of pytest-xdist have to agree on the names
+    ids=lambda one: getattr(one, "name", one),  # no address: xdist's workers must collect equal ids
 )
 def test_the_prediction_is_what_the_level_converts(precision):
     module, precision = WithLossAndTie(), precision_from(precision)

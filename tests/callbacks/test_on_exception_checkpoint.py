@@ -1,4 +1,4 @@
-"""OnExceptionCheckpoint: the file of a fit that failed; and Checkpoint, by which the Trainer knows who writes checkpoints."""
+"""OnExceptionCheckpoint: the file of a failed fit.  Checkpoint: the base class by which the Trainer finds checkpoint callbacks."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def press_ctrl_c():
 @pytest.mark.parametrize("how", [fail, press_ctrl_c])
 def test_a_fit_that_failed_goes_on_from_its_file_which_is_gone_when_it_has_ended_well(how, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with contextlib.suppress(ValueError, KeyboardInterrupt, SystemExit):  # at a prompt Ctrl-C raises nothing
+    with contextlib.suppress(ValueError, KeyboardInterrupt, SystemExit):  # a prompt's fit returns after Ctrl-C
         fit("rescue", Fails(how), filename="rescued")
     file = tmp_path / "rescue" / "rescued.ckpt"
     assert names("rescue") == [file.name]
     callback = OnExceptionCheckpoint("rescue", "rescued")
-    assert (callback.dirpath, callback.ckpt_path) == ("rescue", "rescue/rescued.ckpt")  # as given
+    assert (callback.dirpath, callback.ckpt_path) == ("rescue", "rescue/rescued.ckpt")  # the path as it was given
     again = quiet_trainer(enable_checkpointing=True, callbacks=OnExceptionCheckpoint("rescue", "rescued"))
     again.validate(Classifier(), loader(), ckpt_path=file, verbose=False)
-    assert file.exists()  # only a fit has made up for it
+    assert file.exists()  # only a successful fit removes the file
     assert fit("rescue", Fails(lambda: None), file, filename="rescued") == fit(tmp_path, Classifier())
     assert names("rescue") == []
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
 
 
 class Own(Checkpoint):
-    """A checkpoint callback of a user's own, which has nothing of ModelCheckpoint."""
+    """A user's checkpoint callback that does not derive from ModelCheckpoint."""
 
     def on_train_end(self, trainer, pl_module):
         trainer.save_checkpoint(self.path)
@@ -105,7 +105,7 @@ def test_a_checkpoint_callback_of_ones_own_takes_the_place_of_the_default_one(tm
     trainer.fit(Classifier(), loader())
     assert trainer.checkpoint_callbacks == [own]
     assert trainer.checkpoint_callback is None
-    assert trainer.callbacks[-1] is own  # behind those whose state it saves
+    assert trainer.callbacks[-1] is own  # after the callbacks that it saves the state of
     assert names(tmp_path) == ["own.ckpt"]
     for word in ("last", "best"):
         with pytest.raises(MissingCheckpointError, match="has no ModelCheckpoint"):

@@ -24,7 +24,7 @@ def _quiet():
 
 
 class Given(Classifier):
-    """Validates to what it was given, epoch by epoch; trial 0 gets better, later ones are bad from the third epoch on."""
+    """Logs given values as validation results; trial 0 improves, later trials are bad from the third epoch on."""
 
     def __init__(self, number):
         super().__init__()
@@ -80,7 +80,7 @@ def test_a_pruned_trial_ends_as_any_other_run(tmp_path):
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (run["status"], run["reason"]) == ("finished", "Optuna's pruner ended the trial: val_loss=10 at 2")
     trainer.fit_loop.max_epochs = 4
-    trainer.fit(Given(0), loader(8), loader(8))  # what ended the fit before does not end this one
+    trainer.fit(Given(0), loader(8), loader(8))  # the pruner's decision on the previous fit does not end this one
     assert trainer.current_epoch == 4
 
 
@@ -89,7 +89,7 @@ def test_processes_that_the_trainer_starts_report_home(tmp_path, storage):
     options = {} if storage == "memory" else {"storage": f"sqlite:///{tmp_path}/trials.db"}
     found = study(**options)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of values that are reported twice
+        warnings.simplefilter("error")  # Optuna warns about values that are reported twice
         found.optimize(objective_of(devices=2, strategy="ddp", start_method="fork", precision="O1"), n_trials=2)
     check(found)
 

@@ -63,7 +63,7 @@ def shown(checkpoint):
 
 
 class BestModel(ModelCheckpoint):
-    """schnetpack's callback: chooses the files by itself and writes the best model to a file of its own."""
+    """schnetpack's callback: chooses the files itself, and writes the best model to a separate file."""
 
     def __init__(self, model_path, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -95,7 +95,7 @@ class BestModel(ModelCheckpoint):
 
 
 class Told(ModelCheckpoint):
-    """Notes the calls of Lightning's methods, and passes them on."""
+    """Records the calls of Lightning's methods, and calls the base class."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -387,7 +387,7 @@ def test_its_best_score_can_be_set():
 
 class Mixin:
     def _run_stage(self):
-        """Lightning's Trainer calls it."""
+        """A private method that Lightning's Trainer calls."""
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_an_override_by_a_base_class_is_refused():
 
 
 class Watches(LearningRateMonitor):
-    """Written for fabricamp: its private names are Lightning's by chance."""
+    """A callback for fabricamp with private methods that have Lightning's names by chance."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         print(max([batch_idx], key=lambda step: self._add_prefix(step) or step))

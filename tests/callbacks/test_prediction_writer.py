@@ -1,4 +1,4 @@
-"""BasePredictionWriter: which samples were predicted, in which shape, and what it refuses."""
+"""BasePredictionWriter: the samples' indices, the form of its arguments, and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = torch.arange(11) * 10
 
 
 class Repeats(Classifier):
-    """Predicts what it is given: ten times the sample's index."""
+    """Predicts its input, which is ten times the sample's index."""
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return batch.clone()
@@ -39,7 +39,7 @@ class Notes(BasePredictionWriter):
 
 
 class Odd:
-    """A batch sampler without a length, which gives its indices in one tensor and reuses that."""
+    """A batch sampler without a length; it yields its indices in one tensor, which it reuses."""
 
     def __iter__(self):
         indices = torch.zeros(2, dtype=torch.int64)
@@ -74,7 +74,7 @@ LOADERS = {
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_batch_comes_with_the_indices_of_its_samples(kind):
     loader = LOADERS[kind]()
-    for _ in range(2):  # workers that waited for a second pass would know nothing of it
+    for _ in range(2):  # persistent workers from the first pass would not record the second pass's indices
         batches = written(loader).batches
         assert len(batches) == len(list(loader))
         for number, (_, batch_idx, prediction, indices) in enumerate(batches):
@@ -167,7 +167,7 @@ def test_the_loader_stays_as_it_was():
 
 
 class Looks(Callback):
-    """Notes what the predict loop shows at the end of each batch and of the epoch."""
+    """Records the predict loop's attributes at the end of each batch and of the epoch."""
 
     def __init__(self):
         self.seen = []
@@ -202,7 +202,7 @@ def test_batches_that_are_written_one_by_one_are_not_kept():
     trainer = quiet_trainer(callbacks=[looks := Looks(), Notes("epoch")])
     trainer.predict(Repeats(), DataLoader(SAMPLES, batch_size=8), return_predictions=False)
     assert [kept for _, _, kept in looks.seen] == [0, 1, 2]
-    assert trainer.predict_loop.predictions == []  # memory is given back with the run
+    assert trainer.predict_loop.predictions == []  # the run's end frees the memory
 
 
 @pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
@@ -217,7 +217,7 @@ def test_a_method_that_is_missing_is_named_before_anything_is_predicted(interval
         trainer.predict(Silent(), DataLoader(SAMPLES, batch_size=4))
     with pytest.raises(ConfigError, match="write_on_batch_end, which it does not have"):
         BasePredictionWriter().write_on_batch_end(None, None, None, None, None, 0, 0)
-    trainer.fit(Classifier(), trained_on(8))  # where nothing is predicted nothing is missed
+    trainer.fit(Classifier(), trained_on(8))  # a run without predictions checks no methods
 
 
 def test_other_arguments_are_refused():

@@ -1,4 +1,4 @@
-"""The progress bar: what stands on the screen in the end, in a terminal and in a file, and what it may cost."""
+"""The progress bar: the final screen in a terminal, the lines in a file, and its cost."""
 
 import copy
 import inspect
@@ -24,7 +24,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 def stand_in(**overrides):
-    """What the bar reads of a Trainer."""
+    """Returns an object with the Trainer's attributes that the bar reads."""
     known = {
         "is_global_zero": True,
         "current_epoch": 0,
@@ -48,7 +48,7 @@ def stand_in(**overrides):
 
 
 class Clock:
-    """Time that passes only where a test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0
@@ -57,7 +57,7 @@ class Clock:
 
 
 class Pictures(_renderers.Renderer):
-    """A live screen that notes whose bar it draws."""
+    """A live screen that records the labels of the bars that it draws."""
 
     is_live = True
 
@@ -78,7 +78,7 @@ def clock(monkeypatch):
 
 
 def taken(caplog):
-    """The lines that were said since the last call."""
+    """Returns the lines logged since the last call."""
     lines = list(caplog.messages)
     caplog.clear()
     return lines
@@ -122,7 +122,7 @@ def test_validation_leaves_a_line_amid_an_epoch_but_not_a_second_one_at_its_end(
     bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"val": 0.25})
     bar.setup(trainer, None, "fit")
     run_epoch(bar, trainer, clock, 0.5, validate_at=(2, 4))
-    # The speed is that of training alone: validation took two of the four seconds.
+    # The speed counts only training: validation took two of the four seconds.
     assert taken(caplog) == [
         "epoch 1/3  2/4  step 2  val 0.2500  2.0 it/s",
         "epoch 1/3  step 4  val 0.2500  4.0 s  2.0 it/s",
@@ -180,7 +180,7 @@ def test_a_hundred_lines_are_free_then_one_a_second_and_the_last_one_stays(clock
     bar.on_train_end(trainer, None)
     lines = taken(caplog)
     assert [line.split()[1] for line in lines[:100]] == [f"{epoch}/1000" for epoch in range(1, 101)]
-    assert 102 <= len(lines) <= 105  # 1000 epochs of 4 ms: 3.6 s after the free ones
+    assert 102 <= len(lines) <= 105  # 1000 epochs of 4 ms: the first 100 lines, then one per second for 3.6 s
     assert lines[-1].startswith("epoch 1000/1000  step 4000")
 
 
@@ -254,14 +254,14 @@ def test_a_batch_between_two_pictures_touches_nothing():
     bar, trainer = ProgressBar(), stand_in()
     bar.setup(trainer, None, "fit")
     bar.on_train_epoch_start(trainer, None)
-    nothing = object()  # any attribute read, and any look at a tensor, would raise
+    nothing = object()  # reading any attribute, or a tensor, would raise
     bar.on_train_batch_end(nothing, nothing, nothing, nothing, nothing)
     bar.on_validation_batch_end(nothing, nothing, nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize("seconds_a_batch", [1.0, 11.0])
 def test_a_reader_that_is_gone_does_not_end_the_training(clock, monkeypatch, seconds_a_batch):
-    """Of a terminal; that of a pipe: tests/test_messages.py."""
+    """Tests a terminal; tests/test_messages.py tests a pipe."""
 
     class Gone(Pictures):
         def draw(self, *_):
@@ -369,7 +369,7 @@ class Terminal:
         self.lines += [""] * (self.row + 1 - len(self.lines))
 
     def _write(self, letter):
-        if self.column == self.width:  # what comes behind the last column begins a new line
+        if self.column == self.width:  # a character after the last column begins a new line
             self._go_down()
             self.column = 0
         line = self.lines[self.row].ljust(self.column)
@@ -392,7 +392,7 @@ class Terminal:
 def run_in_terminal(tmp_path, *arguments, script=SCRIPT, stderr=None, keys=b"", at=b"", **environment):
     """Runs the script with stdout (and stderr) on a real pseudo-terminal; returns the raw output.
 
-    ``keys`` are pressed as soon as the output has ``at``; file ``echoed`` comes when the output has their ``^C``.
+    ``keys`` are typed as soon as the output contains ``at``; the file ``echoed`` is created when the output has their ``^C``.
     """
     (tmp_path / "test_progress_bar_stand_in.py").write_text(
         "import math\nfrom types import SimpleNamespace\n" + inspect.getsource(stand_in)
@@ -410,7 +410,7 @@ def run_in_terminal(tmp_path, *arguments, script=SCRIPT, stderr=None, keys=b"", 
     while True:
         try:
             part = os.read(leader, 65536)
-        except OSError:  # Linux says so when the other side is closed
+        except OSError:  # Linux raises it when the other end is closed
             break
         if not part:
             break
@@ -574,7 +574,7 @@ def test_a_bar_by_lightning_s_name_shows_its_refresh_rate():
 
 
 class NamesItsBar(TQDMProgressBar):
-    """As subclasses of Lightning's bar do."""
+    """Names its bar, as subclasses of Lightning's bar do."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         super().on_train_epoch_start(trainer, pl_module)

@@ -1,4 +1,4 @@
-"""The live picture: what stands where at which width, and how often it is drawn."""
+"""The live bar: its layout at each width, and how often it is refreshed."""
 
 from io import StringIO
 
@@ -14,7 +14,7 @@ from fabricamp.callbacks._renderers import Task, _LiveRenderer
 
 @pytest.fixture
 def live(monkeypatch, tmp_path):
-    """Builds a live screen of a given width over a file that takes itself for a terminal."""
+    """Returns a function that builds a live screen of a given width over a file that reports to be a terminal."""
     screens, files = [], []
 
     def build(width, **options):

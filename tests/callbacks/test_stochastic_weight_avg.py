@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: schedule, average and BatchNorm as a loop by hand has them, and runs that go on."""
+"""Stochastic weight averaging: schedule, average and BatchNorm statistics equal a loop by hand; resumed runs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_loop_by_hand_gives_the_same(strategy, schedules):
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "error", ".*lr_scheduler.step"
-        )  # torch sees that steps come before those of the schedule
+        )  # torch warns unless an optimizer step comes before the first schedule step
         trainer, module = fit(swa(annealing_strategy=strategy), seen, schedules=schedules)
     assert seen.rates == rates
     for name, value in net.state_dict().items():
@@ -111,7 +111,7 @@ def test_a_function_of_ones_own_and_a_share_of_the_epochs():
     (_, first), (_, second) = fit(one, schedules=0), fit(two, schedules=0)
     assert (one.swa_start, one.swa_end, two.swa_start) == (1, 3, 3)
     assert set(counts) == {1, 2}
-    assert not equal(first, second)  # another learning rate on the way
+    assert not equal(first, second)  # the learning rates on the way differ
 
 
 PRECISIONS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -189,7 +189,7 @@ def test_the_pass_for_batchnorm_logs_nothing():
     trainer, module = fit(swa(), losses)
     assert losses.loss == losses.last
     assert trainer.global_step == 32
-    assert module.net[1].num_batches_tracked == 8  # of the pass alone
+    assert module.net[1].num_batches_tracked == 8  # only the batches of the final pass
 
 
 def test_frozen_statistics_stay():
@@ -240,7 +240,7 @@ def test_arguments_that_cannot_be(options, words):
 def test_what_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="cannot work with 2 schedules"):
         fit(swa(), schedules=2)
-    with pytest.raises(ConfigError, match=r"swa_epoch_start=0.5, a share of no end: give a whole number"):
+    with pytest.raises(ConfigError, match=r"swa_epoch_start=0.5, a share of max_epochs=-1: give a whole number"):
         fit(swa(swa_epoch_start=0.5), max_epochs=-1, max_steps=3)
     with pytest.raises(ConfigError, match="for 1 groups of parameters"):
         fit(swa(swa_lrs=[0.1, 0.2]))

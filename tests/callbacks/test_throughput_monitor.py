@@ -1,4 +1,4 @@
-"""ThroughputMonitor: what it logs of a run whose clock is known, what it counts, and that nothing is waited for."""
+"""ThroughputMonitor: its values under a known clock, its counts, and that the host never waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.loop.test_cuda_graph_steps import Together
 from tests.small import QUIET, Classifier, Trainer, loader, quiet_trainer
 
 FLOPS = 2 * 4 * 8 * 16 * 2 + 2 * 4 * 16 * 3 * 3
-"""Of one batch of four: the first layer's input has no gradient."""
+"""FLOPs of one batch of four; the first layer's input needs no gradient."""
 
 
 class Recorder(Logger):
@@ -31,7 +31,7 @@ class Recorder(Logger):
 
 
 class Clock:
-    """Seconds that pass only where a test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -65,7 +65,7 @@ def fit(monitor, module, batches, *others, **options):
 def test_every_value(monkeypatch):
     clock = Clock(monkeypatch)
     monitor = ThroughputMonitor(length_fn=lambda batch: batch[0].numel(), available_flops=1e5)
-    module = passing(clock, [1.0, 1.0, 5.0, 1.0])  # the first batch is the one that is counted, and not timed
+    module = passing(clock, [1.0, 1.0, 5.0, 1.0])  # the first batch's FLOPs are counted, so it is not timed
     rows = fit(monitor, module, list(clock.batches(0.0)))
     assert [step for step, _ in rows] == [4, 9]
     assert rows[0][1] == pytest.approx(
@@ -129,7 +129,7 @@ def test_a_step_has_the_micro_batches_of_its_window(monkeypatch):
 
 
 def test_steps_of_a_launch_are_timed_together_and_are_equally_long(monkeypatch):
-    """What the device does of a launch is seen at its end; behind each of its steps the host only takes note."""
+    """The device's time of a launch is known at its end; after each of its steps the host only records an event."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr("fabricamp.engine.session.Update", Together)  # launches of four
 
@@ -236,7 +236,7 @@ def test_two_ranks_do_twice_as_much():
 
 
 class Waits(Callback):
-    """Makes each wait for the GPU an error from step 40 on; looks whether steps are launched together."""
+    """Makes each wait for the GPU an error from step 40 on; records whether steps are launched together."""
 
     launches = 0
 

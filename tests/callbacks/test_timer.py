@@ -1,4 +1,4 @@
-"""Timer: how long a run took, and its end when the time is over; LambdaCallback: functions as hooks."""
+"""Timer: the duration of a run, and its end after a given time; LambdaCallback: functions as hooks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_resumed_run_counts_the_time_before(tmp_path):
     trainer = quiet_trainer(max_steps=8, callbacks=[timer])
     trainer.fit(Classifier(), loader(), ckpt_path=tmp_path / "file.ckpt")
     assert timer.time_elapsed() >= 0.2
-    assert trainer.global_step == 2  # nothing is left of the time
+    assert trainer.global_step == 2  # no time is left
 
 
 def on_two_ranks():
@@ -103,7 +103,7 @@ def test_max_time_has_a_timer_among_the_callbacks_which_ends_no_run():
     assert timer.time_remaining() == pytest.approx(3600 - timer.time_elapsed())
     timer.load_state_dict(
         {"time_elapsed": {"train": 7200.0}}
-    )  # of a run that this one resumes: each run has its own time
+    )  # the time of the resumed run does not count: max_time limits each run separately
     trainer.fit_loop.max_epochs = 2
     trainer.fit(Classifier(), loader(8))
     assert trainer.current_epoch == 2

@@ -1,4 +1,4 @@
-"""Averages of the weights: which steps count, what is validated and saved, and runs that go on."""
+"""Averages of the weights: which steps count, which weights are validated and saved, and resumed runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Net(TrainingModule):
 
 
 class ByHand(Callback):
-    """The same average, written down; it waits for the device to know which steps were skipped."""
+    """The same average, computed by hand; it waits for the device to know which steps were skipped."""
 
     def __init__(self, decay, every=1, start=0):
         self.decay, self.every, self.start = decay, every, start
@@ -103,7 +103,7 @@ PAIRS += [("O5", 1, True, (3, 5)), ("O3", 1, False, (1, 0))]
 
 
 def check_average(tmp_path, precision, accumulation, fused, cadence):
-    """Where overflows are skipped there are some: amid others, in a step that is due, and in all between two such steps."""
+    """With loss scaling some steps overflow: between updates, in a step that is due, and all steps between two updates."""
     bad = (
         (1, 4, 5, 9, 16, 17, 18)
         if precision in ("O1", "O2") and accumulation == 1
@@ -202,7 +202,7 @@ def test_when_to_update():
     assert [step for step in range(14) if EMA(every=4, start=5).should_update(step_idx=step - 1)] == [8, 12]
 
 
-# -- what is validated and saved ---------------------------------------------------------------------------------------------------
+# -- validated and saved weights ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("O0", torch.float32), ("O2", torch.float16)])
@@ -283,10 +283,10 @@ def test_what_is_frozen_is_left_alone():
     module = Frozen()
     before = module.net[0].weight.clone()
     quiet_trainer(max_epochs=1, precision="O2", callbacks=[EMA(0.5)]).fit(module, loader())
-    assert torch.equal(module.net[0].weight, before)  # with the bits that half has no room for
+    assert torch.equal(module.net[0].weight, before)  # also the bits that half precision cannot hold
 
 
-# -- runs that go on ---------------------------------------------------------------------------------------------------------------
+# -- resumed runs ------------------------------------------------------------------------------------------------------------------
 
 RESUMES = [("O0", 3, False, 5), ("O1", 1, True, 11), ("O2", 1, False, 8), ("O2", 3, True, 4), ("O5", 1, True, 13)]
 
@@ -361,7 +361,7 @@ def test_a_second_fit_begins_a_new_average():
     assert pickle.loads(pickle.dumps(callback))._averages is None
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------------------
+# -- refused arguments -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Writing beside training: the copy is of the moment it was taken, the file the same as without, failures are told."""
+"""Background writes: the copy does not change after it was taken, the file equals a foreground one, failures are reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fabricamp.errors import CheckpointError
 
 
 def content():
-    """Views, shared memory, shared containers, odd layouts: whatever a pickle tells apart."""
+    """Returns views, shared memory, shared containers and odd layouts: everything that a pickle distinguishes."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     flat = torch.randn(40, generator=torch.Generator().manual_seed(0))
     shared = {"lr": 0.1, "betas": (0.9, 0.999)}
@@ -40,7 +40,7 @@ def test_a_copy_makes_the_same_file_bit_for_bit(tmp_path):
     state, copies = content(), HostCopy()
     del state["odd"][3]  # a conjugated view is saved as its values
     expected = file_bytes(tmp_path / "a.ckpt", state)
-    for _ in range(2):  # the second time into the memory of the first
+    for _ in range(2):  # the second copy reuses the memory of the first
         copied = copies.take(state)
         copies.wait()
         assert file_bytes(tmp_path / "b.ckpt", copied) == expected
@@ -93,7 +93,7 @@ def test_training_goes_on_while_a_slow_disk_takes_its_time(tmp_path):
     disk.set()
     writer.wait()
     assert read_checkpoint(tmp_path / "a.ckpt")["state_dict"]["weight"].sum() == 1000
-    writer.wait()  # nothing more to wait for
+    writer.wait()  # returns at once: nothing is in flight
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a zip with right checksums may still be: edited, put together anew, of another machine, or no file at all."""
+"""Zips with right checksums that are wrong all the same: edited, reassembled, of another byte order, or not a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def state(size=100):
 
 
 def repack(path, edit=dict, *, comment=True, compression=zipfile.ZIP_STORED):
-    """Writes the zip anew, its members as ``edit`` leaves them, all checksums right."""
+    """Rewrites the zip with the members that ``edit`` returns; all checksums are right."""
     with zipfile.ZipFile(path) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]
         said = archive.comment
@@ -64,7 +64,7 @@ def test_two_members_of_one_name_are_refused_in_any_file(tmp_path):
 
 def test_files_without_a_seal_load_as_before(tmp_path):
     content = state()
-    torch.save({**content, "checksum": structure(content)}, tmp_path / "a.ckpt")  # as of the first version
+    torch.save({**content, "checksum": structure(content)}, tmp_path / "a.ckpt")  # a file of the first version
     torch.save(content, tmp_path / "b.ckpt")
     for name in ("a.ckpt", "b.ckpt"):
         repack(tmp_path / name)
@@ -88,7 +88,7 @@ def test_the_seal_of_few_and_many_members(tmp_path, number):
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_another_byte_order_is_refused(tmp_path, verify):
-    """In a process of its own: torch takes it with it."""
+    """Runs in a separate process, because torch may crash it."""
     path = tmp_path / "a.ckpt"
     torch.save(state(), path)
     repack(path, lambda members: {**members, "a/byteorder": b"big"})
@@ -104,7 +104,7 @@ def test_values_nested_too_deeply_are_an_error(tmp_path):
         write_checkpoint(tmp_path / "a.ckpt", {**state(), "deep": deep})
     content = {**state(), "checksum": "0" * 32}
     torch.save({**content, "deep": "DEEP"}, tmp_path / "a.ckpt")
-    # Pickle cannot write it either: a list within a list within a list, each put in by hand.
+    # pickle cannot write such nested lists either, so the opcodes are inserted by hand.
     opcodes = b"]" * 100_000 + b"a" * 99_999
     repack(
         tmp_path / "a.ckpt",

@@ -1,4 +1,4 @@
-"""Damaged checkpoints given to fit: each is a CheckpointError, or leads to the very same state; and no code in them runs."""
+"""Damaged checkpoints given to fit: each raises a CheckpointError or restores the very same state, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Net(Classifier):
 
 
 class Keeps(Callback):
-    """Has state of its own; takes what a checkpoint would hold before the first step, and after the last."""
+    """Has a state; keeps the content of a checkpoint before the first step and after the last."""
 
     def __init__(self):
         self.count = 7
@@ -57,7 +57,7 @@ class Keeps(Callback):
 
 
 def fit(path=None, precision="O2", **options):
-    """Trains from the start, or two steps more from a checkpoint."""
+    """Trains from the start, or two more steps from a checkpoint."""
     keeps, steps = Keeps(), STEPS + 2 * (path is not None)
     trainer = quiet_trainer(max_steps=steps, max_epochs=-1, precision=precision, callbacks=keeps, **options)
     trainer.fit(Net(), loader(16, shuffle=True), ckpt_path=path)
@@ -81,7 +81,7 @@ def assert_equal(one, other, path="state"):
 
 
 class Good:
-    """An undamaged checkpoint, what it leads to, and one that two ranks wrote."""
+    """An undamaged checkpoint, the states of a run that resumes from it, and a checkpoint written by two ranks."""
 
     def __init__(self, folder):
         self.file, self.of_two = folder / "good.ckpt", folder / "two.ckpt"
@@ -104,7 +104,7 @@ def good(tmp_path_factory):
     return Good(tmp_path_factory.mktemp("good"))
 
 
-# -- kinds of damage: each writes ``path``, and may name what fit gets beside it
+# -- kinds of damage: each writes ``path``, and may return further arguments or expectations of the fit
 
 
 def truncation(good, path, draw):
@@ -120,7 +120,7 @@ def bit_flips(good, path, draw):
 
 
 def lost_block(good, path, draw):
-    """A page that the disk never wrote, or wrote elsewhere."""
+    """Simulates a page that the disk did not write, or wrote to another place."""
     content = bytearray(good.file.read_bytes())
     start, size = draw.randrange(len(content)), draw.choice([16, 512, 4096])
     length = len(content[start : start + size])
@@ -134,7 +134,7 @@ def garbage_behind(good, path, draw):
 
 
 def places_in(value, found=None):
-    """Every (container, key) in nested dicts and lists."""
+    """Returns every (container, key) in nested dicts and lists."""
     found = [] if found is None else found
     for key in list(value) if isinstance(value, dict) else range(len(value)):
         found.append((value, key))
@@ -144,7 +144,7 @@ def places_in(value, found=None):
 
 
 def wrong_keys(good, path, draw):
-    """A key is gone, has another name, or holds something else, anywhere."""
+    """A key at any place is missing, renamed, or has another value."""
     content = copy.deepcopy(good.content)
     container, key = draw.choice(places_in(content))
     how = draw.choice(["gone", "renamed", "other"])
@@ -167,7 +167,7 @@ def wrong_shapes(good, path, draw):
 
 
 def edited_on_purpose(good, path, draw):
-    """The checksum was removed, so that what is loaded has to show what is wrong with it."""
+    """The checksum was removed, so the damage has to be detected when the content is loaded."""
     content = copy.deepcopy(good.content)
     del content["checksum"]
     weights, states = content["state_dict"], content["optimizer_states"][0]
@@ -224,7 +224,7 @@ def pickle_bomb(good, path, draw):
         torch.save(content, path, _use_new_zipfile_serialization=how == "zip")
     elif how == "bare":
         path.write_bytes(pickle.dumps(Bomb()))
-    else:  # in a good file, with right checksums
+    else:  # a bomb in an otherwise good file, with right checksums
         with zipfile.ZipFile(good.file) as source, zipfile.ZipFile(path, "w") as target:
             for name in source.namelist():
                 target.writestr(name, pickle.dumps(Bomb()) if name.endswith("data.pkl") else source.read(name))
@@ -248,12 +248,12 @@ HARMLESS = {"another_level", "another_world_size"}
 
 
 def try_one(good, path, kind, draw):
-    """Returns whether the checkpoint was refused; fails where it was taken and the state is another."""
+    """Returns whether the checkpoint was refused; fails if it was accepted and the state differs."""
     expected = kind(good, path, draw) or {}
     precision = expected.get("precision", "O2")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of legacy formats
+            warnings.simplefilter("ignore")  # torch's own warnings about legacy formats
             state = fit(path, precision)
     except CheckpointError:
         return True
@@ -287,7 +287,7 @@ def damage(good, folder, monkeypatch, trials, seed):
 
 def test_two_hundred_damaged_checkpoints(good, tmp_path, monkeypatch):
     refused, tried = damage(good, tmp_path, monkeypatch, 200, seed=1)
-    # Of the other kinds some change nothing: a zip has padding, and without its checksum a checkpoint is loaded as it is.
+    # Some damage of the other kinds changes nothing: a zip has padding, and a checkpoint without a checksum is loaded as it is.
     for name in ("truncation", "wrong_shapes", "edited_on_purpose", "pickle_bomb"):
         assert refused[name] == tried[name], name
 
@@ -299,7 +299,7 @@ def test_a_thousand_damaged_checkpoints(good, tmp_path, monkeypatch):
 
 
 def test_the_bomb_would_go_off(tmp_path, monkeypatch):
-    """The test of the test: loaded without care, the file runs its code."""
+    """Tests the test: loaded without restrictions, the file runs its code."""
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": Bomb()}, "bomb.ckpt")
     torch.load("bomb.ckpt", weights_only=False)

@@ -1,4 +1,4 @@
-"""Disks that refuse: full, read-only, without permission, or only when the data is flushed; the old file stays."""
+"""Disks that refuse a write: full, read-only, without permission, or only when data is flushed; the old file stays."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def test_ctrl_c_during_a_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving up root takes root")
 def test_a_folder_without_permission_is_an_error(tmp_path):
-    """Root may write anywhere, so another user tries."""
+    """Root may write anywhere, so a child process writes as another user."""
     write_checkpoint(tmp_path / "a.ckpt", state(1.0))
     tmp_path.chmod(0o555)
     (tmp_path / "a.ckpt").chmod(0o444)
     reading, writing = os.pipe()
     child = os.fork()
-    if child == 0:  # in a folder that it may enter, whatever lies above it
+    if child == 0:  # enters the folder first, because the folders above it may be closed to the other user
         os.chdir(tmp_path)
         os.setuid(65534)
         try:

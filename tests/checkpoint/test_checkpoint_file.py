@@ -1,4 +1,4 @@
-"""The checkpoint file on real disks: full, damaged, killed in the middle, and of others' making."""
+"""The checkpoint file on real disks: full disks, damaged files, writers killed in the middle, and files of other libraries."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_symbolic_link_is_replaced_and_not_followed(tmp_path):
 
 def test_copy_and_link_outlive_a_new_original(tmp_path):
     write_checkpoint(tmp_path / "a.ckpt", state(1.0))
-    for _ in range(2):  # the second time both names are the same file already
+    for _ in range(2):  # the second time both names are already the same file
         copy_checkpoint(tmp_path / "a.ckpt", tmp_path / "copy.ckpt")
         link_checkpoint(tmp_path / "a.ckpt", tmp_path / "link.ckpt")
     write_checkpoint(tmp_path / "a.ckpt", state(2.0))
@@ -296,7 +296,7 @@ def test_a_file_that_brings_code_is_refused_and_the_code_not_run(tmp_path, monke
 
 
 def test_damage_is_an_error_or_changes_nothing(tmp_path):
-    """Random bit flips and truncations: never another state (some bits of a zip are padding)."""
+    """Random bit flips and truncations never lead to another state (some bits of a zip are padding)."""
     good, damaged = tmp_path / "good.ckpt", tmp_path / "damaged.ckpt"
     value = {"state_dict": {"weight": torch.arange(500.0)}, "epoch": 7, "list": [1, 2.5, "text"]}
     write_checkpoint(good, value)
@@ -309,7 +309,7 @@ def test_damage_is_an_error_or_changes_nothing(tmp_path):
             broken[draw.randrange(len(broken))] ^= 1 << draw.randrange(8)
         damaged.write_bytes(broken)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of tar and legacy formats
+            warnings.simplefilter("ignore")  # torch's own warnings about tar and legacy formats
             try:
                 back = read_checkpoint(damaged)
             except CheckpointError:

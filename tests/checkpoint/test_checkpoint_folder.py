@@ -1,4 +1,4 @@
-"""The folder form of a checkpoint: what comes back, what replaces what, what damage and foreign code in it lead to."""
+"""The folder form of a checkpoint: round trips, replacement of an earlier one, damage, and foreign code in its files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def state(mesh):
     def sharded(*shape):
         return distribute_tensor(torch.arange(float(torch.Size(shape).numel())).view(shape), mesh, [Shard(0)])
 
-    weights = torch.nn.Linear(2, 3).state_dict()  # with torch's notes of versions
+    weights = torch.nn.Linear(2, 3).state_dict()  # has torch's _metadata with versions
     weights.update(weight=sharded(3, 2), bias=sharded(3))
     states = [{"state": {0: {"exp_avg": sharded(3, 2) + 1, "step": torch.tensor(3.0)}}, "param_groups": []}]
     return {"state_dict": weights, "optimizer_states": states, "global_step": 5, "rng": [torch.arange(3)]}
@@ -132,7 +132,7 @@ def test_a_second_name_is_of_the_same_files_and_outlives_the_first(state, tmp_pa
 
 def test_what_stands_there_is_replaced_within_its_folder(state, tmp_path):
     path = written(tmp_path / "a.ckpt", state)
-    killed = path / "shards-0123456789abcdef"  # of a writer that was killed
+    killed = path / "shards-0123456789abcdef"  # left by a killed writer
     killed.mkdir()
     copy_checkpoint(written(tmp_path / "b.ckpt", {**state, "global_step": 6}), path)
     check(read_checkpoint(path), 6)
@@ -213,7 +213,7 @@ def test_a_folder_that_is_removed_each_time_is_an_error(state, tmp_path, monkeyp
 def damaged_in(shards, name):
     file = next(shards.glob(name))
     content = bytearray(file.read_bytes())
-    content[content.index(b"\x00\x00\x80?") if name != ".metadata" else 100] ^= 1  # of a 1.0
+    content[content.index(b"\x00\x00\x80?") if name != ".metadata" else 100] ^= 1  # flips a bit of a 1.0
     file.write_bytes(content)
 
 
@@ -240,7 +240,7 @@ def test_damage_is_told(damage, name, words, state, tmp_path):
 
 
 def rewritten(path, **shards):
-    """``state.pt`` as somebody else would write it."""
+    """Rewrites ``state.pt`` with other ``shards``, as an attacker would."""
     state = torch.load(path / storage.STATE, weights_only=True)
     state.pop("checksum", None)
     state["shards"] |= shards

@@ -1,4 +1,4 @@
-"""Files of others: Lightning 2's, built here from its documented layout, and apex's three keys; fit goes on from them."""
+"""Files of other libraries: Lightning 2's, built here from the documented layout, and apex's three keys; fit resumes from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scheduled(Classifier):
 
 
 class Positions(Classifier):
-    """Remembers where every batch was."""
+    """Records the position of every batch."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def progress(ready, processed, completed):
 
 
 def lightning_file(path, module, trainer, *, epochs, batches, total, last, extra=()):
-    """What Lightning 2.6 writes: its progress objects count what is ready, started, processed and completed."""
+    """Writes a file in Lightning 2.6's layout, whose progress objects count ready, started, processed and completed."""
     content = {
         "epoch": epochs["completed"],
         "global_step": trainer.global_step,
@@ -149,13 +149,13 @@ def test_what_lightning_wrote_goes_on_as_if_fabricamp_had_written_it(tmp_path):
 @pytest.mark.parametrize(
     ("epochs", "begins"),
     [
-        (progress(2, 2, 1), (2, 0, 8)),  # by ModelCheckpoint at the end of the second epoch: its schedule comes after
-        (progress(2, 1, 1), (2, 0, 8)),  # by ModelCheckpoint after the validation that ends the second epoch
+        (progress(2, 2, 1), (2, 0, 8)),  # ModelCheckpoint's at the second epoch's end, before the schedule's step
+        (progress(2, 1, 1), (2, 0, 8)),  # ModelCheckpoint's after the second epoch's last validation
     ],
 )
 def test_lightning_s_file_of_the_end_of_an_epoch(tmp_path, epochs, begins):
     module, trainer = trained(8)
-    for config in trainer.lr_scheduler_configs:  # as it is before the schedule of the second epoch
+    for config in trainer.lr_scheduler_configs:  # the state before the schedule's step of the second epoch
         config.scheduler.load_state_dict({**config.scheduler.state_dict(), "last_epoch": 1, "_last_lr": [0.005]})
     for group in trainer.optimizers[0].param_groups:
         group["lr"] = 0.005
@@ -223,7 +223,7 @@ def test_a_lightning_file_with_another_layout_is_refused(tmp_path):
 
 
 def apex_file(path, model, optimizer, scalers):
-    """What apex's README says: model.state_dict(), optimizer.state_dict(), amp.state_dict()."""
+    """Writes a file as in apex's README: model.state_dict(), optimizer.state_dict(), amp.state_dict()."""
     amp = OrderedDict(
         (f"loss_scaler{index}", {"loss_scale": scale, "unskipped": count})
         for index, (scale, count) in enumerate(scalers)

@@ -1,6 +1,7 @@
-"""Checkpoints of earlier versions go on bit for bit.
+"""Runs resume from checkpoints of earlier versions bit for bit.
 
-``files/`` holds one of each layout, named by the commit that wrote it: ``python -m tests.checkpoint.test_checkpoint_formats FILE``.
+``files/`` has one file of each layout, named by the commit that wrote it with
+``python -m tests.checkpoint.test_checkpoint_formats FILE``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OVERFLOWS_AT, CUT_AT, STEPS = 2, 17, 8
 
 
 class Net(TrainingModule):
-    """Everything that a checkpoint keeps, small: BatchNorm, masters, a schedule, running values, draws."""
+    """Has a small instance of everything in a checkpoint: BatchNorm, masters, a schedule, running values, random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +52,7 @@ class Net(TrainingModule):
 
 
 class Cut(Callback):
-    """Writes a checkpoint in the middle of a window, with two micro-batches of it done and two verdicts on their way."""
+    """Writes a checkpoint within an accumulation, after two of its micro-batches and with two pending step statuses."""
 
     def __init__(self, path):
         self.path = path
@@ -63,7 +64,7 @@ class Cut(Callback):
 
 
 class Restored(Callback):
-    """What a run holds that goes on: everything before its first batch, the generators in it."""
+    """Saves a resumed run's state before its first batch, and the generators' states in that batch."""
 
     def __init__(self, path):
         self.path = path
@@ -81,12 +82,12 @@ def shuffled():
 
 
 def shuffled_as_then():
-    """Earlier versions ordered samples by the seed and the epoch, in one process too."""
+    """Returns a loader in the order of earlier versions: from seed and epoch, in one process too."""
     return DataLoader(data(24), 4, sampler=DistributedSampler(range(24), 1, 0, seed=global_seed()))
 
 
 def order_of(file):
-    """The loader that the file's run had: one of today's order says so in it."""
+    """Returns a loader in the order of the file's run; only files of the current order have the key "orders"."""
     return shuffled if "orders" in read_checkpoint(file)["data"]["position"][0] else shuffled_as_then
 
 
@@ -109,30 +110,33 @@ def fit(folder, *callbacks, ckpt_path=None, make=shuffled):
 
 
 def as_read(path):
-    """What a run goes on from, without what each file has of its own."""
+    """Returns the part of a checkpoint that determines the resumed run, without values specific to each file."""
     state = read_checkpoint(path)
     state["loops"]["fit"] = {
-        "stop": "",
+        "stop_reason": "",
         "interrupted": False,
-        "closed": True,
+        "epoch_ended": True,
         "validations": 0,
         "skipped_before": 0,
         **state["loops"]["fit"],
     }
-    for name in ("step_size", "kernel_choice", "tensor_parallel", "ended", "ended_logs"):
+    for name in ("step_size", "kernel_choice", "tensor_parallel", "metrics_at_end", "loggers_at_end"):
         state["loops"]["fit"].pop(name, None)  # what earlier files have no word of, nor of what follows
     for metrics in state["loops"]["fit"]["metrics"]:
-        for name in ("given", "dtypes"):
+        for name in ("user_entries", "dtypes"):
             metrics.setdefault(name, {})
-        for cell in metrics["table"]["cells"]:
-            cell.setdefault("sent", 0)
-    sums, loss = state["loops"]["fit"]["window"]["tensors"]
-    state["loops"]["fit"]["window"]["tensors"] = [sums[sums != 0], loss]  # there may be gaps between the parameters
+        for slot in metrics["table"]["slots"]:
+            slot.setdefault("flushed_weight", 0)
+    sums, loss = state["loops"]["fit"]["accumulation"]["tensors"]
+    state["loops"]["fit"]["accumulation"]["tensors"] = [
+        sums[sums != 0],
+        loss,
+    ]  # there may be gaps between the parameters
     # Values, and a flag for each of the three.  Before a BatchNorm a bias has no gradient but what rounding leaves, which may be 0.
     assert 8 * 4 + 4 * 3 + 3 < sums.count_nonzero() <= 8 * 4 + 4 + 4 * 3 + 3
     for own in ("callbacks", "loggers", "fabricamp_version", "torch_version", "rng", "pytorch-lightning_version"):
         state.pop(own, None)
-    state["loops"] = {"fit": state["loops"]["fit"]}  # beside it stands what Lightning reads
+    state["loops"] = {"fit": state["loops"]["fit"]}  # the other keys are for Lightning
     return state
 
 
@@ -143,7 +147,7 @@ def test_a_file_of_an_earlier_version_goes_on_bit_for_bit(file, tmp_path):
         straight, _ = fit(tmp_path / "straight", cut, make=order_of(file))
         module, trainer = fit(tmp_path / "resumed", restored, ckpt_path=file)
     assert_equal(as_read(tmp_path / "restored.ckpt"), as_read(file))
-    # Files that do not say which kernels summed are of runs that chose them as a captured step does.
+    # Files without this key are from runs that chose kernels as for a captured step.
     chosen = read_checkpoint(file)["loops"]["fit"].get("kernel_choice", "graph")
     assert read_checkpoint(tmp_path / "restored.ckpt")["loops"]["fit"]["kernel_choice"] == chosen
     stopping, written = (
@@ -152,7 +156,7 @@ def test_a_file_of_an_earlier_version_goes_on_bit_for_bit(file, tmp_path):
     )
     assert stopping.pop("best_score") == written.pop("best_score") > 0
     assert stopping.pop("stopping_reason") == 0
-    assert written.pop("stopping_reason", "not_stopped") in (0, "not_stopped")  # a word in earlier files
+    assert written.pop("stopping_reason", "not_stopped") in (0, "not_stopped")  # text in earlier files
     assert written.items() <= stopping.items()
     assert_equal(restored.rng, torch.load(file, weights_only=True)["rng"][0])
     assert module.seen == straight.seen[cut.seen :]
@@ -163,14 +167,14 @@ def test_a_file_of_an_earlier_version_goes_on_bit_for_bit(file, tmp_path):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_fields_are_read_by_name(file):
     written, state = torch.load(file, weights_only=True), read_checkpoint(file)
-    known = state["amp"]["scaler"]["known"]
+    status = state["amp"]["scaler"]["last_status"]
     as_written = written["amp"]["scaler"]["known"]
-    assert list(known.values()) == list(as_written.values() if "format" in written else as_written)
-    assert (known["applied"], known["skipped_steps"]) == (False, 1)
-    cells = state["loops"]["fit"]["metrics"][0]["table"]["cells"]
-    assert [cell["published"]["key"] for cell in cells] == ["loss_step", "loss_epoch", "most"]
-    assert {cell["published"]["loader"] for cell in cells} == {-1}
-    assert state["format"] == 2
+    assert list(status.values()) == list(as_written.values() if "format" in written else as_written)
+    assert (status["applied"], status["skipped_steps"]) == (False, 1)
+    slots = state["loops"]["fit"]["metrics"][0]["table"]["slots"]
+    assert [slot["published"]["key"] for slot in slots] == ["loss_step", "loss_epoch", "most"]
+    assert {slot["published"]["loader"] for slot in slots} == {-1}
+    assert state["format"] == 3
 
 
 def test_verdicts_are_written_by_name(tmp_path):
@@ -178,18 +182,18 @@ def test_verdicts_are_written_by_name(tmp_path):
         _, trainer = fit(tmp_path)
     trainer.save_checkpoint(tmp_path / "new.ckpt")
     state = torch.load(tmp_path / "new.ckpt", weights_only=True)
-    assert state["format"] == 2
-    assert state["amp"]["scaler"]["known"]["skipped_steps"] == 1
+    assert state["format"] == 3
+    assert state["amp"]["scaler"]["last_status"]["skipped_steps"] == 1
     flushes = [flush for rank in state["loops"]["fit"]["metrics"] for flush in rank["pending"]]
-    assert all(row["published"][0]["key"] == "loss_step" for flush in flushes for row in flush["rows"])
+    assert all(row["published"][0]["key"] == "loss_step" for flush in flushes for row in flush["ranks"])
 
 
-@pytest.mark.parametrize("number", [3, -1, "1", True])
+@pytest.mark.parametrize("number", [4, -1, "1", True])
 def test_a_file_of_a_later_version_is_refused(number, tmp_path):
     state = torch.load(FORMAT_0, weights_only=True)
     del state["checksum"]
     torch.save({**state, "format": number, "fabricamp_version": "9.0"}, tmp_path / "later.ckpt")
-    with pytest.raises(CheckpointError, match=rf"format {number!r} .* fabricamp 9.0; .* up to 2: install"):
+    with pytest.raises(CheckpointError, match=rf"format {number!r} .* fabricamp 9.0; .* up to 3: install"):
         read_checkpoint(tmp_path / "later.ckpt")
 
 
@@ -205,7 +209,7 @@ def test_a_file_that_is_not_as_its_format_is_refused(known, tmp_path):
 
 def test_each_layout_has_a_small_file():
     assert {torch.load(file, weights_only=True).get("format", 0) for file in FILES} == {0, 2}
-    # Half of a file is the states of generators: torch's has 5 kB, and stands in later ones three times.
+    # Half of a file is generator states: torch's has 5 kB, and later files contain it three times.
     assert all(file.stat().st_size < 45_000 for file in FILES)
 
 

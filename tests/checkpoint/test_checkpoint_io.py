@@ -1,4 +1,4 @@
-"""``Trainer(plugins=[CheckpointIO])``: who calls a plug-in, with what, and what a run keeps of its promises."""
+"""``Trainer(plugins=[CheckpointIO])``: the calls of a plug-in, the files, failures, background writes and several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Files(CheckpointIO):
-    """Writes one file in torch's form, and notes its calls."""
+    """Writes one file with ``torch.save``, and records its calls."""
 
     def __init__(self):
         self.calls = []
@@ -177,7 +177,7 @@ def test_weights_only_is_passed_only_where_it_is_taken(tmp_path):
 
 
 def test_a_plug_in_that_only_loads_keeps_todays_files(tmp_path):
-    """darts' pattern: it always passes one, which loads with weights_only=False."""
+    """darts always passes such a plug-in, which loads with weights_only=False."""
     loaded = []
 
     class Trusting(TorchCheckpointIO):
@@ -211,7 +211,7 @@ def test_a_file_at_an_exception_goes_through_the_plug_in(tmp_path):
         def on_train_epoch_end(self, trainer, pl_module):
             raise ZeroDivisionError
 
-    train(Files(), tmp_path, OnExceptionCheckpoint(tmp_path, filename="error"))  # removes no file that is not there
+    train(Files(), tmp_path, OnExceptionCheckpoint(tmp_path, filename="error"))  # removes no missing file
     io = Files()
     saving = OnExceptionCheckpoint(tmp_path, filename="error")
     with pytest.raises(ZeroDivisionError):
@@ -285,7 +285,7 @@ def test_one_write_is_in_flight_and_a_removal_waits_for_it(tmp_path):
 
     class Slow(Files):
         def save_checkpoint(self, checkpoint, path, storage_options=None):
-            if len(order) == 1:  # training goes on meanwhile
+            if len(order) == 1:  # training continues meanwhile
                 assert trained.wait(60)
             order.append(("begin", checkpoint["global_step"]))
             super().save_checkpoint(checkpoint, path)
@@ -337,7 +337,7 @@ def test_a_plug_in_gets_objects_as_they_are(background, tmp_path):
 
 
 class Noticed:
-    """Notes the thread in which it is rebuilt, and draws a random number there."""
+    """Records the thread in which it is rebuilt, and draws a random number there."""
 
     threads: ClassVar = []
 
@@ -350,7 +350,7 @@ class Noticed:
 
 
 def test_the_background_gets_objects_that_were_rebuilt_at_the_save(tmp_path, monkeypatch):
-    """Also where torch's variable forbids every file's objects: these come from no file."""
+    """Also if torch's environment variable forbids the objects of every file: these objects are from no file."""
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     monkeypatch.setattr(Noticed, "threads", [])
     io = AsyncCheckpointIO(Files())
@@ -366,7 +366,7 @@ def test_the_background_gets_objects_that_were_rebuilt_at_the_save(tmp_path, mon
 
 
 class Ranks(Files):
-    """Notes in a file who called."""
+    """Records the calling rank in a file."""
 
     def __init__(self, notes):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints with objects: who may write them, and who may let a file run code to rebuild them."""
+"""Checkpoints with objects: which runs write them, and which calls may run a file's code to rebuild them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ class Encoder:
 
 
 class Forecast(Classifier):
-    """As pytorch-forecasting's models: a loss, an encoder and a dataset's parameters among the hyper-parameters."""
+    """Like pytorch-forecasting's models: a loss, an encoder and a dataset's parameters are hyper-parameters."""
 
     def __init__(self, loss=None, encoder=None, dataset_parameters=None, lr=0.1):
         super().__init__(lr)
@@ -89,7 +90,7 @@ class Statistics(Callback):
 
 
 class Hostile:
-    """Makes a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -392,7 +393,7 @@ def test_a_module_comes_back_with_its_objects(saved):
 
 
 def test_plain_forms_come_back_as_their_classes_without_annotations(tmp_path):
-    """As in Lightning's files, where they are objects: the same permission lets the file name them."""
+    """As with Lightning's files, which hold objects: weights_only=False allows the file to name classes."""
 
     class Kept(Classifier):
         def __init__(self, mode, options, folder):
@@ -438,7 +439,7 @@ def test_open_files(saved):
         assert isinstance(Forecast.load_from_checkpoint(file, weights_only=False).hparams.loss, Loss)
     with pytest.raises(CheckpointObjectsError, match="the BytesIO holds objects"):
         Forecast.load_from_checkpoint(content)
-    with pytest.raises(FileNotFoundError, match="BytesIO"):  # as in Lightning, whose fit takes paths alone
+    with pytest.raises(FileNotFoundError, match="BytesIO"):  # as in Lightning: fit takes only paths
         quiet_trainer().fit(forecast(), loader(), ckpt_path=content)
     with pytest.raises(CheckpointError, match="the BytesIO is damaged"):
         Forecast.load_from_checkpoint(io.BytesIO(b"text"), weights_only=False)
@@ -472,7 +473,7 @@ def test_a_header_is_read_without_permission_and_its_objects_stay_closed(saved):
     assert isinstance(read_header(str(saved))["callbacks"]["Statistics"]["seen"], ObjectRef)
 
 
-# -- what a file may not do ----------------------------------------------------------------------------------------------------
+# -- forbidden files -----------------------------------------------------------------------------------------------------------
 
 
 def hostile(path, touched):
@@ -507,6 +508,12 @@ PLACES = {
     ),
     "rows of bytes": lambda: ObjectRef(PickledObjects(torch.ones(2, 2, dtype=torch.uint8), [], ["x"], ""), 0),
     "sparse bytes": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8).to_sparse(), [], ["x"], ""), 0),
+    "places far away": lambda: ObjectRef(
+        PickledObjects(
+            torch.ones(3, dtype=torch.uint8), [], ["x"], blake2b(b"\1\1\1", digest_size=16).hexdigest(), 1 << 40
+        ),
+        0,
+    ),
     "no names": lambda: ObjectRef(PickledObjects(torch.ones(3, dtype=torch.uint8), [], [1], ""), 0),
 }
 
@@ -557,7 +564,7 @@ def test_what_a_file_says_of_its_objects_does_not_control_the_terminal(tmp_path)
 
 
 def changed(path, member, change):
-    """Writes the zip anew with ``member`` changed and right checksums."""
+    """Rewrites the zip with ``member`` changed and right checksums."""
     with zipfile.ZipFile(path) as archive:
         members = {one.filename: archive.read(one) for one in archive.infolist()}
         comment = archive.comment
@@ -569,11 +576,11 @@ def changed(path, member, change):
 
 @pytest.mark.parametrize("keeps_comment", [True, False])
 def test_a_damaged_seal_is_seen_before_anything_is_unpickled(keeps_comment, tmp_path):
-    """With permission, too, and whether the seal is wrong or gone."""
+    """Also with weights_only=False, and for a wrong or a missing checksum footer."""
     touched = tmp_path / "touched"
     path = tmp_path / "a.ckpt"
     write_checkpoint(path, pack_objects({"state_dict": {}, "trap": Encoder(Hostile(touched))}))
-    changed(path, "data/0", lambda content: content.replace(b"classes", b"CLASSES"))
+    changed(path, "data.pkl", lambda content: content.replace(b"classes", b"CLASSES"))
     if not keeps_comment:
         with zipfile.ZipFile(path, "a") as archive:
             archive.comment = b""
@@ -584,18 +591,25 @@ def test_a_damaged_seal_is_seen_before_anything_is_unpickled(keeps_comment, tmp_
 
 
 def with_another_name(path):
-    """Changes one bit of the file, in the name of the module with the functions that it calls."""
+    """Changes one bit of the file, in the name of the module with a class of its objects."""
     content = path.read_bytes()
-    path.write_bytes(content.replace(b"fabricamp.checkpoint.objects\n", b"fabricamp.checkpoint.objectr\n"))
+    name = f"c{__name__}\nEncoder\n"
+    path.write_bytes(content.replace(name.encode(), name.replace("objects", "objectr").encode()))
     assert path.read_bytes() != content
 
 
 @pytest.fixture
 def called(monkeypatch):
-    """Calls of functions in the module that :func:`with_another_name` names."""
+    """Calls of the class in the module that :func:`with_another_name` names."""
     calls = []
-    module = types.ModuleType("fabricamp.checkpoint.objectr")
-    module.unpickled = module.object_at = lambda *_: calls.append("ran")
+    module = types.ModuleType(__name__.replace("objects", "objectr"))
+
+    class Called:
+        def __new__(cls, *_):
+            calls.append("ran")
+            return super().__new__(cls)
+
+    module.Encoder = Called
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return calls
 
@@ -621,7 +635,7 @@ def test_damage_in_a_file_of_lightning_is_no_refusal(tmp_path):
 
 @pytest.mark.parametrize("weights_only", [None, False])
 def test_threads_that_read_at_once_check_and_refuse_as_one_does(weights_only, saved):
-    """torch's set of allowed types is one for all threads: a file must not be taken for another trainer's meanwhile."""
+    """torch has one set of allowed types for all threads, so concurrent reads must not take a file for another trainer's."""
     allowed = torch.serialization.get_safe_globals()
 
     def outcome(_):
@@ -641,7 +655,7 @@ def test_the_bytes_have_a_digest_of_their_own(tmp_path):
     touched = tmp_path / "touched"
     packed = pack_objects({"state_dict": {}, "trap": Hostile(touched)})
     packed["trap"].objects.data[-3] ^= 1
-    torch.save(packed, tmp_path / "a.ckpt")  # as after `del checkpoint["checksum"]`, which takes the seal away
+    torch.save(packed, tmp_path / "a.ckpt")  # as after `del checkpoint["checksum"]`, and without a footer
     with pytest.raises(CheckpointError, match="the bytes of its objects are not those that were written"):
         read_checkpoint(tmp_path / "a.ckpt", weights_only=False)
     assert not touched.exists()

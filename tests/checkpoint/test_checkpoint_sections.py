@@ -1,4 +1,4 @@
-"""The state of a run as sections: each saved and given back by itself, whole or per rank, in one dict."""
+"""The state of a run as sections: each is saved and restored separately, from rank 0 or per rank, in one dict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Counter:
-    """Counts; refuses what is no number."""
+    """A counter that refuses values other than numbers."""
 
     def __init__(self, count=0):
         self.count = count
@@ -28,7 +28,7 @@ class Counter:
 
 
 class Own(Section):
-    """What each rank has of its own."""
+    """A value of each rank."""
 
     name = "own"
     per_rank = True
@@ -55,7 +55,7 @@ def test_whole_sections_are_rank_0s_and_per_rank_ones_a_list():
         return two_sections(strategy, 1 + int(os.environ["RANK"]))[0].save()
 
     content, other = run_ranks(run, 2, backend=None)
-    assert content.pop("format") == 2
+    assert content.pop("format") == 3
     assert content["loops"] == {"fit": {"counter": {"count": 1}, "own": [1, 2]}}
     assert content["own"] == other["own"] == [-1, -2]
     assert content.keys() == {"fabricamp_version", "torch_version", "loops", "own"}
@@ -72,6 +72,22 @@ def test_sections_are_saved_and_given_back_by_name():
     assert (whole.count, own.value) == (3, 3)
     record.restore({**content, "loops": {"fit": {"own": [4]}}}, "a.ckpt")  # another library's file
     assert (whole.count, own.value) == (3, 4)
+
+
+def test_what_an_earlier_version_saved_by_name_is_given_back():
+    whole = Counter()
+    reason = Counter()
+    sections = [Part("counter", "loops.fit.counter", whole), Part("reason", "loops.fit.stop_reason", reason)]
+    record = Record(Strategy(), sections)
+    earlier = {
+        "format": 2,
+        "fabricamp_version": "0.1.0",
+        "loops": {"fit": {"counter": {"count": 4}, "stop": {"count": 5}}},
+    }
+    record.restore(earlier, "own.ckpt")
+    assert (whole.count, reason.count) == (4, 5)
+    with pytest.raises(CheckpointError, match=r"own\.ckpt has format 4 .* up to 3"):
+        record.restore({**earlier, "format": 4}, "own.ckpt")
 
 
 def test_what_cannot_be_given_back_names_file_and_section():

@@ -1,4 +1,4 @@
-"""Hyper-parameters on their way into checkpoints and logs, and back: plain data, and no name in a file is code to run."""
+"""Hyper-parameters in checkpoints and logs, and their way back: plain data, and no name in a file makes code run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Annotated(Classifier):
 
 
 def saved(module, tmp_path, **options):
-    """The path of a checkpoint of the module, after one step."""
+    """Returns the path of a checkpoint of the module after one step."""
     trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path, **options)
     trainer.fit(module, loader(8))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -247,7 +247,7 @@ def test_a_changed_class_is_told_of(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["name", "object", "partial", "dataclass", "enum", "config"])
 def test_no_file_names_code_to_run(tmp_path, kind, monkeypatch):
-    """Whatever a file says: no class but those that the loading code names is called."""
+    """Whatever a file contains, only classes that the loading code names are called."""
     ran = []
     monkeypatch.setattr(dataclasses, "dataclass", lambda *_: ran.append(1))
     with warnings.catch_warnings():

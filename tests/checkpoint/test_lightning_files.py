@@ -1,4 +1,4 @@
-"""Lightning 2.6's own files are loaded by classes with any signature, and ours have what Lightning's loading asks for."""
+"""Lightning 2.6's own files are loaded by classes with any signature, and our files have the keys that Lightning needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INNER = {"a": [1, 2]}
 
 
 class Net(TrainingModule):
-    """As in lightning/write.py, which wrote the files."""
+    """The same class as in lightning/write.py, which wrote the files."""
 
     def __init__(self, lr=0.5, **kwargs):
         super().__init__()
@@ -107,7 +107,7 @@ def test_fit_goes_on_from_it_with_its_callbacks():
 
 
 def shape(value):
-    """Keys and types, all the way down."""
+    """Returns the keys and types of nested dicts."""
     if isinstance(value, dict):
         return {key: shape(item) for key, item in value.items()}
     return type(value)
@@ -120,7 +120,7 @@ def test_ours_have_lightnings_keys(weights_only, tmp_path):
     trainer.save_checkpoint(tmp_path / "ours.ckpt", weights_only)
     ours, theirs = (torch.load(path, weights_only=True) for path in (tmp_path / "ours.ckpt", SPREAD))
     missing = theirs.keys() - ours.keys()
-    # Without a name they are arguments, each by its own.
+    # Without hparams_name each hyper-parameter is a separate argument.
     assert missing == {"hparams_name", *(("callbacks", "lr_schedulers", "optimizer_states") if weights_only else ())}
     for key in ("epoch", "global_step", "hyper_parameters", "pytorch-lightning_version"):
         assert ours[key] == theirs[key]
@@ -161,7 +161,7 @@ def test_its_counters_are_those_of_the_run(automatic, tmp_path):
 
 
 class Saves(Callback):
-    """Saves in a hook of the second epoch, once four batches, or so many less, are done in it."""
+    """Saves in a hook of the second epoch, once ``done`` of its four batches are done."""
 
     def __init__(self, hook, path, done=4):
         setattr(self, hook, lambda trainer, *_: self.save(trainer) if trainer.current_epoch == 1 else None)
@@ -182,7 +182,7 @@ class Saves(Callback):
         ("on_train_epoch_end", 4, (2, 0, 8)),
     ],
 )
-# Lightning's own loaders cannot go on within an epoch: what is tried is that ours are read.
+# Lightning cannot resume its own loaders within an epoch; this test only shows that it reads our files.
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 def test_lightning_goes_on_from_ours_behind_the_same_batch(hook, done, first, tmp_path):
     lightning = pytest.importorskip("lightning.pytorch", reason="needs the package lightning")

@@ -33,7 +33,7 @@ VALUES = {
 }
 ROOT = Path(__file__).parents[2]
 
-# Both run with the names of an installed Lightning, or of the alias: they show that the same code sees equal values.
+# Both programs run with the names of an installed Lightning, or of the alias, and have to print equal values.
 READS = """
 import pickle, sys
 import lightning.pytorch as pl
@@ -196,7 +196,12 @@ class Net(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
-options = Options() if sys.argv[2] == "named" else pl.callbacks.EarlyStopping("v")
+class Holds:
+    def __init__(self, inside):
+        self.inside = {"a": [inside]}
+
+stopping = pl.callbacks.EarlyStopping("v")
+options = {"named": Options(), "unnamed": stopping, "unnamed within": Holds(stopping)}[sys.argv[2]]
 trainer = pl.Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
 trainer.fit(Net(options), [torch.ones(2, 2)])
 trainer.save_checkpoint(sys.argv[1])
@@ -207,7 +212,7 @@ def test_a_file_of_a_program_for_lightning_has_lightnings_names(tmp_path, monkey
     (tmp_path / "writes.py").write_text(WRITES)
     run(tmp_path / "writes.py", tmp_path / "a.ckpt", "named", door=True)
     closed = read_checkpoint(tmp_path / "a.ckpt", verify=False)["hyper_parameters"]["options"]
-    found = names_in(bytes(closed.objects.data.numpy()))
+    found = names_in(closed.objects.data.numpy().tobytes() + pickle.STOP)
     assert found >= {"lightning.pytorch.trainer.states TrainerFn", "lightning.pytorch.core.module LightningModule"}
     assert not [name for name in found if name.startswith("fabricamp")]
     monkeypatch.setattr(
@@ -218,10 +223,11 @@ def test_a_file_of_a_program_for_lightning_has_lightnings_names(tmp_path, monkey
     assert type(options.more) is Hyperparameters
 
 
-def test_a_file_of_a_program_for_lightning_refuses_other_objects_of_ours(tmp_path):
+@pytest.mark.parametrize("options", ["unnamed", "unnamed within"])
+def test_a_file_of_a_program_for_lightning_refuses_other_objects_of_ours(options, tmp_path):
     (tmp_path / "writes.py").write_text(WRITES)
     with pytest.raises(subprocess.CalledProcessError) as caught:
-        run(tmp_path / "writes.py", tmp_path / "a.ckpt", "unnamed", door=True)
+        run(tmp_path / "writes.py", tmp_path / "a.ckpt", options, door=True)
     assert "checkpoint['hyper_parameters']['options'] is a" in caught.value.stderr
     assert (
         "an object of fabricamp.callbacks.early_stopping.EarlyStopping has another state than Lightning's"

@@ -1,4 +1,4 @@
-"""A CUDA graph of launches on CPU tensors: what is launched during a capture is not done, and done again by each replay."""
+"""A CUDA graph of launches on CPU tensors: a capture records launches without running them, and each replay runs them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Graph", "graphs"]
 
 
 class Graph(TorchDispatchMode):
-    """Captures what runs within it, torch's operations and kernels; ``replay`` does it.
+    """Captures torch's operations and kernels that are called within it; ``replay`` runs them.
 
-    New tensors have their memory during a capture, and nothing in it: here any numbers that would be noticed.
+    As in a real capture, a new tensor has memory but no values yet: here it holds numbers that tests would notice.
     """
 
     now = None
@@ -95,7 +95,7 @@ def _recorded(compile_it):
 
 
 class CudaGraph:
-    """A real one, with the face of :class:`Graph`."""
+    """A real CUDA graph with the interface of :class:`Graph`."""
 
     def __init__(self):
         self._graph, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -113,7 +113,7 @@ class CudaGraph:
 
 @pytest.fixture
 def graphs(kernel_device, monkeypatch):
-    """Returns what makes a graph on ``kernel_device``: ``with graph: step()``, then ``graph.replay()``."""
+    """Returns the graph class for ``kernel_device``; usage: ``with graph: step()``, then ``graph.replay()``."""
     if kernel_device.type == "cuda":
         return CudaGraph
     monkeypatch.setitem(uploads.CAPTURES, "cpu", uploads.Captures(lambda: Graph.now is not None, _beside))

@@ -18,14 +18,14 @@ from fabricamp.ops import bridge, dispatch, table
 
 HERE = Path(__file__).parent
 _FOLDER = Path(tempfile.gettempdir()) / "cuda_on_cpu"
-_NUMBERS = {"CLUSTER": 1, "MAILBOXES": 2}  # of a text that does not say
+_NUMBERS = {"CLUSTER": 1, "MAILBOXES": 2}  # for a text that does not define them
 _DYNAMIC = re.compile(r"extern __shared__ (.+) (\w+)\[\];")
 waiting: dict[str, int] = {}
-"""The most blocks of a launch that waited for somebody outside it, by kernel; for tests to clear and read."""
+"""For each kernel, the largest number of blocks of one launch that waited for other ranks; tests clear and read it."""
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(")
 
 
-# Without -fno-gnu-unique, libraries would share each other's __shared__ arrays of functions of one name.
+# Without -fno-gnu-unique, functions of the same name in two libraries would share their __shared__ arrays.
 _COMPILE = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fPIC", "-w"]
 
 
@@ -44,7 +44,7 @@ def library(text: str) -> ctypes.CDLL:
 
 @functools.cache
 def _common() -> Path:
-    """A folder with what all kernels share: the header, compiled before, and what runs them; more than half of a compilation."""
+    """Returns a folder with the precompiled header and the runner of all kernels, which saves more than half of a compilation."""
     texts = "".join(path.read_text() for path in sorted(HERE.glob("cuda*")))
     folder = _FOLDER / hashlib.sha256(f"{_COMPILE}{texts}".encode()).hexdigest()[:32]
     for made, source, options in (("h.gch", "h", ["-xc++-header"]), ("o", "cpp", ["-c", "-O2"])):
@@ -54,7 +54,7 @@ def _common() -> Path:
 
 
 def _made(name: str, source: str, text: str, options: list[str]) -> Path:
-    """What g++ makes of ``text``; workers that make it at once leave one whole file."""
+    """Returns the file that g++ makes of ``text``; it is renamed when complete, because several workers may make it at once."""
     made = _FOLDER / name
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def _made(name: str, source: str, text: str, options: list[str]) -> Path:
 
 
 def compiler(reverse: bool):
-    """Returns what ``bridge.COMPILERS`` holds for a kind of device; threads (and blocks) run first to last or in ``reverse``."""
+    """Returns an entry for ``bridge.COMPILERS``; threads (and blocks) run first to last, or in ``reverse`` order."""
 
     def compile_for_cpu(text: str, function: str, device, shared: int = 0):
         built = library(text)
@@ -91,9 +91,9 @@ ON_GPU = pytest.param(
 
 @pytest.fixture(params=[*ON_CPU, ON_GPU])
 def kernel_device(request, monkeypatch):
-    """Runs a test on the real kernels: on the CPU with threads in both orders, and on a GPU where there is one.
+    """Runs a test on the real kernels: on the CPU with threads in both orders, and on a GPU if there is one.
 
-    Chunks are small, so that small tensors have several; what depends on their size reads ``table.CHUNK_SIZE``.
+    Chunks are small, so that small tensors have several of them; tests read the size from ``table.CHUNK_SIZE``.
     """
     monkeypatch.setattr(table, "_tables", {})
     monkeypatch.setattr(table, "CHUNK_SIZE", 64)
@@ -120,6 +120,6 @@ def references(device: torch.device):
 
 
 def _forget():
-    """What was compiled and chosen for another compiler."""
+    """Drops kernels and choices cached for another compiler."""
     bridge.kernel.cache_clear()
     dispatch.forget()

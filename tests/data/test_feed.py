@@ -1,4 +1,4 @@
-"""The feed: what it yields, when it says last, when errors surface, and that workers go."""
+"""The feed: its batches, its ``last``, when errors surface, and that workers end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """An iterable dataset; ``announced`` is what its len says."""
+    """An iterable dataset; ``announced`` is its ``len()``."""
 
     def __init__(self, size, announced=None):
         self.size = size
@@ -49,7 +49,7 @@ class SizedStream(Stream):
 
 
 class Generated:
-    """Neither a length nor a second life is asked of it."""
+    """A loader without a length that can be iterated only once."""
 
     def __init__(self, size, fails_at=None):
         self.size, self.fails_at = size, fails_at
@@ -65,7 +65,7 @@ class Generated:
 
 
 class Kept:
-    """Counts how many of it there are."""
+    """Counts its living instances."""
 
     alive = 0
 
@@ -85,7 +85,7 @@ def flagged(batches):
     return [(batch, index == len(batches) - 1) for index, batch in enumerate(batches)]
 
 
-@settings(deadline=None)  # an example takes what the machine leaves it
+@settings(deadline=None)  # the machine may be busy
 @given(
     size=st.integers(1, 8),
     limit=st.one_of(st.integers(0, 10), st.just(math.inf)),
@@ -107,7 +107,7 @@ def test_batches_and_last(size, limit, kind):
 
 @pytest.fixture
 def workers_end():
-    """Returns what waits for the end of the processes that the test has started: where nobody ends them, in vain."""
+    """Returns a function that waits until all processes started by the test have ended, and fails if one does not end."""
     before = set(multiprocessing.active_children())
 
     def wait():
@@ -277,7 +277,7 @@ def test_nothing_that_was_read_ahead_is_kept_behind_a_pass():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestPrefetch:
-    """One batch ahead, on a stream of its own, without waits."""
+    """Batches are prefetched on a side stream, without waits of the host."""
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
 
@@ -317,7 +317,7 @@ class TestPrefetch:
     @pytest.mark.parametrize("ahead", [1, 2])
     @pytest.mark.parametrize("pinned", [True, False])
     def test_small_batches_go_the_way_of_the_step(self, ahead, pinned):
-        """Right under reused memory and edits in place by a slow step, without a wait, and on one stream."""
+        """Values are right although memory is reused and a slow step edits in place; no wait of the host; on the step's stream."""
         streams = []
 
         def prepare(batch):
@@ -389,7 +389,7 @@ class TestPrefetch:
 
     @pytest.mark.parametrize("ahead", [1, 2])
     def test_what_a_hook_hides_is_right_under_reused_memory_shapes_and_edits(self, ahead):
-        """Tensors in objects that nobody can look into, of other sizes each time, edited in place by a slow step."""
+        """Tensors are hidden in objects, change their size with each batch, and are edited in place by a slow step."""
 
         class Hidden:
             def __init__(self, value):
@@ -422,14 +422,14 @@ class TestPrefetch:
 
         results = []
         for batch in Feed(made(), prepare=lambda one: one.half(), device=self.device, prefetch=ahead):
-            junk = torch.full((1 << 16,), -1.0, device=self.device)  # where what was given has been, if it is free
+            junk = torch.full((1 << 16,), -1.0, device=self.device)  # reuses the batch's memory if that was freed
             results.append(batch.amax() + batch.amin() + 0 * junk[0])
             del batch
         assert torch.stack(results).tolist() == [2.0 * index for index in range(32)]
 
 
 class Countdown:
-    """A stream that knows where it is, and does not begin again."""
+    """A stream that keeps its position and cannot be started again."""
 
     def __init__(self, left):
         self.left = left
@@ -456,7 +456,7 @@ def test_a_pass_without_a_batch_over_streams_that_are_at_their_end_can_be_saved(
     assert len(list(feed)) > 1
     assert list(feed) == []
     state = feed.state_dict(0)
-    assert "ended" not in state
+    assert "at_limit" not in state
     resumed = Feed(CombinedLoader([Countdown(0), Countdown(0)], mode))
     resumed.load_state_dict(state)
     assert list(resumed) == []

@@ -1,4 +1,4 @@
-"""Batches of samples that are about as long as each other."""
+"""LengthGroups: batches of samples of similar length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = torch.randint(1, 100, (403,), generator=torch.Generator().manual_seed(
 
 
 def padding(batches):
-    """Which share of the padded batches is padding."""
+    """Returns the share of padding in the padded batches."""
     padded = sum(len(one) * max(LENGTHS[index] for index in one) for one in batches)
     return 1 - sum(LENGTHS) / padded
 
@@ -60,7 +60,7 @@ def test_padding_is_saved_and_epochs_differ():
 
 
 class Drawn(torch.utils.data.Dataset):
-    """Numbers with what was drawn for them; notes which were read."""
+    """Returns each index with random numbers drawn for it; records which indices were read."""
 
     def __init__(self):
         self.read = []

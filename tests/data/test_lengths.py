@@ -1,4 +1,4 @@
-"""Lengths, limits and what is said of loaders that cannot be used."""
+"""Lengths, limits, and the errors for unusable loaders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stream(IterableDataset):
 
 
 class Ranks(Strategy):
-    """A strategy whose other ranks answer what it was given."""
+    """A strategy in which the other ranks answer with given values."""
 
     def __init__(self, *others):
         super().__init__()

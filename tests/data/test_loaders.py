@@ -1,4 +1,4 @@
-"""Wiring: what is rebuilt, what is kept, what is said, and that workers draw their own numbers."""
+"""wire_loader: which loaders are rebuilt, their kept options, messages, and the workers' own random numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stream(IterableDataset):
 
 
 class Draws(Dataset):
-    """Gives what the worker's generators draw."""
+    """Returns random numbers of the worker's generators."""
 
     def __len__(self):
         return 8
@@ -251,7 +251,7 @@ def test_persistent_workers_stay_until_released():
 
 def test_a_pass_without_persistent_workers_is_left_to_its_loader():
     loader = DataLoader(range(4))
-    loader._iterator = iterator = iter(loader)  # as torchdata's loader does, which tells from it where it stands
+    loader._iterator = iterator = iter(loader)  # torchdata's loader keeps its position in this attribute
     release_workers(loader)
     assert loader._iterator is iterator
 

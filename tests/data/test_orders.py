@@ -1,4 +1,4 @@
-"""The order of samples is the one that a loop over the loader draws; it is drawn again where a run goes on, and stays the run's."""
+"""The order of samples equals that of a loop over the loader; a resumed run continues in the same order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALIDATION = "validation"
 
 
 class Numbers(Dataset):
-    """Gives its indices; keeps which were read."""
+    """Returns its indices; records which were read."""
 
     def __init__(self):
         self.read = []
@@ -31,7 +31,7 @@ class Numbers(Dataset):
 
 
 def make(*, batch=4, own=None, workers=0, persistent=False, **options):
-    """A shuffled loader; ``own`` is its generator: none, one of its own, one for the sampler alone, or the global one."""
+    """Returns a shuffled loader; ``own`` is its generator: none, a separate one, one only for the sampler, or the global one."""
     generator = torch.default_generator if own == "global" else torch.Generator().manual_seed(3) if own else None
     data = Numbers()
     sampler = RandomSampler(data, **options, generator=generator)
@@ -46,7 +46,7 @@ def make(*, batch=4, own=None, workers=0, persistent=False, **options):
 
 
 def drawn():
-    """What a step draws from the global generator."""
+    """Consumes and returns a random number, as a training step does."""
     return float(torch.rand(()))
 
 
@@ -67,7 +67,7 @@ def validation():
 
 
 def by_feed(feed, loader, found, epochs, *, first=0, behind=0, cut=None, step=drawn):
-    """The same with a feed; returns its state where ``cut`` = (epoch, batches) are done."""
+    """Does the same as ``by_hand`` with a feed; returns its state once ``cut`` = (epoch, batches) are done."""
     for epoch in range(first, epochs):
         set_epoch(loader, epoch)
         for done, batch in enumerate(feed.starting_at(behind), behind + 1):
@@ -85,7 +85,7 @@ def by_feed(feed, loader, found, epochs, *, first=0, behind=0, cut=None, step=dr
 
 
 def let_go(feed, loader):
-    """Ends the workers, those that stay too: where the collector does it, their queues may be gone, and it waits for 5 s each."""
+    """Ends the workers, also persistent ones; the garbage collector would wait 5 s for each if their queues are gone already."""
     feed.close()
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator._shutdown_workers()
@@ -168,7 +168,7 @@ def test_it_follows_manual_seed_and_differs_without():
 
 
 def go_on(kind, world_size, states=(), *, first=0, cut=None):
-    """A rank after the other goes on from ``states``, told what the first one has; samples by epoch in order, and states."""
+    """Resumes each rank in turn from ``states``, with the first rank's values; returns the samples by epoch, and the new states."""
     told, shares, ends = [], [], []
     for rank in range(world_size):
         torch.manual_seed(100 * len(states) + rank)
@@ -207,7 +207,10 @@ def go_on(kind, world_size, states=(), *, first=0, cut=None):
     ids=str,
 )
 def test_an_order_that_one_process_began_stays_with_two_and_with_one_again(kind):
-    """Cut within epochs and at the end of one; the two are resumed as two, too.  Validations and workers draw as in one process."""
+    """The run is interrupted within epochs and at an epoch's end; two ranks also resume as two ranks.
+
+    Validations and workers consume the same random numbers as in one process.
+    """
     with isolate_rng():
         straight, _ = go_on(kind, 1)
         parts, states = go_on(kind, 1, cut=(0, 3))

@@ -1,4 +1,4 @@
-"""Places in loaders: a pass goes on from anywhere, whoever was there, without reading what lies before."""
+"""Positions in loaders: another process resumes a pass at any position, without reading the samples before it if possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fabricamp.rng import isolate_rng
 
 
 class Numbers(Dataset):
-    """Gives its indices; keeps which were read."""
+    """Returns its indices; records which were read."""
 
     def __init__(self, size):
         self.size, self.read = size, []
@@ -33,7 +33,7 @@ class Numbers(Dataset):
 
 
 class Noise(Numbers):
-    """Gives what Python, NumPy and torch draw."""
+    """Returns random numbers of Python, NumPy and torch."""
 
     def __getitem__(self, index):
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
@@ -60,7 +60,7 @@ def taken(feed, count):
 
 
 def resumed(make, count):
-    """What a pass over a new loader gives that begins where ``count`` batches were taken of another."""
+    """Returns the batches of a pass over a new loader that resumes after ``count`` batches of another loader."""
     first = Feed(make())
     taken(first, count)
     state, rng = first.state_dict(count), torch.get_rng_state()
@@ -73,7 +73,7 @@ def resumed(make, count):
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_workers_that_stay_draw_no_other_order_where_it_is_read_past(epoch):
-    """They have drawn a seed in the first pass alone: a pass that goes on draws what it had drawn."""
+    """Persistent workers draw a seed only in the first pass; a resumed pass consumes the same random numbers again."""
 
     def passes(cut, state=None):
         loader = DataLoader(
@@ -117,7 +117,7 @@ def test_workers_that_stay_draw_no_other_order_where_it_is_read_past(epoch):
 def test_several_loaders_go_on_from_anywhere(sizes, mode, share, own):
     def make():
         members = [DataLoader(Numbers(size), 2, shuffle=True) for size in sizes]
-        if own:  # one that has to be read past
+        if own:  # this sampler's position is only reached by reading the batches before it
             members[0] = [[-1, index] for index in range(sizes[0])]
         return wired(CombinedLoader(dict(enumerate(members)), mode), epoch=2)
 
@@ -142,7 +142,7 @@ def test_several_loaders_are_not_read_past():
 
 @pytest.mark.parametrize(("batch", "ranks", "behind"), [(2, 1, 6), (3, 2, 2), (4, 1, 3), (5, 1, 2), (12, 2, 0)])
 def test_other_batch_sizes_and_numbers_of_ranks(batch, ranks, behind):
-    """After three batches of two samples on two ranks: the same samples follow, and the epoch ends where it would."""
+    """After three batches of two samples on two ranks, the same samples follow, and the epoch ends after the same sample."""
     theirs = DistributedSampler(range(40), 1, 0, seed=3)
     first = Feed(wired(DataLoader(Numbers(40), 2, shuffle=True), world_size=2))
     taken(first, 3)
@@ -191,7 +191,7 @@ def test_a_state_of_other_loaders_is_refused():
 
 
 def test_a_stream_in_workers_is_read_past():
-    """Its copies there have positions that nobody knows; but their random numbers are the same from the beginning on."""
+    """The positions of the stream's copies in workers are unknown, but reading from the beginning gives the same random numbers."""
 
     class Draws(IterableDataset):
         def __iter__(self):
@@ -237,7 +237,7 @@ def test_each_sample_has_its_own_random_numbers(workers):
         random.seed(5)
         assert read(1) == first
         assert read(2) != first
-        # Whichever rank reads a sample.
+        # The values of a sample do not depend on the rank that reads it.
         assert read(1, rank=1, world_size=2) == first[1::2]
     assert len({tuple(sample) for sample in first}) == 6
 
@@ -252,7 +252,7 @@ def test_workers_stay_where_each_sample_has_its_own_random_numbers():
 
     def read(**changes):
         loader = wired_anew(Noise(6))
-        vars(loader).update(changes)  # not an attribute that torch lets be set
+        vars(loader).update(changes)  # torch forbids setting this attribute
         feed, found, workers = Feed(loader), [], set()
         for epoch in range(3):
             set_epoch(loader, epoch)
@@ -288,7 +288,7 @@ def test_seeds_of_samples_need_indices(loader):
 
 
 class GoesOn(IterableDataset):
-    """Numbers that go on from pass to pass, each behind one that a shuffle buffer draws."""
+    """A stream of numbers that continues from pass to pass, shuffled by a buffer."""
 
     def __init__(self):
         self.count, self.buffer = 0, [-1, -2, -3]
@@ -308,7 +308,7 @@ class GoesOn(IterableDataset):
 
 
 class BeginsAnew(GoesOn):
-    """A new pass begins with the first number, unless it is one that is gone on with."""
+    """A stream that begins each pass with the first number, unless the pass is resumed."""
 
     starts = 0
 
@@ -332,7 +332,7 @@ STREAMS = {
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize("cut", [0, 2, 4])
 def test_passes_over_a_stream_that_a_number_ends(kind, cut):
-    """A run that is resumed behind one has the streams where the next pass found them; two passes behind it, each of four."""
+    """A run that resumes after a limited pass continues the streams where the next pass would; two passes of four follow."""
 
     def passes(feed, first):
         return [[plain(batch) for batch in feed.starting_at(count)] for count in (first, 0)]
@@ -341,7 +341,7 @@ def test_passes_over_a_stream_that_a_number_ends(kind, cut):
         torch.manual_seed(2)
         feed = Feed(STREAMS[kind](), limit=4)
         list(feed)
-        if cut:  # within the second pass, or behind its last batch
+        if cut:  # within the second pass, or after its last batch
             for done, _ in enumerate(feed, 1):
                 if done == cut:
                     state, rng = feed.state_dict(cut), torch.get_rng_state()
@@ -359,7 +359,7 @@ def test_passes_over_a_stream_that_a_number_ends(kind, cut):
 
 
 class Shuffles(IterableDataset):
-    """So many numbers, in an order that a generator of its own draws for each pass; one that was left is gone on with."""
+    """Yields ``size`` numbers in an order drawn by its own generator for each pass; an unfinished pass is continued."""
 
     def __init__(self, size):
         self.size, self.generator, self.left = size, random.Random(5), []
@@ -378,7 +378,7 @@ class Shuffles(IterableDataset):
 
 
 class Forgets:
-    """Batches in order; a pass that was left is begun anew, but for one that is gone on with in another process."""
+    """Yields batches in order; an unfinished pass starts again, unless another process resumes it."""
 
     def __init__(self, size):
         self.size, self.done, self.starts = size, 0, 0
@@ -401,7 +401,7 @@ def shuffled(size):
 
 
 def drawing(size):
-    """A loader that has to be read past, as its sampler draws what nobody else knows."""
+    """Returns a loader with an unknown order of samples; a resume point in it is reached only by reading the batches before it."""
     return DataLoader(Numbers(size), 2, sampler=WeightedRandomSampler([1.0] * size, size))
 
 
@@ -426,11 +426,11 @@ MODES = ["max_size_cycle", "max_size", "min_size", "sequential"]
     [
         *((kind, mode, limit) for kind in list(SEVERAL)[:-2] for mode in MODES for limit in (math.inf, 3)),
         *(("one that begins anew", mode, math.inf) for mode in MODES[:3]),
-        *((kind, "max_size", 10) for kind in list(SEVERAL)[2:]),  # that none of them comes to
+        *((kind, "max_size", 10) for kind in list(SEVERAL)[2:]),  # a limit beyond the end of all of them
     ],
 )
 def test_loaders_of_several_kinds_go_on_from_anywhere(kind, mode, limit):
-    """Three passes straight; a run that is resumed behind any batch, or between two passes, gives the rest of them."""
+    """An uninterrupted run makes three passes; a run that resumes after any batch, or between passes, yields the rest."""
     with isolate_rng():
         straight, cuts = [], []
         feed = Feed(wired(SEVERAL[kind](mode)), limit=limit)
@@ -460,7 +460,7 @@ def test_loaders_of_several_kinds_go_on_from_anywhere(kind, mode, limit):
     ids=["one loader", "a stream", "two loaders", "a stream beside a loader", "one after the other"],
 )
 def test_a_batch_that_is_out_and_not_done_is_given_again(make):
-    """As where a step raises, and its run is saved then."""
+    """For example a step raises, and then the run is saved."""
     with isolate_rng():
         feed, straight, states = Feed(wired(make())), [], []
         for done, batch in enumerate(feed):

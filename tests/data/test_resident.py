@@ -1,4 +1,4 @@
-"""The loader whose data lie on the device: its batches, orders and shares, what it refuses, and that the host waits for nothing."""
+"""ResidentLoader: its batches, orders and shares, the arguments it refuses, and that the host never waits."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_seeds_of_samples_are_refused():
 
 
 def test_a_fit_takes_the_samples_that_two_ranks_would_and_evaluates():
-    """Against a DataLoader with the same order: the same bits of weights and values."""
+    """Compares with a DataLoader in the same order: weights and values have the same bits."""
 
     def fit(make):
         seed_everything(3)
@@ -207,7 +207,7 @@ def test_data_that_do_not_fit_are_refused(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestOnAGpu:
-    """Batches are gathered there, and nothing is allocated or waited for beside the gather."""
+    """Batches are gathered on the GPU; nothing else is allocated, and the host does not wait."""
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else None
 

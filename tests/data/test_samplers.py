@@ -1,4 +1,4 @@
-"""Samplers: torch's order in training, every sample once in evaluation, and a start anywhere."""
+"""Samplers: torch's order in training, every sample once in evaluation, and a start at any position."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_start_leaves_out_the_first_samples_once(size, world_size, start, epoch)
 @given(size=st.integers(1, 70), start=st.integers(0, 70), before=worlds, after=worlds, shuffle=st.booleans())
 def test_another_number_of_ranks_goes_on_in_the_same_order(size, start, before, after, shuffle):
     def read(world_size, start):
-        """The samples of all ranks, in the order in which they are read."""
+        """Returns the samples of all ranks in the order in which they are read."""
         shares = []
         for rank in range(world_size):
             sampler = seeded(size, shuffle=shuffle, seed=3, rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""Streams shared out among ranks and workers: each sample is seen once, and streams that are not shared out are found."""
+"""Streams sharded among ranks and workers: each sample is seen once, and unsharded streams are detected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small import quiet_trainer
 
 
 class Stream(IterableDataset):
-    """Numbers in order; ``splits``: it shares itself out among workers, and ranks."""
+    """Yields numbers in order; with ``splits`` it shards itself among workers, or ranks."""
 
     def __init__(self, size=26, splits=False):
         self.size, self.splits = size, splits
@@ -61,7 +61,7 @@ def fitted(dataset, *, workers=0, validation=None, **options):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("size", [24, 29, 2])
 def test_shares_are_disjoint_and_equally_long(size, ranks, workers):
-    """In training; nothing is left out in validation."""
+    """Shares are equal in training; validation leaves out no sample."""
     for train in (True, False):
         shares = []
         for rank in range(ranks):

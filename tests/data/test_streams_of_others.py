@@ -1,4 +1,4 @@
-"""WebDataset and Hugging Face datasets from local files: shared out among ranks and workers, and gone on with."""
+"""WebDataset and Hugging Face datasets from local files: sharded among ranks and workers, and resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLES = 32
 
 
 def webdataset(folder):
-    """Four shards; WebDataset shares them out among ranks and workers."""
+    """Returns a stream of four shards; WebDataset distributes them over ranks and workers."""
     wds = pytest.importorskip("webdataset", reason="needs the package webdataset")
     shards = [str(folder / f"{number}.tar") for number in range(4)]
     stream = wds.WebDataset(shards, shardshuffle=False, nodesplitter=wds.split_by_node).decode()
@@ -27,15 +27,15 @@ def webdataset(folder):
 
 
 def hugging_face(folder):
-    """A data set with indices, which the Trainer shares out."""
+    """Returns a map-style data set, which the Trainer shards."""
     datasets = pytest.importorskip(
         "datasets", reason="needs the package datasets"
-    )  # it brings pyarrow and pandas: by hand
+    )  # no requirement of the tests, because it installs pyarrow and pandas
     return datasets.Dataset.from_dict({"x": [[float(one), 1.0] for one in range(SAMPLES)]}).with_format("torch")
 
 
 def hugging_face_stream(folder):
-    """A stream of four shards; ``datasets`` shares them out among workers, and is told of the ranks."""
+    """Returns a stream of four shards; ``datasets`` distributes them over workers, and gets rank and world size here."""
     stream = hugging_face(folder).to_iterable_dataset(num_shards=4)
     if not dist.is_initialized():
         return stream

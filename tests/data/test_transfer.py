@@ -1,4 +1,4 @@
-"""Moving batches: containers keep their types, nothing is copied that does not move."""
+"""Moving batches: containers keep their types, and tensors that are on the device already are not copied."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sample:
 
 
 class Graph:
-    """Has ``to``, like the data classes of graph libraries, which changes it in place."""
+    """Has a ``to`` that changes the object in place, like the data classes of graph libraries."""
 
     def __init__(self):
         self.nodes = torch.zeros(2)
@@ -143,7 +143,7 @@ def test_record_stream_asks_objects_that_know_streams_once():
 
 
 class OnGpu:
-    """Stands for what knows streams."""
+    """Replaces an object with ``record_stream``."""
 
     def record_stream(self, stream):
         pass

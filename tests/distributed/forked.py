@@ -2,8 +2,8 @@
 
 from tests.distributed.forked import start_forked
 
-For what a script does in one process, or in ranks with ``start_method="fork"``: signals, exit codes, what is printed.
-How a script is found and run again needs a real one (tests/distributed/scripts.py).
+For tests of a script in one process, or in ranks with ``start_method="fork"``: signals, exit codes and output.  Tests of how a
+script is found and run again need a new interpreter (tests/distributed/scripts.py).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = ["start_forked"]
 
 
 def start_forked(folder, *command, streams=None, **variables):
-    """What ``scripts.start`` is for a new interpreter: ``command`` is the script and its arguments.
+    """Starts a script like ``scripts.start``, in a forked process; ``command`` is the script and its arguments.
 
-    ``streams`` are descriptors of what it prints and of its errors, where these are no pipes that ``communicate`` reads.
+    ``streams`` are descriptors for stdout and stderr; None creates pipes, which ``communicate`` reads.
     """
     return Forked(folder, command, variables_for(variables), streams)
 
 
 class Forked:
-    """A forked process with the part of ``subprocess.Popen``'s face that tests use."""
+    """A forked process with the methods of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, folder, command, variables, streams):
         self.args = command
@@ -71,7 +71,7 @@ class Forked:
         self._process.kill()
 
     def communicate(self, timeout):
-        """Waits until nobody holds the pipes open any more, workers of this process included, and then for its end."""
+        """Waits until this process and its workers have closed the pipes, then until it ends; returns the output as texts."""
         deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as waiting:
             for number, read in enumerate(self._read):
@@ -95,7 +95,7 @@ class Forked:
 
 def _work(folder, command, variables, streams, inherited, parent):
     end_with(parent)
-    gc.freeze()  # garbage of the tests before is not this process's to collect
+    gc.freeze()  # this process must not collect garbage of earlier tests
     _become_its_own(folder, variables, streams)
     for descriptor in inherited:
         os.close(descriptor)
@@ -107,7 +107,7 @@ def _work(folder, command, variables, streams, inherited, parent):
         runpy.run_path(str(script), run_name="__main__")
     except BaseException as error:
         ended = error
-    # What an interpreter does at its end; multiprocessing does the rest, an exit code of SystemExit included.
+    # Ends as an interpreter does; multiprocessing does the rest, also for the exit code of a SystemExit.
     if ended is not None and not isinstance(ended, SystemExit):
         traceback.print_exception(ended)
     atexit._run_exitfuncs()
@@ -119,7 +119,7 @@ def _work(folder, command, variables, streams, inherited, parent):
 
 
 def _become_its_own(folder, variables, streams):
-    """Session, folder, variables, streams and signals as the shell gives them; nothing of pytest's."""
+    """Sets session, folder, variables, streams and signals as a shell does, and removes everything of pytest."""
     os.setsid()
     faulthandler.cancel_dump_traceback_later()
     atexit._clear()
@@ -135,4 +135,4 @@ def _become_its_own(folder, variables, streams):
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    rich.reconfigure()  # its console has looked for colours where pytest's output goes
+    rich.reconfigure()  # rich's console was configured for pytest's output

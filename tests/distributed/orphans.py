@@ -2,8 +2,8 @@
 
 from tests.distributed.orphans import end_with
 
-A test that hangs is ended with its process, by pytest-timeout.  What it has forked holds that process's pipe to xdist open: the run
-would wait for the dead worker forever, and never say which test it was.
+pytest-timeout ends a test that hangs together with its process.  A process that it has forked would keep the pipe to xdist open:
+the run would wait for the dead worker forever, and would not name the test.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ def end_with(parent):
     """Makes Linux kill this process when ``parent``, the process that forked it, ends."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # ended meanwhile
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)

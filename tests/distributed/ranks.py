@@ -1,4 +1,4 @@
-"""Runs a function on several Gloo ranks: for tests of whatever differs between processes.
+"""Runs a function on several Gloo ranks, for tests of several processes.
 
 from tests.distributed.ranks import run_ranks, side_by_side
 """
@@ -25,14 +25,14 @@ __all__ = ["run_ranks", "side_by_side", "variables_of"]
 
 
 def run_ranks(function, world_size, *args, timeout=200.0, start_method=None, backend="gloo"):
-    """Returns ``[function(*args) on rank 0, on rank 1, ...]``, each called in a process of its own.
+    """Returns ``[function(*args) on rank 0, on rank 1, ...]``, each called in a separate process.
 
     Each process has torchrun's environment variables, one torch thread, and a process group (``backend=None``: none yet).
-    No rank meets the others before all are there: forked while a thread of this process serves one that came earlier, a
-    process would inherit that thread's locks, which nothing ever opens there.
+    The ranks connect only after all are forked: a rank that is forked while a thread of this process serves an earlier one would
+    inherit that thread's locks, locked forever.
     Processes are forked (0.2 s, closures and lambdas are fine), or with ``start_method="spawn"`` started afresh (3 s, ``function``
-    has to pickle).  A rank that fails ends all of them and its traceback is in the AssertionError; ranks that are not
-    done after ``timeout`` seconds fail with their stacks.
+    has to pickle).  If a rank fails, all are ended, and the AssertionError has its traceback; ranks that are not done after
+    ``timeout`` seconds fail with their stacks.
     """
     method = start_method or ("spawn" if torch.cuda.is_initialized() else "fork")
     context = torch.multiprocessing.get_context(method)
@@ -64,16 +64,16 @@ def run_ranks(function, world_size, *args, timeout=200.0, start_method=None, bac
 
 
 def side_by_side(*functions):
-    """Calls all at once, each in a forked process, and waits for all of them: for tests that wait for a time to pass."""
+    """Calls all functions concurrently, each in a forked process, and waits for them; for tests that mostly wait."""
 
     def one_of_them():
         function = functions[int(os.environ["RANK"])]
         for name in variables_of(0, 1, 0).keys() - {"OMP_NUM_THREADS"}:
             del os.environ[name]
-        faulthandler.cancel_dump_traceback_later()  # whoever is forked from here would wait for its thread for ever
+        faulthandler.cancel_dump_traceback_later()  # its thread does not exist here; later forks would wait for it
         try:
             function()
-        except BaseException:  # an AssertionError, and what pytest.fail and pytest.raises raise
+        except BaseException:  # pytest.fail and pytest.raises raise no Exception
             return traceback.format_exc()
         return ""
 
@@ -82,7 +82,7 @@ def side_by_side(*functions):
 
 
 def variables_of(rank, world_size, port):
-    """What torchrun sets for a rank whose store is at ``port`` of this machine."""
+    """Returns the variables that torchrun sets for a rank with its store at ``port`` of this machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -103,15 +103,15 @@ def variables_of(rank, world_size, port):
 
 def _work(function, args, variables, folder, timeout, backend, all_here, parent):
     end_with(parent)
-    # Garbage of the tests before is not a rank's to collect: stores and groups would wait for threads that were not forked.
+    # A rank must not collect garbage of earlier tests: stores and groups would wait for threads that were not forked.
     gc.freeze()
-    # pytest's: what a rank says is found on its stderr.
+    # Removes pytest's handlers, so the rank's messages go to its stderr.
     logging.root.handlers.clear()
     os.environ.update(variables)
     rank = int(variables["RANK"])
     torch.set_num_threads(1)
     with (folder / f"stacks{rank}").open("w") as stacks:
-        faulthandler.enable(stacks)  # a rank that dies in C leaves where it was
+        faulthandler.enable(stacks)  # writes the stack of a rank that dies in C code
         faulthandler.dump_traceback_later(max(timeout - 1.0, 0.1), file=stacks)
         try:
             all_here.wait(timeout)
@@ -123,13 +123,13 @@ def _work(function, args, variables, folder, timeout, backend, all_here, parent)
                 dist.barrier()
                 dist.destroy_process_group()
         except BaseException:
-            # Renamed in one piece: the parent may look at any moment.
+            # Written to another name first, because the parent may read the file at any moment.
             (folder / f"part{rank}").write_text(traceback.format_exc())
             (folder / f"part{rank}").rename(folder / f"failure{rank}")
             raise SystemExit(1) from None
         finally:
             faulthandler.cancel_dump_traceback_later()
-            faulthandler.disable()  # the file is closed next
+            faulthandler.disable()  # before its file is closed
 
 
 def _wait(processes, folder, timeout):
@@ -150,7 +150,7 @@ def _wait(processes, folder, timeout):
 
 
 def _failures(folder):
-    """The tracebacks, oldest first: that one is the cause, the others often only lost their peer."""
+    """Returns the tracebacks, oldest first: the oldest is the cause, the others often only lost their peer."""
     files = sorted(folder.glob("failure*"), key=lambda file: file.stat().st_mtime_ns)
     return "\n".join(f"--- {file.name.replace('failure', 'rank ')} ---\n{file.read_text()}" for file in files)
 

@@ -17,7 +17,7 @@ _FOREIGN = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "SLURM_", "PYTEST_", "FABRICA
 
 
 def start(folder, *command, **variables):
-    """A process in ``folder``: ``command`` after ``python``; in a session of its own, as a terminal gives it one."""
+    """Starts ``python`` with ``command`` in ``folder``, in a new session as in a terminal; returns the process."""
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
@@ -30,7 +30,7 @@ def start(folder, *command, **variables):
 
 
 def variables_for(variables):
-    """The environment of a script: this one without what belongs to a test or a job, and ``variables``."""
+    """Returns the environment of a script: this process's without variables of tests and jobs, updated by ``variables``."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     inherited |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     inherited.pop("PYTHONUNBUFFERED", None)  # the lines of two workers would mix
@@ -38,7 +38,7 @@ def variables_for(variables):
 
 
 def finish(process, timeout=200):
-    """Exit code, standard output and standard error of a process that ends."""
+    """Waits for the end of a process; returns its exit code, standard output and standard error."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -49,13 +49,13 @@ def finish(process, timeout=200):
 
 
 def without_names(err):
-    """Without a name server (conftest.py) torch finds no name for the ends of a connection, and says so; the rest of ``err``."""
+    """Returns ``err`` without torch's warnings about host names, which it cannot look up without a name server (conftest.py)."""
     nothing = "The hostname of the client socket cannot be retrieved"
     return "".join(line for line in err.splitlines(keepends=True) if nothing not in line)
 
 
 def end(process):
-    """Kills a process and all that it has started: workers have sessions of their own, and hold its pipes open."""
+    """Kills a process and all its descendants: workers have their own sessions, and keep its pipes open."""
     if process.poll() is not None:
         return
     for pid in [*_descendants(process.pid), process.pid]:
@@ -75,7 +75,7 @@ def _descendants(pid):
 
 
 def wait_for_line(path, number=1, timeout=200.0, process=None):
-    """Waits until the file has so many lines; fails at once where ``process``, which is to write them, has ended."""
+    """Waits until the file has ``number`` lines; fails at once if ``process``, which writes them, has ended."""
     deadline = time.monotonic() + timeout
     while not path.exists() or len(path.read_text().splitlines()) < number:
         if process is not None and process.poll() is not None:

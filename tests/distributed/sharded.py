@@ -1,4 +1,4 @@
-"""Runs of a small network under strategy="fsdp": its cells, fits that end with weights, and how these are judged, on CPUs and GPUs.
+"""Runs of a small network under strategy="fsdp", on CPUs and GPUs: combinations of options, fits, and comparisons of weights.
 
 from tests.distributed.sharded import CELLS, Block, Cell, Net, alone, fitted, flat, too_far
 """
@@ -34,7 +34,7 @@ OPTIMIZERS = {
 
 
 class Cell(NamedTuple):
-    """One way to train; ``accumulate`` micro-batches are a step."""
+    """A combination of options; a step has ``accumulate`` micro-batches."""
 
     level: str
     optimizer: str
@@ -67,11 +67,11 @@ CELLS = [
     Cell("O4", "torch's fused adamw", 3, ("value", 0.02), True, "offload"),
     Cell("O5", "FusedLAMB", 1, ("norm", 0.5), True, "offload"),
 ]
-"""On CPUs and on GPUs."""
+"""Combinations for CPUs and GPUs."""
 
 
 class Block(torch.nn.Module):
-    """33 rows: over 2 and 4 ranks parts differ in size, and some ranks have nothing of a bias."""
+    """A block with 33 rows: over 2 and 4 ranks the shards differ in size, and some ranks have an empty shard of a bias."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class Block(torch.nn.Module):
 
 
 class Net(TrainingModule):
-    """Repeated blocks, and parameters outside of them: one of a single number, one tied to another."""
+    """Repeated blocks, and parameters outside of them: one has a single element, one is tied to another."""
 
     block = Block
 
@@ -105,7 +105,7 @@ class Net(TrainingModule):
         self.scale = torch.nn.Parameter(torch.ones(1, device=self.head.weight.device))
 
     def init_weights(self):
-        """Of the whole, as many networks have it: the units' too."""
+        """Initialises the complete module including its units, as in many networks."""
         torch.nn.init.constant_(self.scale, 0.5)
         for block in self.blocks:
             torch.nn.init.normal_(block.down.weight, std=0.01)
@@ -157,7 +157,7 @@ def sharding(cell, **options):
 
 
 def fitted(cell, strategy, batch_size, *, net=Net, save=None, at=5, ckpt_path=None, accelerator="cpu", callbacks=()):
-    """Weights and logged values after a fit of two epochs of four or eight micro-batches; on rank 0, who has them."""
+    """Returns the weights and logged values of rank 0 after a fit of two epochs of four or eight micro-batches."""
     seed_everything(5, verbose=False)
     module = net(cell.optimizer)
     trainer = quiet_trainer(
@@ -182,12 +182,12 @@ def fitted(cell, strategy, batch_size, *, net=Net, save=None, at=5, ckpt_path=No
 
 @functools.cache
 def alone(cell, net=Net, accelerator="cpu"):
-    """What one process ends with on the joined batch."""
+    """Returns the result of one process on the joined batch."""
     return fitted(cell, "single", 8, net=net, accelerator=accelerator)
 
 
 def too_far(cell, found, *, net=Net, accelerator="cpu", limit=1e-6):
-    """What is wrong with the weights and the loss of several ranks, beside those of one process; None where nothing is."""
+    """Returns how weights and loss of several ranks differ from those of one process; None if they are close enough."""
     seed_everything(5, verbose=False)
     before = flat(net(cell.optimizer))
     (together, logged), (single, logged_alone) = found, alone(cell, net, accelerator)
@@ -198,5 +198,5 @@ def too_far(cell, found, *, net=Net, accelerator="cpu", limit=1e-6):
     if cell.level == "O0":
         same_loss = logged["val_loss"] == pytest.approx(logged_alone["val_loss"], rel=10 * limit)
         return None if own < limit and same_loss else (own, logged["val_loss"])
-    # Sums of half gradients are rounded in another order: neither is nearer to what fp32 gives.
+    # Sums of half gradients are rounded in another order, so several ranks may be as far from the fp32 result as one process.
     return None if own < 2 * others + 1e-3 else (own, others)

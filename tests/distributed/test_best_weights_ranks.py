@@ -1,4 +1,4 @@
-"""``test`` and its kin without a module on two ranks: all load the best checkpoint of the last fit, whoever started them."""
+"""``validate``, ``test`` and ``predict`` without a module on two ranks load the best checkpoint, however the ranks were started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.trainer.test_best_weights import Scored
 
 
 class Wider(Scored):
-    """Two weights for each rank, where they are sharded."""
+    """Has two weights per rank when it is sharded."""
 
     def __init__(self):
         super().__init__()
@@ -26,12 +26,12 @@ def batches():
 
 
 def values(module):
-    """Where the module was sharded, rank 0 alone has its weights after a run."""
+    """Returns the weights; only rank 0 has them after a run that sharded the module."""
     return None if module.weight.is_meta else module.weight.tolist()
 
 
 def best_of(kind, folder, **options):
-    """What ``test`` and ``predict`` see, the weights that stay, and the file, after three epochs; the second is the best."""
+    """Trains three epochs, the second is the best; returns the values of ``test`` and ``predict``, the final weights, the file."""
     trainer = quiet_trainer(
         max_epochs=3, enable_checkpointing=True, callbacks=kind(folder, "{epoch}", "score", save_last=True), **options
     )

@@ -1,4 +1,4 @@
-"""callback_metrics with two ranks: a look waits for no other rank, epoch values are those of all, and all decide the same."""
+"""callback_metrics with two ranks: a read waits for no other rank, epoch values cover all ranks, and all ranks decide the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Seen(Classifier):
-    """Logs the rank among other numbers; rank 0 alone looks at what is known in every hook."""
+    """Logs the rank and other numbers; only rank 0 reads the metrics, in every hook."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ def test_a_hook_on_one_rank_looks_without_the_others(both):
         next(values for name, values in seen if name == moment) for moment in ("validation", "validation, logged")
     )
     assert (before["val"], "hook" in before) == (5.0, False)
-    assert logged["hook"] == 0.0  # its own, until the ranks meet behind the hooks
+    assert logged["hook"] == 0.0  # the rank's own value, until the ranks reduce it after the hooks
     epoch = next(values for name, values in seen if name == "train epoch")
     assert (epoch["mean"], epoch["total"], epoch["hook"], epoch["now"]) == (50.0, 4.0, 2.0, 51.0)
     assert both[1][0] == []
@@ -89,7 +89,7 @@ def test_what_hooks_logged_on_any_rank_is_known_to_all_and_decides(both, tmp_pat
     for _, known, stopped, path, score in both:
         assert known["hook"] == 2.0 - 2
         assert known["rank_1"] == 8.0
-        assert known["total"] == 14.0  # computed anew: a hook on rank 1 had added to it
+        assert known["total"] == 14.0  # computed again, because a hook on rank 1 updated it
         assert (stopped, score) == (2, 2.0)
         assert path.endswith("epoch=0.ckpt")
     assert both[0][1] == both[1][1]

@@ -1,4 +1,4 @@
-"""The Trainer under delayed_ddp on two ranks: every option, level and kind of update, beside ddp and one process."""
+"""The Trainer under delayed_ddp on two ranks: every option, level and kind of update, compared with ddp and one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIMIZERS = {
     "larc": lambda parameters: LARC(FusedSGD(parameters, lr=0.1, momentum=0.9)),
     "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
 }
-# How far apart two runs may be, as a share of the way from the first weights.
+# The allowed distance of two runs, relative to the distance from the initial weights.
 TOLERANCE = {"O0": 1e-5, "O1": 0.005, "O2": 0.005, "O3": 0.05, "O4": 0.02, "O5": 0.02}
 
 
@@ -57,7 +57,7 @@ class Net(TrainingModule):
         net, make = self.net, OPTIMIZERS[self.optimizer]
         if self.optimizer == "lbfgs":
             return make(net.parameters())
-        # Not in the order of registration.
+        # Deliberately not in the order of registration.
         return make(
             [{"params": [*net[3].parameters(), net[0].weight]}, {"params": [net[0].bias, *net[1].parameters()]}]
         )
@@ -93,7 +93,7 @@ def distance(before, one, other):
 
 
 PRODUCT = list(itertools.product(["O0", "O2"], ["sgd", "fused"], [(1, None), (3, 0.5)], OPTIONS))
-# Neither Adam nor a clipped norm shows that gradients are too large: SGD without has every option.
+# Adam and a clipped norm hide gradients that are too large, so every option also runs with SGD without clipping.
 FEWER = [
     one
     for one in PRODUCT
@@ -107,7 +107,7 @@ MORE = [
 
 
 def every_case(cases):
-    """What is further from ddp than rounding, or differs between the ranks."""
+    """Returns the cases that differ from ddp by more than rounding, or between the ranks."""
     of_ddp, far = {}, {}
     for level, optimizer, (accumulate, clip), options in cases:
         key = level, optimizer, accumulate, clip
@@ -117,7 +117,7 @@ def every_case(cases):
         _, found = fitted(DelayedDDP(**OPTIONS[options]), *key)
         everyone = [torch.empty_like(found) for _ in range(2)]
         dist.all_gather(everyone, found)
-        parameters = slice(0, 8 * 16 + 16 * 3)  # what follows has the running statistics of each rank's own last batch
+        parameters = slice(0, 8 * 16 + 16 * 3)  # then come running statistics, from each rank's own last batch
         apart = distance(before, found, wanted) if dist.get_rank() == 0 else 0.0
         tolerance = max(TOLERANCE[level], 0.05 if options == "bf16" else 0)
         if apart > tolerance or not torch.equal(everyone[0][parameters], everyone[1][parameters]):
@@ -137,7 +137,7 @@ def test_every_option_trains_what_ddp_trains(cases):
 
 @contextlib.contextmanager
 def kernels():
-    """The kernels' sources, on the CPU."""
+    """Runs the kernels' sources on the CPU."""
     bridge.kernel.cache_clear()
     before, table.THREADS, table.CHUNK_SIZE = (table.THREADS, table.CHUNK_SIZE), 64, 64
     bridge.COMPILERS["cpu"] = compiler(False)
@@ -152,7 +152,7 @@ def kernels():
 
 
 class UnusedFused(Unused):
-    """A head that one rank uses in every second step only, and one that no rank uses."""
+    """Has a head that one rank uses only in every second step, and one that no rank uses."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ def test_kernels_train_what_the_references_train_where_ranks_use_different_param
     assert run_ranks(with_kernels, 2) == [[], []]
 
 
-# -- parameters that are not always there ------------------------------------------------------------------------------
+# -- parameters without gradients --------------------------------------------------------------------------------------
 
 
 def sometimes():
@@ -223,7 +223,7 @@ def test_unused_and_thawed_parameters():
 
 
 class Elsewhere(Classifier):
-    """In every other window rank 1's loss reaches a parameter that no optimizer has, and nothing else."""
+    """In every other step rank 1's loss reaches only a parameter that no optimizer has."""
 
     def __init__(self):
         super().__init__()
@@ -251,17 +251,17 @@ def elsewhere():
 
 
 def test_a_rank_that_adds_nothing_to_a_window():
-    """The others' sums, which it has received, are not in its next window."""
+    """The sums that it received from the other rank must not be in its next step."""
     for found in run_ranks(elsewhere, 2):
         before, full = flat(Classifier().net), found[0][1]
         assert [level for level, one in found if distance(before, one, full) > TOLERANCE[level]] == []
 
 
-# -- what others see ---------------------------------------------------------------------------------------------------
+# -- hooks and optimizers ----------------------------------------------------------------------------------------------
 
 
 class Sees(Callback):
-    """Keeps the gradients that a hook before the step is shown."""
+    """Keeps the gradients that ``on_before_optimizer_step`` sees."""
 
     def __init__(self):
         self.seen = []
@@ -294,7 +294,7 @@ def test_hooks_before_the_step_see_averaged_unscaled_gradients():
 
 
 class Players(TrainingModule):
-    """Two optimizers by hand; the second one's turn has the first one's network switched off."""
+    """Steps two optimizers by hand; the first network does not require gradients in the second optimizer's turn."""
 
     automatic_optimization = False
 
@@ -365,7 +365,7 @@ def test_started_by_the_trainer():
 
 
 class Masters(Callback):
-    """Whether masters, and what they are rounded to, have equal bits on all ranks at every step."""
+    """Checks at every step that masters and their half copies have equal bits on all ranks."""
 
     def __init__(self):
         self.steps, self.different = 0, []

@@ -1,4 +1,4 @@
-"""Machines that come and go, under torch's elastic agents on this one: the run goes on with those that are there."""
+"""Machines that join and leave, simulated by torch's elastic agents on this machine: the run continues with the remaining ones."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ SIZE, BATCH, EPOCHS = 64, 4, 2
 STEP = 16
 RUN = "elastic"
 BY_EVENTS = {
-    "is_host": False,  # the test has the store
+    "is_host": False,  # the test hosts the store
     "join_timeout": 250,
-    "last_call_timeout": 1,  # of who goes on alone: the first time, nobody waits for a call (wait_for_agent)
-    # No agent is off the list because it is slow; who is lost is taken off it by forget_agent.
+    "last_call_timeout": 1,  # only the remaining agent waits for it; wait_for_agent avoids it at the start
+    # A slow agent is never removed; forget_agent removes a lost one.
     "keep_alive_interval": 10,
     "keep_alive_max_attempt": 1000,
 }
-"""The rendezvous of agents none of which decides anything by a clock, however late another one is."""
+"""Options of a rendezvous in which no agent decides by a clock, so slow agents change nothing."""
 
 
 class Net(Classifier):
-    """One rank is killed in its seventh step with the agent that started it: all that a lost machine leaves."""
+    """One rank is killed in its seventh step together with its agent, as if its machine was lost."""
 
     def __init__(self, folder):
         super().__init__()
@@ -57,7 +57,7 @@ class Net(Classifier):
 
 
 def work(folder, strategy, kind=Net, epochs=EPOCHS):
-    """What a worker runs; the same at every start."""
+    """Runs the training of a worker; the same at every start."""
     torch.set_num_threads(1)
     trainer = quiet_trainer(
         devices="auto",
@@ -75,7 +75,7 @@ def work(folder, strategy, kind=Net, epochs=EPOCHS):
 
 
 def start_agents(folder, strategy, port):
-    """An agent in each of two processes, as torchrun makes it; both are there before the first worker starts."""
+    """Starts an agent as torchrun does, in each of two processes; both have joined before the first worker starts."""
     first = os.environ["RANK"] == "0"
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
@@ -100,7 +100,7 @@ def start_agents(folder, strategy, port):
 
 
 def agents_store():
-    """Where agents meet; in the process of the test, which outlives all of them."""
+    """Returns the store of the agents' rendezvous, hosted by the test's process, which outlives all agents."""
     return dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
 
@@ -109,9 +109,9 @@ def backend_at(port):
 
 
 def wait_for_agent(port):
-    """Returns once the other agent, which has ``min_nodes=2`` and so waits for this one, is on the list.
+    """Returns once the other agent has joined; it has ``min_nodes=2`` and waits for this one.
 
-    This one has ``min_nodes=1``: were it the first, it would wait for the other by the clock, and then begin alone.
+    This agent has ``min_nodes=1``: if it joined first, it would wait for the other only for a fixed time, and then begin alone.
     """
     backend = backend_at(port)
     deadline = time.monotonic() + 200
@@ -121,10 +121,10 @@ def wait_for_agent(port):
 
 
 def forget_agent(port, pid):
-    """Makes the last beat of a lost agent so old that the others take it off the list: at once, not after minutes."""
+    """Sets the last heartbeat of a lost agent far into the past, so the others remove it at once and not after minutes."""
     backend = backend_at(port)
     written = False
-    while not written:  # another agent's beat may come between
+    while not written:  # another agent may write its heartbeat in between
         state, token = backend.get_state()
         state = pickle.loads(state)
         (lost,) = [node for node in state.last_heartbeats if node.pid == pid]
@@ -133,7 +133,7 @@ def forget_agent(port, pid):
 
 
 def agent(folder, strategy, port):
-    """The second agent is killed: it runs in a process of its own, so that ``run_ranks`` finds a good end."""
+    """Runs an agent in a separate process, because the second one is killed and ``run_ranks`` expects its ranks to end normally."""
     process = FORK.Process(target=start_agents, args=(folder, strategy, port))
     process.start()
     process.join()
@@ -143,7 +143,7 @@ def agent(folder, strategy, port):
 
 
 def test_a_machine_that_is_lost_in_the_middle_of_a_run(tmp_path):
-    """The other one goes on by itself, with steps of as many samples, and none of them is missed or trained on twice."""
+    """The remaining machine continues alone with the same samples per step; no sample is missed or trained on twice."""
     check_the_rest(tmp_path, "ddp")
 
 
@@ -167,7 +167,7 @@ def check_the_rest(folder, strategy):
 
 
 def samples_of(folder, world):
-    """The samples of each step that so many ranks made."""
+    """Returns the samples of each step that ``world`` ranks made."""
     found = collections.defaultdict(list)
     for file in folder.glob(f"seen-{world}-*"):
         for line in file.read_text().splitlines():
@@ -206,7 +206,7 @@ work(Path.cwd(), sys.argv[1], Waits, epochs=-1)
 def test_torchrun_on_a_machine_that_goes_and_one_that_comes(strategy, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     store, agents = agents_store(), []
-    # Agents that share a store let nobody join later: torch 2.13 writes its address once.
+    # If agents share their store with workers, no agent can join later: torch 2.13 writes the store's address only once.
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "RES_OPTIONS": "attempts:0", "GLOO_SOCKET_IFNAME": "lo"}
 
     def torchrun(number, nodes="1:2"):
@@ -246,6 +246,6 @@ def test_torchrun_on_a_machine_that_goes_and_one_that_comes(strategy, tmp_path):
     done = {world: samples_of(tmp_path, world) for world in (1, 2)}
     assert set(done[1]) | set(done[2]) == set(range(steps))
     joined = max(done[1]) + 1
-    for step in (min(done[1]), *range(joined, steps)):  # what an attempt had begun is done again by the next one
+    for step in (min(done[1]), *range(joined, steps)):  # the next attempt repeats a step that was begun
         order = [*InOneProcess(SIZE, step // 4)][step % 4 * STEP :][:STEP]
         assert sorted(done[1 if step < joined else 2][step]) == sorted(order), step

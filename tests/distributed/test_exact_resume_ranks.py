@@ -1,5 +1,6 @@
-"""Resumed runs of two ranks equal straight ones, each rank's random numbers, data and logged values included; other numbers of
-ranks go on in the same global order.
+"""Resumed runs of two ranks equal uninterrupted ones, including each rank's random numbers, data and logged values.
+
+Another number of ranks continues in the same global order.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, s
     data = DataLoader(Samples(SIZE), batch, shuffle=True, generator=torch.Generator().manual_seed(3))
     trainer.fit(module, data, DataLoader(Samples(16, seed=2), BATCH), ckpt_path=ckpt_path)
     for place in contents["data"]["position"]:
-        place.pop("begun", None)
+        place.pop("at_pass_start", None)
     contents.pop("callbacks")
     return module, contents, rows, saves
 
 
 def both(folder, make_strategy):
-    """Every case straight and resumed; what does not come out equal."""
+    """Runs every case uninterrupted and resumed; returns the cases that are not equal."""
     problems = []
     for name, case in CASES.items():
         path = folder / f"{name}.ckpt"
@@ -101,7 +102,7 @@ def test_two_ranks(make_strategy, tmp_path):
 
 
 def order(folder, case, ckpt, batch, max_steps):
-    """The samples that this rank trains on from a checkpoint on, and what is said."""
+    """Resumes from a checkpoint; returns this rank's samples, the log messages and the weights."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -118,7 +119,7 @@ def write(folder, case):
 
 
 def interleaved(ranks):
-    """The samples of all ranks by epoch, in the order of the sampler."""
+    """Returns the samples of all ranks by epoch, in the sampler's order."""
     samples = {}
     for batches in zip(*ranks, strict=True):
         for places in zip(*(batch[1] for batch in batches), strict=True):
@@ -128,7 +129,7 @@ def interleaved(ranks):
 
 @pytest.mark.parametrize(("before", "after", "batch"), [(2, 1, 8), (2, 1, 4), (1, 2, 2), (2, 3, 4)])
 def test_another_number_of_ranks(before, after, batch, tmp_path):
-    """The same order; with the same samples a step also the same weights, but for rounding."""
+    """The order of samples is the same; with the same samples per step the weights too, except for rounding."""
     case = ("O0", 1, "batch", 3)
 
     def straight():
@@ -150,7 +151,7 @@ def test_another_number_of_ranks(before, after, batch, tmp_path):
 
 
 def test_a_window_is_finished_by_another_number_of_ranks(tmp_path):
-    """Its gradients are averaged over the ranks: what comes out is what the straight run has, but for rounding."""
+    """The gradients of the accumulation are averaged over the ranks; the weights equal the uninterrupted run's up to rounding."""
 
     class Plain(Net):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""A rank that raises, hangs, dies or waits in vain ends the whole job in time, and is named with its place and its stack."""
+"""A rank that raises, hangs, dies or waits in vain ends the whole job in time, and is named with its position and its stack."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.kill.attempts import attempt, import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
 
 TIMEOUT = 3600.0
-"""How long ranks wait for each other: by it no test ends, however slow the machine; see :class:`Impatient`."""
+"""The strategy's timeout, so long that no test ends by it on a slow machine; :class:`Impatient` sets a short patience."""
 SECONDS = 2.0
-"""The patience of a run from when on each rank stands where it stays."""
+"""The watchdog's patience once each rank has reached the place where it hangs."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,15 +38,15 @@ def _warm(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _slow_ranks(monkeypatch):
-    """However slow the machine: a rank that talks is not taken for a silent one, and one that reports comes to its end."""
+    """Raises limits for a slow machine: a rank that sends heartbeats is not taken for silent, and a report is completed."""
     monkeypatch.setattr(watch.Watchdog, "_silent_seconds", 100.0)
     monkeypatch.setattr(watch, "_REPORT_SECONDS", 100.0)
 
 
 class Impatient(Callback):
-    """Gives all ranks the patience of seconds, once each stands where it stays: nothing can be too slow for it any more.
+    """Sets the watchdog's patience to seconds once each rank has reached the place where it hangs, so a slow start does not count.
 
-    ``stands`` are ``(rank, place, doing, function)`` in the order in which ranks come to where they stay.
+    ``stands`` are ``(rank, place, doing, function)`` in the order in which the ranks reach these places.
     """
 
     def __init__(self, *stands):
@@ -72,11 +72,11 @@ class Impatient(Callback):
         threading.Thread(target=look, daemon=True).start()
 
     def after(self, watchdog, store, rank):
-        """What comes once all ranks stand, in a thread."""
+        """Called in a thread once all ranks hang."""
 
 
 class LetsGo(Impatient):
-    """Makes the file ``go`` once all ranks stood for longer than their patience, which has no end from then on."""
+    """Creates the file ``go`` after all ranks have waited for longer than the patience, and then raises the patience."""
 
     def __init__(self, go, *stands):
         super().__init__(*stands)
@@ -95,7 +95,7 @@ def stands(pulse, place, doing, function):
 
 
 class Broken:
-    """A data set whose 20th sample is trouble for the rank that reads it."""
+    """A data set with a sample that makes the rank that reads it fail."""
 
     def __init__(self, what):
         self._data = data(64)
@@ -105,7 +105,7 @@ class Broken:
         return len(self._data)
 
     def __getitem__(self, index):
-        if index == 21:  # rank 1's sixth batch of two
+        if index == 21:  # in rank 1's sixth batch of two
             self.trouble()
         return self._data[index]
 
@@ -117,7 +117,7 @@ class Broken:
 
 
 class Faulty(Classifier):
-    """Rank 1 does something wrong in its sixth step."""
+    """Rank 1 fails in its sixth step."""
 
     def __init__(self, what):
         super().__init__()
@@ -165,7 +165,7 @@ def fit(what, **options):
 
 
 def failure_of(what, **options):
-    """What the caller of ``fit`` is told."""
+    """Returns the message of the error that ``fit`` raises."""
     with pytest.raises(DistributedError) as caught:
         fit(what, **options)
     return str(caught.value)
@@ -178,7 +178,7 @@ def test_a_rank_that_raises():
 
 
 def a_rank_that_raises_beside_one_that_notices_nothing(_folder):
-    watch._GRACE_SECONDS = 1.0  # the other one would never end by itself
+    watch._GRACE_SECONDS = 1.0  # the other rank would never end by itself
     told = failure_of("raises beside one that is busy")
     assert "rank 1 ended with exit code 1" in told
     assert "ValueError: rank one is unwell" in told
@@ -187,13 +187,13 @@ def a_rank_that_raises_beside_one_that_notices_nothing(_folder):
 def test_a_rank_that_dies():
     told = failure_of("dies")
     assert "rank 1 was killed by SIGKILL" in told
-    assert "what rank 0 left" in told  # its peer's error
+    assert "what rank 0 left" in told  # the other rank's traceback
 
 
 def test_a_loader_worker_that_dies():
     told = failure_of("worker")
     assert "rank 1 ended with exit code 1" in told
-    # Or by its own words, where a batch from before was still to be taken from the worker.
+    # The message differs if an earlier batch of the worker was still waiting to be read.
     assert re.search(r"DataLoader worker .*(exited unexpectedly|killed by signal)", told), told
 
 
@@ -249,7 +249,7 @@ def a_rank_that_leaves_out_an_exchange(_folder):
 
 
 class SlowDisk(Callback):
-    """A disk that does not come to its end."""
+    """A disk that takes ``seconds`` for each flush."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -272,7 +272,7 @@ def a_disk_that_is_slow(folder):
 
 
 class FullDisk(Callback):
-    """While step 4 is saved no file may be larger than a few bytes, as on a disk without space."""
+    """Limits files to a few bytes while step 4 is saved, as on a full disk."""
 
     def on_save_checkpoint(self, trainer, module, checkpoint):
         if trainer.global_step == 4:
@@ -280,7 +280,7 @@ class FullDisk(Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
 
     def on_exception(self, trainer, module, exception):
-        # What the starter reads is on another disk.
+        # The error file for the starter is on another disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
@@ -293,7 +293,7 @@ def a_disk_that_is_full(folder):
 
 
 def without_a_starter(folder, what, *callbacks):
-    """Ranks that nobody watches over, as where srun does not end a job with its first failure."""
+    """Runs ranks without a starter that ends them, as when srun does not end a job at its first failure."""
 
     def job(_armed):
         fit(what, devices="auto", callbacks=[*callbacks])
@@ -302,7 +302,7 @@ def without_a_starter(folder, what, *callbacks):
 
 
 def said_in(folder, job):
-    """The attempt, and what its ranks say."""
+    """Returns the result of the attempt, and its ranks' stderr."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "attempt's words").open("w+") as words:
         before = os.dup(2)
@@ -316,7 +316,7 @@ def said_in(folder, job):
 
 
 def ranks_without_a_starter_end_by_themselves(folder, report_seconds=100.0):
-    """Rank 0 is ended by its watchdog, or by what its exchange says of a peer that is gone, where that is faster."""
+    """Rank 0 is ended by its watchdog, or by the error of its exchange with the dead rank if that comes first."""
     watch._REPORT_SECONDS = report_seconds
     ended, said = said_in(folder, lambda inner: without_a_starter(inner, "loader", IN_ITS_LOADER))
     assert ended.codes == [143, 1]
@@ -340,7 +340,7 @@ def test_a_failure_ends_ranks_without_a_starter_too(tmp_path, capfd):
 
 
 class Dies(Callback):
-    """Rank 1 is killed, while rank 0 waits for nothing that would notice it."""
+    """Rank 1 is killed while rank 0 is in no collective that would notice it."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == 5:
@@ -350,7 +350,7 @@ class Dies(Callback):
 
 
 def a_rank_that_dies_beside_one_that_notices_nothing(folder):
-    watch._GRACE_SECONDS = 1.0  # the other one would never end by itself
+    watch._GRACE_SECONDS = 1.0  # the other rank would never end by itself
 
     def job(_armed):
         fit("", devices="auto", callbacks=[Dies()])
@@ -362,7 +362,7 @@ def a_rank_that_dies_beside_one_that_notices_nothing(folder):
 
 
 class Deaf(Callback):
-    """Rank 1's thread is gone, and its main one stands still until rank 0 has ended: as if its interpreter were stuck."""
+    """Stops rank 1's watchdog thread, and its main thread until rank 0 has ended, as if its interpreter was stuck."""
 
     def on_train_start(self, trainer, module):
         pids = trainer.strategy.all_gather_object(os.getpid())
@@ -416,7 +416,7 @@ def sigterm_while_a_rank_is_gone_ends_the_others_soon(folder):
 
 
 def start_slowly(go, _worker):
-    """What a worker of rank 1 does before its first sample, as long as the rank is there."""
+    """Delays a worker of rank 1 before its first sample, until ``go`` exists or the rank has ended."""
     rank = os.getppid()
     while os.environ["RANK"] == "1" and not go.exists() and os.getppid() == rank:
         time.sleep(0.05)
@@ -440,7 +440,7 @@ def fit_with_slow_starts(go, callback):
 
 
 def a_worker_that_starts_slowly_is_no_hang(folder):
-    """Longer than the patience."""
+    """The worker takes longer than the patience."""
     folder.mkdir()
     go = folder / "go"
     fit_with_slow_starts(go, LetsGo(go, *STARTING))
@@ -476,12 +476,12 @@ WAITS = [
 
 
 def test_those_that_wait(tmp_path):
-    """Side by side: most of them wait until somebody's patience is at its end."""
+    """Runs the tests concurrently, because most of them wait until the patience is over."""
     side_by_side(*(partial(one, tmp_path / one.__name__) for one in WAITS))
 
 
 class JumpingClock(Callback):
-    """The clock of the machine is set, a year forth and a year back."""
+    """Sets the machine's clock a year forward and back."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         year = 365 * 86400.0
@@ -499,4 +499,4 @@ def test_a_clock_that_jumps_changes_nothing(monkeypatch, tmp_path):
     trainer.fit(Classifier(), loader(64, 2))
     assert trainer.global_step == 96
     assert list(tmp_path.rglob("*.ckpt")) == []
-    fit("", callbacks=[JumpingClock()], start_method="fork", max_epochs=1)  # in two processes that watch each other
+    fit("", callbacks=[JumpingClock()], start_method="fork", max_epochs=1)  # with watchdogs in two processes

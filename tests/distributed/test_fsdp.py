@@ -26,7 +26,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import OPTIMIZERS, Cell, Net, alone, fitted, flat, sharding, too_far
 from tests.small import loader, quiet_trainer
 
-# With the others every pair of two neighbours somewhere.
+# Together with sharded.CELLS, these contain every pair of values of neighbouring options.
 CELLS = [
     Cell("O0", "sgd", 1, ("norm", 0.5), True, "auto"),
     Cell("O0", "adamw", 3, None, False, "auto"),
@@ -38,7 +38,7 @@ CELLS = [
     Cell("64-true", "FusedSGD", 3, ("norm", 0.5), False, "auto"),
     *sharded.CELLS,
 ]
-# They are cut within a window where there are three micro-batches to a step.
+# With three micro-batches per step the runs are interrupted within an accumulation.
 RESUMED = [CELLS[0], *(cell for cell in CELLS if cell.accumulate > 1)]
 MOVED = [CELLS[0], CELLS[3], next(cell for cell in CELLS if cell.level == "O1")]
 COPIES = [CELLS[1], CELLS[3]]
@@ -50,7 +50,7 @@ PRODUCT = [
         )
     )
 ]
-"""In the long version."""
+"""All combinations, for the slow version."""
 
 
 def folder_of(folder, cell):
@@ -87,7 +87,7 @@ def meta_weights():
 
 
 def first_values_alone():
-    """What a loop by hand over the same methods gives."""
+    """Returns the initial values that calling the same methods by hand gives."""
     seed_everything(11, verbose=False)
     module = Net(meta=True)
     module.configure_model()
@@ -104,7 +104,7 @@ def printed():
 
 
 def overflow_on_one_rank():
-    """Rank 1's second batch overflows: one flag for all."""
+    """Rank 1's second batch overflows; the flag is shared by all ranks."""
 
     class Overflowing(Net):
         def training_step(self, batch, batch_idx):
@@ -121,13 +121,13 @@ def overflow_on_one_rank():
 
 
 def evaluated():
-    """A fit, then the other entry points with the same module, which rank 0 has whole between them, and a second fit."""
+    """Runs a fit, the other entry points with the same module (full on rank 0 between the runs), and a second fit."""
     seed_everything(5, verbose=False)
     module = Net()
     trainer = quiet_trainer(strategy="fsdp", devices="auto", max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module, loader(16, 4))
     value = trainer.validate(module, loader(16, 4), verbose=False)[0]["val_loss"]
-    predictions = torch.cat(trainer.predict(module, loader(16, 4))[::2])  # each rank has them all
+    predictions = torch.cat(trainer.predict(module, loader(16, 4))[::2])  # every rank predicts all samples
     trainer.max_epochs = 2
     trainer.fit(module, loader(16, 4))
     return value, predictions.double(), trainer.global_step
@@ -148,7 +148,7 @@ def norms():
 
 
 def logged(strategy, batch_size):
-    """Numbers of weights: of a unit that is gathered no more, and of the rest, which is gathered in a step."""
+    """Logs numbers computed from sharded weights of a unit and from weights outside the units, which are gathered in a step."""
 
     class Logging(Net):
         def validation_step(self, batch, batch_idx):
@@ -166,7 +166,7 @@ def logged(strategy, batch_size):
 
 
 def weighted(strategy, batch_size):
-    """Losses as sums with weights, three micro-batches to a step, and clipping."""
+    """Trains with losses as (sum, weight), three micro-batches per step, and clipping."""
 
     class Weighted(Net):
         def training_step(self, batch, batch_idx):
@@ -185,7 +185,7 @@ def weighted(strategy, batch_size):
 
 
 def rotated(folder):
-    """A ModelCheckpoint's own rotation, and the run gone on with from what it calls the last one."""
+    """Tests a ModelCheckpoint's rotation, and resumes from its "last" checkpoint."""
 
     def run(max_steps, ckpt_path=None):
         seed_everything(5, verbose=False)
@@ -203,7 +203,7 @@ def rotated(folder):
 
 
 def saved_behind_a_validation(path):
-    """Within a window, when a forward without a backward has left weights gathered."""
+    """Saves within an accumulation, after a validation forward has left weights gathered."""
 
     class Saving(Callback):
         def on_validation_end(self, trainer, pl_module):
@@ -222,7 +222,7 @@ def saved_behind_a_validation(path):
 
 
 def interrupted(folder):
-    """SIGTERM on one rank, within a window: all end, and the run that goes on has the bits of one that was never cut."""
+    """SIGTERM on one rank within an accumulation ends all ranks; the resumed run has the bits of an uninterrupted one."""
 
     class Terminating(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -296,7 +296,7 @@ def test_a_file_of_one_process_goes_on_sharded(ranks):
 def test_folders_of_two_ranks_go_on_with_four_and_with_one(ranks, folder):
     def resumed(batch_size):
         found = {cell: fitted(cell, "fsdp", batch_size, ckpt_path=folder_of(folder, cell)) for cell in MOVED}
-        if batch_size == 2:  # two copies, each of two ranks
+        if batch_size == 2:  # four ranks: two copies, each sharded over two ranks
             path = folder / "copies.ckpt"
             for cell in COPIES:
                 found["copies", cell] = fitted(cell, FSDP(replicate=2), batch_size, save=path)
@@ -351,7 +351,7 @@ def test_units_and_bytes_are_told_before_the_first_step(ranks):
 
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks):
     for one in ranks:
-        assert one["overflow"] == {"FusedAdam": (2, 2), "adamw": (2, 2)}  # the first scale is too large, as always
+        assert one["overflow"] == {"FusedAdam": (2, 2), "adamw": (2, 2)}  # the initial scale overflows too
 
 
 def test_the_other_entry_points_and_a_second_fit_take_the_same_module(ranks):

@@ -1,4 +1,4 @@
-"""What a run has besides its steps under strategy="fsdp": averages, BatchNorm over ranks, monitors, frozen parameters, blame."""
+"""Features under strategy="fsdp": weight averages, SyncBatchNorm, monitors, frozen parameters, reports of non-finite gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WINDOWS = [("O0", "FusedAdam"), ("O1", "FusedLAMB")]
 
 
 class Normed(Net):
-    """BatchNorm before the head, and a schedule."""
+    """Adds BatchNorm before the head, and a schedule."""
 
     def build(self):
         super().build()
@@ -42,7 +42,7 @@ class Normed(Net):
 
 
 class Frozen(Net):
-    """A block, and one parameter of another unit."""
+    """Freezes a block, and one parameter of another unit."""
 
     def build(self):
         super().build()
@@ -51,7 +51,7 @@ class Frozen(Net):
 
 
 class Poisoned(Net):
-    """One parameter has a gradient that is not finite, on rank 1, in the third batch; rank 0 holds it."""
+    """Makes one parameter's gradient non-finite on rank 1 in the third batch; rank 0 has the parameter's shard."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -68,7 +68,7 @@ class Memory(Logger):
 
 
 def ended(kind, optimizer, strategy, batch_size, *callbacks, ckpt_path=None, **options):
-    """The weights after a fit, what was logged, and what a validation gave, on rank 0."""
+    """Returns the weights, the logged values and the validation's values of rank 0 after a fit."""
     seed_everything(5, verbose=False)
     module, memory = kind(optimizer), Memory()
     defaults = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 2, "logger": memory}
@@ -80,7 +80,7 @@ def ended(kind, optimizer, strategy, batch_size, *callbacks, ckpt_path=None, **o
 
 
 def averaged(strategy, batch_size, path=None):
-    """By optimizer and level: averages of shards, validated within windows, with what a validation gathers kept."""
+    """Returns results by optimizer and level, with averaged shards that are validated within accumulations."""
     found = {}
     for optimizer, level in (("FusedAdam", "O0"), ("adamw", "O0"), ("FusedAdam", "O1")):
         save = () if path is None else (SaveAt(path / f"{optimizer}-{level}.ckpt", 5),)
@@ -101,7 +101,7 @@ def monitored(strategy, batch_size):
 
 
 def in_half(strategy, batch_size, *, together):
-    """BatchNorm within autocast, over the ranks ``together`` or each by itself."""
+    """Trains BatchNorm under autocast, with statistics over all ranks (``together``) or per rank."""
     options = {"precision": "O4", "max_epochs": 1, "sync_batchnorm": together, "val_check_interval": 1.0}
     return ended(Normed, "FusedAdam", strategy, batch_size, **options)
 
@@ -123,7 +123,7 @@ def blamed():
 
 
 class Watching(Callback):
-    """Behind how many micro-batches of the first window there are sharded gradients."""
+    """Records after which micro-batches of the first accumulation there are sharded gradients."""
 
     def __init__(self):
         self.seen = []
@@ -134,7 +134,7 @@ class Watching(Callback):
 
 
 def accumulated(folder):
-    """Weights by level, whether gradients are kept whole, and how windows end; cut within a window, and gone on with either way."""
+    """Returns weights with full gradients kept or not, uninterrupted, and resumed within an accumulation in both modes."""
     found, chosen = {}, fsdp.fits
     for level, optimizer in WINDOWS:
         for whole in (True, False):
@@ -197,7 +197,7 @@ def test_averages_are_those_of_whole_weights_and_go_on(ranks, folder):
         assert torch.equal(weights, ranks[0]["resumed"][cell][0]), cell
     without, _, _ = ended(Net, "FusedAdam", "single", 8)
     assert (without - alone["FusedAdam", "O0"][0]).abs().max() > 1e-3
-    # A folder goes on in one process, average and weights.
+    # One process resumes average and weights from the folder.
     path = folder / "FusedAdam-O0.ckpt"
     gone_on, _, _ = ended(Net, "FusedAdam", "single", 8, EMA(0.8), ckpt_path=path)
     assert (gone_on - alone["FusedAdam", "O0"][0]).abs().max() < 1e-6

@@ -1,4 +1,4 @@
-"""Folders of sharded runs hold objects by the rules of files: ``state.pt`` has them, once rank 0 has pickled them."""
+"""Folders of sharded runs hold objects by the same rules as files: rank 0 pickles them into ``state.pt``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the pulses of all ranks: who holds up the run, and who says so."""
+"""Diagnosis from the heartbeats of all ranks: which rank holds up the run, and which rank reports it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gone():
         (["waiting", "data", "elsewhere"], set(), 1, 1),
         (["waiting", "elsewhere", "saving"], set(), 1, 1),
         (["saving", "waiting", "waiting"], set(), 0, 0),
-        (["waiting", "data", "elsewhere"], {2}, 2, 0),  # a silent one cannot report
+        (["waiting", "data", "elsewhere"], {2}, 2, 0),  # a silent rank cannot report
         (["data", "waiting", "waiting"], {0}, 0, 1),
         (["waiting", "ended", "waiting"], set(), 1, 0),
         (["ended", "ended", "waiting"], set(), 0, 2),
@@ -72,7 +72,7 @@ def test_who_is_named_and_who_reports(doings, silent, rank, reporter):
 def test_a_rank_alone_with_its_work_holds_up_nobody(doing):
     assert judge([pulse(0, doing), pulse(1, "ended")], set(), 15.0) is None
     assert judge([pulse(0, "ended"), pulse(1, "ended")], set(), 15.0) is None
-    assert judge([pulse(0, "waiting"), pulse(1, "waiting")], {0, 1}, 15.0) is None  # nobody is left to say it
+    assert judge([pulse(0, "waiting"), pulse(1, "waiting")], {0, 1}, 15.0) is None  # no rank is left to report it
 
 
 def test_where_all_wait_the_odd_one_out_is_named():
@@ -99,12 +99,12 @@ def test_only_a_process_that_is_certainly_dead_is_gone():
     if child == 0:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert pulse(0, "waiting", pid=child).gone  # dead, and nobody has looked
+    assert pulse(0, "waiting", pid=child).gone  # a zombie that nobody has waited for
     os.waitpid(child, 0)
     assert pulse(0, "waiting", pid=child).gone
     assert not pulse(0, "ended", pid=child).gone
     assert not pulse(0, "waiting", pid=child, host="elsewhere").gone
-    assert not pulse(0, "waiting", pid=1).gone  # another user's
+    assert not pulse(0, "waiting", pid=1).gone  # a process of another user
     assert not pulse(0, "waiting").gone
 
 
@@ -143,7 +143,7 @@ def test_any_counter_that_moves_is_progress():
 
 
 def doing_while(hang, **options):
-    """What a run is found to be doing that stands still in ``hang``, seen from a thread beside it."""
+    """Returns the activity that a watching thread sees while the main thread hangs in ``hang``."""
     began, go_on = threading.Event(), threading.Event()
     seen = []
 
@@ -207,7 +207,7 @@ def test_a_run_is_given_up_so_early_that_it_ends_within_its_timeout():
 
 
 def test_the_thread_reads_what_the_loop_writes():
-    """No plain name of the watchdog is on the way of a batch: it costs the loop nothing."""
+    """No function of the watchdog runs in a step, so it costs the loop nothing."""
     called = []
 
     class Net(Classifier):
@@ -227,7 +227,7 @@ def test_the_thread_reads_what_the_loop_writes():
 
 
 class Gate(torch.utils.data.Dataset):
-    """Samples that a worker gives when a pipe says so, as it begins and before each."""
+    """A data set with a worker that waits for a byte in a pipe at its start and before each sample."""
 
     def __init__(self):
         self.gate = os.pipe()
@@ -247,7 +247,7 @@ class Gate(torch.utils.data.Dataset):
 
 
 def watched(source, doing):
-    """The first pulse of that kind; a hang ends the test."""
+    """Returns the first heartbeat with this activity; fails after a minute."""
     deadline = time.monotonic() + 60
     while (found := source.take(0.0, stack=True)).activity != doing:
         assert time.monotonic() < deadline, found.stack
@@ -265,7 +265,7 @@ def test_a_first_batch_of_workers_is_told_from_a_later_one():
     def look():
         try:
             seen.append(watched(source, "starting"))
-            gate.open(2)  # the worker begins, and gives the first sample
+            gate.open(2)  # the worker starts and returns the first sample
             seen.append(watched(source, "data"))
         finally:
             gate.open(20)

@@ -1,4 +1,4 @@
-"""``should_stop`` on some ranks or on all: training ends behind the same step everywhere, whoever is late."""
+"""``should_stop`` on some or all ranks: training ends after the same step on all of them, whichever rank is late."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AT = 4
 
 
 class Asks(Callback):
-    """Asks in one hook when ``AT`` steps are done, after what it waits for; notes the hooks of the end."""
+    """Sets ``should_stop`` in one hook when ``AT`` steps are done, after an optional wait; records the hooks at the end."""
 
     def __init__(self, hook, *, asks):
         self.asks, self.wait = asks, None
@@ -44,7 +44,7 @@ class Asks(Callback):
 
 
 class TellsOfNextStep(Callback):
-    """Says that its rank is past the step at which the others ask."""
+    """Publishes that its rank is past the step at which the others ask to stop."""
 
     def __init__(self, key):
         self.key = key
@@ -55,7 +55,7 @@ class TellsOfNextStep(Callback):
 
 
 class WaitsForWord(Callback):
-    """Goes on only when it is known here that another rank asks."""
+    """Waits until this rank has learned of another rank's request."""
 
     def __init__(self, at):
         self.at = at
@@ -69,7 +69,7 @@ HOOKS = ("on_train_batch_end", "on_before_zero_grad", "on_validation_end", "on_t
 
 
 def run(name, number):
-    """One fit; returns (where it ended, where it should have, weights, hooks of its end)."""
+    """Runs a fit; returns (last step, expected last step, weights, hooks of its end, stop reason)."""
     shared, rank = random.Random(number), dist.get_rank()
     late, pause, hook = shared.randrange(2), shared.choice([0, 0.03, 0.15]), shared.choice(HOOKS)
     options = {
@@ -84,7 +84,7 @@ def run(name, number):
         options |= {"val_check_interval": 1.0, "accumulate_grad_batches": 1}
         callback = Asks(hook if rank == late else "on_train_batch_end", asks=True)
     elif name.startswith("one, another"):
-        # A rank that waits in a hook of that step must not be waited for by an exchange of it.
+        # The other rank must not wait in a collective of this step for the rank that waits in a hook.
         options |= {"log_every_n_steps": 50, "val_check_interval": 1.0}
     if name == "one, another past it":
         expected, key = (AT + 1, f"past{number}")
@@ -102,7 +102,7 @@ def run(name, number):
         strategy="ddp", devices="auto", max_epochs=5, num_sanity_val_steps=0, callbacks=[*more, callback], **options
     )
     module = Classifier()
-    # Where a hook of the epoch's end asks, the epoch has as many batches as lead to that step.
+    # If a hook of the epoch's end asks, the epoch has to end at that step.
     length = AT if name == "all, in other hooks" else 8 * options["accumulate_grad_batches"]
     trainer.fit(module, loader(8 * length, 4), loader(8))
     weights = torch.cat([one.detach().flatten() for one in module.parameters()])
@@ -177,7 +177,7 @@ def test_a_rank_that_has_ended_is_past_everything_but_its_own_end():
     first.poll(store)
     assert not first.all_ask(3.0)
     assert not first._state.agreed
-    # One that has stopped there, and left before this one looked, has asked there.
+    # A rank that stopped at this boundary and left before this rank polled counts as asking.
     second._state.agreed, second._asks_at = True, 4.0
     second.leave(store)
     first.poll(store)
@@ -186,7 +186,7 @@ def test_a_rank_that_has_ended_is_past_everything_but_its_own_end():
 
 
 def test_nobody_pays_for_what_nobody_asks():
-    """An idle look is one question to the store."""
+    """A poll without requests makes one call to the store."""
 
     class Counting(dist.HashStore):
         asked = 0

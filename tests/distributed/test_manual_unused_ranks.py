@@ -21,7 +21,7 @@ STRATEGIES = {
 
 
 class Adversaries(TrainingModule):
-    """A generator and a discriminator by turns; a third layer that no loss reaches."""
+    """Trains a generator and a discriminator in turn; no loss reaches a third layer."""
 
     def __init__(self):
         super().__init__()

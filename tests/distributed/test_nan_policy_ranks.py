@@ -39,7 +39,7 @@ MODULES, LEVELS, POLICIES = (Classifier, Adam, ManualAdam), ("O0", "O1", "O2", "
 
 
 def ends(strategy, parity):
-    """With ``parity`` every second case: each pair of options, and of two parities each case."""
+    """Runs every second case: each ``parity`` has every pair of options, and both together have every case."""
     found = []
     for number, module in enumerate(MODULES):
         for place, level in enumerate(LEVELS):
@@ -79,7 +79,7 @@ def all_ranks_end_at_the_same_step_for_one_of_them(strategy, parity=None):
 
 
 def test_all_ranks_end_at_the_same_step_for_one_of_them():
-    # Each end takes a while in which nobody does anything.
+    # Run concurrently, because each end of a run waits for a while.
     cases = (("ddp", 0), ("delayed_ddp", 1))
     side_by_side(*(partial(all_ranks_end_at_the_same_step_for_one_of_them, *case) for case in cases))
 

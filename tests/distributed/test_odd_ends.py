@@ -1,4 +1,4 @@
-"""A rank that leaves with exit code 0, has fewer batches than the others, or is stopped: named with its place, in time."""
+"""A rank that exits with code 0, has fewer batches than the others, or is stopped: it is named with its position, in time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kill.attempts import import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
 
 TIMEOUT = 3600.0
-"""How long ranks wait for each other: by it no test ends, however slow the machine."""
+"""The strategy's timeout, so long that no test ends by it on a slow machine."""
 STOPPED = Impatient((0, "at step 5", "waiting", "backward"))
 
 
@@ -32,7 +32,7 @@ def _warm(tmp_path_factory):
 
 
 class Uneven(IterableDataset):
-    """Five batches of two for rank 1, eight for the others, each its own; no length."""
+    """Yields five batches of two on rank 1 and eight on the others, all different; has no length."""
 
     def __init__(self, ranks_data):
         self.data = ranks_data
@@ -43,7 +43,7 @@ class Uneven(IterableDataset):
 
 
 class Odd(Classifier):
-    """Rank 1 ends in its sixth step, in one of these ways."""
+    """Rank 1 exits or is stopped in its sixth step."""
 
     def __init__(self, what):
         super().__init__()
@@ -79,11 +79,11 @@ TOLD = {
     "uneven": [
         "rank 1 has reached the end of its loader after 5 batches of epoch 0, and rank 0 has more and waits in the next one",
         rf"rank 0: {PLACE.format(5)}",
-        r"rank 1: in fit at step 5 \(epoch 0, batch 4\)",  # a batch is counted behind the exchange
+        r"rank 1: in fit at step 5 \(epoch 0, batch 4\)",  # a batch counts after its exchange
         "limit_train_batches=5",
     ],
     "stop": [
-        "with it ended rank 1",  # ended by rank 0: it would not heed its starter's SIGTERM, who would wait for it
+        "with it ended rank 1",  # rank 0 kills it, because a stopped process ignores its starter's SIGTERM
         "probably because of rank 1",
         r"rank 1 gives no sign of life \(its process is stopped: by SIGSTOP, Ctrl-Z or a debugger\); last seen in fit at step \d",
         rf"rank 0: {PLACE.format(5)}.*, waiting for the other ranks",
@@ -91,7 +91,7 @@ TOLD = {
 }
 
 
-# What says it all, and has to stand before any traceback.
+# The sentence that explains the failure; it has to come before any traceback.
 SENTENCES = {
     "_exit": r"rank 1 ended early with exit code 0|the process of rank 1 ended, last seen in fit at step \d.*; then this",
     "exit": r"rank 1 ended early with exit code 0|rank 1 failed in fit at step 5|SystemExit: 0",
@@ -101,7 +101,7 @@ SENTENCES = {
 
 
 def check_order(what, told):
-    """The sentence comes before tracebacks and stacks, and before what Gloo or torch say of it."""
+    """Checks that the sentence comes before tracebacks, stacks and messages of Gloo or torch."""
     sentence = re.search(SENTENCES[what], told)
     assert sentence, told
     others = re.search(r"Traceback|stack of rank|Connection closed|terminated|ChildFailedError", told)
@@ -135,7 +135,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_it_is_named_under_torchrun(tmp_path):
-    """Where the messages of torchrun itself are not ours."""
+    """Under torchrun, which prints its own messages too."""
     (tmp_path / "train.py").write_text(SCRIPT)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py")
     for pair in (("_exit", "uneven"), ("exit", "stop")):
@@ -146,12 +146,12 @@ def test_it_is_named_under_torchrun(tmp_path):
             finally:
                 end(process)
             assert code == 1, err
-            # Some of it only a starter of ours says.
+            # Some parts are only printed by fabricamp's own starter.
             parts = [part for part in TOLD[what] if "ended early" not in part and "with it ended" not in part]
             for part in parts:
                 assert re.search(part, err), err
             assert "forcefully exiting via" not in err  # torchrun itself would wait, and then kill the stopped rank
-            # What the failed rank itself says, and what torchrun makes of its record.
+            # The failed rank's own message, and torchrun's summary of its error file.
             own, _, summary = err.partition("ChildFailedError")
             check_order(what, summary.partition("Root Cause")[2])
             if what == "uneven":

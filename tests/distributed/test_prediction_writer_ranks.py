@@ -1,4 +1,4 @@
-"""BasePredictionWriter on two ranks: each gets its own predictions, with the indices that these samples have."""
+"""BasePredictionWriter on two ranks: each gets its own predictions, with their samples' indices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_a_rank(folder=None):
         writer = Notes("batch_and_epoch")
         trainer = quiet_trainer(strategy="ddp", devices="auto", callbacks=[writer], **trainer_options)
         returned = trainer.predict(Repeats(), DataLoader(SAMPLES, batch_size=2, **options))
-        assert len(returned) == 2 * len(writer.batches)  # those of both ranks
+        assert len(returned) == 2 * len(writer.batches)  # the predictions of both ranks
         notes.append((writer.batches, writer.epochs))
     return notes
 

@@ -1,4 +1,4 @@
-"""Replica groups that are lost and come back, under torchft over Gloo: a process each, ended by a signal and started again.
+"""Replica groups that are lost and return, under torchft over Gloo: one process each, ended by a signal and started again.
 
 As a program it is one group: ``python -m tests.distributed.test_replica_groups '{"group": 0, ...}'``.
 """
@@ -24,7 +24,7 @@ from tests.small import quiet_trainer
 
 SIZE, BATCH = 48, 4
 BEFORE, BEHIND = 10, 20
-"""Steps of all groups before one is lost, and behind its return."""
+"""Number of steps of all groups before one is lost, and after its return."""
 LOST = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -67,7 +67,7 @@ class Net(TrainingModule):
             return
         course = self.trainer.callbacks[0]
         if plan["place"] == place and course.all_at >= 0 and self.global_step == course.all_at + BEFORE:
-            if place == "exchange":  # somewhere in the sum that follows, or soon behind it
+            if place == "exchange":  # at a random point of the following sum, or soon after it
                 threading.Timer(random.uniform(0, 0.01), self.be_lost).start()
             else:
                 self.be_lost()
@@ -81,7 +81,7 @@ class Net(TrainingModule):
 
 
 class Course(Callback):
-    """All groups, then fewer, then all again: the steps where that was so, which one that comes back takes over; and the record."""
+    """Records each step, and saves the steps at which all groups were there, one was missing, and all were back."""
 
     def __init__(self, plan):
         self.groups, self.file = plan["groups"], Path(f"seen-{plan['group']}-{plan['life']}")
@@ -111,11 +111,11 @@ class Course(Callback):
 
 
 def work(plan):
-    """What a group is."""
+    """Runs one group."""
     logging.basicConfig(format="%(created)f %(message)s")
     torch.set_num_threads(1)
     seed_everything(7, verbose=False)
-    torch.manual_seed(plan["group"])  # other first weights in each
+    torch.manual_seed(plan["group"])  # each group has different initial weights
     module = Net(plan)
     strategy = FaultTolerant(
         groups=plan["groups"], group=plan["group"], timeout=plan["timeout"], quorum_timeout=plan["quorum_timeout"]
@@ -141,7 +141,7 @@ def work(plan):
 
 
 class Groups:
-    """The processes of a run, and the lighthouse beside them."""
+    """The processes of a run, and their lighthouse."""
 
     def __init__(self, folder, heartbeat_timeout_ms=1000, min_replicas=1, variables=(), **plan):
         from torchft.coordination import LighthouseServer
@@ -166,14 +166,15 @@ class Groups:
 
 
 def lost_and_back(folder, **plan):
-    """Runs it; returns what each process wrote in each step and what it said, by group, and what each group ended with."""
+    """Runs the groups with one loss; returns records and output by group, and each group's final state."""
     groups, told = Groups(folder, **plan), {}
     processes = {number: groups.start(number) for number in range(plan["groups"])}
     lost = processes[plan["victim"]]
     try:
         if plan["how"] == "kill":
             assert finish(lost)[0] == -signal.SIGKILL
-        if plan["how"] == "stop" or plan["place"] != "forward":  # else the others have to make that step without it
+        # A group killed in its forward is certainly missing in that step, so nothing has to be waited for.
+        if plan["how"] == "stop" or plan["place"] != "forward":
             wait_for_others(folder, groups, plan)
         if plan["how"] == "stop":
             os.kill(lost.pid, signal.SIGCONT)
@@ -198,7 +199,7 @@ def lost_and_back(folder, **plan):
 
 
 def wait_for_others(folder, groups, plan):
-    """Until the others have made a step without the one that is lost: it might be back before, and they never alone."""
+    """Waits until the others have made a step without the lost group, which might otherwise return before that."""
     other = (plan["victim"] + 1) % plan["groups"]
     deadline = time.monotonic() + 100
     while not (folder / "lost").exists() or groups.seen(other)[-1][1] == plan["groups"]:
@@ -207,7 +208,7 @@ def wait_for_others(folder, groups, plan):
 
 
 def replayed(rows, first, accumulated):
-    """The weights that one process comes to from ``first`` by the samples that each step was made of."""
+    """Returns the weights of one process that starts at ``first`` and trains on each step's recorded samples."""
     module, data = network(), samples()
     module.load_state_dict(first)
     optimizer = optimizer_of(module)
@@ -241,7 +242,7 @@ CASES = {
 
 
 def plan_of(case):
-    """Whoever stands still is missed after ``timeout``, and gives up after ``quorum_timeout``."""
+    """Returns a case's plan: the others leave out a stopped group after ``timeout``, and it gives up after ``quorum_timeout``."""
     times = (
         {"timeout": 5, "quorum_timeout": 20} if CASES[case]["how"] == "stop" else {"timeout": 30, "quorum_timeout": 100}
     )
@@ -282,7 +283,7 @@ def test_groups_end_together_at_a_limit(tmp_path):
 
 
 def check_ends(ends):
-    """All end at the same step, with the same bits."""
+    """Checks that all groups end at the same step with the same bits."""
     for other in ends[1:]:
         assert other["step"] == ends[0]["step"]
         assert all(torch.equal(value, other["weights"][name]) for name, value in ends[0]["weights"].items())
@@ -293,7 +294,7 @@ def check_ends(ends):
 
 
 def check_samples(rows, plan):
-    """Each step once in each group that made it; of an epoch in which one was missing nobody saw its part."""
+    """Checks that each group made each step once, and that nobody trained on a missing group's share of an epoch."""
     for own in rows.values():
         steps = [row[0] for row in own]
         assert steps == sorted(set(steps))
@@ -316,7 +317,7 @@ def check_weights(rows, ended, plan):
 
 
 def first_of(rows):
-    """The group whose first weights all have: that of the first step, the lowest of those that began together."""
+    """Returns the group that gave all groups their initial weights: the lowest of those that made the first step."""
     return min(rows, key=lambda group: (rows[group][0][0], group))
 
 

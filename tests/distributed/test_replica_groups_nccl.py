@@ -1,6 +1,6 @@
-"""Replica groups of one GPU each, over NCCL: one is killed and comes back; without a loss they train what ``ddp`` trains.
+"""Replica groups of one GPU each, over NCCL: one is killed and returns; if none is lost, the weights equal those of ``ddp``.
 
-As a program it trains by ``ddp`` what the groups train: ``python -m tests.distributed.test_replica_groups_nccl '{...}'``.
+As a program it makes the same training by ``ddp``: ``python -m tests.distributed.test_replica_groups_nccl '{...}'``.
 """
 
 import json
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2
 ON_GPUS = {"groups": 2, "accelerator": "gpu", "timeout": 10, "quorum_timeout": 100}
 """NCCL does not notice a dead process of the same machine, so the other group waits for ``timeout``."""
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-"""Connections as between two machines: they break where a process dies, and NCCL reports an error."""
+"""Connections as between two machines: they break when a process dies, and NCCL reports an error."""
 KILLED = {
     "in the forward": {"victim": 1, "precision": "O0", "accumulated": 2, "place": "forward"},
     "in the exchange": {"victim": 0, "precision": "O2", "accumulated": 2, "place": "exchange"},
@@ -52,7 +52,7 @@ def test_a_killed_group_comes_back_with_the_weights_of_the_other(case, tmp_path)
 
 
 def report(case, folder, rows, told, plan):
-    """Shows (with ``-s``) how long the other group was held up, in seconds since the kill."""
+    """Prints (with ``-s``) how long the other group was held up, in seconds since the kill."""
     lost, other = float((folder / "lost").read_text()), 1 - plan["victim"]
     failed = [float(line.split()[0]) for line in told[other].splitlines() if "sum over replica groups failed" in line]
     alone = next(when for _, groups, when, *_ in rows[other] if when > lost and groups == 1)
@@ -84,10 +84,10 @@ def test_groups_train_the_bits_of_ddp(precision, clip, tmp_path):
 
 
 def by_ddp(plan):
-    """What both groups do, as one run of two ranks."""
+    """Makes the training of both groups as one run of two ranks."""
     torch.set_num_threads(1)
     seed_everything(7, verbose=False)
-    torch.manual_seed(0)  # the first group's weights
+    torch.manual_seed(0)  # the first group's initial weights
     module = Net(plan)
     trainer = quiet_trainer(
         strategy=DDP(timeout=60),

@@ -1,4 +1,4 @@
-"""Two ranks share a data set that lies on their devices: each sample once, and a run that was cut goes on exactly."""
+"""Two ranks share a ResidentLoader: each sample is seen once, and an interrupted run resumes exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.small import quiet_trainer
 from tests.trainer.test_exact_resume import BATCH, Net, Samples, Saves
 from tests.trainer.test_resume import assert_equal
 
-SIZE = 45  # one sample comes twice, and the last batch is shorter
+SIZE = 45  # one sample is repeated, and the last batch is shorter
 CASES = {
     "ddp": ("ddp", 1, 5),
     "ddp within a window": ("ddp", 4, 7),

@@ -1,4 +1,4 @@
-"""Fused optimizers whose norms are of whole parameters, on parts of them: four ranks, uneven parts, empty ones, copies."""
+"""Fused optimizers with norms of full parameters, on local shards: four ranks, uneven and empty shards, replicated copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cuda_on_cpu.compiler import compiler
 from tests.distributed.ranks import run_ranks
 
 SIZES = [(33, 3), (1,), (5,), (16, 2), (4,)]
-"""Over four ranks parts differ in size, and some ranks have nothing of one; the last has no gradient at first."""
+"""Over four ranks the shards differ in size and some are empty; the last parameter has no gradient in the first step."""
 KINDS = {
     "LAMB": lambda given: FusedLAMB(given, lr=0.1, eps=1e-3),
     "LAMB l2": lambda given: FusedLAMB(given, lr=0.1, eps=1e-3, adam_w_mode=False, max_grad_norm=None),
@@ -40,7 +40,7 @@ PLACES = {
 
 
 def trained(kind, share, steered):
-    """Parameters and state behind some steps; ``share`` makes whole tensors parts."""
+    """Returns parameters and state after some steps; ``share`` shards a full tensor."""
     generator = torch.Generator().manual_seed(3)
     whole = [torch.randn(size, generator=generator, dtype=torch.float64) for size in SIZES]
     weights = [nn.Parameter(share(index, one)) for index, one in enumerate(whole)]
@@ -61,7 +61,7 @@ def trained(kind, share, steered):
 
 
 def distance(part, whole):
-    """How far the values that this rank has are from those of ``whole``."""
+    """Returns the largest difference of this rank's values from those of ``whole``."""
     if isinstance(part, DTensor):
         part, whole = (one.to_local() for one in (part, parts_of(whole, part.device_mesh, part.placements)))
     return float((part - whole).abs().max()) if part.numel() else 0.0
@@ -72,7 +72,7 @@ def parts_of(whole, mesh, placements):
 
 
 def furthest(by_kernels):
-    """How far the parts' values are from those of whole parameters, by optimizer and places."""
+    """Returns the largest difference of sharded from full parameters, by optimizer and placements."""
     found = {}
     with by_kernels_on_cpu() if by_kernels else contextlib.nullcontext():
         for place, (shape, placements) in PLACES.items():
@@ -105,7 +105,7 @@ def on_each_rank():
 
 
 def overflown():
-    """The largest value of a whole gradient, of which one rank has a nan or an inf."""
+    """Returns NovoGrad's averaged norm (with the infinity norm) of a gradient that has a nan or an inf on one rank."""
     mesh, found = init_device_mesh("cpu", (4,)), {}
     for bad in (math.nan, math.inf):
         for by_kernels in (False, True):

@@ -1,4 +1,4 @@
-"""Signals before the first batch and behind the last one, on some of the ranks or on all: every rank ends soon, and alike."""
+"""Signals before the first batch and after the last one, on some or all ranks: every rank ends soon, and in the same way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _warm(tmp_path_factory):
 
 
 def handles(pid, number):
-    """Whether the process has a handler for the signal."""
+    """Returns whether the process has a handler for the signal."""
     caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
     return int(caught.split()[1], 16) >> (number - 1) & 1
 
@@ -35,7 +35,7 @@ LATE = ("on_train_end", "on_fit_end", "teardown")
 
 
 class Sends(Callback):
-    """Sends a signal to the processes of ``targets`` in one hook of rank 0, which then takes a long time where it may be cut."""
+    """Sends a signal to the processes of ``targets`` in one hook of rank 0, which then waits until the signal ends it."""
 
     def __init__(self, folder, hook, targets, number):
         self.folder, self.hook, self.targets, self.number = folder, hook, targets, number
@@ -45,7 +45,7 @@ class Sends(Callback):
         if hook == self.hook and rank == 0:
             for target in self.targets:
                 pid = int((self.folder / f"attempt-pid-{target}").read_text())
-                while not handles(pid, signal.SIGTERM):  # the last one to get its handler
+                while not handles(pid, signal.SIGTERM):  # its handler is set last
                     time.sleep(0.01)
                 os.kill(pid, self.number)
             (self.folder / "attempt-sent").touch()
@@ -53,7 +53,7 @@ class Sends(Callback):
             while not (self.folder / "attempt-sent").exists():
                 time.sleep(0.01)
         elif hook == self.hook and rank == 0:
-            threading.Event().wait()  # for ever
+            threading.Event().wait()  # forever
 
     def setup(self, trainer, module, stage):
         self.pass_by("setup", trainer.global_rank)
@@ -82,7 +82,7 @@ class Net(Classifier):
 
 def run(folder, hook, targets, number):
     def job(_armed):
-        launch.interactive = lambda: False  # a prompt would get its turn after Ctrl-C
+        launch.interactive = lambda: False  # an interactive session would continue after Ctrl-C
         rank = int(os.environ["RANK"])
         (folder / f"attempt-pid-{rank}.part").write_text(str(os.getpid()))
         (folder / f"attempt-pid-{rank}.part").rename(folder / f"attempt-pid-{rank}")
@@ -104,7 +104,7 @@ def run(folder, hook, targets, number):
 
 BEFORE = [
     ("prepare_data", (0,), signal.SIGTERM),
-    # It waits for rank 0 in compiled code.
+    # Rank 1 waits for rank 0 in compiled code.
     ("prepare_data", (1,), signal.SIGTERM),
     ("prepare_data", (0, 1), signal.SIGINT),
     ("setup", (0, 1), signal.SIGTERM),

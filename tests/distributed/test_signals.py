@@ -27,7 +27,7 @@ def _warm(tmp_path_factory):
 
 
 class Late:
-    """A data set one sample of which does not come before all ranks have agreed to stop; one is told to while it waits for it."""
+    """A data set with a sample that comes only after all ranks agreed to stop; reading this sample may request the stop."""
 
     def __init__(self, ask, number, trainer):
         self._data = data(64)
@@ -46,7 +46,7 @@ class Late:
 
 
 def wait_until_settled(trainer):
-    """Waits until it is known where all ranks stop."""
+    """Waits until the common stop position is known."""
     while not trainer._runner.session.agreement.settled:
         time.sleep(0.01)
 
@@ -57,7 +57,7 @@ def wait_for(file):
 
 
 class Asked(Classifier):
-    """Sends itself a signal at a step or in a validation batch, and notes where it is."""
+    """Sends itself a signal at a step or in a validation batch, and records its position."""
 
     def __init__(self, where, ask, folder):
         super().__init__()
@@ -79,14 +79,14 @@ class Asked(Classifier):
         time.sleep(0.005)
         if self.where == "validating" and batch_idx == (30, 20)[self.global_rank]:
             (self.folder / f"attempt-ahead-{self.global_rank}").touch()
-            wait_for(self.folder / "attempt-ahead-0")  # by which rank 1 asks where the other one has come further
+            wait_for(self.folder / "attempt-ahead-0")  # so rank 1 asks when rank 0 is further ahead
             self.ask()
             wait_until_settled(self.trainer)
         super().validation_step(batch, batch_idx)
 
 
 def run(folder, where, *, rank=1, number=signal.SIGTERM, group=False, handler=None, codes=(143, 143), **variables):
-    """Fits until rank ``rank`` gets the signal, which ``handler`` was there for before."""
+    """Fits until rank ``rank`` gets the signal; ``handler`` is a handler that was set before the fit."""
 
     def job(_armed):
         os.environ.update(variables)
@@ -137,7 +137,7 @@ def test_in_validation_of_unequal_length(tmp_path):
 
 
 def test_in_a_validation_that_is_over_for_another_rank(tmp_path):
-    """The rank that had no batch left learns that the validation is not whole, and calls no hook of its end."""
+    """The rank without a further batch learns that the validation is incomplete, and calls no hook of its end."""
     batch = next(iter(loader(4, 4)))
 
     class Ends(Callback):
@@ -167,7 +167,7 @@ def test_in_a_validation_that_is_over_for_another_rank(tmp_path):
 
 
 def test_a_validation_that_was_cut_is_run_again(tmp_path):
-    """At the end of an epoch: the run that goes on begins with it, and ends the epoch only then."""
+    """At the end of an epoch, the resumed run first repeats the validation and only then ends the epoch."""
 
     class Net(Classifier):
         def __init__(self, *, ask):
@@ -211,7 +211,7 @@ def test_a_validation_that_was_cut_is_run_again(tmp_path):
 
 
 def test_in_a_wait_for_data(tmp_path):
-    # Batch 5 of each rank is late: the other one waits for its gradients.
+    # Batch 5 of each rank is late, and the other rank waits for its gradients.
     steps, _ = run(tmp_path, "waiting")
     assert steps == 6
 
@@ -246,7 +246,7 @@ def test_sigusr1_requeues_the_job(tmp_path, capfd, number, job, code, said):
     command = folder / "scontrol"
     command.write_text(FAKE.format(calls=calls, code=code))
     command.chmod(command.stat().st_mode | stat.S_IEXEC)
-    # To a loader worker too, as SLURM sends it.
+    # The signal goes to loader workers too, as SLURM sends it.
     run(tmp_path / "run", "workers", number=number, group=True, PATH=f"{folder}:{os.environ['PATH']}", **job)
     name = said.split()[1]
     assert calls.read_text() == f"requeue {name}\n"
@@ -265,7 +265,7 @@ def test_submitits_handler_requeues_once_all_ranks_have_saved(tmp_path, capfd, v
     number = signal.SIGUSR1 if variables else signal.SIGUSR2
 
     def requeue(given, _frame):
-        """As submitit's: rank 0 pickles the function anew, asks for a requeue and leaves, others go on."""
+        """Acts as submitit's handler: rank 0 pickles the function, requests a requeue and exits; other ranks return."""
         assert given == number
         assert len(list((tmp_path / "checkpoints").rglob("*.ckpt"))) == 1
         other = tmp_path / "attempt-process-of-rank-1"
@@ -275,7 +275,7 @@ def test_submitits_handler_requeues_once_all_ranks_have_saved(tmp_path, capfd, v
         wait_for_line(other)
         time.sleep(0.3)
         state = Path(f"/proc/{other.read_text().strip()}/stat").read_text().rpartition(")")[2].split()[0]
-        assert state != "Z"  # it waits until the job is requeued
+        assert state != "Z"  # rank 1 waits until the job is requeued
         raise SystemExit(-1)
 
     more = {"SUBMITIT_EXECUTOR": "slurm", "PATH": "/nowhere", **variables}
@@ -304,7 +304,7 @@ if __name__ == "__main__":
 
 
 def trained_by(folder, method, begin=start):
-    """The starter of two ranks that train, and have made some steps."""
+    """Returns the starter of two ranks that have made some steps."""
     (folder / "train.py").write_text(SCRIPT)
     process = begin(folder, "train.py", method, "bar")
     wait_for_line(folder / "progress", 5, process=process)
@@ -313,7 +313,7 @@ def trained_by(folder, method, begin=start):
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("script", marks=pytest.mark.slow)])
 def test_sigterm_to_the_starter(tmp_path, method):
-    """It passes the signal on, and exits when all have saved; of the ranks of a script: tests/launch, too."""
+    """The starter passes the signal on, and exits when all ranks have saved; tests/launch tests the ranks of a script too."""
     process = trained_by(tmp_path, method, start_forked if method == "fork" else start)
     try:
         process.send_signal(signal.SIGTERM)
@@ -330,7 +330,7 @@ def test_sigterm_to_the_starter(tmp_path, method):
 
 @pytest.mark.slow
 def test_workers_whose_starter_is_killed_are_killed_too(tmp_path):
-    """tests/launch has the short version."""
+    """A short version is in tests/launch."""
     process = trained_by(tmp_path, "spawn")
     process.kill()
-    finish(process)  # its workers hold its pipes open as long as they live
+    finish(process)  # returns only when its workers have ended, because they keep its pipes open

@@ -1,4 +1,4 @@
-"""All ranks stop after the same micro-batch, whoever asks and wherever the others are."""
+"""All ranks stop after the same micro-batch, whichever rank asks and wherever the others are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Several(Strategy):
-    """What the agreement needs of a strategy with several processes."""
+    """A minimal strategy of several processes, for the agreement."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Several(Strategy):
 
 
 def watched(answer_seconds=100.0):
-    """A watch for which a slow thread is neither dead nor left behind: the product's limits of seconds are not asked for here."""
+    """Returns the state and a started watchdog with long limits, so a slow thread is not taken for dead."""
     stop.ANSWER_SECONDS = answer_seconds
     watch._CLOSE_SECONDS = 100.0
     state = RunState()
@@ -54,7 +54,7 @@ def watched(answer_seconds=100.0):
 
 
 def train(state, agreement, batches, pause, *, validate_every=0, validation_batches=0, in_validation=None):
-    """A fit loop in small: the exchange of every micro-batch keeps the ranks within one of each other."""
+    """A minimal fit loop; the exchange of every micro-batch keeps the ranks within one micro-batch of each other."""
     for batch in range(batches):
         pause(batch)
         dist.all_reduce(torch.ones(1))
@@ -72,7 +72,7 @@ def train(state, agreement, batches, pause, *, validate_every=0, validation_batc
 
 
 def validate(state, agreement, batches, in_the_middle):
-    """Without exchanges until its end; not as many batches on every rank."""
+    """A validation without exchanges until its end; ranks have different numbers of batches."""
     state.evaluated, here = 0, False
     for batch in range(batches):
         time.sleep(0.001)
@@ -84,7 +84,7 @@ def validate(state, agreement, batches, in_the_middle):
             break
     ended_early = agreement.ended_early(here=here)
     if not ended_early:
-        dist.all_reduce(torch.ones(1))  # its metrics
+        dist.all_reduce(torch.ones(1))  # stands for the reduction of metrics
         state.evaluated = NOT_VALIDATING
     return ended_early
 
@@ -93,7 +93,7 @@ ENDLESS = 10**9
 
 
 def rounds(number):
-    """Stops at random moments: by one rank or several, early, late, at the end, in validation, while a rank waits for data."""
+    """Stops at random times: by one or several ranks, early, late, at the end, in validation, while a rank waits for data."""
     shared = random.Random(7)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seen = []
@@ -115,7 +115,7 @@ def rounds(number):
         def ask_in_validation(state=state, watchdog=watchdog, asks=rank in askers, reason=reason):
             if asks:
                 watchdog.agreement.request(reason)
-            wait_for_promise(state)  # on every rank: none has come to the end of its validation
+            wait_for_promise(state)  # on every rank, so none reaches the end of its validation first
 
         in_validation = batches == ENDLESS and validation["validate_every"] > 0 and index % 2 == 1
         if in_validation:
@@ -133,11 +133,11 @@ def rounds(number):
         watchdog.close()
         timer.cancel()
         if timer.ident is not None:
-            timer.join()  # a thread that is told to end is counted until it has
+            timer.join()  # a cancelled timer's thread is listed until it ends
         assert state.hold_at == state.hold_evaluated == sys.maxsize
         assert state.interrupted or state.batches_done == batches
         assert not thread.is_alive()
-        # Asked by name: libraries that an earlier test has imported start threads of their own in every forked process.
+        # By name, because libraries that an earlier test imported start their own threads in every forked process.
         assert not [one for one in threading.enumerate() if one.name.startswith("fabricamp")]
         stopped_in_validation = state.evaluated != NOT_VALIDATING
         assert stopped_in_validation or not in_validation
@@ -148,10 +148,10 @@ def rounds(number):
 def all_stop_at_the_same_micro_batch(world_size):
     everyone = run_ranks(rounds, world_size, 32)
     assert all(seen == everyone[0] for seen in everyone)
-    # Of the endless rounds, and of those among them that are stopped in a validation; the others may end before.
+    # At least the endless rounds are stopped, some of them in a validation; other rounds may end before.
     assert sum(stopped for _, _, stopped, _ in everyone[0]) >= 8
     assert sum(in_validation for _, in_validation, _, _ in everyone[0]) >= 3
-    assert everyone[0][0][1:] == (False, False, "")  # nobody asked
+    assert everyone[0][0][1:] == (False, False, "")  # no rank asked in the first round
 
 
 def test_two_and_three_stop_at_the_same_micro_batch():
@@ -159,7 +159,7 @@ def test_two_and_three_stop_at_the_same_micro_batch():
 
 
 def asked_between_batches():
-    """All ranks promise before the batch that a validation follows; returns where they stop."""
+    """All ranks promise a position before the batch that precedes a validation; returns where they stop."""
     state, watchdog = watched()
 
     def pause(batch):
@@ -177,7 +177,7 @@ def test_the_next_validation_is_cut():
 
 
 def one_ends_and_one_holds():
-    """A rank that has ended, or is gone, does not keep the others waiting for ever."""
+    """A rank that has ended or died does not keep the others waiting forever."""
     rank = dist.get_rank()
     state, watchdog = watched()
     state.batches_done = 5
@@ -213,7 +213,7 @@ def one_ends_and_one_holds():
         with pytest.raises(DistributedError) as caught:
             watchdog.agreement.hold()
         message = str(caught.value)
-        watchdog.close()  # which waits for no other rank
+        watchdog.close()  # waits for no other rank
     dist.barrier()
     go_on.set()
     watchdog.close()
@@ -267,7 +267,7 @@ def test_single_process_stops_at_once():
 
 def test_a_promise_that_the_main_thread_has_passed_is_made_anew():
     class Racing(RunState):
-        """Its main thread counts on while the other one sets where it is to hold."""
+        """Simulates a main thread that increments its counter while the watchdog thread sets ``hold_at``."""
 
         __slots__ = ("racing",)
 

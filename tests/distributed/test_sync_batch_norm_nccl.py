@@ -1,4 +1,4 @@
-"""SyncBatchNorm on two GPUs: by peer memory and by NCCL, in a CUDA graph, and with a rank that is slow or gone."""
+"""SyncBatchNorm on two GPUs: by peer memory and by NCCL, in a CUDA graph, and with a slow or dead rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_equals_batchnorm_over_the_joined_batch():
 
 
 def beside_torch():
-    """Small networks in torch's DDP for some steps: ours, by both exchanges, and torch's layers."""
+    """Trains small networks in torch's DDP for some steps: with both exchanges, and with torch's layers."""
     device = joined_nccl()
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def captured():
         assert torch.equal(replayed[0], expected)
         assert torch.equal(replayed[1], x.grad)
     for one, other in zip(layers, twins, strict=True):
-        # A capture runs nothing: batches are those of the warm-up and of the replays.
+        # A capture runs no kernel, so only batches of the warm-up and of the replays count.
         assert torch.equal(one.running_var, other.running_var)
         assert int(one.num_batches_tracked) == 6
     peer_memory.check_peers()
@@ -162,7 +162,7 @@ def slow_and_gone():
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 1:
-        time.sleep(2.0)  # slow, but within the group's timeout
+        time.sleep(2.0)  # a slow rank, but within the group's timeout
     layer(x)
     torch.cuda.synchronize()
     peer_memory.check_peers()
@@ -195,7 +195,7 @@ PATIENCE = 120.0
 
 
 def waits_for_its_device(bucket, side, scratch_words=2**26):
-    """What a late rank's host may do while a bucket is under way: each of these ends only when the bucket is done."""
+    """Waits on the host for the device, as a late rank may do during a bucket's all-reduce; ends only when the bucket is done."""
     with torch.cuda.stream(side):
         bucket[0].item()
     scratch = torch.empty(scratch_words, device=bucket.device)
@@ -204,10 +204,10 @@ def waits_for_its_device(bucket, side, scratch_words=2**26):
 
 
 def bucket_under_way():
-    """A rank is early in a large layer, the other waits for its device, and that for a bucket that needs room on the first."""
+    """One rank is early in a large layer; the other waits for a bucket's all-reduce, which needs free blocks on the first GPU."""
     device = joined_nccl()
     late = dist.get_rank() == 1
-    group = dist.new_group(timeout=dt.timedelta(seconds=PATIENCE))  # of the layers alone: a hang ends with it
+    group = dist.new_group(timeout=dt.timedelta(seconds=PATIENCE))  # only of the layers: it ends a hang
     side = torch.cuda.Stream()
     bucket = torch.ones(2**24, device=device)
     x = torch.randn(32, 256, 56, 56, device=device, dtype=torch.float16)
@@ -223,7 +223,7 @@ def bucket_under_way():
     y, seconds = None, []
     for number, step in enumerate(
         steps
-    ):  # compiles, loads and allocates, which behind a waiting kernel might itself wait
+    ):  # compiles, loads and allocates first, because these might wait for a waiting kernel
         y = step(y) if number % 2 else step()
     dist.all_reduce(bucket)
     for number, step in enumerate(steps):
@@ -232,8 +232,8 @@ def bucket_under_way():
         torch.cuda.synchronize()
         began = time.monotonic()
         with torch.cuda.stream(side):
-            torch.cuda._sleep(int(3e8))  # 0.2 s: the early rank is in its layer when its bucket would start
-            dist.all_reduce(bucket, async_op=True).wait()  # for which only this stream waits
+            torch.cuda._sleep(int(3e8))  # 0.2 s: the early rank is in its layer before its bucket starts
+            dist.all_reduce(bucket, async_op=True).wait()  # only this stream waits for it
         if late:
             time.sleep(0.5)
             waits_for_its_device(bucket, side)
@@ -245,7 +245,7 @@ def bucket_under_way():
 
 
 def test_a_collective_starts_while_a_rank_waits_for_another():
-    """Were a layer to wait in all of its blocks, both would hang: the early rank's GPU is full, and the late one's never idle."""
+    """If all blocks of a layer waited, both ranks would hang: the early rank's GPU would have no room for the all-reduce."""
     for seconds in run_ranks(bucket_under_way, 2, backend=None, start_method="spawn", timeout=300.0):
         assert len(seconds) == 8
         assert max(seconds) < PATIENCE / 2

@@ -1,4 +1,4 @@
-"""SyncBatchNorm over several ranks: BatchNorm over the joined batch, by every exchange; and where a rank does not come."""
+"""SyncBatchNorm over several ranks equals BatchNorm over the joined batch, by every exchange; and the case of a missing rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HALF = torch.float16
 
 
 def joined(counts, shape, dtype=torch.float32):
-    """The same on every rank: input, residual and incoming gradient of the joined batch, and which part of it is this rank's."""
+    """Returns input, residual and incoming gradient of the joined batch, equal on every rank, and the slice of this rank."""
     generator = torch.Generator().manual_seed(sum(counts) + shape[0])
     whole = (sum(counts), *shape)
     rank = dist.get_rank()
@@ -39,7 +39,7 @@ def joined(counts, shape, dtype=torch.float32):
 
 
 def expected_of(layer, x, z, dy):
-    """BatchNorm over the joined batch, in double."""
+    """Returns the results of BatchNorm over the joined batch, in fp64."""
     layer = copy.deepcopy(layer).double()
     x, z = (None if one is None else one.double().requires_grad_() for one in (x, z))
     y = F.batch_norm(
@@ -58,7 +58,7 @@ def near(found, expected, dtype=torch.float32):
 
 
 def check(layer, counts, shape, *, dtype=torch.float32, residual=False, rows=False, device="cpu"):
-    """One step of ``layer`` on this rank's part of a batch, which equals BatchNorm's step on the whole."""
+    """Checks that a step of ``layer`` on this rank's part of a batch equals BatchNorm's step on the full batch."""
     with torch.no_grad():
         layer.weight.copy_(torch.linspace(0.5, 2, layer.num_features))
         layer.bias.copy_(torch.linspace(-1, 1, layer.num_features))
@@ -97,7 +97,7 @@ def reference_checks(*all_counts):
         check(SyncBatchNorm(6, momentum=0.3), counts, (6, 2, 3, 2), dtype=HALF, rows=True)
     layer = SyncBatchNorm(5)
     check(layer, all_counts[0], (5,))
-    check(layer, all_counts[-1], (5, 7))  # another shape, and running values that are not the first
+    check(layer, all_counts[-1], (5, 7))  # another shape, and running values after the first step
     assert layer.exchanges == {"cpu": "collective: there are no kernels for cpu"}
 
 
@@ -107,15 +107,15 @@ def test_equals_batchnorm_over_the_joined_batch(counts):
 
 
 def kernel_checks(exchange, reverse, *all_counts):
-    """Layouts take turns in one layer, whose channels are tiled one way and another."""
+    """Alternates between memory layouts in one layer, with different tilings of its channels."""
     use_kernels(reverse)
     if reverse:
-        batch_norm_geometry.Geometry._microseconds = lambda _, tiling, _blocks: -tiling.splits  # as many as can be
+        batch_norm_geometry.Geometry._microseconds = lambda _, tiling, _blocks: -tiling.splits  # most splits
     for counts in all_counts:
         for residual in (False, True):
             layer = SyncBatchNorm(20, fuse_relu=residual, exchange=exchange)
             check(layer, counts, (20, 8), rows=residual, residual=residual)
-            check(layer, counts, (20, 343), rows=True, residual=residual)  # a count of many digits
+            check(layer, counts, (20, 343), rows=True, residual=residual)  # a large number of samples per channel
             check(layer, counts, (20, 8), rows=residual, residual=residual)
     assert layer.exchanges["cpu"].startswith("peer" if exchange == "peer" else "collective: asked for")
 
@@ -125,7 +125,7 @@ def kernel_checks(exchange, reverse, *all_counts):
     [
         ("peer", False, [(3, 3), (1, 4), (5, 0)]),
         ("peer", True, [(2, 3, 1), (0, 4, 0)]),
-        ("peer", False, [(2, 1, 0, 3, 1)]),  # more than are looked at at once
+        ("peer", False, [(2, 1, 0, 3, 1)]),  # more ranks than a kernel reads at once
         ("collective", False, [(3, 3), (1, 4), (5, 0)]),
     ],
 )
@@ -134,7 +134,7 @@ def test_kernels_equal_batchnorm_over_the_joined_batch(exchange, reverse, counts
 
 
 def many_rounds():
-    """Layers in turn, accumulation, evaluation between, no gradient of the input: no round may take another's words."""
+    """Several layers, accumulation, evaluations in between, inputs without gradients: no round may read another round's words."""
     use_kernels()
     rank = dist.get_rank()
     peer, other = (
@@ -144,7 +144,7 @@ def many_rounds():
     for round_ in range(12):
         x = torch.randn(2 + rank, 4, generator=generator) + round_
         if round_ % 4 == 3 and rank == 0:
-            time.sleep(0.05)  # a rank that is merely slow
+            time.sleep(0.05)  # a slow rank
         for model in (peer, other):
             model.train()
             model(x).square().sum().backward()  # the first layer's input needs no gradient
@@ -158,7 +158,7 @@ def many_rounds():
     for one, two in zip(peer.buffers(), other.buffers(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
     del peer
-    copied = copy.deepcopy(other[0]).train()  # a layer of its own
+    copied = copy.deepcopy(other[0]).train()  # a copy is a separate layer
     copied(x)
     assert copied._exchange.key != other[0]._exchange.key
 
@@ -181,7 +181,7 @@ LAYERS = {
 
 
 def used(exchange, counts):
-    """Every way to call a layer, beside BatchNorm on the joined batch called in the same way."""
+    """Compares every way to call a layer with BatchNorm on the joined batch."""
     if exchange != "reference":
         use_kernels()
     apart = []
@@ -283,7 +283,7 @@ def somebody_is_missing():
         return None
     (plan,) = layer._exchange.plans.values()
     assert plan.forward_call.timeout == 100 * 10**9
-    plan.forward_call.timeout = 10**9  # all have met: a second will do
+    plan.forward_call.timeout = 10**9  # the ranks have synchronised once, so a second is enough
     before = layer.running_mean.clone()
     waiting.clear()
     began = time.monotonic()
@@ -296,7 +296,7 @@ def somebody_is_missing():
         layer(x)
     with pytest.raises(DistributedError):
         peer_memory.check_peers()
-    assert not waiting  # nothing is launched any more
+    assert not waiting  # no kernel is launched after the error
     return waited, blocks, str(error.value)
 
 
@@ -309,7 +309,7 @@ def test_a_missing_rank_is_not_waited_for_for_ever():
 
 
 def models_in_turn(device, number_of_models):
-    """Many small models, each gone before the next but one; returns the words that were mapped for them."""
+    """Creates many small models, each freed before the next but one is made; returns the sizes of the mapped memory blocks."""
     allocate, mapped = peer_memory.ALLOCATORS[device.type], []
 
     def counted(words, group, on):
@@ -328,9 +328,9 @@ def models_in_turn(device, number_of_models):
         theirs = whole.clone().requires_grad_()
         expected = F.batch_norm(theirs, None, None, training=True)
         expected.pow(3).sum().backward()
-        for step in range(1 + number % 3):  # words of one exchange or of several stay behind
+        for step in range(1 + number % 3):  # leaves the words of one or several exchanges in memory
             if number and rank == number % 2:
-                time.sleep(0.01)  # whoever is early finds no words of an earlier model's
+                time.sleep(0.01)  # an early rank must not read words of an earlier model
             x.grad = None
             y = layer(x)
             torch.testing.assert_close(y.detach().cpu(), expected[own].detach(), rtol=1e-4, atol=1e-4)
@@ -338,7 +338,7 @@ def models_in_turn(device, number_of_models):
                 y.pow(3).sum().backward()
                 torch.testing.assert_close(x.grad.cpu(), theirs.grad[own], rtol=1e-3, atol=1e-3)
         if rank == number % 2:
-            kept = layer, y  # alive on one rank alone for a while
+            kept = layer, y  # keeps the model alive on one rank only
     del kept
     peer_memory.check_peers()
     return mapped
@@ -352,11 +352,11 @@ def models_on_the_cpu():
 
 def test_memory_of_models_that_are_gone_is_used_again():
     found = run_ranks(models_on_the_cpu, 2)
-    assert found == [[2**15]] * 2  # one block, of which a model has an eleventh to a sixth
+    assert found == [[2**15]] * 2  # one block; a model uses a sixth of it at most
 
 
 def one_comes_alone(reverse):
-    """Which kernels wait for a rank that does not come, and in how many of their blocks."""
+    """Returns which kernels wait for a missing rank, and in how many of their blocks."""
     use_kernels(reverse)
     met = []
     for shape in ((40, 256), (3, 256, 8)):
@@ -366,7 +366,7 @@ def one_comes_alone(reverse):
     found = []
     for layer, x, y in met if dist.get_rank() == 0 else ():
         (plan,) = layer._exchange.plans.values()
-        plan.forward_call.timeout = plan.backward_call.timeout = int(1e8)  # all have met: a tenth of a second will do
+        plan.forward_call.timeout = plan.backward_call.timeout = int(1e8)  # 0.1 s: the ranks have synchronised
         waiting.clear()
         alone = layer(x)
         y.sum().backward()
@@ -378,7 +378,7 @@ def one_comes_alone(reverse):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_few_blocks_wait_and_none_of_the_large_kernels(reverse):
-    """Whatever waits in every block fills the GPU: then no collective starts that the late rank may itself wait for."""
+    """A kernel that waited in every block would fill the GPU, and a collective that the late rank waits for could not start."""
     found, _ = run_ranks(one_comes_alone, 2, reverse)
     assert found == [{"statistics": 2, "reduce": 2}] * 2
 
@@ -438,7 +438,7 @@ def trained(strategy, precision, batch_size):
     quiet_trainer(strategy=strategy, devices="auto", precision=precision, max_epochs=2, sync_batchnorm=True).fit(
         module, loader(32, batch_size)
     )
-    assert [one is other for one, other in zip(module.net, layers, strict=True)] == [True] * 4  # taken back
+    assert [one is other for one, other in zip(module.net, layers, strict=True)] == [True] * 4  # the original layers
     return seen, {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -447,7 +447,7 @@ def trained_on_ranks():
 
 
 def test_a_trainer_synchronises_until_the_end_of_the_fit():
-    """Two ranks with half the batch train what one process trains with all of it; user's own layers stay as they are."""
+    """Two ranks with half batches equal one process with full batches; the user's own SyncBatchNorm layers stay unchanged."""
     ranks = run_ranks(trained_on_ranks, 2)
     for index, (precision, tolerance) in enumerate((("O0", 1e-5), ("O2", 2e-2))):
         (seen,), alone = trained("single", precision, 8)
@@ -456,6 +456,6 @@ def test_a_trainer_synchronises_until_the_end_of_the_fit():
             (seen,), weights = found[index]
             assert seen == [nn.Linear, SyncBatchNorm, SyncBatchNorm, nn.Linear]
             for name, value in weights.items():
-                # A bias before a BatchNorm has no gradient but noise.
+                # The gradient of a bias before a BatchNorm is only rounding noise.
                 if name != "net.0.bias":
                     torch.testing.assert_close(value, alone[name], rtol=tolerance, atol=tolerance, msg=name)

@@ -1,4 +1,4 @@
-"""fsdp with layers that are split over two ranks: equal to one process on the joined batch, exact resumes, other forms of runs."""
+"""fsdp with layers split over two ranks: equals one process on the joined batch, resumes exactly, and refuses what cannot work."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CELLS = [
     Cell("O4", "adamw", 3, ("norm", 0.3), True, "one copy"),
     Cell("O2", "FusedAdam", 1, ("norm", 0.3), True, "two copies"),
 ]
-RESUMED = [CELLS[1], CELLS[4]]  # the first is cut within a window
+RESUMED = [CELLS[1], CELLS[4]]  # the first is interrupted within an accumulation
 
 
 class Block(torch.nn.Module):
-    """Two layers that are split, into 17 rows, and what is not: a norm, and a scale whose gradient counts once."""
+    """Has two layers that are split into 17 rows each, and unsplit ones: a norm, and a scale with a gradient that counts once."""
 
     def __init__(self):
         super().__init__()
@@ -44,12 +44,12 @@ class Block(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(16))
 
     def forward(self, x):
-        inner = self.up(self.norm(x)).view(len(x), self.heads, 17)  # as many as this rank has
+        inner = self.up(self.norm(x)).view(len(x), self.heads, 17)  # this rank's number of heads
         return x + self.scale * self.down(F.gelu(inner).flatten(1))
 
 
 class Net(sharded.Net):
-    """Counts its samples; its numbers of heads are given back."""
+    """Records its samples; the numbers of heads are restored after a run."""
 
     block = Block
 
@@ -98,7 +98,7 @@ def on_four_ranks(folder):
 
 
 def looked_at(strategy, batch_size):
-    """Norms of gradients in the second step, and predictions behind it."""
+    """Returns gradient norms in the second step, and predictions after it."""
     seed_everything(5, verbose=False)
     module = Net("FusedAdam")
     options = {"strategy": strategy, "devices": "auto", "max_steps": 2, "use_distributed_sampler": True}
@@ -134,7 +134,7 @@ def test_a_resumed_run_has_the_bits_of_the_straight_one(cell, ranks):
 
 
 def test_files_and_folders_go_on_with_split_layers_and_without(ranks, folder):
-    """Each sample counts once in what was logged before, however many ranks had it; those that compute together draw alike."""
+    """A sample counts once in logged values, however many ranks compute it; ranks that compute together draw the same numbers."""
     straight, _ = alone(CELLS[1], Net)
     runs = {name: ranks[0][name] for name in ("from a file", "whole layers", "from whole layers")}
     runs["one process"] = fitted(CELLS[1], "single", 8, ckpt_path=folder / "1.ckpt")
@@ -168,7 +168,7 @@ class Odd(Block):
     ],
 )
 def test_what_cannot_be_split_is_refused(parallelize, words):
-    """Two ranks by torch's fake group: nothing is exchanged."""
+    """Two ranks in torch's fake process group, which exchanges nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

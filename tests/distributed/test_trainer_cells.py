@@ -1,6 +1,7 @@
-"""Cells of the matrix that no other test has, on two ranks: a resumed run has the bits of the straight one.
+"""Combinations that no other test has, on two ranks: a resumed run has the bits of an uninterrupted one.
 
-Manual optimization with two optimizers, clipping and schedules at every kind of level; other kinds of data, cut within a window.
+Manual optimization with two optimizers, clipping and schedules at every kind of level; other kinds of data, interrupted within an
+accumulation.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ KINDS = ["a stream", "an own loader", "a sampler with a generator", "two loaders
 
 
 class TwoOptimizers(TrainingModule):
-    """Each has a part of its own and a schedule, which the user steps."""
+    """Two optimizers with separate layers and schedules, which the module steps itself."""
 
     def __init__(self, clip):
         super().__init__()
@@ -65,7 +66,7 @@ class TwoOptimizers(TrainingModule):
 
 
 class Saves(Callback):
-    """Writes a checkpoint behind so many batches."""
+    """Writes a checkpoint after a number of batches."""
 
     def __init__(self, batches, path):
         self.batches, self.path = batches, path
@@ -76,7 +77,7 @@ class Saves(Callback):
 
 
 def differences(make_module, make_loader, folder, batches, **options):
-    """Which weights, and optimizer states, of a run from a checkpoint behind ``batches`` are not those of the straight run."""
+    """Returns the weights and optimizer states that differ between a run resumed after ``batches`` and the uninterrupted run."""
 
     def fitted(seed, callbacks=(), ckpt_path=None):
         for generator in (torch.manual_seed, random.seed, np.random.seed):
@@ -115,7 +116,7 @@ def with_other_kinds_of_data(strategy, folder):
     options = {"strategy": strategy, "accumulate_grad_batches": 3, "max_steps": 4}
     found = {}
     for kind in KINDS:
-        # Every rank reads the whole stream.
+        # Every rank reads the complete stream.
         shares = {"use_distributed_sampler": False} if kind == "a stream" else {}
         found[kind] = differences(Net, DATA[kind], folder, 4, **options, **shares)
     return {kind: one for kind, one in found.items() if one}

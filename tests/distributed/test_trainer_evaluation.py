@@ -1,4 +1,4 @@
-"""validate, test and predict on several ranks give what one process gives, however the samples divide."""
+"""validate, test and predict on several ranks return the results of one process, however the samples divide."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = [(7, 2), (2, 1), (1, 4), (13, 4)]
 
 
 class Measured(Classifier):
-    """Logs a float mean, whole numbers, an extreme, and a name per rank."""
+    """Logs a float mean, integers, an extreme value, and a different name on each rank."""
 
     def _measure(self, batch, prefix):
         x, y = batch
@@ -43,7 +43,7 @@ class Measured(Classifier):
 
 
 def evaluated(**options):
-    """What every entry point returns for every size."""
+    """Returns the results of every entry point for every size."""
     results = []
     for samples, batch_size in SIZES:
         trainer = quiet_trainer(**options)
@@ -87,7 +87,7 @@ def on_every_rank():
     options = {"strategy": "ddp", "devices": "auto"}
     results = evaluated(**options)
     odd = quiet_trainer(**options).validate(OddNames(), loader(7, 2), verbose=False)[0]
-    # Loaders that cannot be shared out: of different length, of different seed, none at all on one rank.
+    # Loaders that cannot be sharded: different lengths, different seeds, no loader on one rank.
     messages = [
         error_of(quiet_trainer(**options, max_epochs=1, use_distributed_sampler=False).fit, Classifier(), loader(8 + 8 * rank)),
         error_of(quiet_trainer(**options, max_epochs=1).fit, Classifier(), loader(8 + 8 * rank)),
@@ -164,7 +164,7 @@ def test_a_rank_that_fails_ends_all_of_them():
         run_ranks(fit_without_a_loss, 2)
     with pytest.raises(AssertionError, match="rank one is unwell"):
         run_ranks(fit_and_raise, 2)
-    # Started by the Trainer itself: the error of the rank that began it, as what the caller can catch.
+    # Ranks started by the Trainer: the caller can catch the error of the rank that failed first.
     trainer = quiet_trainer(devices=2, strategy="ddp", max_epochs=1)
     with pytest.raises(DistributedError, match=r"rank 1 ended(.|\n)*ValueError: rank one is unwell"):
         trainer.fit(RaisesOnRankOne(), loader())
@@ -173,7 +173,7 @@ def test_a_rank_that_fails_ends_all_of_them():
 
 
 def log_once(folder):
-    """All that torch and fabricamp say in a fit with validation, and in which process."""
+    """Returns all messages of torch and fabricamp in a fit with validation, with their process."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = quiet_trainer(strategy="ddp", devices="auto", max_epochs=2, accumulate_grad_batches=2)
@@ -191,7 +191,7 @@ def test_our_calls_give_no_warnings(tmp_path):
 
 
 class Judged(Measured):
-    """Keeps BatchNorm's running mean as the validation sees it, and as it is behind it."""
+    """Keeps BatchNorm's running mean in the validation and after it."""
 
     def __init__(self):
         super().__init__()

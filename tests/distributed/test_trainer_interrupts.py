@@ -67,9 +67,9 @@ def _warm(tmp_path_factory):
 
 @pytest.fixture
 def begin(tmp_path):
-    """Starts the script in a folder of its own; whatever still runs at the end of the test is killed.
+    """Returns a function that starts the script in a new folder; kills processes that still run at the end of the test.
 
-    Forked processes have imported everything already; ``start=start`` makes a new interpreter, as a shell does.
+    Forked processes have imported everything already; ``start=start`` starts a new interpreter, as a shell does.
     """
     processes = []
 
@@ -91,7 +91,7 @@ def interrupt(process, folder, letter="t", number=5):
 
 
 def check_ended(process, folder, code=130):
-    """Ended, quietly, with a checkpoint of the step that was made last: a run that does not heed the signal never ends."""
+    """Checks that the process ended without a traceback, with a checkpoint of its last step; without the signal it never ends."""
     returned, out, err = finish(process)
     assert returned == code, (out, err)
     assert "after" not in out
@@ -125,7 +125,7 @@ def test_ctrl_c_under_torchrun(begin):
     process, folder = begin("torchrun", *elastic, "train.py", "fit", "auto", start=start)
     interrupt(process, folder)
     code, out, err = finish(process)
-    assert code != 0  # torchrun's own
+    assert code != 0  # torchrun's own exit code
     assert "after" not in out
     (said,) = re.findall(r"Interrupted at step (\d+); ckpt_path=\"last\" resumes from (.*)", err)
     assert torch.load(said[1], weights_only=True)["global_step"] == int(said[0])
@@ -156,10 +156,10 @@ def test_second_ctrl_c(begin):
     forked, both = begin("forked", "train.py", "stuck", "2", "fork")
     for process, folder in ((single, alone), (forked, both)):
         interrupt(process, folder, number=4)
-        # In each of its ranks: two signals of which none has been handled are one.
+        # Waits for the first signal's handler in each rank, because two pending signals count as one.
         wait_for_line(folder / "progressa", 2 if folder == both else 1, process=process)
         os.killpg(process.pid, signal.SIGINT)
         code, out, err = finish(process)
         assert code in (130, -signal.SIGINT), (out, err)
         assert "after" not in out
-        assert list(folder.rglob("*.ckpt")) == []  # the state was in the middle of a step
+        assert list(folder.rglob("*.ckpt")) == []  # ended in the middle of a step

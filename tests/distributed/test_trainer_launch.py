@@ -77,7 +77,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def expected():
-    """What one process gets on batches of the same samples."""
+    """Returns the result of one process on batches of the same samples."""
     module = Classifier()
     trainer = quiet_trainer(max_epochs=2)
     trainer.fit(module, loader(32, 8))
@@ -105,7 +105,7 @@ def check_files(folder, expected, arguments, attempts=1):
     versions = sorted(path.name for path in (folder / "logs").rglob("version_*"))
     assert (
         versions
-        in (  # two loggers, in one run folder or in one each
+        in (  # two loggers, with one run folder or one each
             sorted(["version_0", "version_1"][:attempts] * 2),
             [f"version_{number}" for number in range(2 * attempts)],
         )
@@ -134,7 +134,7 @@ def test_a_script_as_module_and_as_script(tmp_path, expected, way, more, code):
     folder = folder_for(tmp_path, "script")
     returned, out, err = finish(start(folder, *way, *words))
     assert returned == code, err
-    check_lines(out, err, starts=3)  # the starter and two workers; the starter runs nothing after fit
+    check_lines(out, err, starts=3)  # the starter and two workers; the starter runs no code after fit
     check_files(folder, expected, words)
     assert ("rank" in err) == (code != 0)
     assert "Traceback" not in err
@@ -142,7 +142,7 @@ def test_a_script_as_module_and_as_script(tmp_path, expected, way, more, code):
 
 
 def test_torchrun_restarts_from_the_last_checkpoint(tmp_path, expected):
-    """One that nobody interrupts: the second attempt; one that Ctrl-C ends: test_trainer_interrupts.py."""
+    """Tests an uninterrupted second attempt; test_trainer_interrupts.py tests one that Ctrl-C ends."""
     folder = folder_for(tmp_path, "torchrun")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
     process = start(folder, *torchrun, "train.py", "--auto", "--raise-once")
@@ -190,16 +190,16 @@ def test_an_error_in_a_worker_is_shown_once_with_its_rank(tmp_path):
     assert "rank 1 ended with exit code 1" in err
     assert err.count("Traceback (most recent call last)") == err.count("Traceback") == 1
     assert 'train.py", line' in err
-    assert "in <module>" in err  # down from the script, not only from where it was written down
+    assert "in <module>" in err  # the traceback begins in the script, not only where it was recorded
     assert "torch.distributed.elastic" not in err
     assert list(folder.rglob("*.partial")) == []
 
 
 class Late(Classifier):
-    """Builds a layer in ``configure_model``, brings callbacks of its own, overflows once."""
+    """Builds a layer in ``configure_model``, returns its own callbacks, overflows once."""
 
     def setup(self, stage):
-        if stage == "validate":  # the fit was in other processes
+        if stage == "validate":  # the fit ran in other processes
             assert {"val_loss", "falls"} <= self.trainer.callback_metrics.keys()
 
     def configure_model(self):
@@ -286,7 +286,7 @@ def test_errors_of_workers_reach_the_caller():
     local = type("Local", (Classifier,), {})
     with pytest.raises(ConfigError, match="spawn"):
         quiet_trainer(devices=2, max_epochs=1, start_method="spawn").fit(local(), loader())
-    # Before anything is started.
+    # Raised before any process is started.
     with pytest.raises(ConfigError, match="no training_step"):
         quiet_trainer(devices=2).fit(TrainingModule(), loader())
 

@@ -1,4 +1,4 @@
-"""Every opt level on two ranks: equal weights on both, those of one process on the joined batch, and of a resumed run."""
+"""Every opt level on two ranks: both ranks have the weights of one process on the joined batch, and of a resumed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
 }
 MATRIX = list(itertools.product(LEVELS, ACCUMULATE, CLIPS, OPTIMIZERS))
-# Each half has every pair of options, and each combination is in one of them.
+# Each half contains every pair of options; each combination is in one of the halves.
 HALVES = [
     [
         one
@@ -32,7 +32,7 @@ HALVES = [
     for half in range(2)
 ]
 
-# How far apart two runs may be, as a share of the way from the first weights: sums of half gradients round differently.
+# The allowed distance of two runs, relative to the distance from the initial weights: sums of half gradients round differently.
 TOLERANCE = {"O0": 2e-6, "O1": 0.002, "O2": 0.002, "O3": 0.03, "O4": 0.015, "O5": 0.015}
 
 
@@ -57,7 +57,7 @@ def flat(module):
 
 
 def fitted(combination, strategy, seed, batch_size, *, max_epochs=2, ckpt_path=None, path=None):
-    """Weights before and after a fit of 4 or 8 batches an epoch: with 3 to a step the last window is a short one."""
+    """Returns the weights before and after a fit of 4 or 8 batches an epoch; with 3 per step the last accumulation is shorter."""
     level, accumulate, clip, optimizer = combination
     torch.manual_seed(seed)
     module = Net(optimizer)
@@ -80,7 +80,7 @@ def fitted(combination, strategy, seed, batch_size, *, max_epochs=2, ckpt_path=N
 
 
 def on_two_ranks(strategy, matrix, folder):
-    """The matrix, each rank with a seed of its own; a part of it once more, stopped after an epoch and gone on with."""
+    """Runs the matrix with a different seed on each rank; a part of it again, stopped after an epoch and resumed."""
     rank = dist.get_rank()
     weights, problems = {}, []
     for combination in matrix:

@@ -1,4 +1,4 @@
-"""Two ranks end at the same step, whatever ends them; and what is frozen, unfrozen or optional under ddp."""
+"""Two ranks end at the same step for every kind of stop; frozen, unfrozen and optional parameters under ddp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trainer_of_ranks(**options):
 
 
 class StopOnRankOne(Callback):
-    """Sets ``should_stop`` on one rank only, in whatever hook."""
+    """Sets ``should_stop`` on one rank only, in a given hook."""
 
     def __init__(self, hook):
         setattr(self, hook, self.ask)
@@ -38,7 +38,7 @@ class SlowOnRankZero(Classifier):
 
 
 class Uninterested(Callback):
-    """A loop over the hooks that tells when they come."""
+    """Records the hooks in their order."""
 
     def __init__(self):
         self.saved_at = []
@@ -59,7 +59,7 @@ def weights(module):
 
 
 def stopping():
-    """(where it ended, the weights there) for each thing that may end a run."""
+    """Returns (last step, weights) for each kind of stop."""
     ended = {}
 
     def run(name, module=None, **options):
@@ -106,7 +106,7 @@ def test_one_rank_stops_all_at_the_same_step():
 
 
 class Thaws(Classifier):
-    """Trains one layer in the first epoch, both in the second, the other one in the third; logs what had gradients."""
+    """Trains one layer in the first epoch, both in the second, the other one in the third; logs which ones had gradients."""
 
     def on_train_epoch_start(self):
         self.net[0].requires_grad_(self.current_epoch != 0)
@@ -125,7 +125,7 @@ class Notes(Callback):
 
 
 class Unused(Classifier):
-    """A head that takes part in every second step only."""
+    """Has a head that takes part only in every second step."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ def test_freezing_and_options_under_ddp():
 
 
 class Data(DataModule):
-    """Counts who prepares, and who sets up."""
+    """Counts the calls of ``prepare_data`` and ``setup``."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +230,7 @@ class Data(DataModule):
 
 
 class Dropped(Classifier):
-    """Random numbers differ between ranks; the samples are dealt out by one order for all."""
+    """Records random numbers, which differ between ranks, and samples, which come from one common order."""
 
     def __init__(self):
         super().__init__()
@@ -254,7 +254,7 @@ def with_a_datamodule():
     trainer = trainer_of_ranks(max_epochs=2, num_sanity_val_steps=0)
     trainer.fit(module, datamodule=datamodule)
     trainer.validate(module, datamodule=datamodule, verbose=False)
-    folder = trainer.log_dir if rank == 1 else None  # no rank waits for another
+    folder = trainer.log_dir if rank == 1 else None  # on one rank only: no rank waits for another
     return before, datamodule.calls, torch.cat(module.seen), folder, weights(module)
 
 

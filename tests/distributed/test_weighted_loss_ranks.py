@@ -19,14 +19,14 @@ STRATEGIES = {
     "in messages": lambda: DelayedDDP(message_size=100),
     "fsdp": lambda: "fsdp",
 }
-# Each strategy has a third of the pairs; the accumulating ones of O0 and O2, whose gradients are elsewhere, are in all.
+# Each strategy has a third of the pairs; all have the accumulating ones of O0 and O2, which keep gradients in other memory.
 CASES = [
     (strategy, one)
     for number, strategy in enumerate([*STRATEGIES][:3])
     for place, one in enumerate(PAIRS)
     if place % 3 == number or (one[0] in ("O0", "O2") and one[1] == 3)
 ]
-# Sharded gradients, by the levels that there are for them.
+# Sharded gradients, with the levels that support them.
 CASES += [
     ("fsdp", one)
     for one in (
@@ -50,7 +50,7 @@ class Saves(Callback):
 
 
 class Nothing(Tokens):
-    """Rank 1 has no valid token at all."""
+    """Rank 1 has no valid tokens."""
 
     def training_step(self, batch, batch_idx):
         total, weight = self.summed(batch)
@@ -58,7 +58,7 @@ class Nothing(Tokens):
 
 
 class OneHasNone(Tokens):
-    """Rank 1 gives the mean."""
+    """Rank 1 returns the mean without a weight."""
 
     def training_step(self, batch, batch_idx):
         total, weight = self.summed(batch)
@@ -94,7 +94,7 @@ def ranks(tmp_path_factory):
 
 def test_both_ranks_end_with_the_same_bits(ranks):
     first, second = ranks
-    whole = [case for case in CASES if case[0] != "fsdp"]  # behind a sharded fit rank 0 alone has the module
+    whole = [case for case in CASES if case[0] != "fsdp"]  # after a sharded fit only rank 0 has the module
     assert [case for case in whole if not torch.equal(first[case][1], second[case][1])] == []
 
 

@@ -1,4 +1,4 @@
-"""Runs that go on with more or fewer processes: under on_world_change="keep_global_batch" each step has the samples that it had."""
+"""Runs resumed with more or fewer processes: on_world_change="keep_global_batch" keeps the samples of each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small import Classifier, loader, quiet_trainer
 from tests.trainer.test_exact_resume import Samples, Saves
 
 SIZE, BATCH, EPOCHS = 96, 4, 2
-STEP = 16  # samples
+STEP = 16  # samples per step
 CLOSE = {
     "O0": {"rtol": 1e-4, "atol": 1e-5},
     "O2": {"rtol": 2e-2, "atol": 2e-3},
@@ -25,7 +25,7 @@ CLOSE = {
 
 
 class Net(Classifier):
-    """Notes its samples; its schedule is as long as the steps that the Trainer expects."""
+    """Records its samples; its schedule is as long as the number of steps that the Trainer expects."""
 
     def __init__(self, optimizer):
         super().__init__()
@@ -46,7 +46,7 @@ class Net(Classifier):
 
 
 class InOneProcess(Sampler):
-    """The order that several processes share."""
+    """Yields in one process the order that several processes share."""
 
     def __init__(self, size, epoch=0):
         self.size, self.epoch = size, epoch
@@ -64,7 +64,7 @@ class InOneProcess(Sampler):
 
 
 def train(folder, loader, seed, until, level, optimizer, accumulate, strategy="single"):
-    """Goes on to so many steps; what there is to compare."""
+    """Trains up to ``until`` steps; returns the values to compare."""
     torch.manual_seed(seed)
     module = Net(optimizer)
     module.until = until
@@ -92,10 +92,10 @@ def train(folder, loader, seed, until, level, optimizer, accumulate, strategy="s
 
 
 def check(folder, strategy, worlds, level, optimizer, accumulate):
-    """Each number of ranks trains its share of the steps; samples, learning rate and weights are those of one process."""
+    """Trains a part of the steps with each number of ranks; samples, learning rates and weights must equal those of one process."""
     steps = EPOCHS * SIZE // STEP
     options = level, optimizer
-    # Where one process begins, its generator draws each epoch's order.
+    # If one process begins the run, its generator draws each epoch's order.
     order = {"shuffle": True} if worlds[0] == 1 else {"sampler": InOneProcess(SIZE)}
     with isolate_rng():
         straight = train(folder / "straight", DataLoader(Samples(SIZE), STEP, **order), 1, None, *options, 1)
@@ -135,7 +135,7 @@ def test_steps_keep_their_samples_under_every_strategy(strategy, worlds, level, 
 
 
 def within_a_window(path, ckpt_path):
-    """Trains an epoch; two ranks write a file behind their third micro-batch, in the middle of a window of two."""
+    """Trains an epoch; two ranks write a file after their third micro-batch, in the middle of an accumulation of two."""
     module, saves = Net(torch.optim.AdamW), Saves("batch", 3, path)
     trainer = quiet_trainer(
         strategy="ddp",
@@ -165,7 +165,7 @@ class Places(Callback):
 
 
 def sharded_in_smaller_batches(folder):
-    """One process that begins with batches of 8, and goes on with those of 4."""
+    """One process begins with batches of 8 samples and resumes with batches of 4."""
     found = []
     for batch, until in ((8, 2), (4, 4)):
         places, keeper = Places(), ModelCheckpoint(folder, every_n_train_steps=2)

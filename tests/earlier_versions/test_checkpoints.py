@@ -155,7 +155,7 @@ def test_a_run_of_shards_goes_on(file, tmp_path):
         assert rest == seen[cut.seen :]
         assert steps == STEPS
     written, found = assert_goes_on(*ranks[0], tmp_path / "restored.ckpt", file)
-    window, same = (state["loops"]["fit"]["window"] for state in (written, found))
+    window, same = (state["loops"]["fit"]["accumulation"] for state in (written, found))
     assert window["accumulate"] == same["accumulate"] == 2
     torch.testing.assert_close(same["gradients"], window["gradients"], rtol=0, atol=0)
     assert sum(one.stat().st_size for one in file.rglob("*") if one.is_file()) < 90_000

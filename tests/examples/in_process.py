@@ -1,4 +1,4 @@
-"""The examples trained inside the test's own process: starting one costs more than they do."""
+"""Trains the examples in the test's own process, because starting a process takes longer than the training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ GPT_SIZES = {"context": 64, "layers": 2, "width": 48, "heads": 2}
 
 
 def digits_accuracy(precision, optimizer, *, epochs, accelerator="cpu"):
-    """The test accuracy of the digits example."""
+    """Returns the test accuracy of the digits example."""
     from examples.digits.digits import DigitsClassifier, DigitsData
 
-    # Other seeds end between 98.3 and 100 %; on this one a picture or two, which other sums may move, decide nothing.
+    # Other seeds end between 98.3 and 100 %; with this seed one or two images, which rounding may change, do not matter.
     seed_everything(1)
     trainer = Trainer(**{**QUIET, "accelerator": accelerator, "precision": precision, "max_epochs": epochs})
     module, data = DigitsClassifier(optimizer=optimizer), DigitsData()
@@ -27,7 +27,7 @@ def digits_accuracy(precision, optimizer, *, epochs, accelerator="cpu"):
 
 @cache
 def gpt_losses(precision, optimizer, accelerator="cpu"):
-    """Losses of a small variant of the GPT example (nats per byte): on the test text after 50 steps, and before the first."""
+    """Returns losses of a small variant of the GPT example (nats per byte) on the test text: after 50 steps, and at the start."""
     from examples.gpt.gpt import LanguageModel, SourceText
 
     seed_everything(0)

@@ -1,4 +1,4 @@
-"""docs/architecture.md: its recipes run as they stand, and every file that it names is there."""
+"""docs/architecture.md: its recipes run unchanged, and every file that it names exists."""
 
 import json
 import re
@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def recipe(heading):
-    """What the code under ``heading`` defines."""
+    """Returns the names that the code under ``heading`` defines."""
     (code, *_) = re.findall(r"```python\n(.*?)```", PAGE[PAGE.index(f"### {heading}") :], flags=re.DOTALL)
     names = {}
     exec(code, names)
@@ -31,7 +31,7 @@ def fit(module, **options):
 
 @pytest.fixture(autouse=True)
 def registries(monkeypatch):
-    """Names that a recipe adds are gone after its test."""
+    """Removes the registered names of a recipe after its test."""
     for one in (STRATEGIES, PRECISIONS):
         monkeypatch.setattr(one, "_builders", dict(one._builders))
 
@@ -43,7 +43,7 @@ def test_a_strategy():
     plain = Classifier()
     fit(plain)
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)  # alone there is nobody to average with
+        assert torch.equal(one, other)  # with one process the average is the value itself
 
 
 def test_a_precision():

@@ -1,4 +1,4 @@
-"""The example of sounds: five instruments are told apart by spectrograms that the model makes from waves."""
+"""The audio example: it classifies five instruments by spectrograms that the model computes from waves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "audio" / "train.py"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs the script in this process and folder; returns the numbers that its last line has for ``pattern``."""
+    """Runs the script in this process and folder; returns the numbers in its last line that match ``pattern``."""
 
     def run(pattern, *arguments):
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--folder", "runs", *arguments])

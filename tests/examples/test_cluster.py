@@ -1,4 +1,4 @@
-"""The scripts for clusters: they are valid shell, give arguments that the example has, and torchrun's runs on this machine."""
+"""The scripts for clusters are valid shell and give arguments that the example has; the one for torchrun runs on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of contrastive learning: without labels, digits of one kind come together."""
+"""The contrastive example: without labels, the embeddings of equal digits become neighbours."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_metric_is_that_of_all_batches_together():
     module.encoder = torch.nn.Flatten()
     images = torch.eye(10).repeat(30, 1).view(300, 1, 10)
     digits = torch.arange(10).repeat(30)
-    digits[270:] = 0  # of the last ten, which are other samples, one is a zero
+    digits[270:] = 0  # the last ten samples are different; one of them is a zero
     data = torch.utils.data.TensorDataset(images, digits)
     labelled = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(40)), batch_size=7)
     others = torch.utils.data.DataLoader(torch.utils.data.Subset(data, range(200, 300)), batch_size=64)

@@ -1,4 +1,4 @@
-"""The benchmark of the exchange runs on two ranks of a CPU: every way is measured, and the goals are about ways that exist."""
+"""The benchmark of the gradient exchange on two CPU ranks: it measures every variant, and its goals name existing variants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # torch's wrapper imports it: once here, before ranks are forked, and not in each of them
+import torch._dynamo  # torch's wrapper imports it: here once, before the ranks are forked, instead of in each rank
 
 from benchmarks import ddp, loop_ranks, render, rounds
 from tests.distributed.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""The example of diffusion: digits come out of noise, and the average of the weights draws the better ones."""
+"""The diffusion example: it draws digits from noise, and better digits with the average of the weights."""
 
 from __future__ import annotations
 

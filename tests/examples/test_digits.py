@@ -1,6 +1,6 @@
-"""The digits example as a user starts it: every opt level, one process and two, plainly, under torchrun and from its config.
+"""The digits example as a user starts it: every opt level, one process and two, as a script, under torchrun and from its config.
 
-In the short version each opt level, each optimizer and each strategy comes once or twice; in the long one all together.
+The short version has each opt level, optimizer and strategy once or twice; the long version has all combinations.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ pytest.importorskip("sklearn", reason="needs the package sklearn")
 
 
 def main(*arguments):
-    """Runs the script with these arguments in this process, which costs much less than starting one."""
+    """Runs the script with these arguments in this process, which takes much less time than starting a process."""
     sys.argv[:] = [str(SCRIPT), *map(str, arguments)]
     sys.path.insert(0, str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 def shorter(precision):
-    """Fewer epochs than by default, which are enough; all of them in fp32."""
+    """Returns the argument for fewer epochs, which are enough; none at O0, which trains the default number."""
     return () if precision == "O0" else ("--max-epochs", 12)
 
 
 def slow(*levels):
-    """Levels that another of these tests reaches in its way, in the short version."""
+    """Marks levels as slow that another test of the short version covers."""
     return [pytest.param(level, marks=pytest.mark.slow) for level in levels]
 
 
 def main_as_a_rank(*arguments):
-    """The same where torchrun would have started this process; returns what it printed."""
+    """Runs the script in a process with torchrun's environment variables; returns its output."""
     with redirect_stdout(io.StringIO()) as printed:
         main(*arguments)
     return printed.getvalue()
@@ -74,7 +74,7 @@ def run(*command):
 
 
 def cell(output, label):
-    """The value beside ``label`` in the closing table, which has to be there exactly once."""
+    """Returns the value beside ``label`` in the final table, which must have the label exactly once."""
     (value,) = re.findall(rf"│ {re.escape(label)} +│ (.*?) +│", output)
     return value
 
@@ -108,7 +108,7 @@ def test_two_ranks_reach_the_accuracy_and_report_once(precision):
 
 @pytest.mark.slow
 def test_as_a_script_in_two_processes_it_reports_once():
-    """What it trains and reports are the two ranks' above; its config is started so in test_readme.py."""
+    """The training and output of two ranks are tested above; test_readme.py starts the config in two processes."""
     expect_success(run(SCRIPT, "--precision", "O1", "--strategy", "ddp", "--devices", 2, *shorter("O1")).stdout)
 
 
@@ -126,7 +126,7 @@ def test_the_fused_optimizer_reaches_the_accuracy(precision):
 
 @pytest.mark.slow
 def test_under_torchrun():
-    """Its variables are those of the ranks above; tests/distributed starts it itself."""
+    """The ranks above have torchrun's variables; tests/distributed starts torchrun too."""
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     expect_success(run(*torchrun, SCRIPT, "--strategy", "ddp", "--precision", "O1", *shorter("O1")).stdout)
 
@@ -145,7 +145,7 @@ def test_two_runs_in_one_folder_keep_apart(capfd):
 def test_the_config_trains_tests_and_predicts(caplog):
     assert cli.main(["fit", str(CONFIG), "trainer.devices=1", "trainer.precision=O4", "trainer.max_epochs=12"]) == 0
     checkpoint = Path("runs/digits/version_0/checkpoints/last.ckpt")
-    # The copy beside the logs stands on its own, in another folder too.
+    # The copy beside the logs is complete: it works from another folder too.
     copy = Path("runs/digits/version_0/config.yaml")
     assert "precision: O4" in copy.read_text()
     rest = [str(copy), f"ckpt_path={checkpoint}"]

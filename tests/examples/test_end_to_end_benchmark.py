@@ -1,4 +1,4 @@
-"""The end-to-end benchmark runs, compares like with like, and is rendered; its figures are for a GPU."""
+"""The end-to-end benchmark runs, compares equal trainings, and is rendered; its figures are for a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/features.md: every row has an answer, each "yes" a test that is there, and Lightning's names are those that it has."""
+"""docs/features.md: every row has an answer, each "yes" names an existing test, and the lists of Lightning's names are complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"`(\w+)`")
 
 
 def rows():
-    """Section and cells of every row below a table's head."""
+    """Yields (section, cells) of every table row."""
     section = ""
     for line in PAGE.read_text().splitlines():
         if line.startswith("## "):
@@ -32,7 +32,7 @@ def rows():
 
 @functools.cache
 def written_in(path):
-    """The functions, each with its marks that are not parameters."""
+    """Returns the functions in a test file, each with its decorators except ``parametrize``."""
     tree = ast.parse((ROOT / path).read_text())
     return {
         one.name: [mark for mark in map(ast.unparse, one.decorator_list) if ".parametrize(" not in mark]
@@ -42,7 +42,7 @@ def written_in(path):
 
 
 def runs_everywhere(name, path):
-    """Whether a test is one of the short version's, and not of GPUs alone."""
+    """Returns whether a test runs in the short version and without a GPU."""
     marks = written_in(path).get(name, ["gone"])
     return "/gpu/" not in path and not any(re.search(r"gpu|slow|gone", mark) for mark in marks)
 
@@ -64,7 +64,7 @@ def test_every_row_has_an_answer_and_its_tests_are_there():
 
 
 def answers(*sections):
-    """The first word of each answer, by the names in its row."""
+    """Returns the first word of each answer, keyed by the names in its row."""
     return {
         name: cells[1].partition(":")[0].partition(",")[0]
         for section, cells in rows()
@@ -74,7 +74,7 @@ def answers(*sections):
 
 
 def test_all_that_lightning_has_is_answered_and_the_answer_is_true():
-    """Read from Lightning's files: to import it takes seconds."""
+    """Reads the names from Lightning's files, because importing Lightning takes seconds."""
     spec = importlib.util.find_spec("lightning")
     if spec is None:
         pytest.skip("needs the package lightning")
@@ -90,7 +90,7 @@ def test_all_that_lightning_has_is_answered_and_the_answer_is_true():
 
 
 def public_names(file):
-    """What stands in ``__all__``."""
+    """Returns the names in ``__all__``."""
     (names,) = [
         one.value
         for one in ast.parse(file.read_text()).body

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "forecasting" / "train.py"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs the script in this process and folder; returns the numbers that its last line has for ``pattern``."""
+    """Runs the script in this process and folder; returns the numbers in its last line that match ``pattern``."""
 
     def run(pattern, *arguments):
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--folder", "runs", *arguments])

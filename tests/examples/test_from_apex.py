@@ -1,4 +1,4 @@
-"""The example of a script for apex: equal digits unchanged and with the Trainer."""
+"""The example of a script for apex prints the same digits unchanged and with the Trainer."""
 
 from __future__ import annotations
 

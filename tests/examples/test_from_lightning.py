@@ -1,4 +1,4 @@
-"""The example of a script for Lightning: equal digits under both packages, and a README that shows what was changed."""
+"""The example of a script for Lightning prints the same digits under both packages; its README shows the changes."""
 
 from __future__ import annotations
 

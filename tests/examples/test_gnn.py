@@ -1,4 +1,4 @@
-"""The graph example: with the edges of the graph the test nodes' communities are found, without them half of them are."""
+"""The graph example: it finds the communities of the test nodes with the graph's edges, and half of them without edges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "gnn" / "train.py"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs the script in this process and folder; returns the numbers that its last line has for ``pattern``."""
+    """Runs the script in this process and folder; returns the numbers in its last line that match ``pattern``."""
 
     def run(pattern, *arguments):
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--folder", "runs", *arguments])

@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "gpt" / "train.py"
 
 
 LONG = [pytest.param(one, marks=pytest.mark.slow) for one in ("O1", "O3", "O4")]
-"""Levels that the digits example reaches its accuracy at in the short version; half takes its time on a CPU."""
+"""Levels that the digits example covers in the short version, because half precision is slow on a CPU."""
 
 
 @pytest.mark.parametrize("precision", ["O0", "O2", "O5", *LONG])
@@ -32,7 +32,7 @@ def test_learns_as_in_fp32_with_the_fused_optimizer(precision):
     loss, _ = gpt_losses(precision, "fused")
     assert first == pytest.approx(math.log(256), abs=0.4)
     assert reference < 3.2
-    # A step that dynamic scaling skips at first is missing among 50.
+    # Dynamic scaling may skip one of the first steps, so one of the 50 updates is missing.
     assert loss == pytest.approx(reference, abs=0.001 if precision == "O0" else 0.05)
 
 
@@ -76,7 +76,7 @@ def test_train_and_test_text_are_different_modules():
 
 
 def run(*arguments):
-    """Runs the script in this process, on the CPU; returns what it printed."""
+    """Runs the script in this process, on the CPU; returns its output."""
     sys.argv[:] = [str(SCRIPT), *map(str, arguments)]
     sys.path.insert(0, str(SCRIPT.parent))
     os.environ.update({"COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""})
@@ -86,7 +86,7 @@ def run(*arguments):
 
 
 def cell(output, label):
-    """The value beside ``label`` in the closing table, which has to be there exactly once."""
+    """Returns the value beside ``label`` in the final table, which must have the label exactly once."""
     (value,) = re.findall(rf"│ {re.escape(label)} +│ (.*?) +│", output)
     return value
 

@@ -1,4 +1,4 @@
-"""The README's commands and code run as they stand, and what it and the other pages point to exists."""
+"""The README's commands and code run unchanged, and the links of the README and of the pages have targets."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ RUN = {
     ".venv/bin/fabricamp test examples/digits/config.yaml ckpt_path=best": "test_accuracy",
     ".venv/bin/fabricamp plot runs/digits/version_0 runs/digits/version_1": "+ version_1",
 }
-"""What each command prints among other things."""
+"""A part of each command's output."""
 FORKED = ("doctor", "test", "plot")
-"""Subcommands whose interpreters bring nothing new: the command's script runs in a forked process, three seconds less each."""
+"""Subcommands that run in a forked process, which saves three seconds each: a new interpreter would test nothing more."""
 
 CODE_NOT_RUN = {
     "From apex": "lines of two scripts side by side; tests/apex runs scripts of apex's users",
@@ -47,7 +47,7 @@ CODE_NOT_RUN = {
 
 
 def commands():
-    """The indented lines of the page, outside of Python's blocks, in their order."""
+    """Returns the indented lines of the page outside of Python blocks, in order."""
     text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
     return [line.strip() for line in text.splitlines() if line.startswith("    ")]
 
@@ -64,7 +64,7 @@ def example():
 
 @pytest.fixture
 def clone(tmp_path):
-    """A clone in which `make demo` finds everything installed: pip would change the environment that the tests run in."""
+    """Returns a clone in which `make demo` finds everything installed, because pip would change the tests' own environment."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "examples"):
         source = ROOT / name
         shutil.copytree(source, tmp_path / name) if source.is_dir() else shutil.copy2(source, tmp_path)
@@ -116,7 +116,7 @@ def test_the_commands_work_in_the_order_in_which_they_stand(clone):
 
 
 def test_the_example_needs_nothing_but_what_the_package_brings(clone):
-    """Extras are hidden: after `pip install .` none of them is there."""
+    """Hides the extras, because `pip install .` does not install them."""
     assert len([line for line in example().splitlines() if line]) <= 20
     extras = ["sklearn", "torchmetrics", "torchdata", "hypothesis", "cupy", "scipy"]
     hidden = f"import runpy, sys; sys.modules.update(dict.fromkeys({extras})); runpy.run_path('train.py', run_name='__main__')"

@@ -1,4 +1,4 @@
-"""docs/reference.md: made from today's docstrings, which name every argument and every face."""
+"""docs/reference.md is rendered from the current docstrings, which describe every argument and public member."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = {
     and one.__name__ == name  # not RichModelSummary, which is ModelSummary
     and (
         "__init__" in vars(one) or REFERENCE.Doc(one).arguments
-    )  # AsyncCheckpoint says that they are those of ModelCheckpoint
+    )  # not AsyncCheckpoint: its docstring refers to the arguments of ModelCheckpoint
 }
 CALLS = {
     "Trainer": fabricamp.Trainer,
@@ -50,7 +50,7 @@ def test_the_page_is_that_of_the_docstrings():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_argument_is_explained_once_and_in_the_order_of_the_signature(name):
-    """``help()`` shows the docstring; what the signature has not is not in it."""
+    """``help()`` shows the docstring, so it must not describe arguments that the signature lacks."""
     parameters = [one for one in inspect.signature(CALLS[name]).parameters.values() if one.name != "self"]
     taken = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
     explained = [one for one in REFERENCE.Doc(CALLS[name]).arguments if not one.startswith("**")]
@@ -75,4 +75,4 @@ def test_every_face_has_a_line(kind):
     faces = {name: inspect.getattr_static(kind, name) for name in names}
     faces = {name for name, one in faces.items() if inspect.isroutine(one) or isinstance(one, kinds)}
     lost = [name for name in faces if f"| `{name}" not in page and f"### {kind.__name__}.{name}\n" not in page]
-    assert sorted(lost) == (["attach"] if kind is fabricamp.TrainingModule else [])  # called by the Trainer alone
+    assert sorted(lost) == (["attach"] if kind is fabricamp.TrainingModule else [])  # only the Trainer calls it

@@ -1,4 +1,4 @@
-"""Results become tables: what each script writes is what the page reads, and none of the files has to be there."""
+"""Rendering of results as tables: the page reads what each script writes, and any result file may be missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-import torch._dynamo  # torch's wrapper imports it: once here, before ranks are forked, and not in each of them
+import torch._dynamo  # torch's wrapper imports it: here once, before the ranks are forked, instead of in each rank
 
 from benchmarks import cross_entropy, norms, render, syncbn
 from tests.distributed.ranks import run_ranks
@@ -45,7 +45,7 @@ def test_synchronised_batch_norm_on_a_cpu_and_on_gpus(tmp_path):
 
 
 def on_gpus(found):
-    """What a run has besides where there are GPUs: torch's layer, GPU times, steps in a CUDA graph."""
+    """Adds the results that only GPU runs have: torch's layer, GPU times, steps in a CUDA graph."""
     walls = {syncbn.LOCAL: 1.0, syncbn.OURS: 1.5, syncbn.OF_TORCH: 6.0}
     layers = [
         {"shape": [1, 2], "layout": layout, "run": run, "wall_ms": wall, "gpu_ms": wall / 2, "host_us": 100 * wall}

@@ -1,4 +1,4 @@
-"""The example of a policy gradient: episodes are played with the present weights, and poles stay upright."""
+"""The policy-gradient example: it plays episodes with the current weights, and the poles stay upright."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "rl" / "train.py"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs the script in this process and folder; returns the numbers that its last line has for ``pattern``."""
+    """Runs the script in this process and folder; returns the numbers in its last line that match ``pattern``."""
 
     def run(pattern, *arguments):
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--folder", "runs", *arguments])

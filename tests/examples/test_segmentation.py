@@ -1,4 +1,4 @@
-"""The example of segmentation: all labelled pixels of a step weigh the same, and the U-Net finds the shapes."""
+"""The segmentation example: all labelled pixels of a step have the same weight, and the U-Net finds the shapes."""
 
 from __future__ import annotations
 

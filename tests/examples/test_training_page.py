@@ -1,4 +1,4 @@
-"""docs/training.md: its code runs as it stands, and does what the page says, at every opt level."""
+"""docs/training.md: its code runs unchanged, and does what the page says, at every opt level."""
 
 import copy
 import itertools
@@ -19,12 +19,12 @@ from tests.weighted import batches, flat
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-# How far a run may be from one in float64, as a share of the way.
+# Limits of the distance between a run's weights and those of a float64 run, relative to the distance trained.
 TOLERANCE = {"O0": 1e-5, "O1": 0.02, "O2": 0.02, "O3": 0.05, "O4": 0.1, "O5": 0.1}
 
 
 def section(heading):
-    """What the code under ``heading`` defines."""
+    """Returns the names that the code under ``heading`` defines."""
     code = re.search(r"```python\n(.*?)```", PAGE[PAGE.index(f"## {heading}") :], flags=re.DOTALL)
     names = {}
     exec(code[1], names)
@@ -32,7 +32,7 @@ def section(heading):
 
 
 def fitted(module, data, level, **options):
-    """Fits ``module``, without an overflow: there are none by hand."""
+    """Fits ``module`` at a loss scale that does not overflow, because the hand-written loop skips no steps."""
     before = flat(module)
     precision = OptLevel(level, max_loss_scale=256.0) if level in ("O1", "O2") else level
     trainer = quiet_trainer(**{"max_epochs": 2, "precision": precision, "use_distributed_sampler": False, **options})
@@ -64,7 +64,7 @@ def pairs(rank=0):
 
 
 def penalised_by_hand(of_ranks, window):
-    """Two epochs in float64; the loss of a window is the mean of its micro-batches'."""
+    """Trains two epochs in float64; the loss of an accumulation step is the mean over its micro-batches."""
     module = critic().double()
     optimizer = module.configure_optimizers()
     steps = [list(itertools.chain(*one)) for one in zip(*of_ranks, strict=True)]
@@ -126,7 +126,7 @@ def test_learning_rates_by_layer(level, tmp_path):
             schedule.step()
     logger = JSONLinesLogger(tmp_path)
     options = {"logger": logger, "callbacks": [LearningRateMonitor("step")], "log_every_n_steps": 1}
-    if level == "O2":  # behind a dynamic scale schedules follow applied steps, two later
+    if level == "O2":  # under a dynamic scale schedules follow the applied steps two steps later
         options["precision"] = OptLevel("O2", loss_scale=128.0)
     before, after = fitted(module, data, level, **options)
     assert apart(before, after, flat(twin)) < TOLERANCE[level]
@@ -146,7 +146,7 @@ def test_an_overflow_lowers_the_scale_of_its_loss_alone(level):
 
     class Overflows(names["Pair"]):
         def on_before_backward(self, loss):
-            if self.trainer.global_step == 2 and float(loss.detach()) < 0.1:  # the small one, which has loss_id=1
+            if self.trainer.global_step == 2 and float(loss.detach()) < 0.1:  # the small loss, with loss_id=1
                 loss.register_hook(lambda gradient: gradient * float("inf"))
 
     torch.manual_seed(0)

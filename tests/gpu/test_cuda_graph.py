@@ -1,4 +1,4 @@
-"""The step as one CUDA graph: the bits of eager steps, what Python does in a step, and what a run goes through."""
+"""The step as one CUDA graph: the bits of eager steps, effects of Python code in a step, and the events of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 class Net(TrainingModule):
-    """Convolution, BatchNorm, dropout and a noise that the step draws itself; the rate follows a schedule."""
+    """Convolution, BatchNorm, dropout and noise that the step draws itself; the learning rate follows a schedule."""
 
     def __init__(self, optimizer="fused", schedule=True):
         super().__init__()
@@ -65,7 +65,7 @@ class Net(TrainingModule):
 
 
 def images(count, *, spikes=False, last=0):
-    """Batches of 8, the last of an epoch shorter; ``spikes``: some overflow fp16."""
+    """Returns batches of 8, with a shorter last batch of an epoch; with ``spikes`` some batches overflow fp16."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8 * count + last, 1, 8, 8, generator=generator)
     if spikes:
@@ -74,7 +74,7 @@ def images(count, *, spikes=False, last=0):
 
 
 class Seen(Callback):
-    """What hooks get: outputs, gradients, logged values."""
+    """Records what hooks get: outputs, gradients, logged values."""
 
     def __init__(self):
         self.losses, self.gradients, self.epochs = [], [], []
@@ -118,12 +118,12 @@ def captured(trainer):
 
 
 def equal(one, other):
-    """The same bits; any nan is as good as another."""
+    """Returns whether two tensors have the same bits; any NaN equals any other."""
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def same(one, other):
-    """Two fits left the same bits: weights, buffers, optimizer, scale, generators, outputs, gradients, logged values."""
+    """Checks equal bits of two fits: weights, buffers, optimizer, scale, generators, outputs, gradients, logged values."""
     (first, own, seen), (second, others, watched) = one, other
     for (name, left), right in zip(own.state_dict().items(), others.state_dict().values(), strict=True):
         assert equal(left, right), name
@@ -165,7 +165,7 @@ def test_300_steps_have_the_bits_of_eager_ones(precision, optimizer):
 @pytest.mark.parametrize("optimizer", ["fused", "torch"])
 @pytest.mark.parametrize("precision", LEVELS)
 def test_windows_of_several_batches_have_the_bits_of_eager_ones(precision, optimizer):
-    """Windows of three, the last of an epoch of one short batch: each role is a graph of its own."""
+    """Accumulates three batches, with one short batch at the end of an epoch: each position in a step has its own graph."""
     level = OptLevel(precision, scale_window=15) if precision in ("O1", "O2") else precision
     options = {"gradient_clip_val": 0.5, "max_epochs": 8, "accumulate_grad_batches": 3, "val_check_interval": 13}
     runs = [
@@ -196,7 +196,7 @@ def test_the_bar_says_how_steps_run(caplog):
 
 
 class Shapes(torch.utils.data.Dataset):
-    """Batches of three sizes, in any order."""
+    """Batches of three sizes, in random order."""
 
     def __len__(self):
         return 60
@@ -208,7 +208,7 @@ class Shapes(torch.utils.data.Dataset):
 
 
 class Poison(Callback):
-    """Fills what is free of the memory that graphs share with nan before each batch."""
+    """Fills the free memory of the graphs' shared pool with NaN before each batch."""
 
     def __init__(self):
         self.graph, self.held, self.bytes = None, None, 0
@@ -250,7 +250,7 @@ def test_exact_resume_within_a_window(graphs, precision, tmp_path):
 
     class Save(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 21:  # two of four
+            if trainer.current_epoch == 1 and batch_idx == 21:  # after two of four micro-batches
                 trainer.save_checkpoint(tmp_path / "middle.ckpt")
 
     fit(first, precision, callbacks=[Save()], **options)
@@ -263,7 +263,7 @@ def test_exact_resume_within_a_window(graphs, precision, tmp_path):
 
 @pytest.mark.parametrize("precision", ["O0", "O2"])
 def test_parameters_that_take_no_part_in_windows(precision):
-    """One that never has a gradient, one that is frozen for an epoch, hooks that see what eager steps leave."""
+    """A parameter without a gradient, a parameter frozen for an epoch, and hooks that see the same as after eager steps."""
 
     class Partly(Net):
         def __init__(self):
@@ -425,12 +425,12 @@ def test_after_a_failed_step_all_is_given_back():
     with pytest.raises(ConfigError):
         fit(True, module=Effect("index"), max_epochs=1)
     assert torch.cuda.current_stream() == outer
-    torch.rand(3, device="cuda")  # the generator is no captured one
+    torch.rand(3, device="cuda")  # would raise if the generator were still part of a capture
     fit(True, max_epochs=1)
 
 
 def test_after_a_failed_capture_memory_of_several_streams_is_free_again():
-    """The allocator looks at what other streams have used as long as no capture goes on."""
+    """The allocator only reuses memory that several streams used if it does not take a capture to be running."""
     device, side = torch.device("cuda", 0), torch.cuda.Stream()
     with pytest.raises(ConfigError):
         fit(True, module=Effect("broken"), max_epochs=1)
@@ -514,11 +514,15 @@ def test_a_second_fit_and_batches_of_dicts():
 
 
 class Measured(Net):
-    """torchmetrics objects in training and validation, by update, by forward and as a collection that shares states."""
+    """torchmetrics objects in training and validation: by update, by forward, and as a collection with shared states."""
 
     def __init__(self, kind="accuracy"):
         super().__init__()
-        options = {"num_classes": 10, "validate_args": False, "average": "micro"}  # others count by a call that waits
+        options = {
+            "num_classes": 10,
+            "validate_args": False,
+            "average": "micro",
+        }  # other options use a call that waits for the device
         self.kind = kind
         self.train_accuracy = torchmetrics.classification.MulticlassAccuracy(**options)
         self.scores = torchmetrics.MetricCollection(
@@ -559,7 +563,7 @@ class Measured(Net):
 
 
 class Validated(Callback):
-    """What the hooks of an evaluation get, and what it has logged."""
+    """Records what the hooks of an evaluation get, and its logged values."""
 
     def __init__(self):
         self.outputs, self.values = [], []
@@ -601,7 +605,7 @@ def test_evaluation_and_torchmetrics_have_the_bits_of_eager_ones(precision):
 
 
 class OtherwiseMeasured(Measured):
-    """Does something else in validation while it is captured."""
+    """Computes something else in validation while it is captured."""
 
     def validation_step(self, batch, batch_idx):
         if not torch.cuda.is_current_stream_capturing():
@@ -611,7 +615,7 @@ class OtherwiseMeasured(Measured):
 
 
 def test_a_wrong_replay_of_an_evaluation_is_no_batch_of_the_run():
-    """The eager call that it is compared with takes its place: outputs, logged values and torchmetrics objects."""
+    """The eager call of the comparison replaces the wrong replay in outputs, logged values and torchmetrics objects."""
     with pytest.raises(ConfigError, match="a replay of validation_step differs bitwise from an eager call"):
         fit(CudaGraph(warmup=4), module=OtherwiseMeasured(), validation=images(12), max_epochs=1)
     found = []
@@ -638,7 +642,7 @@ def test_an_evaluation_that_is_replayed():
 
     look, module = Look(), Measured()
     fit(CudaGraph(warmup=4), module=module, validation=images(12), max_epochs=2, callbacks=[look])
-    assert look.replays == 2 + 24 - 3  # the sanity check's batches are seen too
+    assert look.replays == 2 + 24 - 3  # the batches of the sanity check count too
     trainer = trainer_of(CudaGraph(warmup=4, check_every=2), callbacks=[look])
     trainer.validate(module, images(12))
     assert look.replays == 12 - 3

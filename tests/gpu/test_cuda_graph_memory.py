@@ -1,4 +1,4 @@
-"""Captures that would not fit: refused before they begin, by bytes, on a card that is filled."""
+"""Captures that would not fit into memory are refused before they begin, with the number of bytes, on a filled card."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 64
 
 
 class Wide(TrainingModule):
-    """Few weights, and activations of 2 MiB a row."""
+    """Has few weights, and activations of 2 MiB per row."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Wide(TrainingModule):
 
 
 class Runs(Callback):
-    """Which batches were replays, and what the graphs have reserved."""
+    """Records the number of replays after each batch."""
 
     def __init__(self):
         self.replays = []
@@ -49,7 +49,7 @@ class Runs(Callback):
 
 @pytest.fixture(scope="module")
 def wide():
-    """How many bytes a step of 64 rows takes."""
+    """The bytes of memory that a step of 64 rows needs."""
     module = Wide().cuda()
     batch = torch.ones(ROWS, 1, device="cuda")
     torch.cuda.reset_peak_memory_stats()
@@ -60,7 +60,7 @@ def wide():
 
 @pytest.fixture
 def limited(wide):
-    """Returns what leaves this process room for so many steps, beyond what it has."""
+    """Returns a function that limits this process to memory for a number of steps beyond what it has reserved."""
 
     def limit(steps):
         gc.collect()
@@ -86,7 +86,7 @@ AUTO = CudaGraph(warmup=4, required=False)
 
 
 def test_a_graph_beside_which_no_step_fits_is_left_out_by_auto(limited, caplog):
-    """Its first replay is compared with an eager step, and a short batch runs eagerly: both have to fit beside it."""
+    """The comparison of the first replay and a short batch run eagerly: an eager step has to fit beside the graph."""
     rows = [ROWS] * 12
     wanted, _ = fit(False, rows)
     limited(1.7)
@@ -119,7 +119,7 @@ def test_another_shape_that_does_not_fit_stays_eager(limited, caplog):
 
 
 class Fills(Callback):
-    """Takes what is free, but for some, before the batch that would be captured."""
+    """Allocates all free memory except ``left`` bytes, before the batch that would be captured."""
 
     def __init__(self, left):
         self.left, self.held = left, None
@@ -146,9 +146,9 @@ def test_a_full_card_is_an_error_with_bytes_where_a_graph_is_required(limited, w
     assert 0.9 * wide < needed < 1.2 * wide
     assert (
         0 < free < 0.8 * wide
-    )  # the eager step's gradients are free by then, and what they kept the allocator from giving back
+    )  # by then the eager step's gradients are freed, and so is the memory that the allocator could not return because of them
     assert "give a smaller batch" in words
-    limited(2.5)  # nothing of it is held
+    limited(2.5)  # the refused capture holds no memory
     _, replays = fit(CudaGraph(warmup=4), [ROWS] * 12)
     assert replays[-1] == 12 - 3
 
@@ -167,7 +167,7 @@ def test_an_evaluation_that_does_not_fit_runs_eagerly(limited, caplog):
 
 
 def pooled():
-    """How many bytes the pool of each graph has reserved."""
+    """Returns the bytes that the pool of each graph has reserved."""
     sizes = collections.Counter()
     for one in torch.cuda.memory_snapshot():
         if one["segment_pool_id"] != (0, 0):
@@ -176,7 +176,7 @@ def pooled():
 
 
 def test_what_a_step_takes_is_about_what_its_graph_reserves():
-    """An estimate that were far too high would refuse what fits."""
+    """A far too high estimate would refuse graphs that fit."""
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):

@@ -33,7 +33,7 @@ def join():
 
 
 class Samples(Dataset):
-    """``odd``: ranks see batches of other sizes than each other."""
+    """A dataset; with ``odd`` the ranks get batches of different sizes."""
 
     def __init__(self, count, *, odd=False, spikes=False):
         self.count, self.odd, self.spikes = count, odd, spikes
@@ -106,7 +106,9 @@ def fitted(
     torch.manual_seed(5 + trainer.global_rank)
     trainer.fit(module, DataLoader(Samples(60, **data), batch_size=None))
     state = [one.cpu() for one in module.state_dict().values()]
-    assert not graph or not isinstance(strategy, DDP) or watch.first >= 11  # torch's wrapper takes statistics before
+    assert (
+        not graph or not isinstance(strategy, DDP) or watch.first >= 11
+    )  # torch's wrapper takes statistics in its first steps
     return state, torch.stack(watch.losses).cpu(), watch.replays, trainer.skipped_steps
 
 
@@ -158,7 +160,7 @@ def runs(names):
 
 
 class Counted:
-    """What compares replays with eager steps, and how often it has."""
+    """Counts the comparisons of replays with eager steps."""
 
     def __init__(self, compare):
         self.count, self.compare = 0, compare
@@ -190,7 +192,7 @@ CALLBACKS = {"Freeze": Freeze, "Change": lambda: GradientAccumulationScheduler({
 
 
 class Late(Net):
-    """One rank's step cannot be captured."""
+    """A step that cannot be captured on one rank."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -236,6 +238,6 @@ def ends_with_graphs():
 
 
 def test_processes_end_after_graphs_with_exchanges():
-    """NCCL waits for ever where a group ends before a graph of its exchanges does; the group of a fit is the Trainer's own."""
+    """NCCL hangs if a group is destroyed before a graph with its collectives; the Trainer owns the group of a fit."""
     for words in run_ranks(ends_with_graphs, 2, backend=None, start_method="spawn", timeout=60):
         assert words == [True, "here", True]

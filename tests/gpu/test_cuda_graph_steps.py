@@ -1,4 +1,4 @@
-"""Several steps in one launch: the bits of eager steps, in what hooks see behind each too, and what a run goes through."""
+"""Several steps in one launch: the bits of eager steps, also in what hooks see after each step, and the events of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUPED = CudaGraph(steps=STEPS)
 
 
 class Late(Callback):
-    """What hooks see behind each step that does not change before they run, and how many launches there were."""
+    """Records the values that late hooks see unchanged for each step, and the number of launches."""
 
     def __init__(self):
         self.rows, self.epochs, self.launches = [], [], 0
@@ -54,7 +54,7 @@ class Late(Callback):
 
 
 class Scheduled(Net):
-    """With a schedule of another kind, of rates and of momentum."""
+    """Has another kind of schedule, of learning rates or of momentum too."""
 
     def __init__(self, optimizer="fused", kind="cycle", steps=320):
         super().__init__(optimizer, schedule=False)
@@ -81,7 +81,7 @@ def fit(graph, precision="O0", module=None, loader=None, *callbacks, **options):
 
 
 def same(one, other, launches=1):
-    """Two fits left the same bits, and their hooks saw the same; the second launched steps together."""
+    """Checks that two fits have the same bits, that their hooks saw the same, and that the second launched steps together."""
     (first, own, seen), (second, others, watched) = one, other
     assert watched.launches >= launches
     assert len(seen.rows) == len(watched.rows)
@@ -116,7 +116,7 @@ def test_300_steps_have_the_bits_of_eager_ones(precision, optimizer):
 @pytest.mark.parametrize("optimizer", ["fused", "torch"])
 @pytest.mark.parametrize("precision", ["O0", "O2"])
 def test_schedules_by_steps(precision, optimizer, kind):
-    """OneCycle moves betas too: torch's optimizers have them as constants, and are captured with a schedule of rates alone."""
+    """OneCycle also changes betas, which are constants in torch's captured optimizers: these get a schedule of rates only."""
     if (optimizer, kind) == ("torch", "cycle"):
         kind = "step"
     level = OptLevel(precision, scale_window=6) if precision == "O2" else precision
@@ -182,7 +182,7 @@ def test_an_overflow_names_the_parameter(policy):
 
 @pytest.mark.parametrize("graphs", [(False, GROUPED), (GROUPED, False), (GROUPED, CudaGraph(steps=3))])
 def test_exact_resume_within_what_would_be_a_launch(graphs, tmp_path):
-    """A checkpoint at step 45; the run that goes on has its launches elsewhere."""
+    """Saves at step 45; the resumed run's launches begin at other steps."""
     level = OptLevel("O2", scale_window=7)
     loaders = [images(30, spikes=True, last=3) for _ in range(2)]
     whole = fit(graphs[0], level, Net(), loaders[0], AmpState(), max_steps=90, max_epochs=-1)
@@ -224,7 +224,7 @@ def test_it_launches_together_what_it_can():
             launches.append(sum(one.replays for one in captured(trainer)._groups.values()))
 
     _, _, late = fit(GROUPED, "O0", Net(), images(40), Look(), max_epochs=1)
-    # Eleven batches one by one, the last of them the first replay; a launch is made at the first of its batches.
+    # Eleven batches run one by one, the last of them as the first replay; a launch is made at the first of its batches.
     assert launches == [*[0] * 11, *[1] * 8, *[2] * 8, *[3] * 8, *[3] * 5]
     assert late.launches == 3
 

@@ -1,4 +1,4 @@
-"""What is known to break CUDA graphs: streams of before, other threads, windows of another length, what only a comparison finds."""
+"""Known problems of CUDA graphs: earlier streams, other threads, changed accumulation, and errors that only a comparison finds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("O0", "fused"), ("O0", "torch"), ("O2", "fused"), ("O5", "sgd")])
 def test_windows_whose_length_changes_over_epochs(precision, optimizer):
-    """Graphs of another length go with it; each epoch ends with a short window."""
+    """A new number of micro-batches drops the old graphs; each epoch ends with a short accumulation step."""
 
     class Roles(Callback):
         found: ClassVar[list] = []
@@ -43,7 +43,7 @@ def test_windows_whose_length_changes_over_epochs(precision, optimizer):
 
 
 class Loop:
-    """The graph of a run that is over, which only a collection finds."""
+    """The graph of an earlier run in a reference cycle, which only the garbage collector frees."""
 
     def __init__(self):
         self.itself, self.graph = self, torch.cuda.CUDAGraph()
@@ -54,14 +54,14 @@ class Loop:
 
 def test_a_graph_of_an_earlier_run_is_not_let_go_within_a_capture():
     gc.collect()
-    gc.freeze()  # collections that come so often must not look through all that other tests have loaded
+    gc.freeze()  # so that these frequent collections do not scan the objects of other tests
     earlier = [Loop() for _ in range(8)]
 
     class Collected(Net):
         def training_step(self, batch, batch_idx):
             if torch.cuda.is_current_stream_capturing() and earlier:
                 earlier.clear()
-                assert len([[] for _ in range(5000)]) == 5000  # more new objects than a collection waits for
+                assert len([[] for _ in range(5000)]) == 5000  # enough new objects to trigger a collection
             return super().training_step(batch, batch_idx)
 
     before, enabled = gc.get_threshold(), gc.isenabled()
@@ -77,7 +77,7 @@ def test_a_graph_of_an_earlier_run_is_not_let_go_within_a_capture():
 
 
 def test_runs_one_after_the_other_share_their_streams():
-    """cuBLAS keeps a workspace, of 32 MiB on some cards, for each stream and thread that it was on, for good."""
+    """cuBLAS never frees its workspaces, up to 32 MiB for each stream and thread that used it."""
     reserved, streams = [], []
     for _ in range(4):
         fit(CudaGraph(warmup=4), "O0", Net(), max_epochs=3)
@@ -87,11 +87,13 @@ def test_runs_one_after_the_other_share_their_streams():
         streams.append({one.cuda_stream for one in graphs._FREE[torch.device("cuda", 0)]})
     assert streams[1:] == streams[:1] * 3
     assert max(reserved[1:]) - reserved[0] < 2**21
-    assert not streams[0] & {torch.cuda.Stream().cuda_stream for _ in range(64)}  # no other thread gets one of them
+    assert not streams[0] & {
+        torch.cuda.Stream().cuda_stream for _ in range(64)
+    }  # torch's pool does not give these streams to others
 
 
 class Otherwise(Net):
-    """Does something else while it is captured."""
+    """Computes something else while it is captured."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -109,7 +111,7 @@ def test_a_first_replay_with_other_bits_leaves_the_run_as_it_was(precision, accu
 
 
 class Draws(Net):
-    """Draws from a generator of its own, too."""
+    """Also draws from its own generator."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +139,7 @@ def test_a_generator_of_the_module_draws_what_it_draws_in_eager_steps(accumulate
 
 
 def test_a_later_check_finds_what_no_graph_sees():
-    """A hook changes what a list holds, and the step reads it there."""
+    """A hook changes the content of a list that the step reads."""
 
     class Listed(Net):
         def __init__(self):
@@ -159,7 +161,7 @@ def test_a_later_check_finds_what_no_graph_sees():
 
 
 def test_nodes_of_an_earlier_backward_hold_another_stream():
-    """AccumulateGrad nodes keep the stream that they were made on; somebody may hold those of a backward before the fit."""
+    """AccumulateGrad nodes keep the stream of their creation, and a program may hold nodes of a backward before the fit."""
 
     def run(graph):
         module = Net().cuda()

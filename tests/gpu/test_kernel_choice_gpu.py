@@ -1,4 +1,4 @@
-"""A run with a norm that a small input makes torch's in eager steps and a kernel's in captured ones: it stays what it began as."""
+"""A small norm runs by torch in eager steps and by a kernel in captured steps; a resumed run keeps the run's first choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTED = set()  # not in the module, whose attributes a captured step must not ch
 
 
 def note(module, given, made):
-    """Notes what the norm was, in steps that Python runs."""
+    """Records whether the norm was a kernel, in steps that Python runs."""
     if torch.is_grad_enabled():
         NOTED.add(type(made.grad_fn).__name__)
 

@@ -1,4 +1,4 @@
-"""On a GPU: sticky skips without a wait, the ring in pinned memory, names, and an update of a window captured and replayed."""
+"""On a GPU: sticky skips without a wait, the ring in pinned memory, names, and a captured update of an accumulation step."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_ring_and_mirror_hold_the_same_rows():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_captured_update_replays_with_another_lr(level):
-    """Precision.step of one window: clip, multiplier, scale and ring come from device memory, and so does lr."""
+    """Precision.step of one accumulation step: clip, multiplier, scale, ring and lr are read from device memory."""
     runs = [Run(level, None, OPTIMIZERS["FusedAdam"], scale_window=4) for _ in range(2)]
     captured, eager = runs
     for run in runs:
@@ -176,7 +176,7 @@ def test_a_captured_update_replays_with_another_lr(level):
                     gradient.copy_(torch.full_like(gradient, 0.01))
         give(captured)
         captured.optimizer.gather(
-            captured.gradients, captured.precision._stepper._param_map(captured.optimizer).copies
+            captured.gradients, captured.precision._stages(captured.optimizer).params.copies
         )  # uploads the lr
         graph.replay()
         update(eager)
@@ -245,7 +245,7 @@ def test_through_the_trainer(level, optimizer, policy):
 
 
 class Launches(Callback):
-    """Whether steps are replayed, and how many launches of several there were."""
+    """Records whether steps are replayed, and the number of launches of several steps."""
 
     replays, launches = False, 0
 
@@ -259,11 +259,11 @@ class Launches(Callback):
 
 
 BAD = 25
-"""The batch of 40 whose first sample is not a number: behind the eleventh steps are replayed."""
+"""The batch, of 40, with a NaN in its first sample; steps are replayed from the eleventh on."""
 
 
 def stopped(graph, level, folder):
-    """A fit that ``nan_policy="stop"`` ends, and the one that goes on from its file."""
+    """Runs a fit that ``nan_policy="stop"`` ends, and a fit that resumes from its checkpoint."""
     keeper, launches, batches = ModelCheckpoint(dirpath=folder), Launches(), loader(160)
     batches.dataset.tensors[0][4 * BAD] = float("nan")
 
@@ -298,7 +298,7 @@ def stopped(graph, level, folder):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_stop_under_cuda_graphs_is_that_of_eager_steps(level, tmp_path):
-    """A launch of several steps goes to its end first: all that comes behind the bad step is skipped, as ever."""
+    """A launch of several steps finishes first; all steps after the bad step are skipped, as in eager runs."""
     steps, words, weights, files, later = zip(
         *[
             stopped(graph, level, tmp_path / str(number))
@@ -306,7 +306,7 @@ def test_a_stop_under_cuda_graphs_is_that_of_eager_steps(level, tmp_path):
         ],
         strict=True,
     )
-    # Told two steps behind the bad one, which is the 26th; launches of four end with the 27th and the 31st.
+    # The host learns of the bad step, the 26th, two steps later; launches of four end with the 27th and the 31st.
     assert steps == (BAD + 1 + LAG, BAD + 1 + LAG, 31)
     assert words[0] == words[1] == words[2]
     assert "net." in words[0]

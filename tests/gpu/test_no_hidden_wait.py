@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "torch": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True),
     "fused": lambda parameters: FusedAdam(parameters, lr=1e-3, eps=1e-4),
 }
-WARM = 15  # also behind the capture of a run with PL_TRAINER_CUDA_GRAPH=auto, which waits
+WARM = 15  # also after the capture of a run with PL_TRAINER_CUDA_GRAPH=auto, which waits
 STEPS = 100
 FLUSH = 25
 CALLS = ("DeviceSynchronize", "StreamSynchronize", "EventSynchronize", "CtxSynchronize", "Memcpy")
@@ -90,7 +90,7 @@ def fit(precision, optimizer, *callbacks, logger=False):
 
 
 class ErrorOnWait(Callback):
-    """torch itself raises at every synchronising call of its own."""
+    """Makes torch raise an error at each of its synchronising calls."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == WARM:
@@ -124,7 +124,7 @@ def test_norms_of_gradients_are_silent_too(precision, optimizer, tmp_path):
 
 
 class SleepFirst(Callback):
-    """Queues two seconds of work, then looks whether it still runs when the host has issued two steps."""
+    """Queues two seconds of work, then checks that it still runs after the host has queued two steps."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == WARM:
@@ -145,7 +145,7 @@ def test_two_steps_are_issued_behind_two_seconds_of_work(precision, optimizer):
 
 
 class Profiled(Callback):
-    """A trace of the steps between two flushes."""
+    """Records a trace of the steps between two flushes."""
 
     def __init__(self, path):
         self.path = path
@@ -159,7 +159,7 @@ class Profiled(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == 3 * FLUSH - 3:
-            # Without a wait of its own: the profiler's stop synchronises, after the last event of interest.
+            # No wait here: the profiler's stop synchronises, after the last event of interest.
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.path))
 
@@ -169,12 +169,12 @@ def test_no_synchronising_call_between_two_flushes(precision, optimizer, tmp_pat
     fit(precision, optimizer, Profiled(path))
     events = json.loads(path.read_text())["traceEvents"]
     launches = [event for event in events if event.get("name", "").startswith(LAUNCHES)]
-    assert len(launches) >= FLUSH - 5  # one at least in each step, of a kernel or of a graph
+    assert len(launches) >= FLUSH - 5  # at least one launch in each step, of a kernel or of a graph
     end = max(event["ts"] for event in launches)
     waits = [event["name"] for event in events if event.get("name") in WAITS and event.get("ts", end) < end]
     # With dynamic scaling the host may wait for the step before the last one, and for nothing else.
     allowed = FLUSH if precision in {"O1", "O2"} else 0
     assert [name for name in waits if name != "cudaEventSynchronize"] == []
     assert len(waits) <= allowed
-    # From memory that is not pinned a copy waits too, whatever it is called.
+    # A copy from pageable memory waits too, whatever function makes it.
     assert [event["name"] for event in events if "Pageable" in event.get("name", "")] == []

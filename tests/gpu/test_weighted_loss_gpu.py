@@ -56,7 +56,7 @@ def test_a_window_without_weight_has_zero_gradients(level):
 
 class ErrorOnWait(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.fit_loop.total_batch_idx == 30:  # behind the captures of a run with PL_TRAINER_CUDA_GRAPH=auto
+        if trainer.fit_loop.total_batch_idx == 30:  # after the captures of a run with PL_TRAINER_CUDA_GRAPH=auto
             torch.cuda.set_sync_debug_mode("error")
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -84,7 +84,7 @@ def test_the_host_waits_for_nothing(level, numbers):
 
 
 class Replays(Callback):
-    """How many replays the last graphs of a fit had, and what each batch's hook got."""
+    """Records the number of replays of a fit's last graphs, and the loss and weight in each batch's hook."""
 
     def __init__(self):
         self.count, self.seen = 0, []
@@ -96,7 +96,7 @@ class Replays(Callback):
 
 
 class Sparse(Tokens):
-    """Some windows have no weight at all; the weights are now small, now large."""
+    """Some accumulation steps have weight 0; the other weights vary between small and large."""
 
     def training_step(self, batch, batch_idx):
         total, weight = self.summed(batch)
@@ -108,7 +108,7 @@ class Sparse(Tokens):
 
 
 def graph_and_eager(level, accumulate, optimizer, module=Tokens, rank=0, **options):
-    """Fits eagerly and as a graph: weights, what hooks got, how many replays there were."""
+    """Fits eagerly and as a graph; returns weights, values in hooks and the number of replays."""
     found = []
     for graph in (False, CudaGraph(warmup=4)):
         watch = Replays()
@@ -141,7 +141,7 @@ def test_a_graph_over_windows_without_weight(level):
 
 
 class Numbers(Tokens):
-    """The weight is a number of the host, of each batch another one where ``counts``."""
+    """The weight is a number on the host; with ``counts`` each batch has another weight."""
 
     def __init__(self, optimizer, *, counts=False):
         super().__init__(optimizer)

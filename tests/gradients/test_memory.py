@@ -1,4 +1,4 @@
-"""Sums of gradients in flat memory: what is added, which parameters take part, and what that costs."""
+"""Sums of gradients in flat memory: the sums, the parameters with gradients, and the number of operations."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_parameter_takes_part_that_any_micro_batch_reached():
 
 
 def test_a_window_that_an_older_version_saved_goes_on():
-    """One tensor a dtype without gaps, and behind it one flag for each of its own parameters."""
+    """The earlier format: one tensor per dtype without gaps, followed by one flag for each parameter of this dtype."""
     owners = parameters()
     memory = GradientMemory(owners, sums=True)
     backward(owners, 1, skip=(0, 3))

@@ -32,7 +32,7 @@ def _without(wheel: str) -> None:
 
 @functools.cache
 def nvrtc() -> ctypes.CDLL:
-    """The library; skips the test where its wheel is not installed."""
+    """Returns the library; skips the test if its wheel is not installed."""
     path = next((p for s in ("libnvrtc.so.13", "libnvrtc.so.12", "nvrtc64") if (p := _installed(s)) is not None), None)
     if path is None:
         _without("nvidia-cuda-nvrtc")

@@ -53,7 +53,7 @@ def compiles(file, architecture, kinds):
 
 @pytest.mark.parametrize("file", KINDS)
 def test_compiles_without_spills(file):
-    """All rows for Hopper, and a few for the oldest and the newest GPU: rows differ in little from one to another."""
+    """Compiles all rows for Hopper, and few for the oldest and the newest GPU, because rows differ little from each other."""
     known = architectures()
     for architecture, rows in ((known[0], 2), (90, None), (known[-1], 1)):
         compiles(file, architecture, KINDS[file][:rows])

@@ -1,4 +1,4 @@
-"""SyncBatchNorm's kernels compile for what layers make of them, without spills; test_compile.py has every architecture."""
+"""SyncBatchNorm's kernels compile without spills for the variants that layers use; test_compile.py has every architecture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = [
 ]
 
 
-# Kinds and architectures act on each other in little: each of both comes twice, and all together in the long version.
+# Variants and architectures hardly interact: the short version has each of them twice, the long version all combinations.
 PAIRS = [(KINDS[0], 90), (KINDS[1], -1), (KINDS[2], 90), (KINDS[3], -1)]
 OTHERS = [(KINDS[0], -1), (KINDS[1], 90), (KINDS[2], -1), (KINDS[3], 90)]
 

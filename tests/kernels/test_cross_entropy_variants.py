@@ -1,4 +1,4 @@
-"""Cross-entropy compiles without spills for the dtypes and numbers of threads that its file does not have by default."""
+"""Cross-entropy compiles without spills for dtypes and numbers of threads other than the defaults in its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm compile without spills as they are laid out for wide rows; test_compile.py has every architecture."""
+"""LayerNorm and RMSNorm compile without spills in the layouts for wide rows; test_compile.py has every architecture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLDER_SPILL, WITHOUT_SPILLS = 56, (13, 3)
 
 @pytest.fixture
 def texts(monkeypatch):
-    """The sources that would be compiled for a large GPU, instead of kernels."""
+    """Collects the sources that would be compiled for a large GPU, in place of compiling them."""
     made = []
 
     def note(file, function, kinds, device, defines, shared=0):
@@ -58,7 +58,7 @@ def test_no_variant_spills(texts, monkeypatch, width, center, dtype, sizes, wide
     norm = norm_plans.Norm(width, center, dtype, dtype, dtype, True, center, False, torch.device("cpu"))
     norm_kernels._forward(norm, True)
     assert (norm_kernels._backward(norm, True, True) is None) is wide
-    assert ("norm_backward_ring(" in texts[-1]) is (len(sizes) > 1)  # what has no clusters has no ring either
+    assert ("norm_backward_ring(" in texts[-1]) is (len(sizes) > 1)  # without clusters the ring kernel is not used
     if wide:
         norm_kernels._wide(norm, True, True)
     else:

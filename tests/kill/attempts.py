@@ -1,4 +1,4 @@
-"""Runs a job on several ranks, one of which is killed at a chosen moment: forked, so that an attempt takes half a second.
+"""Runs a job on several forked ranks and kills one of them at a chosen time; forking makes an attempt take half a second.
 
 from tests.kill.attempts import Kill, attempt
 """
@@ -27,15 +27,15 @@ from tests.small import Classifier, loader, quiet_trainer
 __all__ = ["WORLD_SIZE", "Armed", "Attempt", "Kill", "attempt", "draw", "import_everything"]
 
 WORLD_SIZE = 2
-# Limits for what hangs, and for nothing else: no job ends by them.
+# Limits for hanging attempts only; no other attempt reaches them.
 _SECONDS = 200.0
 _ALONE_SECONDS = 100.0
 
-# Functions of Python that ask the system to do something with a file.
+# Python functions that make a system call on a file.
 _OPERATIONS = {"open", "write", "flush", "fsync", "close", "replace", "rename", "link", "symlink", "unlink", "mkdir"}
 _OPERATIONS |= {"flock", "sendfile", "copy_file_range", "truncate"}
 
-# What is going on, told by the innermost of these functions on the way to where a rank was killed.
+# The phase of a killed rank, by the innermost of these functions on its stack.
 _PHASES = {
     "rotate": "rotating",
     "make_room": "rotating",
@@ -50,10 +50,10 @@ _PHASES = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Which rank is killed with SIGKILL, and when.
+    """The rank to kill with SIGKILL, and the time of the kill.
 
-    ``kind`` "file" and "operation": before its n-th change of a name in the folder, or call of the system that touches a file;
-    "call": at its n-th Python call; "time": after so many seconds of training.
+    ``kind`` "file": before the rank's n-th creation, renaming or removal of a file in the folder; "operation": before its n-th
+    system call on a file; "call": at its n-th Python call; "time": after n seconds of training.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How an attempt ended: exit codes, what the killed rank was doing ("" where nobody was), tracebacks of the others."""
+    """The result of an attempt: exit codes, the phase of the killed rank ("" without a kill), tracebacks of the others."""
 
     codes: list[int]
     phase: str
@@ -75,21 +75,21 @@ class Attempt:
 
 
 def draw(generator, spans):
-    """A kill at a moment that ``generator`` draws from ``spans``: how many of each kind each rank has in a run without a kill."""
+    """Returns a random kill; ``spans`` are the counts of each kind and rank in a run without a kill."""
     rank, kind = generator.choice([(0, "file"), (0, "operation"), (0, "call"), (1, "call"), (0, "time"), (1, "time")])
     span = spans[rank][kind]
     return Kill(rank, kind, generator.uniform(0, span) if kind == "time" else generator.randint(1, span))
 
 
 def import_everything(folder):
-    """Imports what is imported on first use, so that it is there in every process that is forked from now on."""
+    """Runs the imports of the first use, so that processes forked afterwards have them."""
     options = {"max_epochs": 1, "enable_checkpointing": True, "default_root_dir": folder}
     quiet_trainer(**options).fit(Classifier(), loader(8), loader(8), ckpt_path="auto")
     torch.optim.AdamW(torch.nn.Linear(1, 1).parameters()).step()
 
 
 def attempt(job, folder, kill=None, world_size=WORLD_SIZE):
-    """Runs ``job(armed)`` on every rank; ``armed`` is the callback that arms the kill, and counts where there is none."""
+    """Runs ``job(armed)`` on every rank; ``armed`` is the callback that arms the kill, or without a kill counts events."""
     context = multiprocessing.get_context("fork")
     all_here = context.Barrier(world_size)
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -123,7 +123,7 @@ def attempt(job, folder, kill=None, world_size=WORLD_SIZE):
 
 
 def _work(job, folder, rank, variables, kill, all_here):
-    logging.root.handlers.clear()  # pytest's: what a rank says is found on its stderr
+    logging.root.handlers.clear()  # removes pytest's handlers, so that a rank logs to its stderr
     os.environ.update(variables)
     os.setpgrp()
     torch.set_num_threads(1)
@@ -141,7 +141,7 @@ def _work(job, folder, rank, variables, kill, all_here):
 
 
 def _wait(processes, folder, kill):
-    """Waits for all; once one is dead, the others have to end by themselves."""
+    """Waits for all processes; after one is killed, the others have to end by themselves."""
     began = time.monotonic()
     deadline = began + _SECONDS
     waiting = {process.sentinel: process for process in processes}
@@ -165,7 +165,7 @@ def _wait(processes, folder, kill):
 
 
 class Armed(Callback):
-    """Arms the kill when training starts (file operations: at once), or counts what there is to kill at."""
+    """Arms the kill when training starts ("file": at once), or counts the events at which a kill is possible."""
 
     def __init__(self, folder, rank, kill):
         self._folder = folder
@@ -174,7 +174,7 @@ class Armed(Callback):
         self._counts = {"file": 0, "operation": 0, "call": 0}
         self._began = 0.0
         if kill is None or kill.kind == "file":
-            # As "open", "os.rename", "os.remove", "os.link" of CPython; a hook lasts as long as its process.
+            # CPython's audit events "open", "os.rename", "os.remove", "os.link"; an audit hook cannot be removed.
             sys.addaudithook(self._on_file)
 
     def on_fit_start(self, trainer, module):
@@ -185,7 +185,7 @@ class Armed(Callback):
 
     def on_fit_end(self, trainer, module):
         sys.setprofile(None)
-        seconds = (time.monotonic() - self._began) / 2  # the counting takes as long again
+        seconds = (time.monotonic() - self._began) / 2  # half, because counting doubles the time
         (self._folder / f"attempt-counts-{self._rank}").write_text(json.dumps({**self._counts, "time": seconds}))
 
     def _on_file(self, event, arguments):

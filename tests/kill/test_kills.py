@@ -1,4 +1,4 @@
-"""A rank is killed with SIGKILL again and again, and the job restarted: in the end its weights are those of a straight run."""
+"""A rank is killed with SIGKILL repeatedly, and the job is restarted: its final weights equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Noisy(Classifier):
-    """Draws random numbers, validates, and has statistics that are no parameters."""
+    """Consumes random numbers, validates, and has BatchNorm's statistics."""
 
     def __init__(self):
         super().__init__()
@@ -34,14 +34,14 @@ class Noisy(Classifier):
 
 
 def parts(value):
-    """``value`` with this rank's parts of what is sharded."""
+    """Returns ``value`` with this rank's local shards in place of sharded tensors."""
     if isinstance(value, dict):
         return {key: parts(item) for key, item in value.items()}
     return [*map(parts, value)] if isinstance(value, list | tuple) else local(value)
 
 
 def job_in(folder, strategy=DDP, kind=ModelCheckpoint):
-    """Trains 24 steps of 3 epochs, saves 12 times and validates 6 times; leaves its weights where it comes to its end."""
+    """Returns a job that trains 24 steps in 3 epochs, saves 12 times, validates 6 times, and writes its weights at its end."""
 
     def job(armed):
         seed_everything(7, verbose=False)
@@ -67,7 +67,7 @@ def job_in(folder, strategy=DDP, kind=ModelCheckpoint):
 
 
 def check_files(folder):
-    """Every file, or folder, loads, or its name says that it is not one."""
+    """Checks that every file or folder loads, or has a hidden name."""
     for file in (folder / "checkpoints").glob("*"):
         if not (file.name.startswith(".") and file.name.endswith(PARTIAL_SUFFIX)):
             assert read_checkpoint(file)["global_step"] > 0, file
@@ -86,7 +86,7 @@ def same(one, other):
 
 
 def straight(folder, strategy, kind):
-    """What a run that nobody kills ends with, and how much of it there is to kill at."""
+    """Runs without a kill; returns its result and the counts of events at which a kill is possible."""
     import_everything(folder / "warm")
     assert attempt(job_in(folder, strategy, kind), folder).finished
     spans = [json.loads((folder / f"attempt-counts-{rank}").read_text()) for rank in range(WORLD_SIZE)]
@@ -94,7 +94,7 @@ def straight(folder, strategy, kind):
 
 
 def survive(folder, number, seed, strategy=DDP, kind=ModelCheckpoint):
-    """Kills ``number`` times, over as many trainings as that takes; returns how often in which phase."""
+    """Kills ``number`` times, over as many trainings as necessary; returns the number of kills per phase."""
     expected, spans = straight(folder / "straight", strategy, kind)
     generator = random.Random(seed)
     phases = collections.Counter()
@@ -125,7 +125,7 @@ def test_twenty_kills(tmp_path):
 
 
 class Encoder:
-    """An object that draws random numbers while it is pickled."""
+    """An object that consumes random numbers while it is pickled."""
 
     def __getstate__(self):
         return {"drawn": random.random() + torch.rand(1).item()}
@@ -172,7 +172,7 @@ def test_kills_of_two_ranks_with_objects(kind, tmp_path):
 
 
 def alone_in(folder, strategy, writes):
-    """One process that saves three times, so that it rotates: few steps, so that all of its file operations can be tried."""
+    """One process that saves three times, so that files rotate; few steps, so that all of its file operations can be tested."""
 
     def job(armed):
         seed_everything(7, verbose=False)

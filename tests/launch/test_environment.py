@@ -1,4 +1,4 @@
-"""What torchrun's and SLURM's variables say, and what is refused."""
+"""Rank and world size from the variables of torchrun and SLURM, and refused combinations."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ SLURM = {
 
 @pytest.fixture
 def variables(monkeypatch):
-    """Sets exactly these variables of the starters."""
+    """Returns a function that sets exactly the given variables of the starters."""
     for name in list(os.environ):
         if name in TORCHRUN or name.startswith(("SLURM_", "FABRICAMP_", "SUBMITIT_")):
             monkeypatch.delenv(name)
 
     def set_all(values):
-        # Known to the fixture, so that what detect() sets goes with the test.
+        # monkeypatch knows these names, so the test's end also removes values that detect() sets.
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)

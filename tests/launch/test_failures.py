@@ -1,4 +1,4 @@
-"""Which of several failed ranks is named as the one that began it."""
+"""find_cause: which of several failed ranks is named as the cause."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def write(folder, rank, time, message="ValueError: bad"):
     [
         ({0: 1, 1: 1}, {1: 100, 0: 200}, 1, 1),  # the first exception
         ({0: 1, 1: 1}, {1: 200, 0: 100}, 0, 1),
-        ({0: 1, 2: -signal.SIGKILL}, {0: 100}, 2, -signal.SIGKILL),  # killed: the exception is a lost peer's
-        ({0: 1, 1: 5}, {0: 100}, 1, 5),  # sys.exit, without an exception that was written down
-        ({0: -signal.SIGTERM, 1: 1}, {1: 100}, 1, 1),  # ended by the agent
-        ({0: -signal.SIGTERM, 1: -signal.SIGABRT}, {0: 100, 1: 200}, 0, 1),  # broken off on the way out
-        ({0: 2, 1: -signal.SIGTERM}, {1: 100, 0: 200}, 1, 2),  # ended before it could exit as the other one did
+        ({0: 1, 2: -signal.SIGKILL}, {0: 100}, 2, -signal.SIGKILL),  # rank 2 was killed; rank 0 lost its peer
+        ({0: 1, 1: 5}, {0: 100}, 1, 5),  # rank 1 called sys.exit and recorded no exception
+        ({0: -signal.SIGTERM, 1: 1}, {1: 100}, 1, 1),  # rank 0 was ended by the agent
+        ({0: -signal.SIGTERM, 1: -signal.SIGABRT}, {0: 100, 1: 200}, 0, 1),  # rank 1 was aborted while it ended
+        ({0: 2, 1: -signal.SIGTERM}, {1: 100, 0: 200}, 1, 2),  # rank 1 was ended before it could exit
         ({1: 1}, {0: 100, 1: 200}, 1, 1),  # rank 0 caught its exception
         ({1: -signal.SIGTERM}, {}, 1, -signal.SIGTERM),
         ({0: 143, 1: 1}, {1: 200, 0: 100}, 1, 1),  # rank 0 was ended by force
@@ -69,13 +69,13 @@ def test_what_another_rank_left_is_shown_where_the_cause_left_nothing(tmp_path):
 def test_a_rank_that_left_in_the_middle_with_exit_code_0_is_the_cause(tmp_path):
     write(tmp_path, 0, 100)
     (tmp_path / "run" / "0" / OTHERS).write_text(json.dumps({"before": [1], "killed": []}))
-    for code in (1, 143):  # its exception, and by force
+    for code in (1, 143):  # rank 0 ended by its exception, or by force
         cause = find_cause({0: Ended(code)}, tmp_path)
         assert (cause.rank, cause.shell_code()) == (1, 1)
         assert "rank 1 ended early with exit code 0" in cause.report()
         assert "what rank 0 left:\ntrace 0" in cause.report()
     assert find_cause({0: Ended(1), 1: Ended(-signal.SIGKILL)}, tmp_path).rank == 1
-    write(tmp_path, 1, 50)  # it failed as others do
+    write(tmp_path, 1, 50)  # rank 1 recorded an exception of its own
     assert find_cause({0: Ended(143), 1: Ended(1)}, tmp_path).exit_code == 1
 
 
@@ -91,7 +91,7 @@ def test_sys_exit_in_the_middle_of_a_run_is_the_cause_with_its_traceback(tmp_pat
 @pytest.mark.parametrize(("given", "code"), [("7", 7), ("-1", 255), ("no data here", 1)])
 def test_sys_exit_keeps_its_code_where_its_rank_was_ended_before_it_could_exit(tmp_path, given, code):
     write(tmp_path, 1, 100, f"SystemExit: {given}")
-    write(tmp_path, 0, 200)  # lost its peer, and was faster
+    write(tmp_path, 0, 200)  # rank 0 lost its peer, and exited first
     cause = find_cause({0: Ended(2), 1: Ended(-signal.SIGTERM)}, tmp_path)
     assert (cause.rank, cause.exit_code) == (1, code)
 
@@ -107,10 +107,10 @@ def test_a_stopped_rank_that_another_one_killed_is_not_the_cause(tmp_path):
 @pytest.mark.parametrize(
     ("codes", "written", "on_request"),
     [
-        ({0: 143, 1: 143}, [], True),  # all have saved after SIGTERM
+        ({0: 143, 1: 143}, [], True),  # all ranks saved after SIGTERM
         ({0: -signal.SIGTERM, 1: 143}, [], True),
         ({0: 143, 1: 1}, [], False),
-        ({0: 143, 1: 143}, [1], False),  # ended by force
+        ({0: 143, 1: 143}, [1], False),  # a rank was ended by force
         ({0: 143, 1: -signal.SIGKILL}, [], False),
     ],
 )
@@ -155,7 +155,7 @@ def test_the_sentence_of_an_own_error_comes_before_its_traceback(tmp_path, monke
     assert first == "rank 1 ended with exit code 1"
     assert second == "DistributedError: what: was wrong"
     assert "Traceback (most recent call last):" in rest
-    assert cause.report().count("what: was wrong") == 2  # the other is the line of the script
+    assert cause.report().count("what: was wrong") == 2  # the message, and the script's line in the traceback
     assert str(as_error(cause)).splitlines()[0] == "what: was wrong"
 
 
@@ -183,7 +183,7 @@ def test_the_error_of_a_user_keeps_python_s_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (CheckpointError, 1)])
 def test_an_explained_error_has_its_exit_code_from_the_first_moment(tmp_path, monkeypatch, kind, code):
-    """Its rank was ended, by another's SIGTERM or by an abort, before it could exit."""
+    """The rank was ended, by SIGTERM or by an abort, before it could exit."""
     (tmp_path / "1").mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
     with explained_without_traceback({ConfigError: 2, CheckpointError: 1}), pytest.raises(kind) as caught:
@@ -220,7 +220,7 @@ def test_what_is_recorded(tmp_path, monkeypatch):
     error = ValueError("first")
     record_failure(error)
     before = file.stat().st_mtime_ns
-    record_failure(error)  # once more, further out: the time stays
+    record_failure(error)  # a second record by an outer caller keeps the time of the first
     assert file.stat().st_mtime_ns == before
     record_failure(SystemExit(3))
     assert file.stat().st_mtime_ns > before

@@ -1,4 +1,4 @@
-"""A process that is forked beside a thread that logs can log too."""
+"""A process that is forked while another thread is logging can log too."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def test_a_worker_logs_where_a_thread_was_logging_as_it_was_forked():
     handler = logging.StreamHandler(os.fdopen(writing, "w"))
     logger = logging.getLogger("fabricamp")
     logger.addHandler(handler)
-    # Far more than a pipe holds: the thread has the stream's lock until somebody reads.
+    # More than fits into a pipe: the thread holds the stream's lock until the pipe is read.
     talking = threading.Thread(target=logger.warning, args=("x" * (1 << 20),))
 
     def listen():
         while os.read(reading, 1 << 16):
-            time.sleep(0.01)  # so that the fork finds the line half written
+            time.sleep(0.01)  # so the fork happens in the middle of the line
 
     listening = threading.Thread(target=listen)
     try:
         talking.start()
         os.set_blocking(reading, True)
-        assert os.read(reading, 1) == b"x"  # it writes
+        assert os.read(reading, 1) == b"x"  # the thread has begun to write
         listening.start()
         assert list(DataLoader(Logs(), num_workers=1, batch_size=None, timeout=60)) == [0, 1]
     finally:

@@ -1,4 +1,4 @@
-"""Starting ranks for real: a plain script run again, functions in forked and spawned workers, failures, Ctrl-C."""
+"""Starting real ranks: a script that is run again, functions in forked and spawned workers, failures, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def folder(tmp_path_factory):
 
 
 def start_script(folder, word):
-    """The script's workers, by a forked starter."""
+    """Starts the script's workers by a forked starter; returns the starter."""
     return start_forked(folder, "starter.py", str(folder / "train.py"), word)
 
 
@@ -133,10 +133,8 @@ def test_script_module_and_parallel_runs(folder):
         assert seen[:4] == [[word, *words], 1, str(folder), "__main__"]
         ports.add(seen[4])
         assert text.count("start") == 3  # the starter and two workers
-        assert text.count("after") == 2  # the starter runs nothing after the call
-        assert (
-            text.count("script True False\n") == 1
-        )  # how the starter starts them, and whether somebody sits before it
+        assert text.count("after") == 2  # the starter runs no code after the call
+        assert text.count("script True False\n") == 1  # the starter's method, and whether it is interactive
     assert len(ports) == 2
 
 
@@ -192,7 +190,7 @@ def test_signals_to_the_starter(folder):
     runs = (gentle, stubborn, gentle_call, stubborn_call, ended)
     for run in runs:
         wait_for_line(folder / f"ready {run.args[-1]}", 2, process=run)
-    # As a terminal does it: to the whole group in the foreground.
+    # A terminal sends SIGINT to the complete foreground group.
     for run in runs[:-1]:
         os.killpg(run.pid, signal.SIGINT)
     os.kill(ended.pid, signal.SIGTERM)
@@ -202,7 +200,7 @@ def test_signals_to_the_starter(folder):
 
     code, out, err = finish(gentle)
     assert (code, err) == (0, "")
-    assert out.count("interrupted 1") == 2  # once each
+    assert out.count("interrupted 1") == 2  # once per worker
     assert out.count("after") == 2
 
     code, out, err = finish(stubborn)
@@ -212,7 +210,7 @@ def test_signals_to_the_starter(folder):
 
     code, out, err = finish(ended)
     assert code == 128 + signal.SIGTERM
-    assert out.count("saved") == 2  # it waits for that
+    assert out.count("saved") == 2  # the starter waits until both have saved
     assert "Traceback" not in err
 
 
@@ -223,7 +221,7 @@ def test_workers_whose_starter_is_killed_are_killed_too(folder):
     workers = [int(line) for line in (folder / "ready deaf").read_text().split()]
     process.kill()
     try:
-        finish(process)  # its workers hold its pipes open as long as they live
+        finish(process)  # returns only when its workers have ended, because they keep its pipes open
     finally:
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
@@ -231,7 +229,7 @@ def test_workers_whose_starter_is_killed_are_killed_too(folder):
 
 
 def describe(value, tensor):
-    """What a worker sees; changes its tensor in place."""
+    """Returns a description of the worker's process; changes its tensor in place."""
     dist.init_process_group("gloo")
     tensor += dist.get_rank() + 1
     total = torch.ones(1)
@@ -254,7 +252,7 @@ def drawn():
 
 @pytest.fixture
 def _two_threads():
-    """A parallel region before the fork: OpenMP's threads do not survive it."""
+    """Runs a parallel region before the fork, because OpenMP's threads do not survive a fork."""
     torch.set_num_threads(2)
     torch.ones(600, 600) @ torch.ones(600, 600)
     yield
@@ -264,7 +262,7 @@ def _two_threads():
 @pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_functions_bring_their_result_back(method, monkeypatch):
-    if method == "spawn":  # from standard input, whose main module has the name of no file
+    if method == "spawn":  # as from standard input: the main module has no real file name
         main = sys.modules["__main__"]
         monkeypatch.setattr(main, "__spec__", None)
         monkeypatch.setattr(main, "__file__", "<stdin>", raising=False)
@@ -367,7 +365,7 @@ def test_a_script_that_starts_others_while_spawn_imports_it_is_told_where_to_put
 
 
 def test_a_forked_function_does_not_collect_the_garbage_of_its_starter():
-    """Taken down in the child, a store waits for its thread, which was not forked: for ever, as another one has its stack."""
+    """A store that is destroyed in the child waits forever for its thread, which was not forked."""
     collected = []
 
     class Store:
@@ -390,7 +388,7 @@ def test_a_forked_function_does_not_collect_the_garbage_of_its_starter():
 
 
 def test_a_start_looks_at_none_of_the_modules_that_are_loaded(monkeypatch):
-    """Each look of ``inspect`` goes through all of them: seconds a start, here and in a notebook."""
+    """``inspect`` would search all loaded modules, which takes seconds per start, also in a notebook."""
     looks = []
     with monkeypatch.context() as counted:
         counted.setattr(inspect, "getmodule", lambda *arguments: looks.append(arguments))
@@ -414,7 +412,7 @@ def test_start_methods_by_name():
 
 
 def test_start_method_of_plain_python(folder):
-    """``-c`` and stdin; a script says it above."""
+    """Tests ``-c`` and stdin; scripts are tested above."""
     names = "choose_start_method, script_can_rerun, interactive"
     question = f"from fabricamp.launch import {names}\nfor one in ({names}): print(one(), end=' ')"
     of_command = start(folder, "-c", question)
@@ -439,7 +437,7 @@ def test_what_only_this_session_defines_cannot_be_spawned(monkeypatch, where, tm
             with pytest.raises(ConfigError, match=told):
                 run_function(mine, (), 1, "spawn")
         _save_job(_Job(mine, (), {}, logging.INFO), tmp_path)
-    # As in a process of its own, which would cost two seconds more.
+    # Simulates a new process, which would take two seconds more.
     with pytest.raises(ConfigError, match=told):
         _load_job(tmp_path)
 

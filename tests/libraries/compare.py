@@ -9,7 +9,7 @@ SAME = 1e-6
 
 
 class Difference:
-    """What differs, and by how much: at most that of the worst number, or endless where something is missing on one side."""
+    """The largest relative difference and its place; infinite if a value is missing on one side."""
 
     def __init__(self):
         self.largest = 0.0
@@ -24,7 +24,7 @@ class Difference:
             self.largest, self.where = relative, where
 
     def numbers_of(self, one, other, where):
-        """A logged value against the other: relative to the larger one, equal where both are the same infinity or not a number."""
+        """Compares two logged values, relative to the larger one; two equal infinities or two NaNs are equal."""
         if one == other or (math.isnan(one) and math.isnan(other)):
             self.add(0.0, where)
         elif math.isfinite(one) and math.isfinite(other):
@@ -33,7 +33,7 @@ class Difference:
             self.add(math.inf, f"{where}: {one!r} and {other!r}")
 
     def tensors(self, one, other, where):
-        """A tensor against the other: relative to the largest value in either."""
+        """Compares two tensors, relative to the largest value in either."""
         if one.shape != other.shape or one.dtype != other.dtype:
             self.add(math.inf, f"{where}: {tuple(one.shape)} {one.dtype} and {tuple(other.shape)} {other.dtype}")
             return
@@ -47,7 +47,7 @@ class Difference:
         self.add(float(apart.max() / scale), where)
 
     def trees(self, one, other, where):
-        """Lists, dicts and tensors against each other."""
+        """Compares lists, dicts and tensors."""
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             self.tensors(one, other, where)
         elif isinstance(one, dict) and isinstance(other, dict):
@@ -67,7 +67,7 @@ class Difference:
 
 
 def compared(one: Path, other: Path) -> Difference:
-    """All trainings and predictions in folder ``one`` against those in ``other``."""
+    """Compares all trainings and predictions in folder ``one`` with those in ``other``."""
     difference = Difference()
     names = {
         path.name

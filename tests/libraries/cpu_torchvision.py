@@ -1,4 +1,4 @@
-"""Lets torchvision be imported beside torch for the CPU: the index has it for CUDA only, whose compiled operators do not load."""
+"""Makes torchvision importable with torch for the CPU: the index has it for CUDA only, and its compiled operators do not load."""
 
 import torch
 

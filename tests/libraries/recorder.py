@@ -1,4 +1,4 @@
-"""Writes down what a training logged, its final weights and its predictions, under Lightning and under fabricamp alike."""
+"""Records a training's logged values, final weights and predictions, under Lightning and under fabricamp."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 class Records:
-    """Stands before Lightning's ``Callback`` among the bases of a script's own callback."""
+    """A base class for a script's own callback, listed before Lightning's ``Callback``."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Records:
 
 
 def main(fit, predict):
-    """Calls ``fit``, or in a second process ``predict``, which returns tensors; both find their files in the present folder."""
+    """Calls ``fit``, or in a second process ``predict``, which returns tensors; both use the current folder for their files."""
     torch.set_num_threads(1)
     if sys.argv[1] == "fit":
         fit()

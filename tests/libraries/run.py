@@ -1,10 +1,10 @@
-"""Runs each library's script under Lightning and under fabricamp's alias, and compares all that they logged, trained and predicted.
+"""Runs each library's script under Lightning and under fabricamp's alias, and compares logged values, weights and predictions.
 
     python tests/libraries/run.py [LIBRARY ...] [--write] [--built]
 
-Each library has a script (train_*.py), and an environment of its own with the versions of requirements/*.txt. torch, Lightning and
-what many libraries share are in a base environment, which the others see behind their own packages; fabricamp is this tree.
-Environments are kept in $FABRICAMP_LIBRARIES, or in ~/.cache/fabricamp-libraries; to build all takes an hour on two cores.
+Each library has a script (train_*.py) and a separate environment with the versions of requirements/*.txt. torch, Lightning and
+packages that many libraries share are in a base environment, which follows the environment's own packages on the path; fabricamp
+is this tree. Environments are kept in $FABRICAMP_LIBRARIES or ~/.cache/fabricamp-libraries; building all takes an hour on 2 cores.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def yes(value: bool) -> str:
 
 
 def version(name: str) -> str:
-    """The library's own line among its requirements."""
+    """Returns the library's version from its requirements."""
     lines = (HERE / "requirements" / f"{name}.txt").read_text().splitlines()
     return next(line.partition("==")[2] for line in lines if line.partition("==")[0].lower().replace("_", "-") == name)
 
 
 def build(name: str) -> Path:
-    """The environment's Python; the environment is made where it is missing, or where the requirements have changed."""
+    """Returns the environment's Python; builds the environment if it is missing or its requirements have changed."""
     folder = PLACE / name
     if is_built(name) and (name == "base" or is_built("base")):
         return folder / "bin" / "python"
@@ -90,7 +90,7 @@ def build(name: str) -> Path:
     base = build("base") if name != "base" else None
     subprocess.run([sys.executable, "-m", "venv", *(["--without-pip"] if base else []), "--clear", folder], check=True)
     if base:
-        # Behind the environment's own packages: a version that its requirements name comes first.
+        # After the environment's own packages, so that a version in its requirements takes precedence.
         packages = Path("lib", python, "site-packages")
         (folder / packages / "base.pth").write_text(f"{PLACE / 'base' / packages}\n")
     pip = [
@@ -102,7 +102,7 @@ def build(name: str) -> Path:
         "--disable-pip-version-check",
     ]
     requirements = HERE / "requirements" / f"{name}.txt"
-    # No dependencies: the files hold all of them, also where a library's own limits are narrower than what it works with.
+    # --no-deps: the files list all dependencies, and some libraries work with versions outside of their own limits.
     command = [*pip, "install", "-q", "--no-deps", "-r", requirements]
     if subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode != 0:
         subprocess.run([*command, "--extra-index-url", CPU_BUILDS], check=True)
@@ -123,7 +123,7 @@ def is_built(name: str) -> bool:
 
 
 def outcome(name: str, python: Path) -> tuple[bool, bool, str, float]:
-    """Whether the script runs under the alias, and agrees with Lightning; the difference in words; the seconds it took."""
+    """Returns whether the script runs under the alias and agrees with Lightning, the difference as text, and the seconds."""
     began = time.monotonic()
     script = HERE / f"train_{name.replace('-', '_')}.py"
     with tempfile.TemporaryDirectory() as place:
@@ -165,7 +165,7 @@ def trained(folder: Path, command: list[str | Path], *, with_tree: bool) -> str:
 
 
 def words(difference) -> str:
-    """The largest difference as the table has it."""
+    """Returns the largest difference as text for the table."""
     if difference.largest == 0:
         return f"none in {difference.numbers} values"
     if math.isinf(difference.largest):

@@ -1,4 +1,4 @@
-"""The attention model of RL4CO's quick start, which learns to solve travelling salesmen's problems: new data each epoch."""
+"""The attention model of RL4CO's quick start, which learns to solve travelling salesman problems; new data in each epoch."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
-"""What a program of Lightning's does where fabricamp differed: each function does one thing under either package.
+"""Programs for Lightning, to compare fabricamp with Lightning: each function runs one case under either package.
 
 python tests/lightning/lightning_repros.py [NAME ...]                         # Lightning
 python -m fabricamp.lightning tests/lightning/lightning_repros.py [NAME ...]  # fabricamp in its place
 
-Rows d and c are those of a review of Lightning's own test suite; rows t are those of the table "What stays different on purpose" in
+Rows d and c are from Lightning's own test suite; rows t are those of the table "What stays different on purpose" in
 docs/from-lightning.md that follow Lightning in such a program.  ``--into FILE`` also writes each outcome as a line of JSON.
 """
 
@@ -35,7 +35,7 @@ warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 ROWS = {}
 LONGEST = 240
-"""Seconds until a row is said to hang; on an idle machine a row takes two, and one that starts processes twenty."""
+"""Seconds until a row counts as hanging; on an idle machine a row takes two, one that starts processes twenty."""
 
 
 class Model(pl.LightningModule):
@@ -801,7 +801,7 @@ def late(*_):
 
 
 def outcome(name):
-    """What came of a row: what it returned, or the class of its error."""
+    """Returns the outcome of a row: its result, or the class of its error."""
     signal.alarm(LONGEST)
     try:
         return str(ROWS[name]())

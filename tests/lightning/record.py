@@ -1,4 +1,4 @@
-"""Records what the programs print under Lightning, into tests/lightning/printed: to be run by a Python that has Lightning.
+"""Records the output of the programs under Lightning in tests/lightning/printed; needs a Python with Lightning.
 
 python -m venv /tmp/lightning
 /tmp/lightning/bin/pip install torch==2.13.0+cpu lightning==2.6.0 torchmetrics tensorboard hydra-core optuna wandb rich pytest
@@ -22,7 +22,7 @@ from run import HERE, NAMES, printed
 
 
 def record(name: str, folder: Path) -> None:
-    """Runs a program in a folder of its own and keeps what it printed, below the versions and the command."""
+    """Runs a program in a new folder and records its output, after a line with the versions and the command."""
     command = f"# lightning {version('lightning')}, torch {version('torch')}: python tests/lightning/record.py {name}"
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         text = printed(name, "lightning.pytorch")

@@ -1,4 +1,4 @@
-"""The programs of this folder, each with the package's name in the place of Lightning's.
+"""Runs the programs of this folder with a package's name in place of Lightning's.
 
 As a script: ``python tests/lightning/run.py PROGRAM [PACKAGE]`` prints what the program prints.
 """
@@ -32,9 +32,9 @@ _DECIMAL = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
 
 
 def source(name: str, package: str) -> str:
-    """The program's text with ``package`` in the place of Lightning's name, and nothing else changed.
+    """Returns the program's text with ``package`` in place of Lightning's name and no other change.
 
-    :data:`LIGHTNINGS_OBJECTS` changes the calls of the Trainer alone: module, data and callbacks stay Lightning's.
+    :data:`LIGHTNINGS_OBJECTS` changes only the calls of the Trainer: module, data and callbacks stay Lightning's.
     """
     text = (HERE / "programs" / f"{name}.py").read_text()
     if package != LIGHTNINGS_OBJECTS:
@@ -43,7 +43,7 @@ def source(name: str, package: str) -> str:
 
 
 def printed(name: str, package: str) -> str:
-    """Runs the program in the present folder, and returns what it printed itself: bars and tables are left out."""
+    """Runs the program in the current folder; returns its own output without bars and tables."""
     script = Path(f"{name}.py")
     script.write_text(source(name, package))
     if name in STARTS_PROCESSES:
@@ -66,7 +66,7 @@ def printed(name: str, package: str) -> str:
 
 @contextlib.contextmanager
 def logging_kept() -> Iterator[None]:
-    """Gives later tests of the process the loggers as they were: hydra switches those off that are there."""
+    """Restores the loggers for later tests of the process, because hydra disables existing ones."""
     root, loggers = logging.getLogger(), logging.Logger.manager.loggerDict
     before = {name: one.disabled for name, one in loggers.items() if isinstance(one, logging.Logger)}
     level, handlers = root.level, root.handlers[:]
@@ -80,12 +80,12 @@ def logging_kept() -> Iterator[None]:
 
 
 def recorded(name: str) -> str:
-    """What Lightning printed; the first line of the file says which version, and the command that records it."""
+    """Returns Lightning's output; the first line of the file has the version and the command that records it."""
     return (HERE / "printed" / f"{name}.txt").read_text().partition("\n")[2]
 
 
 def nearly(text: str, other: str, relative: float) -> bool:
-    """Whether two texts are equal but for decimal numbers, which may differ by ``relative`` or in the eighth digit printed."""
+    """Returns whether two texts are equal, except that decimal numbers may differ by ``relative`` or in the eighth digit."""
     if _DECIMAL.sub("#", text) != _DECIMAL.sub("#", other):
         return False
     pairs = zip(map(float, _DECIMAL.findall(text)), map(float, _DECIMAL.findall(other)), strict=True)

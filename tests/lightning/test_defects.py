@@ -1,4 +1,4 @@
-"""Programs of Lightning's own test suite that ended otherwise here: each ends as it does under Lightning 2.6."""
+"""Programs from Lightning's own test suite: each ends as under Lightning 2.6."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_rate_of_numpy_that_a_hook_sets_is_saved(tmp_path):
 
 
 class Silent(Classifier):
-    """Has no loss in step ``silent_at``, and would have none forever if that step did not count."""
+    """Has no loss in step ``silent_at``; if that step did not count, no later step would have a loss."""
 
     def __init__(self, silent_at):
         super().__init__()
@@ -168,7 +168,7 @@ class Silent(Classifier):
 
 
 class Interrupted(Classifier):
-    """Batch 3 has a loss that is not a number; some batches have none."""
+    """Batch 3 has a nan loss; some batches have no loss."""
 
     def __init__(self, without_loss):
         super().__init__()
@@ -301,7 +301,7 @@ def test_modules_that_step_by_hand_or_hold_modules_become_torchscript(kind):
     assert not any("_attachment" in vars(part) for part in module.modules())
 
 
-# -- checkpoints over HTTP, hyper-parameters, small faces
+# -- checkpoints over HTTP, hyper-parameters, other details
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -311,7 +311,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 def test_a_checkpoint_of_a_server_that_sends_no_ranges_is_read(tmp_path):
     pytest.importorskip("aiohttp")
-    # Larger than the 5 MiB that fsspec reads at once.
+    # Larger than fsspec's read size of 5 MiB.
     write_checkpoint(tmp_path / "a.ckpt", {"state_dict": {"weight": torch.ones(1_500_000)}, "epoch": 3})
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path))) as server:
         Thread(target=server.serve_forever, daemon=True).start()

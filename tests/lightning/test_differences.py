@@ -1,6 +1,6 @@
-"""A program written for Lightning: rows of "What stays different on purpose" are as in Lightning, or a line says that they apply.
+"""In a program written for Lightning, rows of "What stays different on purpose" follow Lightning, or a log line reports them.
 
-Rows t of ``lightning_repros.py`` compare more of them with Lightning itself.
+Rows t of ``lightning_repros.py`` compare more of these rows with Lightning itself.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_natively_a_step_without_a_loss_is_refused():
         fit(Nothing())
 
 
-# -- a line
+# -- a log line
 
 
 class Alternating(Classifier):
@@ -250,7 +250,7 @@ def test_a_test_of_a_checkpoint(for_lightning, caplog, tmp_path):
 
 def test_a_resumed_run(for_lightning, caplog, tmp_path):
     options = {"max_epochs": 2, "enable_checkpointing": True}
-    # Both layers have a bias of zeros with three numbers: Lightning takes the second for the first.
+    # Both layers have a bias of three zeros, which Lightning treats as the same parameter.
     callback = ModelCheckpoint(tmp_path)
     fit(Frozen(), callbacks=[Stages(), callback], **options)
     assert "goes on as if it had not been cut" not in caplog.text
@@ -263,7 +263,7 @@ def test_parameters_with_equal_values(for_lightning, caplog):
     layers = torch.nn.ModuleList([torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)])
     optimizer = torch.optim.SGD(layers[0].parameters(), 0.1)
     assert len(BaseFinetuning.filter_on_optimizer(optimizer, layers[1].parameters())) == 2
-    assert "parameters with the values of others" in caplog.text
+    assert "parameters equal in value to others" in caplog.text
 
 
 def test_searches(for_lightning, caplog):

@@ -1,4 +1,4 @@
-"""``python -m fabricamp.lightning script.py``: Lightning's names are fabricamp's, whether Lightning is installed or not."""
+"""``python -m fabricamp.lightning script.py`` replaces Lightning's names by fabricamp's, whether Lightning is installed or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.lightning.test_programs import differences, expected
 
 
 def run(folder, *command, code=0, text=None):
-    """Runs ``command`` in ``folder``, in which ``script.py`` has ``text``; returns what it wrote to stdout and stderr."""
+    """Runs ``command`` in ``folder`` with ``text`` as ``script.py``; returns its stdout and stderr."""
     if text is not None:
         (folder / "script.py").write_text(textwrap.dedent(text))
     done = subprocess.run(
@@ -204,7 +204,7 @@ def test_spawned_workers_find_the_names_too(tmp_path):
 
 
 def test_a_public_style_program_runs_as_written(tmp_path):
-    """In two processes, that run the script again."""
+    """Two processes run the script."""
     name = "ddp_strategy"
     text = (HERE / "programs" / f"{name}.py").read_text()
     assert "fabricamp" not in text

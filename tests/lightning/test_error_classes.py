@@ -1,4 +1,4 @@
-"""Errors are of fabricamp's classes, and also of the built-in class that Lightning raises in the same place."""
+"""Errors have fabricamp's classes, and also the built-in class that Lightning raises in the same situation."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_one_hyperparameter_with_two_values_is_a_runtime_error(tmp_path):
     assert isinstance(caught.value, ConfigError)
 
 
-# -- classes beside those of the review
+# -- further classes
 
 
 class Two(Classifier):
@@ -207,7 +207,7 @@ def test_a_step_without_a_loss_on_one_rank_is_a_runtime_error():
         run_ranks(no_loss_on_rank_1, 2)
 
 
-# -- what the package itself catches
+# -- errors that the package itself catches
 
 
 def test_an_error_of_ours_in_a_constructor_is_not_called_a_missing_argument(tmp_path):

@@ -1,4 +1,4 @@
-"""What scripts for Lightning rely on beside the programs here: what is called first, with what, and whose state it gets."""
+"""Details that scripts for Lightning rely on, in addition to the programs here: order of calls, arguments, restored states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Data(fabricamp.LightningDataModule):
-    """Two batches to train on, one for all else; ``calls`` has what was called here and in the other parts."""
+    """Has two training batches and one for each other stage; ``calls`` records the calls here and in the other objects."""
 
     def __init__(self, calls):
         super().__init__()
@@ -47,7 +47,7 @@ class Data(fabricamp.LightningDataModule):
 
 
 class Notes(fabricamp.Callback):
-    """Appends what it is called with."""
+    """Records the arguments of its calls."""
 
     def __init__(self, calls, number=0):
         self.calls, self.number, self.batches = calls, number, 0
@@ -99,7 +99,7 @@ def test_a_test_of_a_checkpoint_gives_data_and_callbacks_their_state(tmp_path):
     states = [{"of": "data"}, {"batches": 2, "number": 1}, {"batches": 2, "number": 2}]
     assert calls == ["data", "callback", "callback", "module", *states, "data", "callback", "callback", "module"]
     assert checkpoint.last_model_path == ""
-    assert checkpoint.best_model_path == str(last)  # of the training, which the test is no part of
+    assert checkpoint.best_model_path == str(last)  # the training's file, because a test run writes none
 
 
 def any_arguments(step):
@@ -172,7 +172,7 @@ def test_an_optimizer_of_the_module_is_one_for_torch_too():
 
 
 class Logs(fabricamp.Callback):
-    """Logs by what it has in a run."""
+    """Logs through the module that it keeps during a run."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.log("at", float(batch_idx), on_epoch=True)
@@ -201,7 +201,7 @@ def test_callbacks_log_as_their_module_does():
         "at_epoch": 1.0,
         "of_callback": 3.0,
     }
-    assert not vars(logs)  # the module, and all its weights, in every copy of the callback
+    assert not vars(logs)  # otherwise each copy of the callback would contain the module and its weights
 
 
 def test_the_module_has_its_trainer_when_it_is_asked_for_callbacks():
@@ -248,7 +248,7 @@ def test_values_by_hand_may_be_tensors_and_need_no_step(kind, tmp_path):
 
 
 def read_values(logger):
-    """The rows of the file, without what is empty in them."""
+    """Returns the rows of the file without empty values."""
     text = logger.metrics_file.read_text()
     if logger.FILE.endswith("jsonl"):
         found = [{**json.loads(line), "time": None} for line in text.splitlines()]

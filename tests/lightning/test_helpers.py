@@ -1,4 +1,4 @@
-"""Names behind the alias: helpers give what Lightning's give, and classes that are not offered can be named alone."""
+"""Names of the alias: helpers return Lightning's results, and classes that are not offered can only be named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and names in checkpoints, and what comes of a file that does not fit: as in Lightning 2.6."""
+"""Keys and names in checkpoints, and errors for files that do not fit, as in Lightning 2.6."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_keys_of_hyper_parameters_have_names(tmp_path):
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert state[Sized.CHECKPOINT_HYPER_PARAMS_KEY] == {"size": 4}
     assert state[Counted.CHECKPOINT_HYPER_PARAMS_KEY] == {"seen": 0}
-    # Names of Lightning's: "kwargs" tells it which arguments the constructor takes.
+    # Lightning's values: "kwargs" means that each hyper-parameter is a separate argument of the constructor.
     assert (Sized.CHECKPOINT_HYPER_PARAMS_NAME, Sized.CHECKPOINT_HYPER_PARAMS_TYPE) == ("hparams_name", "hparams_type")
     names = (Counted.CHECKPOINT_HYPER_PARAMS_NAME, Counted.CHECKPOINT_HYPER_PARAMS_TYPE)
     assert names == ("datamodule_hparams_name", "datamodule_hparams_type")
@@ -88,9 +88,9 @@ def test_the_state_of_a_data_module_is_found_by_either_key(key, tmp_path):
     trainer.fit(Classifier(), datamodule=Counted())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     state = read_checkpoint(tmp_path / "a.ckpt")
-    if key == "Counted":  # as in a file of Lightning's
+    if key == "Counted":  # as in Lightning's files
         del state["data"]["datamodule"]
-    else:  # as in a file of an earlier version
+    else:  # as in files of earlier versions
         del state["Counted"]
     state.pop("checksum", None)
     torch.save(state, tmp_path / "b.ckpt")
@@ -133,7 +133,7 @@ def test_the_state_of_a_checkpoint_callback_is_found_by_either_key(written_under
     assert after.best_model_score == before.best_model_score
 
 
-# -- what does not fit
+# -- files that do not fit
 
 
 def test_a_missing_file_of_hyper_parameters_gives_none(tmp_path, caplog):

@@ -1,6 +1,6 @@
 """Each row of ``lightning_repros.py`` ends as under Lightning 2.6.6, except those that stay different on purpose.
 
-``lightning_repros.json`` is what came of each under Lightning; a Python that has Lightning 2.6.6 records it again:
+``lightning_repros.json`` has the outcome of each row under Lightning; a Python with Lightning 2.6.6 records it again:
 ``cd tests/lightning; python lightning_repros.py --into lightning_repros.json``.
 """
 
@@ -39,7 +39,7 @@ def measured():
 
 
 def run(folder, *command):
-    """Runs the rows in a process of its own; returns what came of each, and what the process wrote."""
+    """Runs the rows in a separate process; returns their outcomes and the process's output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     found = folder / "found.json"
     done = subprocess.run(
@@ -58,7 +58,7 @@ def test_the_rows_end_as_under_lightning(tmp_path):
 
 
 def lightnings_python():
-    """An interpreter that has Lightning 2.6.6: this one, or the one that LIGHTNING_PYTHON names; else skips the test."""
+    """Returns an interpreter with Lightning 2.6.6: this one, or the one in LIGHTNING_PYTHON; without one the test is skipped."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.metadata.version("lightning") == VERSION:
             return sys.executable

@@ -1,4 +1,4 @@
-"""Forms of calls, classes and arguments that Lightning takes, and what comes of them."""
+"""Forms of calls, classes and arguments that Lightning accepts, and their effects."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_interval_longer_than_an_epoch_is_taken_without_validation():
 def test_a_time_that_is_over_waits_for_an_epoch_to_validate(monkeypatch):
     now = iter(range(0, 10**9, 10))
     monkeypatch.setattr("fabricamp.arguments.cadence.time.monotonic", lambda: float(next(now)))
-    # Each look at the clock is ten seconds later: the time is over at each step that looks.
+    # Each read of the clock is ten seconds later, so every check finds the interval over.
     assert validated_at(max_epochs=2, val_check_interval="00:00:00:06") == [1, 2, 3, 4, 5, 6, 7, 8]
     of_every_second = validated_at(max_epochs=4, val_check_interval="00:00:00:06", check_val_every_n_epoch=2)
     assert of_every_second == [5, 6, 7, 8, 13, 14, 15, 16]
@@ -189,7 +189,7 @@ def test_a_tensor_that_is_no_size_is_refused(weight):
 
 
 class Looks(Classifier):
-    """Notes the step's values at each validation, before the first flush."""
+    """Records the step's values at each validation, before the first flush."""
 
     def __init__(self):
         super().__init__()

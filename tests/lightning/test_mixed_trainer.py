@@ -1,4 +1,4 @@
-"""Callbacks of fabricamp in Lightning's own Trainer, as in a script whose imports were changed by half."""
+"""fabricamp's callbacks in Lightning's own Trainer, as in a script with only some of its imports changed."""
 
 from __future__ import annotations
 

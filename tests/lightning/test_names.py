@@ -1,4 +1,4 @@
-"""Modules of Lightning's names are module objects of their own, with fabricamp's classes and the version 2.6.6."""
+"""Modules under Lightning's names are separate module objects, with fabricamp's classes and the version 2.6.6."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _of_lightning(modules):
 
 @pytest.fixture
 def alias(monkeypatch):
-    """The alias, in this process; afterwards sys.modules has the modules of an installed Lightning again."""
+    """Installs the alias in this process; restores the modules of an installed Lightning afterwards."""
     before = _of_lightning(sys.modules)
     for name in before:
         del sys.modules[name]
@@ -114,7 +114,7 @@ def test_the_version_is_lightnings(alias, name):
     assert module.__version__ == "2.6.6"
     assert alias(f"{name}.__version__").version == "2.6.6"
     assert alias(f"{name}.__about__").__version__ == "2.6.6"
-    assert module.__version__ == "2.6.6"  # the module of that name does not take its place
+    assert module.__version__ == "2.6.6"  # not replaced by the submodule of the same name
     assert fabricamp.__version__ != "2.6.6"
 
 

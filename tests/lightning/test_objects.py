@@ -1,4 +1,4 @@
-"""Objects of Lightning's own classes, and of classes derived from them, in our Trainer: nothing of them is changed."""
+"""Objects of Lightning's own and of derived classes in fabricamp's Trainer: the objects are not changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_THESE = {
 }
 
 
-# Lightning's own words about programs of its users.
+# Lightning's own warnings about its users' programs.
 @pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance of `nn.Module`")
 @pytest.mark.filterwarnings("ignore:Found keys that are in the model state dict but not in the checkpoint")
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_THESE])
@@ -45,7 +45,7 @@ def data():
 
 
 class Steps:
-    """What a module does, whichever base it has."""
+    """The methods of a module, for either base class."""
 
     def __init__(self, lr=0.1):
         super().__init__()
@@ -68,7 +68,7 @@ class Steps:
 
 
 class ByHand(Steps):
-    """Two optimizers, toggled, clipped and scheduled by the module itself."""
+    """Toggles, clips and schedules two optimizers itself."""
 
     def __init__(self):
         super().__init__()
@@ -96,11 +96,11 @@ class ByHand(Steps):
 
 
 def pair(steps):
-    """The same module on Lightning's base and on ours."""
+    """Returns the same module on Lightning's and on fabricamp's base class."""
     return type(steps.__name__, (steps, pl.LightningModule), {}), type(steps.__name__, (steps, TrainingModule), {})
 
 
-# The first steps at O1 overflow and are skipped: torch says so to who calls a schedule, as with its own GradScaler.
+# The first steps at O1 overflow and are skipped: torch then warns about the schedule, as with its own GradScaler.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5", "bf16-mixed", "64-true"])
 @pytest.mark.parametrize("steps", [Steps, ByHand])
@@ -118,7 +118,7 @@ def test_training_is_that_of_a_module_of_ours(steps, precision):
     for name, value in ours.items():
         assert torch.equal(weights[name].nan_to_num(7), value.nan_to_num(7)), (
             name
-        )  # "O3" has none to hold a step of Adam's
+        )  # O3 has no masters, and half weights cannot hold a step of Adam
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp", "fsdp"])
@@ -153,7 +153,7 @@ class Copied(Steps):
             raise RuntimeError("from the step")
 
 
-CopiedModule = Copied  # replaced below by the class that pickle finds by its name
+CopiedModule = Copied  # replaced below by the class that pickle finds under this name
 
 
 @pytest.mark.parametrize("lr", [0.1, 7])
@@ -250,7 +250,7 @@ def test_what_a_step_sees_of_the_run(capsys):
             self.trainer.should_stop = batch_idx == 1
             self.one = self.optimizers()
             self.raw = self.optimizers(use_pl_optimizer=False)
-            self.moved = self._apply_batch_transfer_handler(self._on_before_batch_transfer(batch))  # what exports call
+            self.moved = self._apply_batch_transfer_handler(self._on_before_batch_transfer(batch))  # exports call it
             return super().training_step(batch, batch_idx)
 
     module, trainer = Looks(), quiet_trainer(max_steps=5)

@@ -1,4 +1,4 @@
-"""A script of Lightning saves objects, is killed, and goes on where it says ``weights_only=False``; in processes of their own."""
+"""A script for Lightning saves objects, is killed, and resumes if it passes ``weights_only=False``; in separate processes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ LOAD = """
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs a script in a folder by the door of Lightning's scripts; returns what it printed."""
+    """Returns a function that runs a script by ``python -m fabricamp.lightning`` in a folder and returns its output."""
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "load.py").write_text(textwrap.dedent(LOAD))
 
@@ -127,7 +127,7 @@ def test_a_killed_script_goes_on_with_the_bits_of_the_straight_run(callback, run
 
 
 def test_a_module_is_loaded_in_a_new_process(run, tmp_path):
-    """By whoever imports the classes: the training script was a module there."""
+    """Any program that imports the classes can load it; the training script was imported as a module there."""
     (tmp_path / "start.py").write_text("import train\ntrain.main()\n")
     run("start.py", WEIGHTS="straight.pt")
     assert "CheckpointError" in run("load.py")

@@ -1,4 +1,4 @@
-"""What libraries read of Lightning's internals; each test names the library."""
+"""Private attributes of Lightning that libraries read; each test names the library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trainer(tmp_path, *callbacks, **options):
 
 
 class Reader(Callback):
-    """Keeps what ``read`` returns in a hook of the fit."""
+    """Keeps the result of ``read`` in a hook of the fit."""
 
     def __init__(self, read):
         self.read, self.found = read, []

@@ -1,4 +1,4 @@
-"""Programs written for Lightning run with the package's name changed and nothing else, and print Lightning's numbers."""
+"""Programs written for Lightning run with only the package's name changed, and print Lightning's numbers."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ MISSING = {}
 """Programs that wait for a feature, by what is missing."""
 
 ON_PURPOSE = {
-    # A kind of DistributedSampler that a resumed run can enter anywhere.
+    # A subclass of DistributedSampler that a resumed run can enter at any position.
     "ddp_strategy": {"sampler DistributedSampler 4": "sampler SharingSampler 4"},
     # save_top_k=1 keeps the file before the best one, in case that one is damaged (docs/reliability.md).
     "hydra_template": {
         "files ['epoch_001.ckpt', 'last.ckpt']": "files ['epoch_000.ckpt', 'epoch_001.ckpt', 'last.ckpt']"
     },
 }
-"""Lines of Lightning's, by program, and what stands there instead."""
+"""By program: lines of Lightning's output, and the lines printed here instead."""
 
 FOLLOWS_NOISE = {"fine_tuning", "simclr"}
-"""A bias before a BatchNorm: its gradient is rounding, which Adam makes into whole steps, so torch's order of sums decides."""
+"""Programs with a bias before a BatchNorm: its gradient is rounding errors, which Adam scales to full steps."""
 
 LAST_DIGITS = 3e-7
-"""An epoch's mean is summed in fp64 here and in fp32 there: what is printed of it may differ by two roundings of fp32."""
+"""An epoch's mean is summed in fp64 here and in fp32 in Lightning: printed means may differ by two roundings of fp32."""
 
 OTHER_RELEASE = 1e-6
-"""Another release of torch that computes by_hand's bits may sum products of other shapes in another order: roundings of fp32."""
+"""Another release of torch with the same bits in by_hand may sum products of other shapes in another order: roundings of fp32."""
 
 OTHER_MACHINE = 1e-2
-"""Where torch itself sums in another order, losses differ after some steps."""
+"""If torch itself sums in another order, losses differ after some steps."""
 
 
 def expected(name):
-    """What Lightning printed, but for what is different on purpose."""
+    """Returns Lightning's output, with the lines replaced that are different on purpose."""
     lines = recorded(name).splitlines()
     for line, ours in ON_PURPOSE.get(name, {}).items():
         lines[lines.index(line)] = ours
@@ -52,25 +52,25 @@ def expected(name):
 
 @functools.cache
 def torch_computes_the_same():
-    """Whether torch itself gives the recorded bits here; another processor or release of torch may sum in another order."""
+    """Returns whether torch itself gives the recorded bits here; another processor or release may sum in another order."""
     return printed("by_hand", "fabricamp") == recorded("by_hand")
 
 
 def recorded_by_this_release():
-    """Whether this release of torch printed the recordings."""
+    """Returns whether the recordings were made with this release of torch."""
     first, _, _ = (HERE / "printed" / "by_hand.txt").read_text().partition("\n")
     return re.search(r"torch ([\d.]+)", first)[1] == re.match(r"[\d.]+", torch.__version__)[0]
 
 
 def tolerance():
-    """By how much decimal numbers may differ."""
+    """Returns the allowed relative difference of decimal numbers."""
     if not torch_computes_the_same():
         return OTHER_MACHINE
     return LAST_DIGITS if recorded_by_this_release() else OTHER_RELEASE
 
 
 def differences(recording, given):
-    """Lines that differ: weights by a bit if this release of torch recorded them, others by more than their last digits."""
+    """Returns the lines that differ: weights bit for bit if this release of torch recorded them, others beyond the tolerance."""
     for one, two in itertools.zip_longest(recording.splitlines(), given.splitlines(), fillvalue="(no line)"):
         exact = one.startswith("weights") and torch_computes_the_same() and recorded_by_this_release()
         if one != two if exact else not nearly(one, two, tolerance()):
@@ -81,7 +81,7 @@ def programs():
     for name in NAMES:
         reason = f"waits for {MISSING[name]}" if name in MISSING else None
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        # test_door.py runs it as it is, in two processes too.
+        # test_door.py also runs it unchanged in two processes.
         yield pytest.param(name, marks=[*marks, *[pytest.mark.slow] * (name in STARTS_PROCESSES)])
 
 
@@ -123,7 +123,7 @@ def test_the_script_that_mypy_checks_runs(capsys):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_lightning_prints_it_again(tmp_path):
-    """``LIGHTNING_PYTHON=/tmp/lightning/bin/python``: an interpreter with Lightning, set up as record.py says."""
+    """Needs ``LIGHTNING_PYTHON=/tmp/lightning/bin/python``, an interpreter with Lightning as described in record.py."""
     interpreter = os.environ.get("LIGHTNING_PYTHON")
     if not interpreter:
         pytest.skip(

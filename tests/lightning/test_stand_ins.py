@@ -1,4 +1,4 @@
-"""Callbacks and loggers of Lightning's own classes, and users' subclasses of them: ours stand for them in a run."""
+"""Callbacks and loggers of Lightning's own classes, and users' subclasses of them: fabricamp's replace them during a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loader():
 
 
 class Steps:
-    """What a module does, whichever base it has; its two parts begin with biases of equal values."""
+    """The methods of a module, for either base class; its two layers have biases with equal initial values."""
 
     def __init__(self, lr=0.1):
         super().__init__()
@@ -48,15 +48,15 @@ class Steps:
 
 
 class Module(Steps, pl.LightningModule):
-    """On Lightning's base."""
+    """On Lightning's base class."""
 
 
 class OwnModule(Steps, fabricamp.TrainingModule):
-    """On ours."""
+    """On fabricamp's base class."""
 
 
 class Answers:
-    """A user's finetuning callback, whichever base it has."""
+    """A user's finetuning callback, for either base class."""
 
     def __init__(self, at=1):
         super().__init__()
@@ -75,11 +75,11 @@ class Answers:
 
 
 class Finetuning(Answers, pl.callbacks.BaseFinetuning):
-    """On Lightning's base."""
+    """On Lightning's base class."""
 
 
 class OwnFinetuning(Answers, fabricamp.callbacks.BaseFinetuning):
-    """On ours."""
+    """On fabricamp's base class."""
 
 
 def weights(module):
@@ -88,7 +88,7 @@ def weights(module):
 
 @pytest.mark.parametrize(("precision", "at"), [("O0", 0), ("O2", 0), ("O5", 1), ("bf16-mixed", 1)])
 def test_a_users_finetuning_trains_as_one_on_our_base(precision, at, tmp_path):
-    """Also resumed within the second phase; zeros of two layers are two parameters, and masters are known."""
+    """Also resumed within the second phase; equal biases of two layers are two parameters, and masters are found."""
     seen = []
     for kind, callback in ((Module, Finetuning), (OwnModule, OwnFinetuning)):
         file = tmp_path / f"{kind.__name__}.ckpt"
@@ -158,7 +158,7 @@ def test_a_timer_ends_the_run_and_tells_its_times():
 
 
 class EveryThird(pl.callbacks.WeightAveraging):
-    """Lightning's documentation has one like it."""
+    """A subclass like the one in Lightning's documentation."""
 
     def should_update(self, step_idx=None, epoch_idx=None):
         return step_idx is not None and step_idx % 3 == 0
@@ -198,7 +198,7 @@ def test_a_users_average_says_when():
 
 
 class Bar(pl.callbacks.TQDMProgressBar):
-    """What Lightning's documentation shows of get_metrics."""
+    """Overrides get_metrics as in Lightning's documentation."""
 
     def get_metrics(self, trainer, pl_module):
         items = super().get_metrics(trainer, pl_module)
@@ -231,7 +231,7 @@ def test_what_ours_would_not_ask_is_refused():
 
 
 def test_a_bar_that_draws_by_itself_is_refused_with_the_import_to_change():
-    """Our bar has no such method at all."""
+    """fabricamp's bar lacks the overridden method."""
 
     class Bar(pl.callbacks.TQDMProgressBar):
         def init_train_tqdm(self):
@@ -242,7 +242,7 @@ def test_a_bar_that_draws_by_itself_is_refused_with_the_import_to_change():
 
 
 def test_lightnings_tuner_searches_in_our_trainer():
-    """And leaves the callbacks as they were, so that it can search again and the fit is a fit."""
+    """It also restores the callbacks, so it can search again, and the fit makes no search."""
     module, trainer = Module(lr=1e-4), quiet_trainer(max_epochs=1)
     tuner = pl.tuner.Tuner(trainer)
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_mlflow_and_wandb_become_ours_by_what_they_were_made_with(tmp_path, monk
     mlflow = MLFlowLogger("digits", "first", tracking_uri=tmp_path.as_uri(), prefix="p", tags={"who": "me"})
     trainer = quiet_trainer(max_epochs=1, logger=mlflow, log_every_n_steps=2)
     trainer.fit(Module(), loader())
-    run = mlflow.experiment.get_run(mlflow.run_id)  # Lightning's object: it is told the run
+    run = mlflow.experiment.get_run(mlflow.run_id)  # Lightning's object has the run's id
     assert run.data.tags["who"] == "me"
     assert run.data.tags["mlflow.runName"] == "first"
     assert run.data.metrics["p-loss"] == pytest.approx(float(trainer.callback_metrics["loss"]))
@@ -293,7 +293,7 @@ def test_mlflow_and_wandb_become_ours_by_what_they_were_made_with(tmp_path, monk
 
 @pytest.mark.parametrize("says_so", [True, False])
 def test_comets_experiment_is_gone_on_in(tmp_path, monkeypatch, says_so):
-    """Offline; where it is the object that says so, Lightning's would write nothing."""
+    """Offline; if the object itself is set to offline, Lightning's logger would write nothing."""
     monkeypatch.setenv("COMET_INTERNAL_SENTRY_DSN", "")
     monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
     monkeypatch.setenv("COMET_START_ONLINE", "0")
@@ -310,7 +310,7 @@ def test_comets_experiment_is_gone_on_in(tmp_path, monkeypatch, says_so):
     assert type(trainer.logger) is fabricamp.loggers.CometLogger
     trainer.fit(Module(), loader())
     assert trainer.logger.version == comet.version == key
-    comet.experiment.end()  # Lightning's object: it is told the experiment
+    comet.experiment.end()  # Lightning's object has the experiment
     (file,) = tmp_path.glob("*.zip")
     with zipfile.ZipFile(file) as archive:
         lines = [json.loads(line) for line in archive.read("messages.json").splitlines()]

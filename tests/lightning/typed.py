@@ -1,4 +1,4 @@
-"""A script for Lightning with its imports changed: mypy checks it strictly with the package, and a test runs it."""
+"""A script for Lightning with changed imports: mypy checks it strictly together with the package, and a test runs it."""
 
 from __future__ import annotations
 

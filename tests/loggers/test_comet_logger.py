@@ -1,4 +1,4 @@
-"""CometLogger, whose experiments are written offline by the real package and read back from their archives."""
+"""CometLogger: the real package writes experiments offline, and their archives are read back."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fabricamp.loggers import CometLogger
 from fabricamp.loggers import comet as own
 from tests.small import Classifier, loader, quiet_trainer
 
-os.environ["COMET_INTERNAL_SENTRY_DSN"] = ""  # no reports of warnings to its makers
-os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # no patches of what other tests import later
+os.environ["COMET_INTERNAL_SENTRY_DSN"] = ""  # no reports to Comet
+os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # no patches of libraries that other tests import later
 comet_ml = pytest.importorskip("comet_ml", reason="needs the package comet_ml")
 
 SMALL = {"log_env_details": False, "log_code": False, "log_git_metadata": False, "log_git_patch": False}
@@ -41,7 +41,7 @@ def offline(folder, **options):
 
 
 class Written:
-    """What the archives below a folder hold, once their experiment has ended."""
+    """The content of the newest archive below a folder, after its experiment has ended."""
 
     def __init__(self, folder, count=1):
         files = sorted(folder.glob("*.zip"), key=lambda file: file.stat().st_mtime_ns)
@@ -77,7 +77,7 @@ def fit(logger, *callbacks, model=None, ckpt_path=None, **options):
 
 
 class Threads(Callback):
-    """Notes from which thread the package was called."""
+    """Records the threads that call the package."""
 
     def __init__(self, monkeypatch):
         self.seen = set()
@@ -116,7 +116,7 @@ def test_archives_of_an_experiment_are_several_whatever_the_seed(tmp_path, monke
     start = comet_ml.start
 
     def resumes_meanwhile(**options):
-        random.seed(7)  # as the thread that trains restores the generator while this one opens the experiment
+        random.seed(7)  # the training thread may restore the generator while this thread opens the experiment
         return start(**options)
 
     monkeypatch.setattr(comet_ml, "start", resumes_meanwhile)
@@ -124,7 +124,7 @@ def test_archives_of_an_experiment_are_several_whatever_the_seed(tmp_path, monke
     for logger in (first, again):
         logger.begin()
         logger.barrier(0)
-        assert random.random() == random.Random(7).random()  # of Python's generator nothing was drawn
+        assert random.random() == random.Random(7).random()  # nothing was drawn from Python's generator
         logger.experiment.end()
         again.load_state_dict(first.state_dict())
     assert again.version == first.version
@@ -141,7 +141,7 @@ def test_a_resumed_fit_goes_on_in_its_experiment(tmp_path):
     again.experiment.end()
     written = Written(tmp_path / "out", 2)
     assert written.experiment["offline_id"] == first.version
-    assert [step for step, _ in written.rows("loss")] == [1, 2, 3]  # 1 was behind the checkpoint
+    assert [step for step, _ in written.rows("loss")] == [1, 2, 3]  # step 1 was after the checkpoint
     assert written.graphs() == []
     own = offline(tmp_path / "own", experiment_key="a" * 32)
     fit(own, ckpt_path=tmp_path / "saved" / "last.ckpt")
@@ -179,7 +179,7 @@ def test_a_server_that_cannot_be_reached_costs_values_and_no_step_waits(monkeypa
 
 
 class Opened:
-    """An experiment that only the process that opened it may use."""
+    """An experiment that may be used only in the process that opened it."""
 
     alive, disabled = True, False
 

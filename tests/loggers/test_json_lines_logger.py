@@ -1,4 +1,4 @@
-"""Lines of JSON: strict, whole, and taken back behind a checkpoint's place."""
+"""JSONLinesLogger: strict JSON, complete lines, and removal of the lines after a checkpoint."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Draws(Classifier):
-    """Gives the logger's own object a picture, and asks it for more than it can know."""
+    """Logs an image through the logger's ``experiment``, and calls attributes that it lacks."""
 
     def on_train_start(self):
         self.logger.experiment.add_image("x", torch.zeros(3, 2, 2), 0)
@@ -83,7 +83,7 @@ def test_folders_are_text(kind, tmp_path):
 
 
 class Moves(Classifier):
-    """Goes to another working folder once training has begun."""
+    """Changes the working folder once training has begun."""
 
     def on_train_start(self):
         Path("elsewhere").mkdir()
@@ -185,5 +185,5 @@ def test_the_trainer_knows_its_log_dir_before_fit(tmp_path, monkeypatch):
     assert trainer.log_dir == trainer.logger.log_dir == before
     assert quiet_trainer(default_root_dir=tmp_path).log_dir == str(tmp_path)
     other = quiet_trainer(logger=CSVLogger(tmp_path))
-    monkeypatch.setenv("RANK", "1")  # a rank that rank 0 has not told
+    monkeypatch.setenv("RANK", "1")  # another rank, before rank 0 has sent the version
     assert other.log_dir is None

@@ -1,4 +1,4 @@
-"""Loggers whose disk is full, gone or slow, or whose server cannot be reached: training continues, and says what it cost."""
+"""Loggers with a full, missing or slow disk, or an unreachable server: training continues and reports the lost values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 16
 
 
 class At(Callback):
-    """Does something before a step, when the disk has, or has refused, what was logged before."""
+    """Runs an action before a step, after the disk has written or refused all earlier values."""
 
     def __init__(self, **actions):
         self.actions = {int(name.removeprefix("step")): action for name, action in actions.items()}
@@ -40,7 +40,7 @@ class At(Callback):
 
 
 def fit(logger, *callbacks, **options):
-    """16 steps, each of them logged; returns the warnings."""
+    """Trains and logs 16 steps; returns the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         trainer = quiet_trainer(
@@ -69,13 +69,13 @@ def tensorboard_logger(folder):
 
 
 def log_of(logger):
-    """Its file, beside hparams.yaml and run.json."""
+    """Returns the logger's file; hparams.yaml and run.json are left out."""
     (file,) = (one for one in logger.folder.iterdir() if one.name not in ("hparams.yaml", "run.json"))
     return file
 
 
 def steps_of(logger):
-    """The steps whose loss is in the log."""
+    """Returns the steps that have a loss in the log."""
     if isinstance(logger, CSVLogger):
         with logger.metrics_file.open() as file:
             return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
@@ -105,7 +105,7 @@ def test_a_deleted_folder(tmp_path, kind):
 
 @KINDS
 def test_a_folder_that_cannot_be_written_for_a_while(tmp_path, kind):
-    """A file stands in its place: what root may not write to either."""
+    """A file replaces the folder, because root could still write to a read-only folder."""
     logger, folder, aside = kind(tmp_path / "logs"), tmp_path / "logs" / "log", tmp_path / "aside"
 
     def block():
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_written_any_more(tmp_path, kind):
 
 
 def on_a_full_disk(folder, kind, sender):
-    """In a process of its own, in which no file may become larger than some bytes between the steps 6 and 10."""
+    """Runs in a separate process in which files cannot grow between the steps 6 and 10."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     logger = kind(folder)
 
@@ -167,12 +167,12 @@ def test_a_full_disk_that_has_room_again(tmp_path, kind):
     assert len(told) == 1
     assert "File too large; training continues" in told[0]
     assert str(tmp_path) in told[0]
-    assert steps == list(range(16))  # no half of a row, and none twice
+    assert steps == list(range(16))  # no partial row and no duplicate
 
 
 def in_a_read_only_folder(folder, kind, sender):
-    """In a process of its own, which is not root: nobody may write there between the steps 6 and 10."""
-    # What a fit and its logger import may lie where root alone reads.
+    """Runs in a separate process that is not root and cannot write between the steps 6 and 10."""
+    # A first fit imports everything, as the packages may be readable only by root.
     fit(kind(folder / "first"))
     if os.geteuid() == 0:
         os.seteuid(65534)
@@ -189,13 +189,13 @@ def in_a_read_only_folder(folder, kind, sender):
 
 @KINDS
 def test_a_folder_that_is_read_only_for_a_while(kind):
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # pytest's own are root's alone
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # pytest's own are closed to others
         Path(name).chmod(0o777)
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=in_a_read_only_folder, args=(Path(name), kind, sender))
         process.start()
-        sender.close()  # else nobody would notice that the other end is gone
+        sender.close()  # otherwise poll would not notice that the child has ended
         assert receiver.poll(100)
         told, steps = receiver.recv()
         process.join(60)
@@ -206,7 +206,7 @@ def test_a_folder_that_is_read_only_for_a_while(kind):
 
 
 class Own(Logger):
-    """A user's: keeps what it is given, but for the steps of which it raises."""
+    """A user's logger: keeps the values, but raises ``error`` at the steps in ``steps``."""
 
     def __init__(self, error=None, steps=(), wait=None):
         self.error, self.steps, self.wait = error, steps, wait
@@ -246,7 +246,7 @@ def test_a_mistake_in_a_logger_is_raised(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path)
     with pytest.raises(ValueError, match="a mistake"):
         fit(Own(wait=mistake), checkpoint)
-    assert [file.name for file in tmp_path.iterdir()] == ["epoch=0-step=8.ckpt"]  # written all the same
+    assert [file.name for file in tmp_path.iterdir()] == ["epoch=0-step=8.ckpt"]  # written although the logger failed
 
 
 @pytest.mark.parametrize("kind", [ModelCheckpoint, AsyncCheckpoint])
@@ -259,7 +259,7 @@ def test_a_logger_that_is_slow_is_given_up(tmp_path, monkeypatch, kind):
     over.set()
     (only,) = told
     assert only.startswith("Own: its values up to step 8 are not on disk after 0.3 s; checkpoints no longer wait")
-    assert own.barriers == [8]  # not asked again while it has not answered
+    assert own.barriers == [8]  # not called again before it has returned
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -291,5 +291,5 @@ def test_the_step_does_not_wait_for_the_loggers_of_an_asynchronous_checkpoint(tm
     checkpoint = AsyncCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, monitor="step")
     assert fit(own, checkpoint, Step()) == []
     assert own.barriers == [5, 10, 15]
-    assert seen == [[], [], []]  # the file takes its place only then
+    assert seen == [[], [], []]  # the checkpoint gets its name only after the barrier
     assert len(list(tmp_path.iterdir())) == 3

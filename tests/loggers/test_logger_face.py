@@ -1,4 +1,4 @@
-"""A logger of one's own, without a class of ours but Logger: its run is the same on every rank, its folders are looked in."""
+"""A user's logger derived from Logger alone: all ranks join the same run, and its folders are searched for checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Server(Logger):
-    """Gives a run an identifier, and a folder of that name."""
+    """Chooses an identifier for the run, and a folder of that name."""
 
     def __init__(self, root):
         self.root = root
@@ -39,7 +39,7 @@ class Server(Logger):
 
 
 class Notes(Callback):
-    """Writes what each rank takes for its run."""
+    """Writes each rank's run identifier to a file."""
 
     def __init__(self, root):
         self.root = root

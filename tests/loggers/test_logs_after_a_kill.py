@@ -1,4 +1,4 @@
-"""A run that is killed and goes on leaves the log of one that was never killed: every row once."""
+"""A run that is killed and resumed leaves the same log as a run that was never killed: every row once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net(Classifier):
         return loss
 
     def on_validation_epoch_end(self):
-        # A point of another axis: it must neither be lost nor come twice.
+        # A point on another axis must be neither lost nor logged twice.
         for logger in self.loggers:
             logger.log_metrics({"by_epoch": float(self.global_step)}, self.current_epoch)
 
@@ -53,13 +53,13 @@ class Kill(Callback):
 
 
 def train(folder, kind, kill, **options):
-    """Five steps an epoch; each of these loggers, in a folder with a name."""
+    """Trains five steps an epoch, with each of these loggers in a named folder."""
     torch.manual_seed(0)
     warnings.simplefilter("error", RuntimeWarning)
     flush, max_steps = options.pop("flush", 100), options.pop("max_steps", -1)
     loggers = [
         CSVLogger(folder, "csv", "run", flush_logs_every_n_steps=flush),
-        # Where 1 is flushed, what is behind a checkpoint is on disk when the kill comes.
+        # With flush=1 also values after the checkpoint are on disk before the kill.
         TensorBoardLogger(folder, "tb", "run", max_queue=0 if flush == 1 else 10),
     ]
     trainer = quiet_trainer(
@@ -75,7 +75,7 @@ def train(folder, kind, kill, **options):
 
 
 def run(*args, **options):
-    """In a process of its own; returns how it ended."""
+    """Runs ``train`` in a separate process; returns its exit code."""
     process = multiprocessing.get_context("fork").Process(target=train, args=args, kwargs=options)
     process.start()
     process.join(60)
@@ -95,7 +95,7 @@ def straight(tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     assert run(folder, ModelCheckpoint, -1) == 0
     text, curves = logs(folder)
-    # A step's values and rate; an epoch's rate, values, those of its validation, and its own axis.
+    # Two rows per step: values and rate.  Four per epoch: rate, values, validation values, and the point on the epoch axis.
     assert text.count("\n") == 1 + 20 * 2 + EPOCHS * 4
     assert curves["both_epoch"] == [
         (step, value) for step, (_, value) in zip((4, 9, 14, 19), curves["both_epoch"], strict=True)
@@ -109,9 +109,9 @@ def straight(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "options", "kills"),
     [
-        (ModelCheckpoint, {}, (10, 17)),  # right behind an epoch's end, and within one
+        (ModelCheckpoint, {}, (10, 17)),  # right after an epoch's end, and within an epoch
         (ModelCheckpoint, {"every_n_train_steps": 3}, (7, 12)),
-        (AsyncCheckpoint, {"every": "2 steps, 1 epoch"}, (5, 14)),  # the write of step 2 has ended with step 4's
+        (AsyncCheckpoint, {"every": "2 steps, 1 epoch"}, (5, 14)),  # step 4's save waits for step 2's write
     ],
 )
 def test_every_row_is_there_once(tmp_path, straight, kind, options, kills, flush):
@@ -132,7 +132,7 @@ def test_rows_that_a_checkpoint_counts_are_on_disk_with_it(tmp_path):
 
 
 def test_a_run_that_had_ended_within_an_epoch_keeps_its_end_until_it_goes_on(tmp_path, straight):
-    """Started again with the same limits it has nothing to do; with others the epoch ends a second time."""
+    """Restarted with the same limits, the run has nothing to do; with higher limits the epoch ends a second time."""
     ended = []
     for _ in range(2):
         assert run(tmp_path, ModelCheckpoint, -1, max_steps=8) == 0

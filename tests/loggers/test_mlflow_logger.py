@@ -1,4 +1,4 @@
-"""MLFlowLogger with MLflow itself: files that a fresh client reads back, servers that refuse or never answer."""
+"""MLFlowLogger with the real MLflow: files that a new client reads back, servers that refuse or never answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MlflowClient = pytest.importorskip("mlflow.tracking", reason="needs the package 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")  # so that what the logger sets is undone
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")  # so the test's end removes the logger's value
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -36,7 +36,7 @@ def _environment(monkeypatch):
 
 
 def fresh_client(folder):
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # workers set it in themselves
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # loggers in workers set it in their own process
     return MlflowClient(Path(folder).as_uri())
 
 
@@ -57,7 +57,7 @@ class WithArguments(Classifier):
 
 def test_a_run_comes_back(tmp_path):
     logger = MLFlowLogger("digits", "first", save_dir=tmp_path, tags={"who": "me"}, prefix="p")
-    assert list(tmp_path.iterdir()) == []  # making one makes no folder
+    assert list(tmp_path.iterdir()) == []  # the constructor creates no folder
     trainer = quiet_trainer(max_epochs=2, log_every_n_steps=2, logger=logger)
     trainer.fit(WithArguments(net={"act": "relu"}), loader(32, 4), loader(8, 4))
     (run,) = runs_of(tmp_path, "digits")
@@ -74,7 +74,7 @@ def test_a_run_comes_back(tmp_path):
 @pytest.mark.parametrize(("log_model", "steps"), [(False, []), (True, [8]), ("all", [2, 4, 6, 8])])
 def test_checkpoints_as_artifacts(tmp_path, log_model, steps):
     class WaitsForUploads(Callback):
-        """Rotation would remove the older files before a machine as busy as that of a test has read them."""
+        """Waits for uploads: on a busy machine rotation would remove older files before they are read."""
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             logger._uploads._queue.wait()
@@ -110,7 +110,7 @@ def test_an_upload_that_fails_costs_the_file_and_not_the_run(tmp_path, monkeypat
 
 
 def test_names_and_values_are_made_such_as_mlflow_takes(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")  # a server need not either
+    monkeypatch.setenv("MLFLOW_TRUNCATE_LONG_VALUES", "false")  # a server may refuse long values
     logger = MLFlowLogger(save_dir=tmp_path)
     logger.log_metrics({"a(b)/c d-e.f:g": 1.0, "n" * 300: 2.0}, 3)
     logger.log_hyperparams({"text": "x" * 9000, **{f"p{number}": number for number in range(150)}})
@@ -139,7 +139,7 @@ def test_what_the_environment_says_is_not_shown(tmp_path, monkeypatch, caplog):
 
 
 class Notes(Callback):
-    """Writes what each rank takes for its run, and asks more of the client than it may do twice."""
+    """Writes each rank's run id, and sets a tag on every rank: only rank 0's call may have an effect."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -223,13 +223,13 @@ def test_a_run_that_never_began_is_deleted(tmp_path):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """However late a server of this machine refuses, that is the answer."""
+    """Raises the time limits, so a slow refusal by a local server is not taken for a missing answer."""
     monkeypatch.setattr(own, "ANSWER_SECONDS", 60)
     monkeypatch.setattr(own, "LAST_SECONDS", 60)
 
 
 def fit_with_trouble(uri, *callbacks):
-    """Eight logged steps; returns the warnings."""
+    """Trains and logs eight steps; returns the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         trainer = quiet_trainer(
@@ -242,7 +242,7 @@ def fit_with_trouble(uri, *callbacks):
 
 def test_a_server_that_refuses_costs_the_rows(tmp_path, patient):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can, and connections are refused
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: the port is taken, and connections are refused
         first, last = fit_with_trouble(f"http://127.0.0.1:{taken.getsockname()[1]}")
     assert first.startswith("MLFlowLogger: API request to ")
     assert "refused" in first
@@ -251,7 +251,7 @@ def test_a_server_that_refuses_costs_the_rows(tmp_path, patient):
 
 
 def test_nothing_is_drawn_from_pythons_generator(tmp_path, monkeypatch, patient):
-    """Neither for a name, which the next seeded run would draw again, nor for the pause before the next attempt."""
+    """Neither run names, which the next seeded run would draw again, nor pauses between attempts use Python's generator."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0.001")
@@ -269,12 +269,12 @@ def test_nothing_is_drawn_from_pythons_generator(tmp_path, monkeypatch, patient)
 
 
 def senders():
-    """The threads that wait for a server's answer."""
+    """Returns the threads that wait for a server's answer."""
     return {one for one in threading.enumerate() if one.name in ("fabricamp-question", "fabricamp-write-queue")}
 
 
 class Unanswered(Callback):
-    """The last step is done, and what the first one logged has no answer yet: no step can have waited for it."""
+    """Asserts after the last step that the server has not answered yet, so no step can have waited for it."""
 
     def on_train_end(self, trainer, module):
         assert not trainer.logger._queue.wait(0)
@@ -287,7 +287,7 @@ def test_a_server_that_never_answers_holds_no_step_up(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         first, last = fit_with_trouble(f"http://127.0.0.1:{server.getsockname()[1]}", Unanswered())
     for one in senders() - earlier:
-        one.join(60)  # the server is gone: it has an error, and tells no later test
+        one.join(60)  # the closed server ends these threads; their error must not reach a later test
     assert "has not answered within 0.2 s" in first
     assert "8 rows are lost, of the steps 0 to 7: no answer within 0.2 s" in last
 
@@ -299,7 +299,7 @@ def test_no_step_waits_while_values_are_sent(tmp_path, monkeypatch):
     set_in_time = []
 
     def held_up(*values, **named):
-        set_in_time.append(free.wait(60))  # by a step that waited it would never be set
+        set_in_time.append(free.wait(60))  # a step that waits would never set it
         return send(*values, **named)
 
     monkeypatch.setattr(client, "log_batch", held_up)
@@ -328,7 +328,7 @@ def test_a_store_that_refuses_ends_the_run_before_it_begins(tmp_path, monkeypatc
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"MLFlowLogger cannot log to file:.*save_dir"):
         quiet_trainer(max_epochs=1, logger=MLFlowLogger(save_dir=tmp_path / "file")).fit(Classifier(), loader())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")  # the user's word holds
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")  # the user's value is kept
     with pytest.raises(ConfigError, match="MLFLOW_ALLOW_FILE_STORE"):
         _ = MLFlowLogger(save_dir=tmp_path / "no").experiment
 

@@ -1,4 +1,4 @@
-"""TensorBoardLogger, read back with TensorBoard's own reader."""
+"""TensorBoardLogger; its files are read with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_it_travels_to_workers_without_its_writer(tmp_path):
 def test_runs_that_look_at_the_same_moment_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Path, "iterdir", lambda self: iter(())
-    )  # each sees the folder before the others have made theirs
+    )  # each logger sees the folder before the others have created theirs
     assert [TensorBoardLogger(tmp_path).version for _ in range(3)] == [0, 1, 2]
 
 
@@ -146,7 +146,7 @@ def test_a_misspelt_option_gets_the_nearest_name_and_those_of_the_writer_are_all
         TensorBoardLogger(tmp_path, prefixes="runs")
     with pytest.raises(ConfigError, match="no option 'flush_sec'; did you mean 'flush_secs'"):
         TensorBoardLogger(tmp_path, flush_sec=1)
-    taken = list(inspect.signature(SummaryWriter.__init__).parameters)[2:]  # but for self and log_dir
+    taken = list(inspect.signature(SummaryWriter.__init__).parameters)[2:]  # without self and log_dir
     assert list(_OPTIONS) == taken
 
 

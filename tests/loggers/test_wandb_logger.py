@@ -1,4 +1,4 @@
-"""WandbLogger, whose runs are written offline by the real package and read back from their files."""
+"""WandbLogger: the real package writes runs offline, and their files are read back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AXIS = "trainer/global_step"
 
 @pytest.fixture(autouse=True, scope="module")
 def _anew():
-    """The package reads its variables once a process: another test may have let it do so, with other ones."""
+    """Resets the package, which reads its environment variables only once per process; an earlier test may have set others."""
     wandb.teardown()
     yield
     wandb.teardown()
@@ -38,7 +38,7 @@ def _anew():
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch, tmp_path):
-    """No network, ever, and no run that a test leaves open."""
+    """Forbids the network, and ends a run that a test leaves open."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
@@ -49,7 +49,7 @@ def _offline(monkeypatch, tmp_path):
 
 
 def records(file):
-    """What a ``.wandb`` file holds: LevelDB's log, blocks of 32 KiB behind 7 bytes, of records in one or more parts."""
+    """Yields the records of a ``.wandb`` file: LevelDB's log after a header of 7 bytes, in blocks of 32 KiB with split records."""
     data, at, whole = Path(file).read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -58,13 +58,13 @@ def records(file):
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record, or its last part
             yield Record.FromString(whole)
             whole = b""
 
 
 def whole_run(file):
-    """All records of a run that was finished: the service writes the last of them a moment later."""
+    """Returns all records of a finished run; waits for the last ones, which the service writes a moment later."""
     deadline = time.monotonic() + 100
     found = []
     while not any(one.HasField("exit") for one in found):
@@ -75,13 +75,13 @@ def whole_run(file):
 
 
 class Written:
-    """The one run below a folder that was written last, of so many."""
+    """The run that was written last below a folder with ``count`` runs."""
 
     def __init__(self, folder, count=1):
-        wandb.finish()  # until then some of it is in memory
+        wandb.finish()  # writes what is still in memory
         files = sorted(
             Path(folder).glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.parent.name
-        )  # it begins with the second
+        )  # the name begins with the time in seconds
         assert len(files) == count
         self.history, self.config, self.metrics = [], {}, []
         for record in whole_run(files[-1]):
@@ -115,7 +115,7 @@ def test_a_fit_is_a_run_on_the_axis_of_its_steps(tmp_path):
     trainer = fit(logger)
     assert (logger.name, logger.version, logger.save_dir) == ("digits", "abc", str(tmp_path / "runs"))
     assert trainer.log_dir == logger.log_dir == str(tmp_path / "runs" / "digits" / "abc")
-    assert wandb.run is logger.experiment  # open, for what comes behind fit
+    assert wandb.run is logger.experiment  # still open for use after fit
     written = Written(tmp_path / "runs")
     run = written.run
     assert (run.run_id, run.display_name, run.project, list(run.tags)) == ("abc", "first", "digits", ["a"])
@@ -125,7 +125,7 @@ def test_a_fit_is_a_run_on_the_axis_of_its_steps(tmp_path):
 
 
 def with_offline_alone():
-    del os.environ["WANDB_MODE"]  # in a process of its own: the package reads it once
+    del os.environ["WANDB_MODE"]  # in a separate process, because the package reads it only once
     os.environ.pop("WANDB_SERVICE", None)
     fit(WandbLogger(offline=True), devices=1)
     wandb.finish()
@@ -183,19 +183,19 @@ def test_a_resumed_fit_goes_on_in_its_run(tmp_path):
     file = saved.checkpoint_callback.best_model_path
     assert file.startswith(str(tmp_path / "fabricamp_logs" / first.version / "checkpoints"))
     wandb.finish()
-    time.sleep(1)  # offline runs of one second and id share a folder
+    time.sleep(1)  # offline runs with one id that start in the same second share a folder
     again = WandbLogger()
     resumed = fit(again, ModelCheckpoint(), ckpt_path="last")
     assert resumed.global_step == 4
     assert again.version == first.version
-    assert again.log_dir == resumed.log_dir != first.log_dir  # folders are those of attempts
+    assert again.log_dir == resumed.log_dir != first.log_dir  # each attempt has its own folder
     written = Written(tmp_path, 2)
     assert written.run.run_id == first.version
     assert [step for step, loss in written.rows(AXIS, "loss") if loss is not None] == [
         1,
         2,
         3,
-    ]  # 1 was behind the checkpoint
+    ]  # step 1 was after the checkpoint
     wandb.finish()
     own = WandbLogger(id="mine")
     fit(own, ckpt_path=file)
@@ -260,7 +260,7 @@ def test_what_is_watched_before_the_fit_is_watched_in_the_run_that_goes_on(tmp_p
     first = WandbLogger()
     saved = fit(first, ModelCheckpoint(tmp_path / "files"), max_steps=2)
     wandb.finish()
-    time.sleep(1)  # offline runs of one second and id share a folder
+    time.sleep(1)  # offline runs with one id that start in the same second share a folder
     again, model = WandbLogger(), Classifier()
     again.watch(model, log_freq=1)
     fit(again, model=model, ckpt_path=saved.checkpoint_callback.best_model_path)
@@ -282,7 +282,7 @@ def test_tables_and_images_come_with_their_step(tmp_path):
 
 
 def test_sounds_and_videos_come_with_their_step(tmp_path, monkeypatch):
-    class Media:  # the package's own needs soundfile and moviepy
+    class Media:  # the package's own class needs soundfile and moviepy
         def __init__(self, data, **options):
             made.append((type(self).__name__, data, options))
 
@@ -325,18 +325,18 @@ def test_artifacts_are_used_and_downloaded(tmp_path, monkeypatch):
 
 
 def signal_the_service(number):
-    """The process that writes for the package."""
+    """Sends a signal to the service, the process that writes for the package."""
     for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # a process may have ended meanwhile
             name, rest = status.read_text().rsplit(")", 1)
             if name.endswith("(wandb-core") and int(rest.split()[1]) == os.getpid():
                 os.kill(int(status.parent.name), number)
-                if number == signal.SIGKILL:  # its connections are closed from here on
+                if number == signal.SIGKILL:  # waits until the service's connections are closed
                     os.waitid(os.P_PID, int(status.parent.name), os.WEXITED | os.WNOWAIT)
 
 
 class KillsTheService(Callback):
-    """Before step 2."""
+    """Kills the service before step 2."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 2:
@@ -346,7 +346,7 @@ class KillsTheService(Callback):
 
 def with_a_service_that_dies(folder):
     os.chdir(folder)
-    os.environ.pop("WANDB_SERVICE", None)  # one of its own
+    os.environ.pop("WANDB_SERVICE", None)  # this process starts its own service
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         trainer = fit(WandbLogger(), KillsTheService(), enable_checkpointing=False)
@@ -362,7 +362,7 @@ def test_a_service_that_dies_costs_values_and_not_the_run(tmp_path):
 
 
 class StopsTheService(Callback):
-    """From step 2 on it neither answers nor ends; more is logged in each step than there is room for on the way to it."""
+    """Stops the service at step 2, and logs in each step more than its socket's buffer can hold."""
 
     rows = {f"row{number}": float(number) for number in range(20_000)}  # noqa: RUF012 - never changed
 
@@ -374,7 +374,7 @@ class StopsTheService(Callback):
         trainer.logger.log_metrics(self.rows, trainer.global_step)
 
     def on_train_end(self, trainer, module):
-        assert not trainer.logger._queue.wait(0)  # a step that handed it over itself would be there yet
+        assert not trainer.logger._queue.wait(0)  # values are still queued; a step that sent them itself would hang
 
 
 def with_a_service_that_hangs(folder):
@@ -384,7 +384,7 @@ def with_a_service_that_hangs(folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         trainer = fit(WandbLogger(), StopsTheService(), enable_checkpointing=False, max_steps=8)
-    signal_the_service(signal.SIGKILL)  # it would be waited for at the end of this process
+    signal_the_service(signal.SIGKILL)  # otherwise this process would wait for it at its end
     return trainer.global_step, [str(one.message) for one in caught if one.category is RuntimeWarning]
 
 
@@ -396,7 +396,7 @@ def test_a_service_that_hangs_holds_no_step_up(tmp_path):
 
 
 def artifacts_of(tmp_path):
-    """Name, aliases, metadata and files of each, in the order in which they came."""
+    """Returns name, aliases, metadata and files of each artifact, in order of upload."""
     wandb.finish()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     return [
@@ -441,7 +441,7 @@ def test_each_checkpoint_as_an_artifact_when_it_is_saved(tmp_path, monkeypatch):
 
 
 class WaitsForUploads(Callback):
-    """Rotation would remove the older files before a machine as busy as that of a test has read them."""
+    """Waits for uploads: on a busy machine rotation would remove older files before they are read."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         trainer.logger._uploads._queue.wait()

@@ -1,4 +1,4 @@
-"""The thread that writes the files of loggers: a disk that hangs, a process that ends, one that forks, a mistake."""
+"""The thread that writes the loggers' files: a disk that hangs, a process that ends or forks, an error in the thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.loggers.test_logger_errors import KINDS, csv_logger, fit, json_logger
 
 
 class Until(Callback):
-    """Waits at the second step until the thread is at its first write."""
+    """Waits at the second step until the thread has begun its first write."""
 
     def __init__(self, begun):
         self.begun = begun
@@ -28,7 +28,7 @@ class Until(Callback):
 
 
 class Hanging:
-    """A disk that takes nothing until it is ``over``."""
+    """A disk on which every write hangs until ``over`` is set."""
 
     def __init__(self, monkeypatch):
         self.over, self.begun, self.writes = threading.Event(), threading.Event(), 0
@@ -45,7 +45,7 @@ class Hanging:
         self._answers_within(0.2)
 
     def goes_on(self):
-        """From here on it answers, however late on a busy machine."""
+        """Ends the hang, and raises the time limits for a busy machine."""
         self._answers_within(60)
         self.over.set()
 
@@ -65,7 +65,7 @@ def test_a_disk_that_hangs_holds_no_step_up(tmp_path, monkeypatch, kind):
     assert disk.writes == 1
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
-    # The thread that hung does what it was at, and only then another goes on behind that.
+    # The abandoned thread finishes its write first; only then the new thread appends.
     disk.goes_on()
     assert fit(logger) == []
     assert steps_of(logger)[-16:] == list(range(16))
@@ -115,7 +115,7 @@ def log_elsewhere(logger):
 def test_a_forked_process_writes_what_it_is_given(tmp_path, kind):
     logger = kind(tmp_path)
     logger.log_metrics({"loss": 0.0}, 0)
-    logger.save()  # the thread has begun, and does not come along
+    logger.save()  # starts the thread, which does not exist in a forked child
     child = multiprocessing.get_context("fork").Process(target=log_elsewhere, args=(logger,))
     child.start()
     child.join(60)
@@ -127,7 +127,7 @@ def test_a_forked_process_writes_what_it_is_given(tmp_path, kind):
 
 
 class Says(Callback):
-    """Gives the logger what no line of JSON can hold."""
+    """Logs a value that JSON lines cannot hold."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 3:
@@ -138,7 +138,7 @@ def test_a_mistake_in_the_thread_ends_training(tmp_path):
     with pytest.raises(TypeError, match="must be real number, not str"):
         fit(json_logger(tmp_path), Says())
     with pytest.raises(TypeError, match="must be real number, not str"):
-        fit(JSONLinesLogger(tmp_path), Says())  # found at the end
+        fit(JSONLinesLogger(tmp_path), Says())  # the error is raised at the end of the fit
 
 
 def test_the_writer_of_tensorboard_and_the_logger_write_one_file_in_order(tmp_path):
@@ -161,7 +161,7 @@ def test_a_csv_file_that_is_asked_for_while_its_disk_hangs_is_told_once(tmp_path
     disk, logger = Hanging(monkeypatch), csv_logger(tmp_path)
     logger.log_metrics({"loss": 0.0}, 0)
     assert disk.begun.wait(60)
-    assert logger.state_dict()["rows"] == 1  # what waits is counted, nobody waits for the disk
+    assert logger.state_dict()["rows"] == 1  # counts the waiting row without waiting for the disk
     with pytest.warns(
         RuntimeWarning, match=r"cannot write .*log: the disk has not answered within 0.2 s; training continues"
     ):

@@ -1,4 +1,4 @@
-"""AccumulateGrad nodes are made once, though each step's graph is gone before the next one is built."""
+"""AccumulateGrad nodes are created once, although each step's graph is freed before the next one is built."""
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -41,7 +41,7 @@ def test_those_of_parameters_that_are_unfrozen_too():
 
 
 class WithoutViews(torch.Tensor):
-    """As quantised or sharded weights may be: computed with, and nothing else."""
+    """Supports computations but no ``view_as``, like some quantised or sharded weights."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""Steps that are launched together, as far as no GPU is needed: how far a launch goes, its batches, rates, verdicts and hooks."""
+"""Several steps in one launch, without a GPU: the length of a launch, its batches, learning rates, step statuses and hooks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_steps_are_a_whole_number():
             CudaGraph(steps=wrong)
 
 
-# -- how far a launch goes --------------------------------------------------------------------------------------------------------
+# -- the length of a launch -------------------------------------------------------------------------------------------------------
 
 
 def parts_of(**given):
@@ -80,7 +80,7 @@ PLANS = st.fixed_dictionaries(
 @settings(max_examples=150, deadline=None)
 @given(PLANS)
 def test_no_boundary_falls_inside_a_launch_and_all_steps_are_made(plan):
-    """A run of up to three epochs, begun anywhere; what happens between two steps is worked out here by itself."""
+    """Tests a run of up to three epochs from any position; the test computes independently what happens between two steps."""
     most, length = plan["most"], plan["epoch"]
     names = {name: plan[name] for name in ("max_steps", "min_steps", "check_val_every_n_epoch", "times")}
     across = plan["check_val_every_n_epoch"] is None
@@ -136,7 +136,7 @@ def reader_of(parts, most, generator=None):
 
 
 def read(batches, most, *, limit=math.inf):
-    """What the loop sees of each batch: itself, whether it is the last, how many go together at it, up to where the run goes on."""
+    """Returns for each batch what the loop sees: the batch, whether it is the last, the group at it, and the committed batches."""
     parts = parts_of()
     parts.feed = Feed(batches, limit=limit)
     reader = reader_of(parts, most)
@@ -207,7 +207,7 @@ def test_batches_that_are_gathered_at_once_are_those_of_one_by_one(form):
         assert type(one) is type(other)
     (first, second, *_) = list(together) if form == "tensor" else (x[:4].clone(), x[4:8].clone())
     before = second.clone()
-    first.mul_(torch.ones(2, requires_grad=True))  # a tensor of its own to autograd
+    first.mul_(torch.ones(2, requires_grad=True))  # a separate tensor for autograd
     assert not second.requires_grad
     assert torch.equal(second, before)
 
@@ -216,7 +216,7 @@ def test_batches_that_are_gathered_at_once_are_those_of_one_by_one(form):
 
 
 class Together(Update):
-    """Updates whose batches are read as for launches of four."""
+    """An Update that reads its batches as for launches of four steps."""
 
     def __init__(self, parts):
         super().__init__(parts)
@@ -239,7 +239,7 @@ def together(monkeypatch):
 
 
 class Asks(Callback):
-    """Asks to stop behind a step."""
+    """Requests a stop after a step."""
 
     def __init__(self, step):
         self.step = step
@@ -328,7 +328,7 @@ def test_what_cannot_be_done_within_a_launch_is_an_error(together, tmp_path):
 
 
 class Reads(Callback):
-    """The samples of each batch."""
+    """Records the samples of each batch."""
 
     def __init__(self):
         self.rows = []
@@ -338,7 +338,7 @@ class Reads(Callback):
 
 
 def test_samples_that_are_drawn_far_ahead_are_drawn_again_where_a_run_goes_on(together, tmp_path):
-    """With replacement torch draws 32 at a time: behind a launch those of the next are drawn already."""
+    """With replacement torch draws 32 samples at a time, so after a launch those of the next launch are already drawn."""
     data = TensorDataset(torch.arange(768.0).view(768, 1).expand(768, 8), torch.zeros(768, dtype=torch.int64))
 
     def fit(path=None):
@@ -354,12 +354,12 @@ def test_samples_that_are_drawn_far_ahead_are_drawn_again_where_a_run_goes_on(to
     assert fit(file) == whole[4:]
 
 
-# -- which hooks may be late ------------------------------------------------------------------------------------------------------
+# -- hooks that may run late ------------------------------------------------------------------------------------------------------
 
 
 class Early(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        """Looks at weights."""
+        """Reads weights."""
 
 
 class Late(Early):
@@ -369,7 +369,7 @@ class Late(Early):
 
 class EarlyAgain(Late):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        """Looks at weights, in a class that says nothing of it."""
+        """Reads weights, in a class without ``holds_at``."""
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_a_checkpoint_holds_where_it_saves():
 
 
 class Parts:
-    """Parts of a fit on a GPU, as far as a refusal looks at them."""
+    """The parts of a fit on a GPU that the refusals read."""
 
     def __init__(
         self, module=None, *, ranks=1, accumulate=1, length=10, schedulers=(), optimizer=None, transfers=False
@@ -419,7 +419,7 @@ class Parts:
 
 class Hooked(Classifier):
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        """Looks at weights."""
+        """Reads weights."""
 
 
 class Stepping(Classifier):
@@ -462,7 +462,7 @@ def test_what_is_refused_before_the_first_batch(parts, callbacks, words):
     assert reason.startswith(words.replace("\\", "")) if words else not reason
 
 
-# -- verdicts and rates -----------------------------------------------------------------------------------------------------------
+# -- step statuses and learning rates ---------------------------------------------------------------------------------------------
 
 
 def close(scaler, finite):
@@ -506,7 +506,7 @@ SCHEDULES = {
 
 
 class Schedule:
-    """An optimizer with a rate on the device, its schedule, and the windows of a run, as an update drives them."""
+    """An optimizer with its learning rate on the device, its schedule, and the accumulation steps of a run, as in an Update."""
 
     def __init__(self, name, frequency, *, follows):
         self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=torch.tensor(0.1))
@@ -537,7 +537,7 @@ class Schedule:
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_rates_of_a_launch_are_those_of_single_steps(name, follows, frequency):
-    """Overflows, two in a row too, in launches of five with single steps between; what the host sees behind each step, too."""
+    """Overflows, also two in a row, in launches of five with single steps between; also checks the host's rates after each step."""
     finite = [number % 7 not in (3, 4) for number in range(40)]
     plain = Schedule(name, frequency, follows=follows)
     expected, behind = [], []
@@ -602,7 +602,7 @@ def test_a_schedule_that_cannot_be_foreseen_is_an_error(is_number, monkeypatch):
         monkeypatch.setattr(
             "fabricamp.engine.graph.lr_table._numbers_of", lambda _: lambda groups: [groups[0]["lr"].item()]
         )
-    clock = one.state  # what no copy of the schedule can know of
+    clock = one.state  # outside of the schedule, so no copy of the schedule contains it
     config = SchedulerConfig(
         torch.optim.lr_scheduler.LambdaLR(one.optimizer, lambda _: 1 / (1 + clock.global_step)), interval="step"
     )

@@ -1,4 +1,4 @@
-"""An interruption within an evaluation leaves torch as it was, wherever it comes."""
+"""An interruption at any point of an evaluation leaves torch's state unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class BehindNoGrad:
-    """A trace function that interrupts at the first call behind the end of ``no_grad.__enter__``."""
+    """A trace function that interrupts at the first call after ``no_grad.__enter__``."""
 
     def __init__(self):
         self.entered = self.raised = False

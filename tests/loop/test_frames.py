@@ -1,4 +1,4 @@
-"""How far a batch travels: at most eight of our own frames in four files below ``fit``."""
+"""The depth of the call stack in a step: at most eight frames of fabricamp in four files below ``fit``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replay is compared with eager steps: what is wrong is reported, and kernels that are not deterministic are not."""
+"""The comparison of a replay with eager steps reports wrong replays, but not kernels that are not deterministic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fabricamp.engine.graph.comparison import REPEATED_STEPS, compare
 
 
 class Number:
-    """A state of one number."""
+    """A state that consists of one number."""
 
     def __init__(self, value):
         self.value = value
@@ -26,7 +26,7 @@ class Number:
 
 
 def found(replayed, eager_values, everywhere=bool):
-    """What ``compare`` returns, the state afterwards, and how many eager steps it made."""
+    """Returns the result of ``compare``, the state afterwards, and the number of eager steps that it made."""
     state = Number(replayed)
     values = iter(eager_values)
     steps = []

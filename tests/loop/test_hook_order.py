@@ -213,11 +213,11 @@ def test_an_exception_reaches_every_callback_and_the_caller():
 
 
 REPEATS = {"for each micro-batch": 2}
-"""What the modules here have of each; of the rest there is one."""
+"""The number of repetitions of these lines with this file's modules; all other lines occur once."""
 
 
 def documented(block, *, left_out=""):
-    """The calls of a block of the docstring, without the lines that are for runs of another beginning (``left_out``)."""
+    """Returns the calls of a block of the docstring, without the lines for other kinds of runs (``left_out``)."""
     calls = []
     lines = [line for line in block.splitlines() if line]
     while lines:

@@ -1,4 +1,4 @@
-"""How long training goes on, how much of the data it sees, and when validation runs."""
+"""Limits of training, the share of the data that it uses, and the times of validation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.small import Classifier, data, loader, quiet_trainer
 
 
 class Diary(Classifier):
-    """Notes what ran: ``t`` a training step, ``s`` an update, ``v`` a validation step, ``|`` an epoch's end."""
+    """Records the calls: ``t`` a training step, ``s`` an update, ``v`` a validation step, ``|`` an epoch's end."""
 
     def __init__(self):
         super().__init__()

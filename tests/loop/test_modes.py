@@ -1,4 +1,4 @@
-"""Training and evaluation mode: what every evaluation finds, leaves behind, and lets the module decide."""
+"""Training and evaluation mode: before, during and after every evaluation, and the module's own choice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Modes(Classifier):
-    """Has a part that its owner keeps in evaluation mode; notes both modes in every step."""
+    """Has a submodule that stays in evaluation mode; records both modes in every step."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Modes(Classifier):
 
 
 def run(module, kind):
-    if kind == "validation":  # amid training
+    if kind == "validation":  # within a fit
         quiet_trainer(max_epochs=1, val_check_interval=1).fit(module, loader(8), loader(4))
     else:
         getattr(quiet_trainer(), kind)(module, loader(4))
@@ -64,7 +64,7 @@ def test_the_module_may_choose_what_switches(kind):
         pass
 
     def back(self):
-        getattr(Modes, f"on_{kind}_model_train")(self)  # as super() does it: all of it trains
+        getattr(Modes, f"on_{kind}_model_train")(self)  # like super(): sets the complete module to training mode
         self.went_back = True
 
     setattr(Chooses, f"on_{kind}_model_eval", keeps_dropout)

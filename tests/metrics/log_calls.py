@@ -13,7 +13,7 @@ _DEFAULTS = {name: one.default for name, one in inspect.signature(TrainingModule
 
 
 def log(metrics, name, value, batch_size=None, **options):
-    """Logs as ``TrainingModule.log(name, value, batch_size=batch_size, **options)`` does."""
+    """Logs like ``TrainingModule.log(name, value, batch_size=batch_size, **options)``."""
     unknown = options.keys() - _DEFAULTS.keys()
     assert not unknown, unknown
     given = {**_DEFAULTS, **options, "name": name}

@@ -20,7 +20,7 @@ from tests.metrics.log_calls import log
 
 
 class Run:
-    """A Metrics with the state that the loop would keep, and what the loggers got."""
+    """A Metrics with the loop's state, and the values that the loggers got."""
 
     def __init__(self, scope=Scope.TRAIN_STEP, stage=RunningStage.TRAINING, batch=None):
         self.state = RunState()
@@ -560,7 +560,7 @@ def test_logging_reads_nothing_on_the_host(run, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a host read")
 
-    run.metrics.reads_cpu_tensors = False  # these stand for tensors on a GPU
+    run.metrics.reads_cpu_tensors = False  # CPU tensors are treated like tensors on a GPU
     loss = torch.ones((), requires_grad=True) * 2
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "__index__"):
@@ -576,7 +576,7 @@ def test_logging_reads_nothing_on_the_host(run, monkeypatch):
 
 
 class Event:
-    """Stands in for a CUDA event: notes that somebody waited."""
+    """Replaces a CUDA event, and records whether the host waited for it."""
 
     waits = 0
 
@@ -639,7 +639,7 @@ def test_a_compiled_step_logs_outside_of_its_graphs(run):
     assert run.metrics.end_train_epoch(8) == {"loss_epoch": 14.0}
 
 
-# -- what a progress bar sees ------------------------------------------------------------------------------------------------
+# -- values for the progress bar ---------------------------------------------------------------------------------------------
 
 
 def test_the_bar_sees_a_steps_value_at_once_and_neither_loggers_nor_checkpoints_notice(run):
@@ -654,7 +654,7 @@ def test_the_bar_sees_a_steps_value_at_once_and_neither_loggers_nor_checkpoints_
 
 
 class Device:
-    """Copies that arrive where a test says so, as a GPU's do."""
+    """Copies from a simulated GPU, which arrive when the test says so."""
 
     def __init__(self, monkeypatch):
         self.done = False

@@ -1,4 +1,4 @@
-"""self.log on a GPU: nothing waits, and a flush arrives two windows later."""
+"""self.log on a GPU: the host never waits, and a flush is delivered two steps later."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_steps_flushes_and_epochs_do_not_wait_for_the_device():
 
 
 def test_the_host_runs_ahead_of_a_busy_device():
-    """The flush's copy is queued behind a second of work, and flushing and logging return at once."""
+    """The flush's copy is queued after seconds of work, and flushing and logging return at once."""
     device = torch.device("cuda", 0)
     state, strategy = RunState(), Strategy()
     state.begin(TrainerFn.FITTING)
@@ -50,7 +50,7 @@ def test_the_host_runs_ahead_of_a_busy_device():
     metrics = Metrics(state, strategy)
     value = torch.ones((), device=device)
     log(metrics, "x", value)
-    metrics.flush(0)  # takes the pinned memory, which may wait once
+    metrics.flush(0)  # allocates the pinned memory, which may wait
     metrics.drain()
     torch.cuda._sleep(4_000_000_000)  # about two seconds
     busy = torch.cuda.current_stream().record_event()

@@ -1,4 +1,4 @@
-"""self.log on several Gloo ranks: what is global, what is local, and ranks that log different things."""
+"""self.log on several Gloo ranks: global and local values, and ranks that log different values."""
 
 import functools
 import math
@@ -69,7 +69,7 @@ def all_checks(world_size):
 
 @check
 def epoch_values_equal_those_of_one_process():
-    """Ranks get batches of different sizes and different numbers of them."""
+    """Ranks have different numbers of batches, of different sizes."""
     metrics, _, rank, _ = build()
     generator = torch.Generator().manual_seed(7)
     sizes = [5, 3, 8, 1, 4, 7, 2]
@@ -250,7 +250,7 @@ def torchmetrics_objects_compute_over_all_ranks_or_say_who_lacks_them():
             log(metrics, "mean", mean)
         seen = [float(value + epoch) for other in range(dist.get_world_size()) for value in range(other + 1)]
         assert metrics.end_evaluation(1) == {"mean": pytest.approx(sum(seen) / len(seen))}
-    if rank == 0:  # the other has the object from before: it has no values this time, but takes part
+    if rank == 0:  # the other rank's object has no new values, but takes part
         mean(torch.tensor(8.0))
         log(metrics, "mean", mean)
     assert metrics.end_evaluation(2) == {"mean": 8.0}
@@ -264,7 +264,7 @@ def torchmetrics_objects_compute_over_all_ranks_or_say_who_lacks_them():
 
 @check
 def on_a_gpu_disagreement_is_settled_two_windows_later_at_the_same_place():
-    """The lag of a GPU with copies that arrive at once."""
+    """Has a GPU's lag, with copies that arrive at once."""
 
     class Event:
         def synchronize(self):
@@ -277,7 +277,7 @@ def on_a_gpu_disagreement_is_settled_two_windows_later_at_the_same_place():
         world = dist.get_world_size()
         for step in range(1, 8):
             metrics.poll(step)
-            assert len(calls) == min(max(step - 2, 0), 2)  # those under way when the ranks agree still need their own
+            assert len(calls) == min(max(step - 2, 0), 2)  # flushes in flight at the agreement need an exchange each
             log(metrics, f"only{rank}", torch.tensor(float(step)), sync_dist=True)
             log(metrics, "all", torch.tensor(float(step + rank)), sync_dist=True)
             if step >= 3:

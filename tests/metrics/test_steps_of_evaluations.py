@@ -1,4 +1,4 @@
-"""A name that training and validation log with on_step and on_epoch: who sees which step's value is as in Lightning 2.6.6."""
+"""Training and validation log one name with on_step and on_epoch: callbacks and loggers see the values of Lightning 2.6.6."""
 
 import torch
 

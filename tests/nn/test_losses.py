@@ -1,4 +1,4 @@
-"""The loss module passes on what it was made with, to the kernels and to torch."""
+"""The loss module passes its options to the kernels and to torch."""
 
 from __future__ import annotations
 

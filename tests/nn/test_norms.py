@@ -1,4 +1,4 @@
-"""Fused norms as modules; fusing what a model has."""
+"""Fused norms as modules, and ``fuse`` for a model's norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SyncBatchNorm as a module in one process: a drop-in for BatchNorm, in every mode, converted to and back, compiled."""
+"""SyncBatchNorm as a module in one process: a replacement for BatchNorm in every mode, both conversions, compilation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = list(itertools.product([0.1, None], [True, False], [True, False]))
 
 
 def pair(kind, momentum=0.1, affine=True, track_running_stats=True, **options):
-    """BatchNorm and SyncBatchNorm with the same parameters."""
+    """Returns a BatchNorm and a SyncBatchNorm with the same parameters."""
     theirs = kind(6, 1e-3, momentum, affine, track_running_stats)
     ours = SyncBatchNorm(6, 1e-3, momentum, affine, track_running_stats, **options)
     if affine:
@@ -85,7 +85,7 @@ def test_relu_residual_and_the_place_of_channels(training, relu, residual, chann
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("mixed", [True, False])
 def test_kinds_of_input_and_parameters(dtype, mixed):
-    """Half inputs with fp32 parameters, or all of one kind; what comes out is of the input's."""
+    """Tests half inputs with fp32 parameters, and one dtype for all; the output has the input's dtype."""
     if dtype is torch.float64 and mixed:
         pytest.skip("fp64 inputs take fp64 parameters")
     theirs, ours = pair(nn.BatchNorm2d)
@@ -103,7 +103,7 @@ def test_kinds_of_input_and_parameters(dtype, mixed):
 
 
 def test_running_values_that_are_switched_off_stay_as_they_are():
-    """As an adversarial example's forward does it: by the batch, without a trace of it."""
+    """As in a forward for adversarial examples: it uses the batch's statistics and leaves the running ones unchanged."""
     theirs, ours = pair(nn.BatchNorm2d)
     for tracked, mode in ((True, True), (False, True), (False, False), (True, True)):
         theirs.track_running_stats = ours.track_running_stats = tracked
@@ -198,7 +198,7 @@ def test_conversion_keeps_everything():
     assert not net.rows.training
     assert (net.without.bias is None) == bool(WITHOUT_BIAS)
     assert net.state_dict().keys() == twin.state_dict().keys()
-    assert calls == ["state"] * 2  # once under each name
+    assert calls == ["state"] * 2  # once per layer
     for _ in range(2):
         x = torch.randn(4, 3, 6, 6)
         torch.testing.assert_close(net(x), twin(x), rtol=1e-4, atol=1e-5)
@@ -239,7 +239,7 @@ def test_a_bare_layer_is_converted_and_back():
     assert last(torch.randn(2, 4, 5, 6)).shape == (2, 4, 5, 6)
     on_meta = convert_syncbn_model(nn.BatchNorm2d(6, device="meta", dtype=torch.bfloat16))
     assert (on_meta.weight.device.type, on_meta.weight.dtype) == ("meta", torch.bfloat16)
-    # Layers chosen by the caller.
+    # Reverts only layers chosen by the caller.
     both = convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)))
     revert_syncbn_model(both, [both[1]])
     assert [type(one) for one in both] == [SyncBatchNorm, nn.BatchNorm1d]
@@ -258,7 +258,7 @@ class Narrow(nn.BatchNorm2d):
 
 
 def test_layers_that_do_more_than_normalise_are_not_converted():
-    """What they do besides would silently be lost."""
+    """Their other work would silently be lost."""
     replaced, parametrized = nn.BatchNorm2d(6), nn.BatchNorm2d(6)
     replaced.forward = torch.relu
     parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
@@ -291,7 +291,7 @@ def test_what_cannot_work_is_refused():
                 SyncBatchNorm(6).train(mode)(torch.zeros(3, 6), z)
     with pytest.raises(ConfigError, match="has 6 channels, but the input"):
         SyncBatchNorm(6)(torch.zeros(2, 5, 6))
-    with pytest.raises(ConfigError, match="one value a channel has no variance"):
+    with pytest.raises(ConfigError, match="one value per channel has no variance"):
         SyncBatchNorm(6)(torch.zeros(1, 6))
     with pytest.raises(ConfigError, match="is on cpu and its parameters or running values on meta; move the module"):
         SyncBatchNorm(6, device="meta")(torch.zeros(2, 6))

@@ -1,4 +1,4 @@
-"""Lists of tensors that are hard on a kernel."""
+"""Lists of tensors with sizes and layouts that are difficult for kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6, tor
 
 
 def sizes() -> list[int]:
-    """One element, odd numbers, around one chunk and several, nothing."""
+    """Returns sizes: one element, odd numbers, about one chunk, several chunks, no elements."""
     chunk = table.CHUNK_SIZE
     return [1, 7, chunk - 1, chunk, chunk + 1, 2 * chunk, 3 * chunk + 5, 0, 2]
 
@@ -39,7 +39,7 @@ def all_pairs(device, *, seed=0):
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor that says it is on a GPU: references then read nothing of it on the host's side."""
+    """A CPU tensor with a CUDA ``device``, so that references must not read its values on the host."""
 
     device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
 

@@ -31,14 +31,14 @@ def operands(device, rows, width, dtypes, *, affine=True, bias=True, seed=0):
 
 
 def norm_of(kind, width, dtypes, device):
-    """What the kernels are laid out for: input and output, then parameters."""
+    """Returns the norm's description for the kernels; ``dtypes`` are those of input and output, then of parameters."""
     center = kind == "layer"
     return Norm(width, center, dtypes[0], dtypes[0], dtypes[1], True, center, False, device)
 
 
 @contextlib.contextmanager
 def laid_out(monkeypatch, sizes, **plans):
-    """Has kernels run, in clusters of ``sizes`` and by these ``plans``, each cluster with several rows in turn."""
+    """Makes kernels run in clusters of ``sizes``, with these constants of the plans; each cluster processes several rows."""
     monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: sizes)
     monkeypatch.setattr(norm_plans, "resident_clusters", lambda *_: None)
     monkeypatch.setattr(norm_plans, "processors", lambda device: 1)
@@ -59,7 +59,7 @@ def exact(kind, x, weight, bias, eps, upstream):
 
 
 def near(mine, expected, dtype, factor=1.0):
-    """By the norm of the difference, and each element within its rounding."""
+    """Compares the norm of the difference, and each element within the rounding of its dtype."""
     mine, expected = mine.detach().double(), expected.detach()
     assert torch.isfinite(mine).all()
     tolerance = TOLERANCE[dtype] * factor

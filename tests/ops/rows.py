@@ -1,4 +1,4 @@
-"""Rows of an update op in every mix of dtypes: parameters of hard sizes and layouts with their gradients, state and copies."""
+"""Rows of an update op in every mix of dtypes: parameters of difficult sizes and layouts, with gradients, state and copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIXES = {
 
 
 class Rows:
-    """``averages`` of the parameters' layout, and fp32 ``steps``; a test adds what else its op has."""
+    """Has ``averages`` in the parameters' layout and fp32 ``steps``; a test adds the other states of its op."""
 
     def __init__(self, device, mix, seed=0):
         self.gradients, self.parameters, self.copies = [], [], []
@@ -42,13 +42,13 @@ class Rows:
 
     @property
     def written(self):
-        """All that an update writes."""
+        """All tensors that an update writes."""
         unread = ("gradients", "wide")
         columns = [values for name, values in vars(self).items() if name not in unread]
         return [one for values in columns for one in values if one is not None]
 
     def assert_near(self, other, fp64=2e-12):
-        """Compares a row's state by what its parameter's dtype can hold: half parameters enter the state by weight decay."""
+        """Compares a row's state within its parameter's precision, because half parameters enter the state by weight decay."""
         for name, values in vars(self).items():
             if name in ("gradients", "wide"):
                 continue

@@ -66,7 +66,7 @@ def test_equals_its_reference(kernel_device, mix, rule):
         mine.step(RULES[rule], state=state, limit=limit)
         with references(kernel_device):
             theirs.step(RULES[rule], state=state, limit=limit)
-    # State sees half parameters, whose last bit may differ, through weight decay.
+    # The last bit of half parameters may differ, and weight decay adds them to the state.
     kinds = [one.dtype for one in mine.parameters] * 3 + [one.dtype for one in mine.copies if one is not None]
     for one, other, kind in zip(mine.written, theirs.written, kinds, strict=True):
         assert one.dtype == other.dtype
@@ -104,7 +104,7 @@ def test_equals_the_formula_in_float64(kernel_device, lr, eps, decay, lr_decay, 
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_the_reference_on_another_device_has_its_rates_in_float64(decoupled):
-    # There a rate is a tensor; as an fp32 one it would spoil fp64 rows.
+    # On a device the rate is a tensor; an fp32 tensor would reduce the precision of fp64 rows.
     rule = ops.AdagradRule(1e-2, 1e-6, 0.1, 0.3, decoupled=decoupled)
     results = []
     for kind in (torch.Tensor, Elsewhere):

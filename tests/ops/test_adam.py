@@ -104,7 +104,7 @@ def test_equals_its_reference(kernel_device, mix, rule):
 def test_equals_the_formula_in_float64(kernel_device, lr, beta1, beta2, eps, decay, decoupled, done):
     rule = ops.AdamRule(lr, beta1, beta2, eps, decay, decoupled=decoupled)
     generator = torch.Generator().manual_seed(done)
-    # All positive: where a gradient and its decay cancel, no arithmetic of finite precision is near another.
+    # All values are positive: if a gradient and its weight decay cancelled, rounding errors would dominate the result.
     p, g, m, v = (torch.rand(130, generator=generator, dtype=torch.float64) + 0.1 for _ in range(4))
     own = [one.to(kernel_device, torch.float32) for one in (g, p, m, v)]
     g, p, m, v = (one.double().cpu() for one in own)

@@ -1,4 +1,4 @@
-"""What runs an op and why, the text that is compiled, and the barriers that the CPU's kernels are checked for."""
+"""The backend of an op and its reason, the text that is compiled, and the checks of barriers when kernels run on the CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_op_says_what_runs_it():
 
 @pytest.fixture
 def gpu_machine(monkeypatch):
-    """A machine with a GPU and torch for CUDA 13, as far as the bridge can tell."""
+    """Makes the bridge see a GPU and torch for CUDA 13."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -1,4 +1,4 @@
-"""Copies of small tensors by their kernel and by torch: the same bits, of any dtype, size, order and place."""
+"""Copies of small tensors by their kernel and by torch have the same bits, for any dtype, size, memory order and address."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [
 
 
 def numbers(shape, dtype, device, seed=0):
-    """Bits of all kinds, NaNs too."""
+    """Returns a tensor of random bits, including NaNs."""
     generator = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8).view(dtype).view(shape).to(device)
@@ -30,7 +30,7 @@ def same_bits(one, other):
 
 
 def spied(monkeypatch):
-    """Returns the list of what torch copied in place of the kernel."""
+    """Returns the list of the copies that torch made in place of the kernel."""
     copied, real = [], torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **k: (copied.append(len(a[0])), real(*a, **k))[1])
     return copied
@@ -59,7 +59,7 @@ def test_what_the_kernel_cannot_copy_torch_does(kernel_device, monkeypatch):
     copies([same.to(memory_format=torch.channels_last)])
     assert not by_torch
     assert same_bits(x, same)
-    copies([other])  # another order
+    copies([other])  # another memory order
     assert same_bits(x, other)
     copies([same.double().nan_to_num()])  # another dtype
     copies([torch.nn.Parameter(other)])

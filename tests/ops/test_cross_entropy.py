@@ -25,7 +25,7 @@ def _kernels_wherever_they_run():
 
 
 def assert_equals_truth(logits, target, *, in_place=False, layout=lambda one: one, **rule):
-    """Loss and gradient against float64; ``layout`` makes of a dense tensor the one that is given."""
+    """Compares loss and gradient with float64; ``layout`` converts dense logits to the memory layout under test."""
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     loss = ops.fused_cross_entropy(layout(leaf * 1), target, in_place=in_place, **rule)
     expected = truth(layout(exact), target, **rule)
@@ -36,7 +36,7 @@ def assert_equals_truth(logits, target, *, in_place=False, layout=lambda one: on
     (expected * weights).sum().backward()
     if target.numel():
         size = exact.grad.abs().max().item()
-        # Where p is nearly 1, what is left of it at the label is what fp32 holds of p times its factor.
+        # At the label the gradient is about p - 1: if p is nearly 1, its absolute error is the fp32 rounding of p times its factor.
         rounding, left = ROUNDING[logits.dtype], 1e-7 * (1 + 40 * rule.get("z_loss", 0))
         smallest = 6e-8 if logits.dtype == torch.float16 else 0
         torch.testing.assert_close(
@@ -233,7 +233,7 @@ def test_in_place_torch_refuses_what_would_need_the_logits(kernel_device):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    given = logits.exp()  # whose backward needs its result
+    given = logits.exp()  # the backward of exp needs its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         ops.fused_cross_entropy(given, target, in_place=True).backward()
 

@@ -1,4 +1,4 @@
-"""What autograd, autocast and the compiler see of the cross-entropy, what serves without kernels, and what is refused."""
+"""Cross-entropy under autograd, autocast and the compiler, its torch operations without kernels, and refused arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ops.losses import DTYPES, ROUNDING, RULES, sample, truth
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor whose memory a kernel must not take for granted."""
+    """A tensor subclass: kernels must not assume that it has memory of its own."""
 
 
 many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -50,7 +50,7 @@ def test_nothing_stays_alive_without_gradients(kernel_device):
             assert (loss.grad_fn is None) is not grad
             if grad:
                 loss.backward()
-                del loss  # which holds the graph, which holds the logits
+                del loss  # the loss holds the graph, and the graph holds the logits
             del given
             assert gone() is None
     finally:
@@ -188,7 +188,7 @@ def test_the_operations_by_torch_equal_float64(rows, classes, smoothing, reducti
 
 def test_the_operations_by_torch_read_no_row_that_does_not_count():
     logits, target = sample("cpu", 4, 6, ignored=0)
-    logits[1] = 1000.0  # whose exponential fp32 does not hold
+    logits[1] = 1000.0  # its exponential overflows fp32
     target[1] = 5
     rule = CrossEntropyRule(ignore_index=5)
     _, statistics = cross_entropy_forward(logits, target, rule)
@@ -230,7 +230,7 @@ def test_a_target_that_names_no_class_is_refused_on_a_cpu(value):
 
 
 def test_by_torch_on_a_gpu_such_a_row_is_nan(monkeypatch):
-    monkeypatch.setattr("fabricamp.ops.cross_entropy._refuse", lambda *_: None)  # as if the targets were elsewhere
+    monkeypatch.setattr("fabricamp.ops.cross_entropy._refuse", lambda *_: None)  # as if the targets were on a GPU
     logits, target = sample("cpu", 4, 6, ignored=0)
     target[2] = 6
     leaf = logits.requires_grad_()

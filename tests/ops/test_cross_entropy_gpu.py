@@ -81,12 +81,12 @@ def test_the_host_never_waits():
 
 
 def peak(function, *shape):
-    """Bytes at the peak of a forward and backward, in multiples of the logits'."""
+    """Returns the peak memory of a forward and backward, in multiples of the logits."""
     made = torch.randn(*shape, device="cuda").to(torch.bfloat16).requires_grad_()
     target = torch.randint(0, shape[-1], shape[:-1], device="cuda")
     for _ in range(2):
         logits = torch.nn.functional.threshold(made, -1e30, 0)  # an operation that keeps its input, not its result
-        # What an earlier test or turn has left must not go meanwhile: autograd's thread lets go of one backward before the next.
+        # Frees memory of earlier tests and rounds before the measurement: autograd's thread frees a backward's memory at the next.
         gc.collect()
         torch.ones((), device="cuda", requires_grad=True).mul(1).backward()
         torch.cuda.synchronize()
@@ -139,7 +139,7 @@ def test_runs_on_the_stream_and_card_of_its_tensors():
 
 
 @pytest.mark.slow
-@pytest.mark.gpu_memory(gib=24)  # logits, their copy and gradient, and what isfinite makes of it
+@pytest.mark.gpu_memory(gib=24)  # logits, their copy and gradient, and the temporaries of isfinite
 @pytest.mark.parametrize("in_place", [False, True])
 def test_more_than_two_to_the_31_elements(in_place):
     rows, classes = 43008, 50257  # 2.16e9 logits: 4.3 GB, and unaligned rows

@@ -1,4 +1,4 @@
-"""Which of kernel and torch runs: the tables, the user's own, and what is said of them."""
+"""The choice between kernel and torch: the package's tables, the user's own table, and the report of the choices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def card(monkeypatch, tmp_path):
-    """A machine with one GPU of compute capability 7.5, as far as the tables can tell; returns the user's file."""
+    """Makes the tables see one GPU of compute capability 7.5; returns the path of the user's table."""
     monkeypatch.setenv("FABRICAMP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(bridge, "_cupy_obstacle", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
@@ -69,7 +69,7 @@ def test_the_shipped_table_is_well_formed_and_the_users_goes_before_it(card, mon
     assert known <= {"cupy", "torch"}
     dispatch.write(card, "9.0", table(layer_norm={"bfloat16": [(7, "cupy")]}))
     assert [dispatch.chosen("layer_norm", B, width, GPU) for width in (6, 7)] == [False, True]
-    assert not dispatch.chosen("rms_norm", B, 4096, GPU)  # whole cards, not single ops
+    assert not dispatch.chosen("rms_norm", B, 4096, GPU)  # a user's table replaces all ops of a card, not single ops
 
 
 def test_writing_keeps_the_other_cards(card):

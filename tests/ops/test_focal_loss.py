@@ -21,7 +21,7 @@ ROUNDING = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def truth(logits, targets, positives, real, alpha, gamma, smoothing=0.0):
-    """As the paper has it, of the anchors that count."""
+    """Returns the formula of the paper, summed over the anchors that count."""
     rows = logits.double().reshape(-1, logits.shape[-1])[targets.reshape(-1) != -2, :real]
     labels = targets[targets != -2].reshape(-1)
     hot = F.one_hot(labels.where(labels >= 0, real), real + 1)[:, :real].double()

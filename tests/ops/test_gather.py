@@ -1,4 +1,4 @@
-"""Gather by its kernel, against float64: sources that move, are missing, lie in other orders or in their slots already."""
+"""Gather by its kernel, against float64: sources with new addresses, missing, in other memory orders, or already in their slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Picked rows times rows: values, both derivatives, equal bits."""
+"""index_mul_2d: values, first and second derivatives, equal bits in repeated runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel or torch by the size of a norm's input: the host's time is weighed in eager steps, and not in captured ones."""
+"""The choice between kernel and torch by the size of a norm's input: eager steps count host time, captured steps do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indire
 
 @pytest.fixture
 def device(kernel_device, monkeypatch):
-    """Where kernels run from three rows of 24 on."""
+    """Returns the kernels' device; kernels run for inputs of at least three rows of 24."""
     monkeypatch.setattr(dispatch, "_WORTH_THE_HOST", 3 * 24)
     monkeypatch.setattr(dispatch, "settings", dispatch.ChoiceSettings())
     monkeypatch.setattr(dispatch, "bands_of", lambda *_: [(1, "cupy")])  # the tables have no widths so small
@@ -41,8 +41,8 @@ def test_a_small_input_is_torchs_where_the_host_is_weighed(device):
 
     for norm in (layer_norm, rms_norm):
         assert [found(small, norm), found(large, norm)] == [False, True]
-    assert found(small, memory_efficient=True)  # torch's operation keeps the input
-    assert found(small, dtype=torch.float16)  # torch has several operations for it
+    assert found(small, memory_efficient=True)  # torch's operation would keep the input
+    assert found(small, dtype=torch.float16)  # torch would need several operations
     assert found(small, weight=torch.ones(24, device=device, dtype=torch.float16))
     recorded = [str(make_fx(lambda x: layer_norm(x, 24))(x).graph) for x in (small, large)]
     assert ["fabricamp" in one for one in recorded] == [False, True]

@@ -1,4 +1,4 @@
-"""LAMB by its kernels, against the reference and float64: every dtype, size and layout in one go."""
+"""LAMB by its kernels, against the reference and float64: every dtype, size and layout in one table."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_equals_its_reference(kernel_device, mix, rule):
         mine.step(RULES[rule], state=state, limit=limit)
         with references(kernel_device):
             theirs.step(RULES[rule], state=state, limit=limit)
-    mine.assert_near(theirs, fp64=1e-8 if rule == "clipped" else 2e-12)  # a norm of fp32 gradients is one to fp32
+    mine.assert_near(
+        theirs, fp64=1e-8 if rule == "clipped" else 2e-12
+    )  # the norm of fp32 gradients is only exact to fp32
     assert {step.item() for step in mine.steps} == {3.0}
 
 
@@ -74,7 +76,7 @@ def test_equals_the_formula_in_float64(
     )
     generator = torch.Generator().manual_seed(done)
     sizes = (1, 130, 3 * table.CHUNK_SIZE + 1)
-    # All positive: where a gradient and its decay cancel, no arithmetic of finite precision is near another.
+    # All values are positive: if a gradient and its weight decay cancelled, rounding errors would dominate the result.
     rows = [[torch.rand(size, generator=generator) + 0.1 for size in sizes] for _ in range(4)]
     own = [[one.clone().to(kernel_device) for one in column] for column in rows]
     steps = [torch.tensor(float(done), device=kernel_device) for _ in sizes]

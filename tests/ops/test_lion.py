@@ -45,7 +45,7 @@ def test_equals_its_reference(kernel_device, mix, rule):
 def test_equals_the_formula_in_float64(kernel_device, lr, beta1, beta2, decay, seed):
     generator = torch.Generator().manual_seed(seed)
     g, p, m = (torch.randn(130, generator=generator, dtype=torch.float64) for _ in range(3))
-    # Where momentum and gradient cancel, the sign is a matter of rounding.
+    # If momentum and gradient cancel, rounding decides the sign.
     g = torch.where((beta1 * m + (1 - beta1) * g).abs() < 1e-4, m, g)
     own = [one.to(kernel_device, torch.float32) for one in (g, p, m)]
     g, p, m = (one.double().cpu() for one in own)

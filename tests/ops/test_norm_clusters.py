@@ -17,13 +17,13 @@ one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indire
 
 @pytest.fixture
 def cluster(request):
-    """How many blocks share a row."""
+    """The number of blocks that share a row."""
     return getattr(request, "param", 2)
 
 
 @pytest.fixture
 def device(kernel_device, cluster, monkeypatch):
-    """Where kernels run, in clusters however narrow the rows are, each with several rows in turn."""
+    """Returns the kernels' device; narrow rows use clusters too, and each cluster processes several rows."""
     if kernel_device.type == "cuda" and cluster not in norm_plans.cluster_sizes(kernel_device):
         pytest.skip("this GPU has no thread-block clusters")
     with laid_out(monkeypatch, (cluster,), _SHARED_FROM={2: 0, 4: 0}):
@@ -31,7 +31,7 @@ def device(kernel_device, cluster, monkeypatch):
 
 
 def only(monkeypatch, sums, ahead):
-    """Lets blocks keep their sums of columns in one way alone."""
+    """Allows only one way to keep column sums in a block."""
     laid_out = norm_plans._residents
 
     def chosen(norm, layout, how, **more):
@@ -47,7 +47,7 @@ def only(monkeypatch, sums, ahead):
 @pytest.mark.parametrize(
     ("cluster", "kind", "slice_width", "dtypes", "sums", "ahead"),
     [
-        (2, "layer", 520, (B, S), 1, True),  # a last load that not all threads have
+        (2, "layer", 520, (B, S), 1, True),  # in the last load some threads have nothing to load
         (8, "rms", 128, (S, S), 1, True),
         (4, "layer", 104, (H, H), 2, True),  # fewer loads than a warp has threads
         (2, "rms", 264, (B, B), 2, False),
@@ -59,7 +59,7 @@ def test_a_row_over_blocks(device, cluster, monkeypatch, kind, slice_width, dtyp
     norm = norm_of(kind, cluster * slice_width, dtypes, device)
     forward, backward = norm_kernels._forward(norm, True), norm_kernels._backward(norm, True, True)
     assert forward.cluster == backward.cluster == cluster
-    assert 20 > backward.parts > 0  # some take several rows
+    assert 20 > backward.parts > 0  # some parts process several rows
     check(kind, *operands(device, 20, norm.width, dtypes))
 
 

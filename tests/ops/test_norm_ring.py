@@ -1,4 +1,4 @@
-"""The gradients of LayerNorm and RMSNorm over wide rows, which come through a ring in shared memory, against float64."""
+"""The gradients of LayerNorm and RMSNorm over wide rows, by the kernel with a ring in shared memory, against float64."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indire
 
 @pytest.fixture
 def large(monkeypatch):
-    """Plans as for a large GPU."""
+    """Makes the plans those of a large GPU."""
     monkeypatch.setattr(norm_plans, "cluster_sizes", lambda device: SIZES)
     monkeypatch.setattr(norm_plans, "_shared_memory", lambda device: SHARED_MEMORY)
 
 
 @pytest.fixture
 def device(kernel_device, monkeypatch):
-    """Where kernels run, through the ring however narrow the rows are, each cluster with several of them in turn."""
+    """Returns the kernels' device; narrow rows use the ring too, and each cluster processes several rows."""
     if kernel_device.type == "cuda" and len(norm_plans.cluster_sizes(kernel_device)) == 1:
         pytest.skip("this GPU has no thread-block clusters")
     with laid_out(monkeypatch, SIZES, _RING_FROM={2: 0, 4: 0}):
@@ -33,7 +33,7 @@ def device(kernel_device, monkeypatch):
 
 
 def through_the_ring(monkeypatch, norm, cluster):
-    """Has ``cluster`` blocks share each row; returns how many clusters there are and how many rows they have on their way."""
+    """Makes ``cluster`` blocks share each row; returns the number of clusters and the number of rows in flight in each."""
     monkeypatch.setattr(norm_plans, "_RING_SLICE", norm.width // cluster)
     found, launch = norm_plans.backward(norm, aligned=True, sums=True), norm_kernels._backward(norm, True, True)
     assert isinstance(found, norm_plans.Ring)
@@ -44,7 +44,7 @@ def through_the_ring(monkeypatch, norm, cluster):
 @pytest.mark.parametrize(
     ("kind", "cluster", "slice_width", "dtypes", "rows"),
     [
-        ("layer", 2, 520, (B, S), 21),  # a last load that not all threads have
+        ("layer", 2, 520, (B, S), 21),  # in the last load some threads have nothing to load
         ("rms", 8, 128, (S, S), 9),
         ("layer", 1, 1056, (H, H), 23),
     ],
@@ -121,12 +121,12 @@ def test_rows_between_the_multiples_of_16_bytes_go_another_way(device, monkeypat
         (B, 65536, (8, 512, 4, 1)),
         (S, 8192, (4, 128, 3, 4)),
         (S, 65536, (8, 512, 3, 1)),
-        (B, 4104, (1, 288, 4, 1)),  # 513 * 16 bytes are not to be shared out
+        (B, 4104, (1, 288, 4, 1)),  # 513 * 16 bytes cannot be divided among blocks
         (B, 4088, None),
         (S, 4096, None),
         (B, 4100, None),  # rows of 8200 bytes
         (B, 8 * 1537 * 8, None),  # 8 blocks have too few threads
-        (B, 12296, None),  # and so has one
+        (B, 12296, None),  # one block has too few threads
     ],
 )
 def test_the_layout_on_a_large_gpu(large, dtype, width, expected):

@@ -21,12 +21,12 @@ from tests.cuda_on_cpu.compiler import ON_GPU, references
 from tests.ops.norm_checks import NORMS, TOLERANCE, B, D, H, S, check, exact, near, norm_of, operands
 
 one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
-"""For tests of what stands around the kernels, which say nothing of barriers."""
+"""For tests of code around the kernels: the order of threads matters only for barriers."""
 
 
 @pytest.fixture
 def device(kernel_device):
-    """Where kernels run, whatever the tables say."""
+    """Returns the kernels' device; kernels run whatever the tables say."""
     norm_kernels.forget()
     with dispatch.always("cupy"):
         yield kernel_device
@@ -84,7 +84,7 @@ def test_memory_efficient_stays_finite_where_a_weight_is_zero(device):
 
 
 def test_rows_beyond_registers(device, monkeypatch):
-    """The kernels for wide rows, and those that sum columns apart: with few threads a row, narrow ones are wide."""
+    """Tests the kernels for wide rows and the separate column sums: few threads per row make narrow rows count as wide."""
     monkeypatch.setattr(norm_plans, "_MOST_LANES", 64)
     monkeypatch.setattr(norm_plans, "_FORWARD_LANES", 32)
     monkeypatch.setattr(norm_plans, "with_sums", lambda norm, vector: None)
@@ -97,7 +97,7 @@ def test_rows_beyond_registers(device, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "rows", "width", "dtypes", "ahead"),
     [
-        ("layer", 40, 520, (B, S), True),  # a last load that not all threads have
+        ("layer", 40, 520, (B, S), True),  # in the last load some threads have nothing to load
         ("rms", 40, 512, (S, S), False),
         ("layer", 40, 514, (H, H), False),
     ],
@@ -110,7 +110,7 @@ def test_sums_in_shared_memory(device, monkeypatch, kind, rows, width, dtypes, a
         return found if found.sums == 2 and found.ahead is ahead else found._replace(blocks=0, bytes=0)
 
     monkeypatch.setattr(norm_plans, "_residents", in_shared_memory)
-    monkeypatch.setattr(norm_plans, "processors", lambda device: 1)  # a block has several rows then
+    monkeypatch.setattr(norm_plans, "processors", lambda device: 1)  # so that a block has several rows
     monkeypatch.setattr(norm_plans, "_SHARED_VECTOR", 1)
     monkeypatch.setattr(norm_plans, "_SHARED_LANES", (32, 512))
     monkeypatch.setattr(norm_plans, "_SHARED_ELEMENTS", 16)
@@ -244,7 +244,7 @@ def test_compiled_whole(device, kind, memory_efficient, monkeypatch):
         *(torch.autograd.grad(made.sin().sum(), [x, *parameters]) for made in (mine, expected)), strict=True
     ):
         assert torch.equal(one, other)
-    assert len(launches) == 4  # both ways, by both
+    assert len(launches) == 4  # forward and backward, eager and compiled
 
 
 @one_order

@@ -1,4 +1,4 @@
-"""NovoGrad by its kernels, against the reference and float64: every dtype, size and layout in one go."""
+"""NovoGrad by its kernels, against the reference and float64: every dtype, size and layout in one table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What looks on while norms and losses run - transforms, tracers, modes, forward derivatives - sees them right, or torch runs."""
+"""Norms and losses under transforms, tracers, dispatch modes and forward derivatives: correct results, by torch if necessary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _kernels_wherever_they_run(kernel_device):
 
 
 class Pair:
-    """A function of ours and torch's, of one input; both give several numbers."""
+    """A function of ours and torch's counterpart, with one input and several outputs."""
 
     def __init__(self, name, device):
         generator = torch.Generator().manual_seed(0)
@@ -52,7 +52,7 @@ class Pair:
         }[name]
 
     def agree(self, of):
-        """Compares what ``of`` makes of both functions."""
+        """Compares the results of ``of`` for both functions."""
         torch.testing.assert_close(of(self.ours), of(self.torchs), rtol=1e-4, atol=1e-5)
 
 
@@ -126,7 +126,7 @@ def test_make_fx_records_them(pair):
     torch.testing.assert_close(graph(other), pair.ours(other))
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of every number that is read from a shape
+@pytest.mark.filterwarnings("ignore")  # torch's warnings about every number that is read from a shape
 def test_torch_jit_trace_records_them(pair):
     traced = torch.jit.trace(pair.ours, pair.x)
     other = (pair.x.flip(0) * 3).requires_grad_()

@@ -1,4 +1,4 @@
-"""How kernels are laid out: on an H200 as its figures were measured, and on every card within what a multiprocessor holds."""
+"""The layouts of kernels: on an H200 those of the measured figures, and on every card within a multiprocessor's resources."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NORMS = {
     (16384, S): ((4, 256, 8, 1, 2, 2), (4, 128, 4, 1, 8, 3, 4, 49152)),
 }
 
-# Each shape of benchmarks/syncbn.py, fp16, in planes and with the channels side by side: threads, sums, spread.
+# Each shape of benchmarks/syncbn.py, fp16, NCHW and NHWC: threads, sums, spread.
 BATCH_NORMS = {
     (64, 64, 112, 112): ((512, (64, 4, 25088, 0, 9), (64, 4, 25088, 0, 9)), (512, (1, 256, 3136, 3, 6), (1, 264, 3041, 3, 6))),
     (64, 256, 56, 56): ((512, (256, 1, 25088, 0, 9), (256, 1, 25088, 0, 9)), (512, (4, 64, 3136, 3, 6), (4, 66, 3041, 3, 6))),
@@ -49,7 +49,7 @@ def flat(found):
 
 @pytest.fixture
 def card(monkeypatch):
-    """Makes the CPU a card of so many multiprocessors, bytes of shared memory and threads on each, with clusters or without."""
+    """Returns a function that gives the CPU a card's multiprocessors, their shared memory and threads, and its cluster sizes."""
 
     def use(processors, shared_kib, threads, sizes):
         monkeypatch.setattr(norm_plans, "processors", lambda device: processors)

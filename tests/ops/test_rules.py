@@ -1,4 +1,4 @@
-"""What a rule says and what its kernel file says are the same."""
+"""Each rule matches its kernel file: operation, scalars and columns."""
 
 from __future__ import annotations
 

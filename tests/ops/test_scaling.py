@@ -1,4 +1,4 @@
-"""Finish and the scaler's rule by their kernels, against the references, word for word."""
+"""Finish and the scaler's rule by their kernels, against the references, word by word of the state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = ("finite", "found_inf", "bad_chunk")
 
 
 def rule(device, **options):
-    """A rule with a ring, and a mirror of it as a GPU can have one."""
+    """Returns a rule with a ring and a mirror of the ring, as on a GPU."""
     shape = 4, ops.StepState.WORDS
     moves = {"growth_factor": 2.0, "backoff_factor": 0.5, "minimum": 2.0**-14, "maximum": 2.0**24, "hysteresis": 1}
     places = {

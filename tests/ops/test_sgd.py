@@ -71,7 +71,7 @@ def test_equals_its_reference(kernel_device, mix, rule):
         mine.step(RULES[rule], state=state, limit=limit)
         with references(kernel_device):
             theirs.step(RULES[rule], state=state, limit=limit)
-    # State sees half parameters, whose last bit may differ, through weight decay.
+    # The last bit of half parameters may differ, and weight decay adds them to the state.
     kinds = [one.dtype for one in mine.parameters] * 3 + [one.dtype for one in mine.copies if one is not None]
     for one, other, kind in zip(mine.written, theirs.written, kinds, strict=True):
         assert one.dtype == other.dtype
@@ -112,7 +112,7 @@ def test_equals_the_formula_in_float64(kernel_device, lr, momentum, dampening, d
 
 
 def test_the_reference_on_another_device_dampens_in_float64():
-    # There a share is a tensor; as an fp32 one it would spoil fp64 rows.
+    # On a device the share is a tensor; an fp32 tensor would reduce the precision of fp64 rows.
     own = [torch.full((3,), 0.7, dtype=dtype) for dtype in (torch.float64, torch.float32)]
     filled = [torch.ones(()).as_subclass(Elsewhere), torch.zeros(()).as_subclass(Elsewhere)]
     buffers = [torch.full_like(one, 0.3) for one in own]
@@ -125,7 +125,7 @@ def test_the_reference_on_another_device_dampens_in_float64():
 
 
 def test_each_buffer_has_a_first_gradient_of_its_own(kernel_device):
-    # Dampening spares it, whatever the other rows of the group have seen; a row of several chunks has one first time.
+    # A buffer's first gradient is not dampened, whatever the group's other rows have received; all chunks of a row agree on it.
     rule = ops.SgdRule(1.0, 0.5, 0.5)
     case = Case(kernel_device, MIXES["fp32"])
     case.parameters, case.gradients, case.copies = (

@@ -89,7 +89,7 @@ def test_the_place_of_a_bad_statistic(kernel_device, sizes, data):
 
 
 def test_a_divisor_may_be_an_int(kernel_device):
-    # 2 == 2.0 is one key of a dict: whichever comes first must not decide how the other is read.
+    # 2 and 2.0 are the same key of a dict, so a cached conversion of one must not be used for the other.
     gradients, scale = [torch.ones(70, device=kernel_device)], torch.tensor(4.0, device=kernel_device)
     for divisor in (2, 2.0, 5.0, 5, True):
         mine = ops.gradient_statistics(gradients, scale, divisor)

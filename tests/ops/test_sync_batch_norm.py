@@ -23,7 +23,7 @@ NEAR = {FULL: 1e-5, HALF: 1e-3, BRAIN: 8e-3}
 
 @pytest.fixture
 def device(request, kernel_device, monkeypatch):
-    """The kernels' device, with blocks that fit small tensors; in the reverse order every tile has all the splits it can."""
+    """Returns the kernels' device, with small blocks for small tensors; in reverse order tiles have as many splits as possible."""
     if kernel_device.type == "cpu":
         monkeypatch.setattr(batch_norm_kernels, "THREADS", 64)
     if request.node.callspec.params["kernel_device"] == "reverse":
@@ -32,12 +32,12 @@ def device(request, kernel_device, monkeypatch):
 
 
 def most_splits(_, tiling, _blocks):
-    """What is taken for the time of a launch, so that the one of the most splits is chosen, and of these the widest."""
+    """Replaces the estimate of a launch's time: the tiling with the most splits wins, and of these the widest."""
     return -tiling.splits
 
 
 class Case(NamedTuple):
-    """A kind of layer and input; ``rows``: channels lie side by side."""
+    """A kind of layer and input; ``rows``: channels are adjacent in memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = FULL
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     parameter: torch.dtype = FULL
 
 
-# Several cases share what is compiled for them, which takes the CPU a second each.
+# Several cases share a compiled kernel, because a compilation takes a second on the CPU.
 CASES = [
     Case((5, 3)),  # one by one
     Case((300, 3)),  # several splits of one tile
@@ -98,7 +98,7 @@ def outcome(function, case, x, z, dy, weight, bias, running, **options):
 
 
 def in_float64(case, x, z, dy, weight, bias, running, momentum=0.1):
-    """The same by torch, in double; the ReLU is cut where the kernels cut it, at the rounded output."""
+    """Returns the same by torch in float64; the ReLU's mask is that of the rounded output, as in the kernels."""
     leaves = [None if one is None else one.double().clone().requires_grad_() for one in (x, z, weight, bias)]
     mean, variance = (one.double() for one in running[:2])
     y = F.batch_norm(leaves[0], mean, variance, leaves[2], leaves[3], True, momentum, 1e-5)
@@ -133,7 +133,7 @@ def test_equals_float64(device, case):
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(3, 9), st.integers(1, 70), st.integers(1, 40), st.booleans())
 def test_any_shape(device, samples, channels, inner, rows):
-    """Odd numbers of channels side by side; planes of any number of channels."""
+    """Odd numbers of adjacent channels; planes with any number of channels."""
     shape = (samples, 2 * channels + 1, inner + 1) if rows else (samples, channels, 4 * inner)
     case = Case(shape, rows=rows, residual=not rows)
     given_ = tensors(case, device)
@@ -152,7 +152,7 @@ def test_any_shape(device, samples, channels, inner, rows):
     st.booleans(),
 )
 def test_every_value_has_one_thread(samples, channels, inner, dtype, rows, blocks_threads, many):
-    """And what the kernels keep between launches has room for all blocks."""
+    """Also checks that the memory between launches is large enough for all blocks."""
     x = in_layout(torch.empty(samples, channels, inner, dtype=dtype, device="meta"), rows)
     blocks, threads = blocks_threads
     with pytest.MonkeyPatch.context() as patch:
@@ -173,18 +173,18 @@ def test_every_value_has_one_thread(samples, channels, inner, dtype, rows, block
 
 @pytest.mark.parametrize("blocks", [6, 80, 264, 296])
 def test_few_blocks_wait_for_other_ranks(blocks):
-    """However many channels: of several layers' together there are less than run at once."""
+    """For any number of channels, so few blocks wait that those of several layers together are fewer than run at once."""
     for channels in (1, 64, 65, 256, 1280, 2048, 5000, 100_000):
         bits = batch_norm_kernels.group_bits(channels, blocks)
         waiting = -(-channels // (1 << bits))
         assert 1 << bits >= batch_norm_geometry.WIDEST
         assert waiting <= max(1, blocks // 16)
-        assert bits == 6 or -(-channels // (1 << bits - 1)) > max(1, blocks // 16)  # and no fewer than may
+        assert bits == 6 or -(-channels // (1 << bits - 1)) > max(1, blocks // 16)  # as many as are allowed to wait
 
 
 @pytest.mark.parametrize("rows", [True, False])
 def test_many_splits(device, monkeypatch, rows):
-    """More than a thread loads at once."""
+    """More splits than a thread loads at once."""
     monkeypatch.setattr(batch_norm_kernels, "_blocks", lambda _: 40)
     monkeypatch.setattr(batch_norm_geometry.Geometry, "_microseconds", most_splits)
     case = Case((300, 72, 5), HALF, rows=True) if rows else Case((39, 1, 40, 64), HALF)
@@ -195,7 +195,7 @@ def test_many_splits(device, monkeypatch, rows):
 
 @pytest.mark.parametrize("rows", [True, False])
 def test_nothing_cancels_far_from_zero(device, rows):
-    """A mean of 4000 deviations; a channel whose first value is far out; a channel without any variance."""
+    """A mean of 4000 standard deviations; a channel with an outlier as its first value; a channel without variance."""
     x = torch.randn(40, 36, 4, device=device) + 4000
     x[0, 1, 0] = -3e4
     x[:, 2] = 7.0
@@ -272,7 +272,7 @@ def test_channels_may_lie_last(device):
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("function", [ops.sync_batch_norm, sync_batch_norm_reference])
 def test_only_what_is_needed(device, function, affine):
-    """No parameters, no running values, no gradient of the input; the same gradients whichever is asked for."""
+    """Without parameters, running values or the input's gradient; a gradient is the same whichever others are requested."""
     case = Case((2, 12, 8, 8), residual=True)
     x, z, dy, weight, bias = tensors(case, device)
     given = {"weight": weight, "bias": bias} if affine else {}
@@ -315,7 +315,7 @@ def test_running_values_as_torch_moves_them(device, momentum):
 
 
 def test_float64_and_mixed_kinds_take_the_reference():
-    """Whatever the device; the arithmetic is the input's."""
+    """On any device; the arithmetic has the input's dtype."""
     x = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.rand(3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *given: ops.sync_batch_norm(*given, relu=True), (x, weight))
@@ -339,7 +339,7 @@ def test_many_shapes_do_not_fill_the_memory(device):
         ({"x": torch.zeros(2, 3, dtype=torch.int64)}, "floating-point"),
         ({"x": torch.zeros(2, 3), "z": torch.zeros(2, 3, 1)}, "residual z"),
         ({"x": torch.zeros(2, 3), "z": torch.zeros(2, 3).half()}, "residual z"),
-        ({"x": torch.zeros(1, 3)}, "one value a channel"),
+        ({"x": torch.zeros(1, 3)}, "one value per channel"),
     ],
 )
 def test_what_cannot_work_is_refused(given, words):
@@ -356,9 +356,9 @@ def test_second_derivatives_are_refused_by_name():
 
 
 @pytest.mark.gpu
-@pytest.mark.gpu_memory(gib=20)  # three of 4.3 GiB, and what compares a sample of 1 GiB
+@pytest.mark.gpu_memory(gib=20)  # three tensors of 4.3 GiB, and the comparison of a sample of 1 GiB
 def test_large_and_long_on_a_gpu():
-    """More than 2**31 values; and many rows of a number of channels that no vector divides."""
+    """More than 2**31 values; many rows with a number of channels that vector loads do not divide."""
     for shape, rows in (((9, 64, 2000, 2000), True), ((40, 193, 300, 301), False)):
         x = torch.empty(shape, dtype=HALF, device="cuda")
         if rows:

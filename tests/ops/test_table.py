@@ -1,4 +1,4 @@
-"""The tensor table: what moves, what is skipped, what is uploaded."""
+"""The tensor table: new addresses, skipped rows, and uploads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fabricamp.ops.table import Table, table_of
 
 
 def copies(device, sources, **options):
-    """A table that copies, and what it writes."""
+    """Returns a table for a copy of ``sources``, and the tensors that the copy writes."""
     out = [torch.zeros(one.shape, device=device) for one in options.pop("like", sources)]
     return Table([sources, out], device=device, **options), out
 
@@ -97,7 +97,7 @@ def test_no_more_tables_are_kept_than_allowed(kernel_device, monkeypatch):
 
 
 def test_a_tensor_of_another_device_is_refused(kernel_device):
-    with pytest.raises(ValueError, match="one table a device"):
+    with pytest.raises(ValueError, match="one table per device"):
         Table([[torch.ones(2, device="meta")]], device=kernel_device)
 
 

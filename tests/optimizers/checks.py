@@ -1,4 +1,4 @@
-"""What every fused optimizer has to do, whichever its rule is; each test gives it its own."""
+"""Checks for every fused optimizer, whatever its rule; each test passes its own optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.optimizers.twins import assert_same, gradients
 
 
 def follow(one, other, steps, *, alternate=False):
-    """Steps two pairs of module and optimizer on equal gradients; with ``alternate`` the first's are contiguous by turns."""
+    """Steps two pairs of module and optimizer on equal gradients; with ``alternate`` every other one of the first is contiguous."""
     (mine, optimizer), (twin, reference) = one, other
     for step in range(steps):
         gradients(mine, step, contiguous=alternate and step % 2 == 0)
@@ -23,7 +23,7 @@ def follow(one, other, steps, *, alternate=False):
 
 
 def check_closures_copies_and_pickles(module, optimizer, schedule=None, steps=5, **kept):
-    """Closures are run and lower the loss; copies and pickles have the attributes ``kept``, and step."""
+    """Checks that closures run and lower the loss, and that copies and pickles have the attributes ``kept`` and can step."""
     device = next(module.parameters()).device
     x = torch.randn(3, 2, 6, 6, device=device)
 
@@ -50,7 +50,7 @@ def check_closures_copies_and_pickles(module, optimizer, schedule=None, steps=5,
 
 
 def check_zeroing(module, optimizer):
-    """``zero_grad`` zeroes where ``set_grad_none`` is False, and forgets where it is asked to."""
+    """Checks that ``zero_grad`` zeroes if ``set_grad_none`` is False, and sets gradients to None if asked to."""
     optimizer.zero_grad()
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
     optimizer.zero_grad(set_to_none=True)
@@ -58,7 +58,7 @@ def check_zeroing(module, optimizer):
 
 
 def check_steering(device, one, other):
-    """A step reads multiplier and flag from device memory: the first is skipped, and half copies are written in the same pass."""
+    """Checks that a step reads multiplier and flag from device memory (the first step is skipped) and also writes half copies."""
     (module, optimizer), (twin, reference) = one, other
     state = ops.StepState.on(device, scale=4.0)
     halves = [torch.zeros_like(p, dtype=torch.float16) for p in module.parameters()]
@@ -80,7 +80,7 @@ def check_steering(device, one, other):
 
 
 def check_grad_scaler(device, pairs, overflow):
-    """torch's GradScaler hands its flag over: a step that overflows (``overflow``) is left out."""
+    """Checks that a step skips if torch's GradScaler passes its overflow flag; ``overflow`` is the step that overflows."""
     for module, optimizer in pairs:
         scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
         for step in range(3):

@@ -1,4 +1,4 @@
-"""A small network for optimizers, equal gradients for several of it, and a plain loop to compare an optimizer with."""
+"""A small network for tests of optimizers, equal gradients for several copies of it, and a plain optimizer as the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def net(device, dtype=torch.float32):
 
 
 def gradients(module, step, scale=1.0):
-    """Gives each parameter a gradient; every other step in another layout than the parameter's."""
+    """Sets a gradient for each parameter; in every other step its layout differs from the parameter's."""
     generator = torch.Generator().manual_seed(step)
     for parameter in module.parameters():
         value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale
@@ -27,7 +27,7 @@ def assert_same(one, other, tolerance=1e-5):
 
 
 class Plain(torch.optim.Optimizer):
-    """An optimizer in fp64, tensor by tensor: a subclass writes ``norm_of_all`` or not, and ``direction``."""
+    """An optimizer in fp64, tensor by tensor; a subclass defines ``direction``, and may override ``norm_of_all``."""
 
     def __init__(self, params, **options):
         super().__init__(params, options)

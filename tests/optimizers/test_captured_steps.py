@@ -1,4 +1,4 @@
-"""Steps in a CUDA graph: what a scheduler changes, eager steps between replays, and memory that a graph goes on with.
+"""Steps in a CUDA graph: changes by schedulers, eager steps between replays, and memory that the graph keeps using.
 
 On a CPU the graph is a list of launches (see ``tests.cuda_on_cpu.capture``), on a GPU a real one.
 """
@@ -41,7 +41,7 @@ SHAPES = (3, 40), (70,), (2, 3, 2, 2), ()
 
 
 class Run:
-    """Parameters, a loss of them and of ``x``, which stays where it is, and an optimizer."""
+    """Parameters, a loss of the parameters and of ``x`` (at a fixed address), and an optimizer."""
 
     def __init__(self, device, kind):
         generator = torch.Generator().manual_seed(1)
@@ -50,7 +50,7 @@ class Run:
         self.optimizer = KINDS[kind](self.weights)
 
     def backward(self):
-        """Gradients in new memory, as a loop has them that forgets those of the step before."""
+        """Computes gradients in new memory, as after ``zero_grad(set_to_none=True)``."""
         for one in self.weights:
             one.grad = None
         torch.stack([(one * self.x).sin().mul(one).sum() for one in self.weights]).sum().backward()
@@ -72,7 +72,7 @@ class Run:
 
 
 def runs(device, kind, steps=2):
-    """Two equal runs, some steps on."""
+    """Returns two equal runs after some steps."""
     made = Run(device, kind), Run(device, kind)
     for run in made:
         for number in range(steps):
@@ -91,7 +91,7 @@ def captured(graphs, run):
 
 
 def replay(graph, run):
-    run.optimizer.gather()  # uploads what has changed
+    run.optimizer.gather()  # uploads the changed values
     graph.replay()
 
 
@@ -119,7 +119,7 @@ def test_a_rate_that_changed_before_the_capture(kernel_device, graphs, kind, upl
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_eager_steps_and_replays_take_turns(kernel_device, graphs, kind):
-    """Each reads its own gradients: those of the graph are made within it, those of eager steps wherever."""
+    """Each reads its own gradients: a replay those in the graph's memory, an eager step those at any address."""
     run, eager = runs(kernel_device, kind)
     graph = captured(graphs, run)
     kept = []
@@ -127,10 +127,10 @@ def test_eager_steps_and_replays_take_turns(kernel_device, graphs, kind):
         for one in (run, eager):
             one.set(lr=0.1 / (number + 1), x=number + 2.0)
         if replays:
-            replay(graph, run)  # whatever lies in .grad
+            replay(graph, run)  # does not depend on .grad
         else:
             run.step()
-            kept.append([one.grad for one in run.weights])  # the next ones lie elsewhere
+            kept.append([one.grad for one in run.weights])  # kept alive, so that the next gradients get other addresses
         eager.step()
         check(run, eager)
 
@@ -148,7 +148,7 @@ def test_two_graphs_of_one_optimizer(kernel_device, graphs, kind):
 
 
 def steered(run, state, copies):
-    """A step as a Precision makes it."""
+    """Runs a step with the calls of a Precision."""
     run.backward()
     run.optimizer.gather([one.grad for one in run.weights], copies)
     ops.finish(state, run.optimizer.statistics(state.scale), scale=state.scale, max_norm=1.0)

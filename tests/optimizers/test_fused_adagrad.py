@@ -130,7 +130,7 @@ def test_apexs_layout_loads(kernel_device):
 def test_half_parameters_have_fp32_state_which_loading_does_not_round(kernel_device):
     module = net(kernel_device, torch.float16)
     optimizer = FusedAdagrad(module.parameters(), 0.1)
-    gradients(module, 0, scale=1e-4)  # its square is nothing in fp16
+    gradients(module, 0, scale=1e-4)  # its square underflows in fp16
     optimizer.step()
     states = [optimizer.state[p] for p in module.parameters()]
     assert all(state["sum"].dtype == torch.float32 and state["sum"].any() for state in states)

@@ -62,7 +62,7 @@ def test_on_a_cpu_it_has_the_bits_of_torchs_foreach(options):
 def test_half_parameters_have_fp32_state_which_loading_does_not_round(kernel_device):
     module = net(kernel_device, torch.float16)
     optimizer = FusedAdam(module.parameters())
-    gradients(module, 0, scale=1e-3)  # its square is nothing in fp16
+    gradients(module, 0, scale=1e-3)  # its square underflows in fp16
     optimizer.step()
     states = [optimizer.state[p] for p in module.parameters()]
     assert all(state[name].dtype == torch.float32 for state in states for name in ("exp_avg", "exp_avg_sq"))
@@ -292,7 +292,7 @@ def test_flags_decide_on_the_device(kernel_device):
     assert [torch.equal(old, new) for old, new in zip(before, parameters, strict=True)] == [
         i % 2 == 0 for i in range(len(flags))
     ]
-    # Left out, they are the last call's.
+    # Without flags, those of the last call apply.
     before = [p.detach().clone() for p in parameters]
     optimizer.gather(values)
     optimizer.steer(None)

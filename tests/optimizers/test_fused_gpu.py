@@ -81,7 +81,7 @@ def test_a_captured_step_replays_with_another_lr():
         for one, other in zip(mine, twin, strict=True):
             one.grad.mul_(0.5)
             other.grad.mul_(0.5)
-        optimizer.gather()  # uploads what has changed
+        optimizer.gather()  # uploads the changed values
         graph.replay()
         clipped_step(eager, states[1])
     assert all(torch.equal(one, other) for one, other in zip(mine, twin, strict=True))
@@ -172,7 +172,7 @@ def test_gradients_that_move_every_step():
 
 
 @pytest.mark.slow
-@pytest.mark.gpu_memory(gib=26)  # two halves and two moments in fp32
+@pytest.mark.gpu_memory(gib=26)  # two half tensors and two fp32 moments
 def test_more_than_two_to_the_31_elements():
     count = 2**31 + 70_000
     weight = nn.Parameter(torch.ones(count, dtype=torch.float16, device="cuda"))

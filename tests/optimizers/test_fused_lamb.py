@@ -91,7 +91,7 @@ def test_groups_differ_change_and_grow(kernel_device):
     for step in range(12):
         for module, optimizer, late in runs:
             gradients(module, step)
-            if step < 7:  # else the norm of all gradients has those of parameters that are not there yet
+            if step < 7:  # so that the norm leaves out parameters that are not in the optimizer yet
                 module[3].zero_grad()
             if step == 4:
                 optimizer.param_groups[0]["lr"] = 0.003
@@ -126,7 +126,7 @@ def test_missing_frozen_and_late_gradients(kernel_device, kernels, monkeypatch):
 def test_half_parameters_have_fp32_state_which_loading_does_not_round(kernel_device):
     module = net(kernel_device, torch.float16)
     optimizer = FusedLAMB(module.parameters())
-    gradients(module, 0, scale=1e-3)  # its square is nothing in fp16
+    gradients(module, 0, scale=1e-3)  # its square underflows in fp16
     optimizer.step()
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
@@ -181,7 +181,7 @@ def test_a_steered_step_clips_what_it_reads(kernel_device, kernels, max_norm, li
         gradients(twin, step)
         halves = [torch.zeros_like(p, dtype=torch.float16) for p in mine.parameters()]
         optimizer.gather([p.grad for p in mine.parameters()], halves)
-        measures = max_norm is not None or step % 2  # without a norm to clip by nothing need be measured
+        measures = max_norm is not None or step % 2  # without clipping the statistics are optional
         statistics = optimizer.statistics(state.scale, 2.0) if measures else state.scale.new_empty(0)
         ops.finish(state, statistics, scale=state.scale, divisor=2.0, max_norm=max_norm)
         optimizer.steer(state, limit=limit, skips=False)
@@ -220,7 +220,7 @@ def test_a_precision_steers_it(kernel_device, level):
             optimizer.zero_grad()
         runs.append([p for group in optimizer.param_groups for p in group["params"]])
     for one, other in zip(*runs, strict=True):
-        # A gradient of a half model is as good as its dtype.
+        # Gradients of a half model have half precision.
         tolerance = 1e-5 if level == "O0" else 2e-3
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 

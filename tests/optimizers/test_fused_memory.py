@@ -1,4 +1,4 @@
-"""What a fused optimizer notices between two steps: gradients and parameters in other memory, another order, or gone."""
+"""Changes between two steps that a fused optimizer detects: gradients and parameters in other memory or layouts, or missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def numbers(device, *shape):
 
 
 def orders(memory):
-    """Tensors of several layouts that all start at the address of ``memory``, of 36 elements."""
+    """Yields (name, shape, strides) of tensors that all start at the address of ``memory``, of 36 elements."""
     yield "matrix", (3, 6), [(6, 1), (1, 3), (6, 1), (2, 6), (1, 3), (0, 1)]
     yield "vector", (12,), [(1,), (3,), (1,), (0,), (2,), (1,)]
     yield "images", (2, 3, 2, 3), [(18, 6, 3, 1), (18, 1, 9, 3), (18, 6, 3, 1), (1, 2, 6, 12), (18, 1, 9, 3)]
@@ -64,7 +64,7 @@ def test_the_same_address_holds_another_layout(kernel_device, kind, channels_las
 
 
 def test_the_same_order_written_with_other_strides_needs_no_stand_in(kernel_device, monkeypatch):
-    # Where a size is 1 a stride means nothing; a library may leave any number there.
+    # The stride of a dimension of size 1 has no meaning, so libraries may set any number.
     weight = torch.ones(4, 3, 1, 7).to(memory_format=torch.channels_last)
     pair = Pair(kernel_device, weight)
     memory = numbers(kernel_device, 84)
@@ -86,7 +86,7 @@ def test_gradients_that_only_moved_are_not_looked_at_one_by_one(kernel_device, m
     memory = [numbers(kernel_device, 100) for _ in range(3)]
 
     def at(step):
-        """The same values' places, one element on: aligned and not."""
+        """Returns gradients that start ``step`` elements later in the same memory, so that they are aligned or not."""
         first, second, third = (one[step : step + size] for one, size in zip(memory, (12, 24, 7), strict=True))
         images = second.view(2, 2, 2, 3).permute(0, 3, 1, 2)
         return first.view(3, 4), images, third, torch.ones(0, device=kernel_device)
@@ -119,7 +119,7 @@ def test_a_gradient_becomes_none_and_comes_back(kernel_device):
         pair.step(*[None if place in missing else one for place, one in enumerate(full)])
     counts = [pair.optimizer.state[one]["step"].item() for one in pair.mine]
     assert counts == [7.0, 5.0, 6.0, 7.0]
-    # Also while others move, and where one of another layout comes in place of none.
+    # Also if the others get new addresses, and if a gradient of another layout replaces None.
     pair.step(None, *[one.clone() for one in full[1:]])
     pair.step(numbers(kernel_device, 4, 3).t(), *full[1:])
 
@@ -128,10 +128,12 @@ def test_parameters_whose_data_is_replaced(kernel_device):
     pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70))
     full = [numbers(kernel_device, *one.shape) for one in pair.mine]
     for step in range(4):
-        if step == 1:  # one of them, by other values
+        if step == 1:  # replaces the data of one parameter by other values
             for own in (pair.mine, pair.theirs):
                 own[1].data = torch.full((70,), 5.0, device=kernel_device)
-        if step == 2:  # in the list of the group, by another tensor of the same memory, whose state is its own
+        if (
+            step == 2
+        ):  # replaces a parameter in the group by another tensor with the same memory, which gets a new state
             alias = nn.Parameter(pair.mine[0].data)
             assert alias.data_ptr() == pair.mine[0].data_ptr()
             pair.mine[0] = pair.optimizer.param_groups[0]["params"][0] = alias
@@ -164,7 +166,7 @@ def test_parameters_are_added_frozen_and_thawed(kernel_device):
 
 
 def test_weights_that_need_no_gradient_are_marked_as_written_too(kernel_device):
-    # A frozen weight is read by the backward of what comes before it.
+    # Backward of earlier layers reads a frozen weight.
     weight, x = (
         nn.Parameter(torch.ones(3, device=kernel_device)),
         torch.ones(3, device=kernel_device, requires_grad=True),
@@ -206,7 +208,7 @@ def test_zero_grad(kernel_device, kind):
     optimizer.zero_grad(set_to_none=True)
     assert all(one.grad is None for one in (*weights, table.weight))
     weights[0].grad = torch.ones_like(weights[0])
-    optimizer.zero_grad()  # as apex's: FusedAdam forgets, FusedSGD zeroes
+    optimizer.zero_grad()  # as in apex: FusedAdam sets gradients to None, FusedSGD zeroes them
     assert (weights[0].grad is None) == (kind is FusedAdam)
 
 
@@ -235,7 +237,7 @@ def test_a_learning_rate_in_a_tensor_of_one_element(kernel_device, shape, on_dev
 
 
 def test_two_losses_whose_parameters_one_optimizer_has(kernel_device):
-    """A step without a gradient for a parameter leaves it alone: a graph that was built before may still go through it."""
+    """A step without a gradient for a parameter does not write it, so an autograd graph built before stays valid."""
 
     def trained(kind):
         left, right = (nn.Parameter(torch.full((3,), value, device=kernel_device)) for value in (1.0, 2.0))
@@ -255,6 +257,6 @@ def test_two_losses_whose_parameters_one_optimizer_has(kernel_device):
     left = nn.Parameter(torch.ones(3, device=kernel_device))
     optimizer, loss = FusedAdam([left, nn.Parameter(torch.ones(3, device=kernel_device))]), left.square().sum()
     left.grad = torch.ones_like(left)
-    optimizer.step()  # which did write it
+    optimizer.step()  # writes the parameter
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

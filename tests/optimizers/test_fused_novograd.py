@@ -109,7 +109,7 @@ def test_missing_frozen_and_late_gradients(kernel_device, kernels, monkeypatch):
 def test_state_loads_as_it_was_saved(kernel_device, dtype):
     module, twin = net(kernel_device, dtype), net(kernel_device, dtype)
     optimizer, fresh = FusedNovoGrad(module.parameters()), FusedNovoGrad(twin.parameters())
-    fresh.load_state_dict(optimizer.state_dict())  # of no step yet
+    fresh.load_state_dict(optimizer.state_dict())  # a state without steps
     gradients(module, 0, scale=1e-3)
     optimizer.step()
     buffer = io.BytesIO()
@@ -131,7 +131,7 @@ def test_state_loads_as_it_was_saved(kernel_device, dtype):
 
 
 def as_in_apex(optimizer):
-    """The state as apex lays it out: in each group a step, the norms of fp16 parameters and those of fp32 ones."""
+    """Returns the state in apex's layout: in each group a step, the norms of fp16 parameters, and those of fp32 parameters."""
     state = copy.deepcopy(optimizer.state_dict())
     for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         norms = {True: [], False: []}

@@ -130,7 +130,7 @@ def test_apexs_layout_loads(kernel_device):
     assert optimizer.param_groups[0]["maximize"] is True
     for module, one in ((mine, optimizer), (twin, reference)):
         gradients(module, 1)
-        one.step()  # dampened: the buffers that came have seen a gradient
+        one.step()  # dampened, because the loaded buffers have received a gradient
     assert_same(mine, twin)
 
 
@@ -156,7 +156,7 @@ def test_half_parameters_have_fp32_state_which_loading_does_not_round(kernel_dev
 
 
 def test_each_parameter_has_a_first_gradient_of_its_own(kernel_device):
-    # One group, some parameters new and some old, in both orders: dampening spares what is new, and nothing else.
+    # One group with new and old parameters, in both orders: only the first gradient of a new parameter is not dampened.
     (mine, optimizer), (twin, reference) = pair(kernel_device, OPTIONS["dampening"])
     for step in range(4):
         for module, one in ((mine, optimizer), (twin, reference)):
@@ -236,7 +236,7 @@ def test_closures_schedulers_copies_and_pickles(kernel_device):
 
 @pytest.mark.parametrize("options", ["plain", "dampening"])
 def test_a_step_can_be_steered(kernel_device, options):
-    # The first step is skipped, so that the first gradient is still to come for the second.
+    # The first step is skipped, so the second step has the first gradient.
     module, twin = net(kernel_device), net(kernel_device)
     optimizer = FusedSGD(module.parameters(), lr=0.1, **OPTIONS[options])
     reference = torch.optim.SGD(twin.parameters(), lr=0.1, **OPTIONS[options])

@@ -1,4 +1,4 @@
-"""What torch's GradScaler leaves in ``.grad`` behind a fused optimizer's step: what it leaves behind torch's own fused ones."""
+"""The contents of ``.grad`` after a step by torch's GradScaler: the same with our fused optimizers as with torch's."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OPTIMIZERS = {
 
 
 def left_behind(make, device, *, dtype=torch.float32, unscales=False, overflows=False):
-    """The gradients before and after ``scaler.step``, and the weights after it."""
+    """Returns the gradients before and after ``scaler.step``, and the weights after it."""
     generator = torch.Generator().manual_seed(0)
     weights = [
         nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in ((7, 5), (3,), (2,))
     ]
     optimizer = make(weights)
     scaler = torch.amp.GradScaler(device.type, init_scale=SCALE)
-    scaler.scale(torch.ones((), device=device))  # which makes its scale
+    scaler.scale(torch.ones((), device=device))  # creates the scaler's scale
     for weight in weights[:2]:  # the last one has none
         weight.grad = (torch.randn(weight.shape, generator=generator) * 4e-4 * SCALE).to(device, dtype)
     if overflows:
@@ -62,7 +62,7 @@ def test_half_gradients_are_rounded_behind_the_update_not_before_it(name, kernel
     for one, scaled in zip(found, before, strict=True):
         assert one.dtype is torch.float16
         assert torch.equal(one, (scaled.float() / SCALE).half())
-    # The same update, with gradients that nobody rounded.
+    # The same update with gradients that are not rounded to half.
     generator = torch.Generator().manual_seed(0)
     twins = [torch.randn(shape, generator=generator).to(kernel_device, torch.float16) for shape in ((7, 5), (3,), (2,))]
     twins = [nn.Parameter(one.float()) for one in twins]

@@ -1,4 +1,4 @@
-"""Hooks and a profiler's range around a step: as torch has them, and nothing of it where nobody asked."""
+"""Hooks and a profiler's range around a step, as in torch; without hooks and profiler a step does none of this."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_copies_pickles_subclasses_and_schedulers():
         optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(1))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # that it never saw a step
+            warnings.simplefilter("error")  # the scheduler's warning that the optimizer has not stepped
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = torch.ones_like(parameter)

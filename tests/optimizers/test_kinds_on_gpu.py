@@ -44,7 +44,7 @@ def parameters(count=30, device="cuda"):
 
 
 def steered_step(optimizer, state):
-    if isinstance(optimizer, LARC):  # which gets its flag and multiplier as torch's GradScaler gives them
+    if isinstance(optimizer, LARC):  # LARC gets flag and multiplier as from torch's GradScaler
         norm = torch.nn.utils.get_total_norm([p.grad for group in optimizer.param_groups for p in group["params"]])
         state.found_inf.copy_(norm.isfinite().logical_not_())
         optimizer.found_inf, optimizer.grad_scale = state.found_inf, state.scale
@@ -120,7 +120,7 @@ def test_a_captured_step_replays_with_another_lr(kind, steered):
         for one, other in zip(mine, twin, strict=True):
             one.grad.mul_(0.5)
             other.grad.mul_(0.5)
-        optimizer.gather()  # uploads what has changed
+        optimizer.gather()  # uploads the changed values
         graph.replay()
         step(eager, states[1])
     assert all(torch.equal(one, other) for one, other in zip(mine, twin, strict=True))
@@ -175,7 +175,7 @@ PLAIN = {
 
 
 @pytest.mark.slow
-@pytest.mark.gpu_memory(gib=26)  # two halves, and of LAMB two moments in fp32
+@pytest.mark.gpu_memory(gib=26)  # two half tensors, and for LAMB two fp32 moments
 @pytest.mark.parametrize("kind", PLAIN)
 def test_more_than_two_to_the_31_elements(kind):
     count = 2**31 + 70_000
@@ -187,7 +187,7 @@ def test_more_than_two_to_the_31_elements(kind):
     assert (state.found_inf.item(), weight.max().item()) == (1.0, 1.0)
     weight.grad[-1] = 1.0
     optimizer.step()
-    expected = 1.0 if kind == "novograd" else 0.5  # NovoGrad goes 0.5 over the norm, the root of 2**31
+    expected = 1.0 if kind == "novograd" else 0.5  # NovoGrad's update is 0.5 divided by the norm, the root of 2**31
     assert (weight.min().item(), weight.max().item()) == (expected, expected)
     if kind == "novograd":
         assert optimizer.state[weight]["exp_avg_norm"].item() == pytest.approx(count**0.5, rel=1e-5)

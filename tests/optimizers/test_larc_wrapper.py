@@ -151,7 +151,7 @@ def test_closures_copies_and_pickles(kernel_device):
     module = net(kernel_device)
     optimizer = LARC(INNER["FusedSGD"](module.parameters()), 0.01, clip=False, eps=1e-6)
     check_closures_copies_and_pickles(module, optimizer, trust_coefficient=0.01, clip=False, eps=1e-6)
-    optimizer.zero_grad()  # as FusedSGD does it by itself
+    optimizer.zero_grad()  # zeroes them, like FusedSGD itself
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
 

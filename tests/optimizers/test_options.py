@@ -1,4 +1,4 @@
-"""Numbers that no optimizer can work with are refused by name in a group of parameters too, which then is not added."""
+"""Invalid options are refused by name in parameter groups too, and the group is not added."""
 
 from __future__ import annotations
 

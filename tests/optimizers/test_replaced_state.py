@@ -1,4 +1,4 @@
-"""State that is cleared, replaced, moved away and back between steps: what torch's AdamW makes of it, a fused one makes too."""
+"""State that is cleared, replaced, or moved away and back between steps: the same results as with torch's AdamW."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def replace_by_update(optimizer, parameters):
 def replace_an_entry(optimizer, parameters):
     entry = {}
     optimizer.state[parameters[1]] = entry
-    entry["step"] = torch.tensor(5.0)  # written behind the entry's back: nobody has read it yet
+    entry["step"] = torch.tensor(5.0)  # written before anything has read the entry
     entry["exp_avg"] = torch.ones_like(parameters[1])
     entry["exp_avg_sq"] = torch.ones_like(parameters[1])
 
@@ -98,7 +98,7 @@ def count_anew(optimizer, parameters):
 
 
 def move_away_and_back(optimizer, parameters):
-    """As who keeps moments on the host while they are not needed; what is brought back is what was taken."""
+    """Moves the moments to the host and back, as offloading programs do; the moved values have to be used."""
     for parameter in parameters:
         entry = optimizer.state[parameter]
         for name in ("exp_avg", "exp_avg_sq"):
@@ -187,7 +187,7 @@ def test_copies_and_pickles_are_plain_and_go_on(kernel_device):
             one.grad = mine.grad.clone()
         twin.step()
         assert all(torch.equal(one, mine) for one, mine in zip(own, pair.mine, strict=True))
-        twin.state.clear()  # which is not that of the others
+        twin.state.clear()  # does not clear the others' state
         twin.step()
         assert {entry["step"].item() for entry in twin.state.values()} == {1.0}
     pair.step()
@@ -214,7 +214,7 @@ def test_state_goes_with_the_optimizer(kernel_device):
     optimizer = FusedAdam([weight])
     optimizer.step()
     average = weakref.ref(optimizer.state[weight]["exp_avg"])
-    gc.disable()  # no cycle may keep memory until a collection
+    gc.disable()  # without reference cycles, deleting the optimizer frees its memory at once
     try:
         del optimizer
         assert average() is None
@@ -224,7 +224,7 @@ def test_state_goes_with_the_optimizer(kernel_device):
 
 @pytest.mark.parametrize("by_kernels", [True, False])
 def test_other_kinds_of_state(kernel_device, by_kernels):
-    """A buffer that is taken away begins anew, a cell may be any number, groups count for their parameters."""
+    """A removed buffer starts again; a cell may be any number; groups apply to their own parameters."""
     with contextlib.nullcontext() if by_kernels else references(kernel_device):
         mine, theirs = (nn.Parameter(torch.ones(5, device=kernel_device)) for _ in range(2))
         one = FusedSGD([mine], lr=0.1, momentum=0.9, dampening=0.5)

@@ -1,4 +1,4 @@
-"""Tensors around other tensors have no memory that a kernel could read: refused by name, but for shards (DTensors)."""
+"""Wrapper tensors without memory of their own are refused by name, except shards (DTensors)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_of_shards_a_rank_updates_its_part(mesh, kernel_device, kind):
 
     parts = stepped(lambda own: DTensor.from_local(own, here, [Shard(0)]))
     assert all(map(torch.equal, parts, stepped(lambda own: own)))
-    # A rank may have nothing of a parameter.
+    # A rank may have an empty shard of a parameter.
     none = torch.ones(0, 3, device=kernel_device)
     nothing = nn.Parameter(DTensor.from_local(none, here, [Shard(0)], shape=(1, 3), stride=(3, 1)))
     nothing.grad = torch.ones_like(nothing)
@@ -105,7 +105,7 @@ def test_elements_without_memory_are_an_error_in_every_table(mesh, kernel_device
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="not in memory of its own"):
         ops.l2norm([freed])
-    # In the place of one that was there, too.
+    # Also if it replaces a valid tensor of an earlier call.
     gather, source = ops.Gather(plain.view(-1).clone().split([6, 6])), list(plain.view(-1).split([6, 6]))
     gather(source)
     empty = torch.ones(6, device=kernel_device)

@@ -32,7 +32,7 @@ def same_bits(one, other):
 
 
 def captured(step):
-    """Captures ``step`` after two runs of it on a stream of its own, and returns the graph."""
+    """Captures ``step`` after two runs of it on a side stream, and returns the graph."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         for _ in range(2):

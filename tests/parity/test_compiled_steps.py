@@ -1,6 +1,6 @@
 """Trainer(compile=...) of a whole step: it trains as an eager one does and logs the same; what cannot be compiled is refused.
 
-Most backends here are those that generate no code: for torch's default one a C compiler has to be there.
+Most tests use backends that generate no code, because torch's default backend needs a C compiler.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ WHOLE = {"backend": "eager", "fullgraph": True}  # a break of the graph is an er
 
 @pytest.fixture(autouse=True)
 def _no_code_of_earlier_tests():
-    """torch keeps eight compiled forms of one function in a process, and with fullgraph a ninth is an error."""
+    """Resets the compiler: torch keeps eight compiled variants of a function, and with fullgraph a ninth is an error."""
     torch.compiler.reset()
 
 
 class Logs(Classifier):
-    """Has BatchNorm and dropout, and logs in every way, a value too that it changes behind the call."""
+    """Has BatchNorm and dropout, and logs in every way, also a value that it changes after the call."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ def fit(module, **options):
 @pytest.mark.parametrize(("precision", "accumulate"), [("O0", 1), ("O1", 2), ("O4", 4), ("bf16-true", 1)])
 def test_the_bits_and_values_are_those_of_an_eager_step(precision, accumulate):
     found = []
-    # Of half precision "aot_eager" rounds at other places.
+    # In half precision "aot_eager" rounds in other operations.
     backend = "aot_eager" if precision == "O0" else "eager"
     for compiled in (False, {**WHOLE, "backend": backend}):
         module = Logs()
@@ -86,14 +86,14 @@ def test_it_is_what_runs_and_compiled_once():
 
     module = Logs()
     fit(module, compile={"backend": backend, "fullgraph": True})
-    assert len(graphs) <= 2  # one more for other sizes, unless torch has seen before that they change
+    assert len(graphs) <= 2  # torch compiles again for other sizes, unless it already treats the size as dynamic
     assert len(runs) == 14
     assert not any("_orig_mod" in name for name in module.state_dict())
     assert "training_step" not in vars(module)
 
 
 class Normed(Classifier):
-    """Has a norm and a loss that may be kernels, and no random numbers: torch's compiler has its own."""
+    """Has a norm and a loss that may be kernels, and no random numbers, because torch's compiler generates its own."""
 
     def __init__(self):
         super().__init__()
@@ -111,11 +111,11 @@ class Normed(Classifier):
 
 
 TOLERANCES = {"O0": 1e-5, "O1": 5e-3, "O4": 4e-2, "bf16-true": 4e-2}
-"""Of the distance of weights from an eager run's, over how far they went: generated code rounds at other places."""
+"""Limits of the distance between compiled and eager weights, relative to the distance trained: compiled code rounds differently."""
 
 
 def default_backend(precision, device):
-    """How far a run through torch's own compiler ends from an eager one, over how far that went; and what both logged."""
+    """Returns the distance of a compiled run's weights from an eager run's, relative to the distance trained, and both logs."""
     ends, logs = [], []
     for compiled in (False, {"fullgraph": True}):
         torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_a_run_goes_on_compiled_or_not(tmp_path):
 
 
 def of_ranks():
-    """By strategy: whether a compiled step leaves the bits of an eager one."""
+    """Returns for each strategy whether compiled steps leave the same bits as eager steps."""
     found = {}
     for strategy in ("ddp", "delayed_ddp"):
         ends = []

@@ -1,4 +1,4 @@
-"""The first promise: after 200 steps the Trainer's weights are those of a hand-written loop, bit for bit."""
+"""After 200 steps the Trainer's weights equal those of a hand-written loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Net(TrainingModule):
 
 
 def hand_written(net, optimizer, batches_of_epoch, accumulate, clip, steps):
-    """Loss divided by the number of micro-batches, torch's clip, the remainder of an epoch as a step of its own."""
+    """Trains with the loss divided by the number of micro-batches, torch's clipping, and the rest of an epoch as its own step."""
     step = 0
     for epoch in itertools.count():
         batches = batches_of_epoch(epoch)
@@ -77,7 +77,7 @@ def differences(module, twin):
 
 
 BUFFERS = ["net.1.running_mean", "net.1.running_var"]
-"""What torch's wrapper makes rank 0's before a step, delayed_ddp behind it."""
+"""Buffers that torch's wrapper broadcasts from rank 0 before a step, and delayed_ddp after it."""
 
 
 def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1, steps=STEPS):
@@ -114,12 +114,12 @@ def both_loops(strategy, optimizer, accumulate, clip, rank=0, world_size=1, step
 
 
 PAIRS = [("sgd", 1, None), ("sgd", 4, 0.1), ("adamw", 1, 0.1), ("adamw", 4, None)]
-"""Each two of optimizer, accumulation and clipping together."""
+"""Combinations of optimizer, accumulation and clipping, in which each pair of two options occurs."""
 
 
 @pytest.mark.parametrize(("optimizer", "accumulate", "clip"), [*PAIRS, ("adam_fused", 1, None), ("adam_fused", 4, 0.1)])
 def test_single(optimizer, accumulate, clip):
-    """The loader is a plain shuffled one: torch draws its order from the generator that dropout draws from."""
+    """The loader is a plain shuffled one: its order comes from the same generator as dropout."""
     assert both_loops("single", optimizer, accumulate, clip) == []
 
 
@@ -142,7 +142,7 @@ def place():
 )
 @pytest.mark.parametrize("steps", [60, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_on_two_ranks(strategy, combinations, steps):
-    """Ten epochs, or thirty where four micro-batches are a step: what differs shows in the first of them."""
+    """Trains ten epochs, or thirty with four micro-batches per step; differences would appear in the first epochs."""
     first, second = run_ranks(several_combinations, 2, strategy, combinations, place, steps, timeout=240.0)
     assert first == {combination: [] for combination in combinations}
     assert second == {one: BUFFERS if strategy == "delayed_ddp" else [] for one in combinations}

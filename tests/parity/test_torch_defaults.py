@@ -1,6 +1,6 @@
-"""torch.set_default_dtype and torch.set_default_device are the user's: what we compute for fp32 models does not follow them.
+"""torch.set_default_dtype and torch.set_default_device belong to the user: fabricamp's tensors do not follow them.
 
-A default device "meta" stands for "cuda" where there is no GPU: whatever of ours lands there has no numbers.
+The default device "meta" replaces "cuda" on machines without a GPU: tensors that follow it have no values.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5", "bf16-true"]
 
 
 def changed_by(defaults, run, **options):
-    """What differs between ``run`` under torch's own defaults and under each of ``defaults``."""
+    """Returns the differences between ``run`` under torch's own defaults and under each of ``defaults``."""
     expected = run(contextlib.nullcontext(), **options)
     found = {name: differences(expected, run(DEFAULTS[name](), **options)) for name in defaults}
     return {name: names for name, names in found.items() if names}
@@ -58,7 +58,7 @@ def test_whole_runs(level):
 
 
 def test_a_shuffled_run():
-    # Under "meta" torch's own DataLoader cannot draw.
+    # Under "meta" torch's own DataLoader cannot draw an order.
     assert changed_by(["float64", "bfloat16"], in_a_new_folder, batches_of=shuffled, precision="O2") == {}
 
 
@@ -96,7 +96,7 @@ OPTIMIZERS = {
 
 
 def layers(device):
-    """A model of our layers and losses, its input and its targets."""
+    """Returns a model of our layers and losses, its input and its targets."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -107,7 +107,7 @@ def layers(device):
 
 
 def trained(defaults, name, device):
-    """Weights, state and losses of a few steps; the state goes once through ``load_state_dict``."""
+    """Returns weights, state and losses of a few steps; loads the state with ``load_state_dict`` once in between."""
     model, x, target = layers(device)
     loss_of, positives = SoftmaxCrossEntropyLoss(), torch.ones(1, device=device)
     losses = []
@@ -164,7 +164,7 @@ def test_apexs_amp(level):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_default_device_cuda(level):
-    # torch's DataLoader draws its workers' seeds from the default device's generator, from which dropout on a GPU draws too.
+    # torch's DataLoader draws its workers' seeds from the default device's generator; on a GPU dropout uses the same generator.
     for batches_of, dropout in ((in_order, 0.0), (in_a_list, 0.1)):
         options = {"precision": level, "accelerator": "gpu", "devices": 1, "batches_of": batches_of, "dropout": dropout}
         expected = in_a_new_folder(contextlib.nullcontext(), **options)

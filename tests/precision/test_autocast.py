@@ -70,7 +70,7 @@ def test_registration():
     library = types.ModuleType("library")
     library.scale = dtypes
     casts.register_half_function(library, "scale")
-    casts.register_float_function(library, "scale")  # the last one holds
+    casts.register_float_function(library, "scale")  # the last registration applies
     with torch.autocast("cpu", torch.float16):
         assert library.scale(HALF) == [torch.float32]
     assert library.scale.__wrapped__ is dtypes

@@ -1,4 +1,4 @@
-"""The half module as its user sees it: half inside, fp32 outside, whatever calls it, copies it or runs it twice."""
+"""The interface of a half module: half inside, fp32 outside, however it is called, copied or run again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Scaled:
 
 
 class Recorder(nn.Module):
-    """A linear layer that notes the dtypes that it sees; its forward takes and gives containers."""
+    """A linear layer that records the dtypes of its inputs; its forward takes and returns containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Task(nn.Module):
 
 
 class Plain(nn.Module):
-    """No parameters, one buffer, called from the step."""
+    """A module without parameters and with one buffer, which the step calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_losses_metrics_and_modules_without_parameters_stay_as_they_are():
     for untouched in (task.loss, task.plain, task.accuracy):
         assert not untouched._forward_pre_hooks
         assert all(buffer.dtype is not torch.float16 for buffer in untouched.buffers())
-    assert task.net[1].offset.dtype is torch.float16  # called inside a forward, where all is half
+    assert task.net[1].offset.dtype is torch.float16  # the module is called inside a forward, where everything is half
     assert not task.net[1]._forward_pre_hooks
 
 
@@ -223,10 +223,12 @@ def test_copies_have_a_boundary_and_weights_of_their_own(how):
     assert not any(master.eq(1).all() for master in optimizer.param_groups[0]["params"] if master.dim() == 2)
     buffer = io.BytesIO()
     torch.save(twin.state_dict(), buffer)
-    assert precision.forward(twin.float(), x).dtype is torch.float32  # converted on: its boundary rests
+    assert (
+        precision.forward(twin.float(), x).dtype is torch.float32
+    )  # the module was converted to fp32, so its boundary casts nothing
 
 
-# A checkpoint in a checkpoint: the inner one's input has no gradient while the outer one computes without any.
+# Nested checkpoints: while the outer one computes without gradients, the inner one's input has none.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("inner", [None, True, False])
 @pytest.mark.parametrize("outer", [None, True, False])
@@ -238,7 +240,7 @@ def test_activation_checkpointing_in_a_forward_and_from_the_step(level, outer, i
         net = Inner(inner if recompute else None)
         task = Task(net)
         precision = converted(task, level, loss_scale=1024.0)
-        x = torch.randn(2, 4, requires_grad=True)  # reentrant checkpoints want an input with a gradient
+        x = torch.randn(2, 4, requires_grad=True)  # reentrant checkpoints need an input with a gradient
 
         def step(net=net, task=task, recompute=recompute, x=x):
             if outer is None or not recompute:
@@ -257,7 +259,7 @@ def test_activation_checkpointing_in_a_forward_and_from_the_step(level, outer, i
 
 
 def test_a_module_called_from_the_step_and_inside_a_checkpointed_forward():
-    # The flag tells the calls apart, though it is the same module in the same step.
+    # The flag distinguishes the two calls of the same module in the same step.
     torch.manual_seed(0)
     net = Inner(reentrant=False)
     precision = converted(net)
@@ -307,14 +309,20 @@ def test_what_cannot_be_converted_is_refused():
 
 def test_convert_input_by_level():
     batch = {"x": torch.tensor([70000.0]), "y": torch.tensor([1]), "name": "a"}
-    for level in ("O0", "O1", "O2", "O3", "O5"):  # targets keep their precision: modules cast what they are called with
+    for level in (
+        "O0",
+        "O1",
+        "O2",
+        "O3",
+        "O5",
+    ):  # the batch is not cast, so that targets keep their precision: modules cast their own inputs
         assert precision_from(level).convert_input(batch)["x"].item() == 70000.0
     cast = precision_from("64-true").convert_input(batch)
     assert (cast["x"].dtype, cast["y"].dtype, cast["name"]) == (torch.float64, torch.int64, "a")
 
 
 def runs_in_bf16(layer, *arguments):
-    """Whether torch's autocast runs it here: oneDNN has an LSTM in bf16 on some CPUs alone."""
+    """Returns whether torch's autocast runs the layer here: oneDNN has a bf16 LSTM only on some CPUs."""
     try:
         with torch.autocast("cpu", torch.bfloat16):
             layer(*arguments)
@@ -340,7 +348,7 @@ def test_layers_of_torch_run_at_every_level(kind):
             continue
         precision = converted(layer, level)
         if (kind, level) == ("LSTM", "O4") and not runs_in_bf16(layer, *arguments):
-            with pytest.raises(RuntimeError, match="primitive"):  # as by torch alone
+            with pytest.raises(RuntimeError, match="primitive"):  # the same error as in torch alone
                 precision.forward(layer, *arguments)
             continue
         output = precision.forward(layer, *arguments)

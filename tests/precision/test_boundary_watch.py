@@ -1,4 +1,4 @@
-"""Which calls the boundary meets: every one from the step, in whatever step it comes first, and none inside a forward."""
+"""The calls at which the boundary casts: every call from the step, from any step on, and none inside a forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGE = str(Path(fabricamp.__file__).parent)
 
 
 class Block(nn.Module):
-    """A linear layer that notes what dtypes go in and come out; ``scale`` is a keyword argument."""
+    """A linear layer that records the dtypes of inputs and outputs; ``scale`` is a keyword argument."""
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
     def run(self, x):
         y = self.linear(x)
         self.seen.append((x.dtype, y.dtype))
-        return y.sigmoid()  # what it saves is the last that a second run has to make: torch stops there
+        return y.sigmoid()  # the last tensor that a recomputation needs: torch stops the recomputation there
 
     def forward(self, x, *, scale=None):
         y = self.run(x) if self.reentrant is None else checkpoint(self.run, x, use_reentrant=self.reentrant)
@@ -71,7 +71,7 @@ def x():
 
 
 def own_calls(function):
-    """How many Python calls of the package's own ``function()`` makes."""
+    """Returns the Python calls of the package's functions that ``function()`` makes."""
     calls = []
 
     def note(frame, event, _):
@@ -157,7 +157,7 @@ def test_a_raise_in_the_first_call(error):
     assert precision.forward(net, x()).dtype is precision.forward(net.blocks[1].linear, x()).dtype is torch.float32
 
 
-# A checkpoint in a checkpoint: the inner one's input has no gradient while the outer one computes without any.
+# Nested checkpoints: while the outer one computes without gradients, the inner one's input has none.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("outer", [True, False])
 @pytest.mark.parametrize("inner", [True, False, None])
@@ -201,7 +201,7 @@ def test_a_gradient_taken_within_the_step_recomputes_what_a_forward_called():
 
     for _ in range(2):
         precision.backward(precision.forward(penalty))
-    assert not net.blocks[1].linear._forward_hooks  # its second run is no call from the step
+    assert not net.blocks[1].linear._forward_hooks  # its recomputation does not count as a call from the step
     assert {seen for block in net.blocks for seen in block.seen} == {(torch.float16, torch.float16)}
 
 
@@ -222,12 +222,12 @@ def test_copies_made_before_the_first_call_after_it_and_within_it(how, when):
     for call in (twin[1].linear, twin[0], twin, net.blocks[1].linear):
         assert precision.forward(call, x()).dtype is torch.float32
     assert {seen for block in twin for seen in block.seen} == {(torch.float16, torch.float16)}
-    again = how(twin)  # of one that the step has called
+    again = how(twin)  # a copy of a module that the step has called
     assert precision.forward(again, x()).dtype is precision.forward(again[1].linear, x()).dtype is torch.float32
 
 
 def test_hooks_of_the_user_on_the_same_modules():
-    # Pre-hooks see what the forward gets.  So do forward hooks from before the conversion; later ones see what the step gets.
+    # Pre-hooks, and forward hooks registered before the conversion, see the forward's values; later forward hooks see the step's.
     net = Net()
     seen = {}
 
@@ -262,7 +262,7 @@ def test_a_hook_of_all_modules_that_the_user_has_stays():
     try:
         precision.forward(net, x())
         assert called.count(net) == 1
-        assert len(called) == sum(1 for _ in net.modules()) - 1  # all but the table, which is not called
+        assert len(called) == sum(1 for _ in net.modules()) - 1  # all modules except the table, which is not called
         assert len(torch_modules._global_forward_pre_hooks) == 1
     finally:
         handle.remove()
@@ -286,7 +286,7 @@ def test_threads_each_in_a_step_of_its_own():
         watching.set()
         inside.wait(60)
         try:
-            return nets[1].blocks[1](x())  # while the other thread is in a forward, where nobody has to watch
+            return nets[1].blocks[1](x())  # while the other thread is inside a forward, where no calls are watched
         finally:
             first_call_is_done.set()
 

@@ -1,4 +1,4 @@
-"""cast_floating keeps types and values, whatever it walks through."""
+"""cast_floating keeps types and values in all kinds of containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every level with an optimizer of ours: the same weights as with torch's, in three launches, with ``.grad`` left alone."""
+"""Every level with one of our optimizers: the same weights as with torch's, in three launches, without a change of ``.grad``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def updated(optimizer):
 
 @pytest.mark.parametrize(
     ("level", "clip", "accumulate"),
-    pairs([level for level in LEVELS if level != "O3"], CLIPS, [1, 2]),  # torch keeps Adam's state in half there
+    pairs([level for level in LEVELS if level != "O3"], CLIPS, [1, 2]),  # at O3 torch keeps Adam's state in half
 )
 def test_the_same_weights_as_with_torchs_adamw(kernel_device, level, clip, accumulate):
     (mine, *ours), (twin, *theirs) = (start(kernel_device, level, fused, accumulate) for fused in (True, False))
@@ -76,7 +76,7 @@ def test_the_same_weights_as_with_torchs_adamw(kernel_device, level, clip, accum
             precision.step(optimizer, clip=CLIPS[clip])
             verdict = close_window(precision, loss)
             skipped.append(verdict and verdict.skipped_steps)
-        # The next gradients shall be those of the same weights.
+        # Copies the weights, so that the next gradients are computed from equal weights.
         for one, other in zip(updated(ours[1]), updated(theirs[1]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
             other.data.copy_(one)

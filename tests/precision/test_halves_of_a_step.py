@@ -1,4 +1,4 @@
-"""What a step launches, and what only the host does behind it: the second half alone is what follows a replayed CUDA graph."""
+"""The launches of a step, and the host's work after them; after the replay of a CUDA graph only the second half runs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fabricamp.gradients.flat import IN_PLACE
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision import Clip, OptLevel
-from tests.precision.test_stepper import OPTIMIZERS, batches, start, task, window
+from fabricamp.strategies.base import Strategy
+from tests.precision.test_update_plan import OPTIMIZERS, batches, start, task, window
 from tests.windows import add_up
 
 
 class Launches(TorchDispatchMode):
-    """Notes every operation."""
+    """Records every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,11 @@ def in_halves(precision, module, optimizer, micro_batches, launched):
         precision.backward(loss / len(micro_batches))
         add_up(precision, optimizer)
     loss = loss.detach()
-    with torch.no_grad():
-        precision._stepper.launch_step(optimizer, IN_PLACE, Clip(0.05), None, loss)
-        precision.verdicts.launch_close(loss)
-        with launched:
-            precision._stepper.note_stepped(optimizer)
-            return precision.verdicts.note_closed()
+    plan = precision.plan(optimizer, Strategy(), Clip(0.05))
+    plan.run(loss)
+    with torch.no_grad(), launched:
+        plan.after()
+        return precision.verdicts.note_closed()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -1,4 +1,4 @@
-"""fp32 masters: where they come from, who sees them, and that no low bit is lost on the way to a checkpoint and back."""
+"""fp32 masters: their creation and visibility, and exact values through checkpoints."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_resumed_run_equals_a_straight_one(level, make):
         update(*straight, seed)
     weights, state, amp = saved(*straight[:2]), copy.deepcopy(straight[2].state_dict()), straight[1].state_dict()
     resumed = prepared(level, make)
-    update(*resumed, 7)  # so that it differs
+    update(*resumed, 7)  # so that its state differs before the load
     resumed[0].load_state_dict(weights)
     resumed[2].load_state_dict(state)
     resumed[1].load_state_dict(amp)
@@ -201,7 +201,7 @@ def test_restoring_gives_masters_to_module_and_optimizer(level):
     net(torch.randn(4, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    net.conversion = precision.convert_module(net)  # and again
+    net.conversion = precision.convert_module(net)  # a second conversion
     net.conversion.undo()
 
 

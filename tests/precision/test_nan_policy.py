@@ -1,4 +1,4 @@
-"""What is not finite: updates stop at once and stay stopped, and the parameter is named, whatever optimizer and level."""
+"""Non-finite gradients: updates stop at once and stay stopped, and the parameter is named, with any optimizer and level."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """One module under one policy, window by window."""
+    """Trains one module under one policy, one accumulation step per call."""
 
     def __init__(self, level, policy, make, accumulate=1, device="cpu", **options):
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def test_a_policy_changes_no_bit_of_what_is_finite(level, optimizer, clip):
             run.window(clip=clip)
         results.append(run.state())
     for other in results[1:]:
-        if optimizer == "FusedLAMB":  # takes its norm from the statistics, where there are any
+        if optimizer == "FusedLAMB":  # uses the norm of the statistics, if there are any
             torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-6)
         else:
             assert same(results[0], other)
@@ -148,7 +148,9 @@ def test_the_lowest_bad_gradient_of_the_first_window_is_named(kernel_device, lev
     run.window("last.weight")
     run.window()
     explanation = run.precision.verdicts.explain(run.windows)
-    assert "norm.bias were not finite at step 1 (loss" in explanation  # the last window is finite: nobody else to name
+    assert (
+        "norm.bias were not finite at step 1 (loss" in explanation
+    )  # the last accumulation step is finite, so no other parameter is named
     run.window("last.weight")
     assert "of norm.bias, last.weight were" in run.precision.verdicts.explain(run.windows)
 

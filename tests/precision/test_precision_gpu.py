@@ -129,7 +129,7 @@ def test_an_lstm_is_flat_after_conversion(recwarn):
 
 
 def test_a_window_that_ends_late_writes_to_nobody_elses_memory():
-    """Kernels write the verdict into pinned memory; given up meanwhile, it is not lent to a batch."""
+    """Kernels write the step status into pinned memory; if its owner is deleted meanwhile, no batch gets this memory."""
     loss = torch.ones((), device="cuda")
     scaler = LossScaler("cuda")
     scaler.close(loss)

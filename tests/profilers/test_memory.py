@@ -1,4 +1,4 @@
-"""The snapshot of a GPU's memory: which batches are in it, and that it names who asked for the memory."""
+"""The snapshot of a GPU's memory: the batches in it, and the Python frames of each allocation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
     ],
 )
 def test_the_window_has_the_batches_that_were_chosen(options, batches, window, monkeypatch, tmp_path):
-    """torch's recording needs a GPU: here it is noted when it begins and ends."""
+    """torch's recording needs a GPU, so this test only records when it begins and ends."""
     done, seen = [], []
     monkeypatch.setattr(memory, "record_memory", lambda entries: seen.append((entries, len(done))))
     monkeypatch.setattr(memory, "write_memory", lambda path: seen.append((path.name, len(done))))
@@ -53,7 +53,7 @@ def snapshot(path):
 
 
 class Sized(Classifier):
-    """Each batch asks for as many times 8 MiB as batches were seen."""
+    """Allocates 8 MiB times the number of batches so far in each batch."""
 
     def training_step(self, batch, batch_idx):
         torch.empty((batch_idx + 1) << 23, dtype=torch.uint8, device=self.device)

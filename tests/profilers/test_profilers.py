@@ -1,4 +1,4 @@
-"""Profilers: what they count, what they write, and that a run without one is not touched by them."""
+"""Profilers: their counts, their files, and that they cost a run without a profiler nothing."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_exchange_of_ranks_is_a_phase():
 
 
 class Marks:
-    """A clock that a test turns."""
+    """A clock that the test advances."""
 
     now = 0.0
 

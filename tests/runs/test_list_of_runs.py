@@ -1,4 +1,4 @@
-"""`fabricamp runs`: every run below a folder, with what its file or its logs say."""
+"""`fabricamp runs` lists every run below a folder, with the values of its run file or logs."""
 
 from __future__ import annotations
 

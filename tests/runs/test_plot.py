@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import ConfigError, TrainingModule
-from fabricamp.callbacks import AmpState, LearningRateMonitor
+from fabricamp.callbacks import AmpState, LearningRateMonitor, ModelCheckpoint
 from fabricamp.cli import main
 from fabricamp.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from fabricamp.runs import plot
@@ -23,7 +24,7 @@ from tests.small import quiet_trainer
 
 
 class Overflows(TrainingModule):
-    """Its first losses are too large for fp16 gradients at the first loss scales."""
+    """Overflows at first: its losses are too large for fp16 gradients at the initial loss scales."""
 
     def __init__(self):
         super().__init__()
@@ -166,6 +167,46 @@ def test_the_step_loss_of_the_whole_is_the_one_that_is_drawn():
     assert [panel.lines[0].metric for panel in panels] == ["train_loss_step", "val/loss", "lr-Adam/pg1", "loss_scale"]
 
 
+class Scored(Overflows):
+    """Logs what its ModelCheckpoints monitor, per epoch and per step."""
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val_accuracy", batch[0].gt(0).float().mean())
+
+
+def test_what_a_checkpoint_monitors_is_drawn_after_the_losses(tmp_path, capsys):
+    data = DataLoader(TensorDataset(torch.ones(8, 4)), 4)
+    monitors = ("val_accuracy", "val_loss", "train_loss", "grad_norm")
+    checkpoints = [ModelCheckpoint(monitor=name, filename=name) for name in monitors]
+    quiet_trainer(
+        max_epochs=2,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=True,
+        logger=CSVLogger(tmp_path, name="", version="a"),
+        callbacks=checkpoints,
+    ).fit(Scored(), data, data)
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["monitors"] == list(monitors)
+    assert main(["plot", str(tmp_path / "a")]) == 0
+    titles = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "]
+    assert titles == ["loss", "validation loss", "val_accuracy", "gradient norm"]
+    assert main(["plot", str(tmp_path / "a" / "metrics.csv")]) == 0
+    assert "\nval_accuracy" in capsys.readouterr().out
+
+
+def test_what_runs_of_earlier_versions_kept_as_best_is_drawn(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,loss,f1,other\n0,3,0.5,1\n5,1,0.9,2\n")
+    for text, titles in (
+        ('{"best": {"f1": 0.9}}', ["loss", "f1"]),
+        ('{"monitors": ["other", "gone"], "best": {"f1": 0.9}}', ["loss", "other"]),
+        ('{"monitors": null}', ["loss"]),
+        ("[", ["loss"]),
+    ):
+        (tmp_path / "run.json").write_text(text)
+        assert [panel.title for panel in choose(read_runs([tmp_path]))] == titles
+
+
 def test_what_a_restart_took_back_is_not_drawn(tmp_path):
     for steps, purge in ((range(6), None), (range(3, 5), 3)):
         logger = TensorBoardLogger(tmp_path, name="", version="run", purge_step=purge)
@@ -183,6 +224,8 @@ def test_pictures_in_files(runs, capsys):
     assert Path("both.png").read_bytes().startswith(b"\x89PNG")
     plot(folders, out="both.svg", metrics=["val_loss"], smooth=0)
     assert "<!-- version_1 -->" in Path("both.svg").read_text()
+    plot(folders[:1], out="one.svg")
+    assert "<!-- version_0 -->" in Path("one.svg").read_text()
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         plot(folders, out="nowhere/both.svg")
 

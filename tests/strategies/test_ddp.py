@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo  # torch's wrapper imports it: once here, before ranks are forked, and not in each of them
+import torch._dynamo  # torch's wrapper imports it; here once, before ranks are forked, and not in each rank
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Two layers and BatchNorm's buffers; ``skip`` leaves the last layer out of the loss."""
+    """Has two layers and BatchNorm's buffers; ``skip`` leaves the last layer out of the loss."""
 
     def __init__(self, seed=0, width=6):
         super().__init__()
@@ -80,7 +80,7 @@ def assert_same_everywhere(strategy, tensors):
 
 
 def check_bitwise(options, torch_options, accumulate):
-    """Six windows of SGD with BatchNorm, beside torch's wrapper around a module of the same forward."""
+    """Compares six steps of SGD with BatchNorm with torch's wrapper around a module with the same forward."""
     strategy = started(**options)
     ours = Net(seed=strategy.rank)  # rank 0's weights have to win
     theirs = DistributedDataParallel(copy.deepcopy(ours), **torch_options)
@@ -127,7 +127,7 @@ def automatic_checks():
 
 
 def check_sharing():
-    """Before conversion: masters taken from the fp32 weights of each rank are rank 0's."""
+    """Weights are shared before the conversion, so all ranks take their masters from rank 0's fp32 weights."""
     strategy = started()
     net = Net(seed=strategy.rank)
     net.norm.running_var.fill_(strategy.rank)
@@ -188,7 +188,7 @@ def check_unused_found():
 
 
 def check_always_local():
-    """Sums in buffers of one's own: every micro-batch local for ever, buffers still broadcast at each window's start."""
+    """With sums in a separate memory every micro-batch is local, and buffers are still broadcast at the start of each step."""
     for options in ({}, {"find_unused_parameters": True}):
         strategy = started(**options)
         ours, local = Net(), Net()
@@ -255,7 +255,7 @@ def check_refusals():
 
 
 def check_freezing():
-    """Frozen and unfrozen at an epoch's start: followed.  In its middle: an error before the update, by name."""
+    """Freezing and unfreezing work at an epoch's start; in its middle an error names the parameters before the update."""
     strategy = started()
     net = Net()
     net.last.requires_grad_(requires_grad=False)
@@ -265,7 +265,7 @@ def check_freezing():
     strategy.reduce_gradients()
 
     net.zero_grad()
-    with strategy.no_sync():  # of a window that is carried over
+    with strategy.no_sync():  # a micro-batch of an accumulation that continues in the next epoch
         step(batch_of(strategy.rank, 1), 0).backward()
     mean = strategy.reduce(net.first.weight.grad)
     net.last.requires_grad_(requires_grad=True)
@@ -302,7 +302,7 @@ def check_wrapping_twice():
     ours, theirs = Net(), DistributedDataParallel(Net())
     steps = []
     for _ in range(3):
-        # Left in the middle of an exchange, and still alive when the next one is made.
+        # This wrapper is left in the middle of an exchange, and is still alive when the next one is made.
         step = strategy.wrap_module(ours, ours.training_step, automatic=True)
         steps.append(step)
         ours.skip = True
@@ -363,7 +363,7 @@ def test_the_unused_parameter_error_comes_before_the_update_and_names_them():
 
 
 class Pair(nn.Module):
-    """Two networks with an optimizer each, as in a GAN; the second one's loss goes through the first."""
+    """Has two networks with an optimizer each, as in a GAN; the second loss depends on the first network."""
 
     def __init__(self, seed):
         super().__init__()
@@ -409,7 +409,7 @@ def check_two_optimizers():
 
 
 def check_presence():
-    """Absent on some ranks: zeros there.  On all: None.  Which ranks do not matter, and no gradient tensor is replaced."""
+    """A gradient missing on some ranks counts as zeros there; missing on all it stays None; no gradient tensor is replaced."""
     strategy = started()
     net = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("all", "some", "none", "late")})
     strategy.wrap_module(net, net.forward, automatic=False)
@@ -431,7 +431,7 @@ def check_presence():
 
 
 def check_mixed_tensors():
-    """Dtypes, layouts and sizes side by side."""
+    """Mixes dtypes, layouts and sizes."""
     strategy = started(bucket_cap_mb=0.0001)
     parameters = [
         nn.Parameter(torch.zeros(3, 4)),
@@ -460,7 +460,7 @@ def check_mixed_tensors():
 
 
 def check_manual_buffers():
-    """Each step starts from rank 0's buffers, as under torch's wrapper; broadcast_buffers=False leaves them alone."""
+    """Each step starts with rank 0's buffers, as under torch's wrapper; broadcast_buffers=False does not change them."""
     for broadcasts in (True, False):
         strategy = started(broadcast_buffers=broadcasts)
         net = Net(seed=strategy.rank)
@@ -568,7 +568,7 @@ def test_one_process_is_enough():
 
 
 class Marked(Classifier):
-    """A buffer that ranks count up differently, and what a step finds in it."""
+    """Has a buffer that each rank increments differently; records its value in each step."""
 
     def __init__(self):
         super().__init__()

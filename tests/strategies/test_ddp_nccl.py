@@ -1,4 +1,4 @@
-"""DDP over NCCL on two GPUs: the same checks in short, and that the exchange does not wait on the host."""
+"""DDP over NCCL on two GPUs: a few of the same checks, and that the host does not wait for the exchange."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_bitwise(strategy):
 
 def check_values(strategy):
     rank = strategy.rank
-    assert strategy.reduce(torch.tensor(2.0 * rank)).item() == 1.0  # lies on the host: NCCL itself would refuse it
+    assert strategy.reduce(torch.tensor(2.0 * rank)).item() == 1.0  # NCCL itself refuses host memory
     assert strategy.reduce(torch.tensor(rank == 1, device=strategy.device), "max").item() is True
     assert strategy.reduce(torch.tensor(2**60 + rank, device=strategy.device), "sum").item() == 2**61 + 1
     assert strategy.all_gather(torch.tensor([rank], dtype=torch.int16)).tolist() == [[0], [1]]

@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-import torch._dynamo  # torch's wrapper imports it: once here, before ranks are forked, and not in each of them
+import torch._dynamo  # torch's wrapper imports it; here once, before ranks are forked, and not in each rank
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.buckets import Piece, plan_messages
 from fabricamp.gradients.flat import FlatGradients, Transport
 from fabricamp.gradients.memory import GradientMemory
-from fabricamp.precision.stepper import write_gradients
+from fabricamp.precision.torch_updates import write_gradients
 from fabricamp.strategies import IN_PLACE, DelayedDDP, Environment
 from tests.distributed.ranks import run_ranks
 from tests.strategies.test_ddp import (
@@ -46,14 +46,14 @@ def started(**options):
 
 
 class Optimizer:
-    """What ``write_gradients`` looks at."""
+    """An object with the attributes that ``write_gradients`` reads."""
 
     def __init__(self, parameters):
         self.param_groups = [{"params": list(parameters)}]
 
 
 def reduced(strategy, module):
-    """Averages the module's gradients and writes them into ``.grad``, as full precision does; returns what the strategy said."""
+    """Averages the module's gradients into ``.grad``, as full precision does; returns the result of ``reduce_gradients``."""
     parameters = list(module.parameters())
     gradients = strategy.reduce_gradients(GradientMemory(parameters))
     write_gradients(Optimizer(parameters), gradients)
@@ -72,7 +72,7 @@ def warnings_of_fabricamp():
 
 
 def assert_near(first, second, world_size):
-    """Two ranks add in the only order there is."""
+    """Compares bit for bit with two ranks, which have only one order of addition; more ranks may round differently."""
     if world_size == 2:
         assert_equal(first, second)
         return
@@ -84,7 +84,7 @@ def assert_near(first, second, world_size):
 
 
 def check_against_torch(options, accumulate=1):
-    """Six windows of SGD with BatchNorm, beside torch's wrapper around a module of the same forward."""
+    """Compares six steps of SGD with BatchNorm with torch's wrapper around a module with the same forward."""
     strategy = started(**options)
     ours = Net(seed=strategy.rank)  # rank 0's weights have to win
     theirs = DistributedDataParallel(copy.deepcopy(ours))
@@ -92,7 +92,7 @@ def check_against_torch(options, accumulate=1):
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
     for window in range(6):
         for optimizer in optimizers:
-            # Gradients that stay and are filled with zeros grow in place: autograd then adds into the flat memory.
+            # With zeroed gradients that stay, autograd adds in place, into the flat memory.
             optimizer.zero_grad(set_to_none=window < 4)
         for micro in range(accumulate):
             batch = batch_of(strategy.rank, window * accumulate + micro)
@@ -133,7 +133,7 @@ def check_half():
 
 
 def check_dtypes_on_the_way():
-    """What travels in another dtype arrives as the average of the rounded values."""
+    """Gradients exchanged in another dtype are averages of the rounded values."""
     for options, sent in (
         ({"allreduce_dtype": torch.float16}, torch.float16),
         ({"allreduce_dtype": torch.bfloat16, "message_size": 7}, torch.bfloat16),
@@ -164,7 +164,7 @@ def check_dtypes_on_the_way():
 
 
 def check_division():
-    """Sums instead of averages, with and without a division before; half ones that only a division before keeps finite."""
+    """Tests sums instead of averages, predivision, and half gradients that only predivision keeps finite."""
     for options, expected in (
         ({"gradient_average": False}, 3.0),
         ({"gradient_average": False, "gradient_predivide_factor": 4.0}, 0.75),
@@ -190,7 +190,7 @@ def check_division():
 
 
 def check_where_gradients_are():
-    """In one flat tensor a dtype, at the same place every time; ``.grad`` is left alone unless it is asked for."""
+    """Gradients are in one flat tensor per dtype, at the same address each time; ``.grad`` changes only if asked for."""
     for retain in (False, True):
         strategy = started(retain_allreduce_buffers=retain)
         net = Net()
@@ -217,7 +217,7 @@ def check_where_gradients_are():
 
 
 def check_unused(options):
-    """Absent on all ranks: left alone.  Absent on some: zeros there.  In any order, with one warning that names them."""
+    """A gradient missing on all ranks is not changed; missing on some it counts as zeros, with one warning that names it."""
     strategy = started(**options)
     net, joined = Net(), Net()
     for model in (net, joined):
@@ -249,7 +249,7 @@ def check_unused(options):
 
 
 def check_buffers_elsewhere():
-    """fp32 sums are averaged where they are, as they are or in half precision; the update divides."""
+    """fp32 sums are averaged in place, exchanged in fp32 or half precision; the update divides."""
     for options, exact in (
         ({}, True),
         ({"allreduce_dtype": torch.float16}, False),
@@ -273,7 +273,7 @@ def check_buffers_elsewhere():
 
 
 def check_module_buffers():
-    """Behind each exchange all ranks have rank 0's, and micro-batches in between change each rank's own."""
+    """After each exchange all ranks have rank 0's buffers; micro-batches in between change each rank's buffers."""
     for options in ({}, {"message_size": 1}, {"broadcast_buffers": False}):
         strategy = started(**options)
         net = Net(seed=strategy.rank)
@@ -292,7 +292,7 @@ def check_module_buffers():
 
 
 def check_freezing(options):
-    """Frozen and unfrozen at an epoch's start: followed, and nothing of the frozen travels.  In its middle: an error by name."""
+    """Freezing works at an epoch's start, and frozen gradients are not exchanged; in its middle an error names the parameters."""
     strategy = started(**options)
     net = Net()
     net.last.requires_grad_(requires_grad=False)
@@ -314,7 +314,7 @@ def check_freezing(options):
         window(index)
         assert_same_everywhere(strategy, [net.last.weight.grad])
         assert net.first.weight.grad is None
-    # Frozen in the middle: absent from then on.  Unfrozen: an error before the update.
+    # Frozen in the middle of an epoch: missing from then on.  Unfrozen: an error before the update.
     net.last.bias.requires_grad_(requires_grad=False)
     window(4)
     assert net.last.bias.grad is None
@@ -414,7 +414,7 @@ def check_communicators():
 
 
 class Watched(nn.Module):
-    """Notes what has left when the gradient of its first layer is about to be computed."""
+    """Records the number of sent messages just before the gradient of its first layer is computed."""
 
     def __init__(self, strategy):
         super().__init__()
@@ -429,7 +429,7 @@ class Watched(nn.Module):
 
 
 def check_that_messages_leave_early():
-    """After the first window, which finds the parameters, all messages but the first layer's leave before backward ends."""
+    """After the first step, which learns the order, all messages except the first layer's are sent before backward ends."""
     strategy = started(message_size=30)
     module = Watched(strategy)
     step = strategy.wrap_module(module, module.training_step, automatic=True)
@@ -452,7 +452,7 @@ def check_that_messages_leave_early():
 
 
 def check_that_messages_leave_early_behind_local_ones():
-    """Accumulation: gradients that are there already do not count as having come."""
+    """With accumulation, gradients from earlier micro-batches do not count as ready."""
     strategy = started(message_size=30)
     module = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
     step = strategy.wrap_module(module, lambda batch: module(batch).square().mean(), automatic=True, accumulates=True)
@@ -475,7 +475,7 @@ def check_that_messages_leave_early_behind_local_ones():
 
 
 def check_late_gradients():
-    """A gradient that changes behind its message's back is an error, never a wrong update."""
+    """A gradient that changes after its message was sent raises an error, and never makes a wrong update."""
     strategy = started(message_size=1)
     net = Net()
     step = strategy.wrap_module(net, net.training_step, automatic=True)
@@ -526,7 +526,7 @@ def check_two_optimizers():
 
 
 def check_mixed_tensors():
-    """Dtypes, layouts and sizes side by side; gradients in other strides than their parameters."""
+    """Mixes dtypes, layouts and sizes; gradients have other strides than their parameters."""
     strategy = started()
     parameters = [
         nn.Parameter(torch.zeros(3, 4)),
@@ -573,7 +573,7 @@ def check_different_modules():
 
 
 def check_without_arguments():
-    """A loop of one's own: everything of the module, into ``.grad``."""
+    """Without arguments all gradients of the module are averaged into ``.grad``, for a user's own loop."""
     strategy = started()
     net = Net()
     net.skip = strategy.rank == 0
@@ -585,7 +585,7 @@ def check_without_arguments():
 
 
 def check_switched_off():
-    """Parameters that manual optimization has switched off at the moment are exchanged all the same."""
+    """Parameters that manual optimization has toggled off at the moment are exchanged, too."""
     strategy = started()
     net = nn.Linear(2, 2)
     strategy.wrap_module(net, net.forward, automatic=False)
@@ -599,7 +599,7 @@ def check_switched_off():
 
 
 def check_manual_buffers():
-    """Each training_step starts from rank 0's."""
+    """Each training_step starts with rank 0's buffers."""
     strategy = started()
     net = Net()
     step = strategy.wrap_module(net, net.training_step, automatic=False)
@@ -670,7 +670,7 @@ def test_averages_of_any_parameters():
     run_ranks(average_property, 3)
 
 
-# -- without ranks -----------------------------------------------------------------------------------------------------
+# -- in one process ----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)

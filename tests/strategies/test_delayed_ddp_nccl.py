@@ -1,4 +1,4 @@
-"""delayed_ddp over NCCL on two GPUs: ddp's weights, no race between streams, no wait of the host."""
+"""delayed_ddp over NCCL on two GPUs: the weights of ddp, no race between streams, no wait of the host."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def join():
 
 
 class Deep(nn.Module):
-    """Layers of many sizes, so that messages of one gradient each travel while others are filled."""
+    """Layers of many sizes, so single-gradient messages are sent while later gradients are computed."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Deep(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
             if x.requires_grad:
-                # The device is behind: what leaves too early leaves without its values.
+                # Delays the device, so a message that is sent too early has wrong values.
                 x.register_hook(_slow)
         return self.norm(x)
 
@@ -68,7 +68,7 @@ def _slow(gradient):
 
 
 class Net(TrainingModule):
-    """``extra`` takes part on one rank in every second step, ``never`` in none."""
+    """``extra`` takes part on one rank in every second step, ``never`` takes no part."""
 
     def __init__(self, fused, sometimes):
         super().__init__()
@@ -92,7 +92,7 @@ class Net(TrainingModule):
 
 
 class ErrorOnWait(Callback):
-    """torch itself raises at every synchronising call of its own, in steps between flushes."""
+    """Makes torch raise at every synchronising call in steps between flushes."""
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == WARM:
@@ -119,7 +119,7 @@ def fitted(strategy, level, fused, sometimes=False, accumulate=1, callbacks=()):
         accumulate_grad_batches=accumulate,
         log_every_n_steps=10_000,
         callbacks=list(callbacks),
-        cuda_graph=False,  # ranks ask each other before their first captures, and wait for that
+        cuda_graph=False,  # before a first capture the ranks agree, and wait for each other
     )
     trainer.fit(module, batches(accumulate))
     assert trainer.global_step == WARM + STEPS
@@ -138,7 +138,7 @@ def trainers():
     found = {}
     for level, fused in itertools.product(["O0", "O1", "O2", "O5"], [True, False]):
         if level in ("O0", "O2") or fused:
-            # It refuses parameters that no backward reaches unless it is told of them.
+            # ddp refuses parameters that no backward reaches, unless this option is set.
             found[level, fused, "ddp"] = fitted(DDP(find_unused_parameters=True), level, fused)
             for name, options in MODES.items():
                 found[level, fused, name] = fitted(DelayedDDP(**options), level, fused, callbacks=[ErrorOnWait()])
@@ -164,7 +164,7 @@ def test_the_trainer_trains_what_ddp_trains_without_a_wait():
 
 
 def strategy_alone():
-    """Messages of one gradient on four streams arrive whole: bits of the delayed mode, step by step."""
+    """Messages of one gradient each on four streams give the bits of the delayed mode, step by step."""
     device = own_device()
     found = {}
     for name, options in MODES.items():

@@ -1,4 +1,4 @@
-"""Replica groups without torchft and without processes: one group, and a manager that says what happens to it."""
+"""Replica groups without torchft and without processes: one group, and a simulated manager."""
 
 import itertools
 import sys
@@ -17,12 +17,12 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Manager:
-    """torchft's, of the only group that is there: ``events`` say by the number of the quorum what another one sends."""
+    """Simulates torchft's manager with one group; ``events`` maps the number of a quorum to the state that another group sends."""
 
     def __init__(self, take, give, events=(), failures=()):
         self.take, self.give, self.events, self.failures = take, give, dict(events), set(failures)
         self.step, self.quorums, self.sums, self.error, self.hung_up = 0, [], 0, None, []
-        self.devices = set()  # of what was summed
+        self.devices = set()  # devices of the summed tensors
 
     def start_quorum(self, *, shrink_only):
         self.error = None
@@ -79,7 +79,7 @@ def quorum_with(device=None, **options):
 
 
 class Made(list):
-    """The managers of the fits of a test; ``options`` are the next one's."""
+    """The managers of a test's fits; ``options`` are for the next one."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ def test_graphs_and_several_processes_are_refused(monkeypatch):
 
 
 class Seen(Classifier):
-    """With an optimizer of ours, a schedule, random numbers in the step, and the samples of each one."""
+    """Has a fused optimizer, a schedule and random numbers in its step; records each step's samples."""
 
     def __init__(self):
         super().__init__()
@@ -220,12 +220,12 @@ def test_one_group_trains_what_one_process_trains(managers, precision, accumulat
     assert ends[0].seen == ends[1].seen
     for name, value in ends[0].state_dict().items():
         assert torch.equal(value, ends[1].state_dict()[name]), name
-    # A quorum a window, and two behind the last.
+    # One quorum per step, and two after the last step.
     assert managers[0].quorums == [False] * (2 * 12 // accumulated) + [True] * 2
 
 
 class Given(Callback):
-    """Keeps what a group gives to another one before its fourth step."""
+    """Keeps the state that a group gives to another one before its fourth step."""
 
     def __init__(self, managers):
         self.managers, self.kept = managers, None
@@ -244,7 +244,7 @@ class Given(Callback):
 
 @pytest.mark.parametrize(("precision", "accumulated"), LEVELS)
 def test_a_group_goes_on_with_the_state_of_another(managers, precision, accumulated):
-    """Its weights, optimizer, scaler and schedule are the other one's, bit for bit, and its samples those of its own part."""
+    """Weights, optimizer, scaler and schedule equal the other group's bit for bit; the samples are from the group's own share."""
     options = {"accumulate_grad_batches": accumulated, "precision": precision, "max_epochs": 2}
 
     def fit(group, **more):
@@ -291,8 +291,8 @@ def test_a_sum_that_failed_is_made_again_of_the_same_gradients():
     flats = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
     quorum.run(flats)
     assert [one.tolist() for one in flats] == [[1.0, 2.0], [3.0]]
-    assert manager.quorums == [False, True, True]  # nobody comes in between
-    assert manager.hung_up == [2, 4]  # behind both sums of a try
+    assert manager.quorums == [False, True, True]  # no group joins in between
+    assert manager.hung_up == [2, 4]  # after both sums of each attempt
     quorum.begin()
     assert manager.quorums[3:] == [False]
 
@@ -306,7 +306,7 @@ def test_a_step_that_others_have_made_is_taken_from_them():
     assert flat.tolist() == [5.0]
     assert manager.sums == 1
     flat.fill_(7.0)
-    quorum.run([flat])  # in the quorum that the others wait in already
+    quorum.run([flat])  # uses the quorum in which the others already wait
     assert (flat.item(), manager.quorums, quorum.steps) == (7.0, [False, True], 3)
     assert manager.give()["last"][0].item() == 7.0
 
@@ -334,7 +334,7 @@ def test_who_comes_in_the_middle_of_a_step_gets_no_state():
 
 @pytest.mark.gpu
 def test_what_lies_on_the_host_is_shared_through_the_gpu():
-    """NCCL, over which groups with a GPU exchange, sums nothing else."""
+    """Groups with a GPU exchange over NCCL, which sums only tensors on a GPU."""
     quorum, manager = quorum_with(torch.device("cuda", 0))
     values = [torch.arange(5, dtype=torch.uint8), torch.randn(3, 2), torch.randn(3, 2, device="cuda").half().t()]
     before = [value.clone() for value in values]
@@ -345,7 +345,7 @@ def test_what_lies_on_the_host_is_shared_through_the_gpu():
 
 @pytest.mark.gpu
 def test_the_last_sum_is_sent_from_the_host():
-    """torchft copies from the GPU on a stream of its own, which waits for no other."""
+    """The last sum is copied to the host first: torchft copies from a GPU on a separate stream that waits for no other stream."""
     quorum, manager = quorum_with(torch.device("cuda", 0))
     quorum.join()
     own = torch.randn(1000, device="cuda")

@@ -1,4 +1,4 @@
-"""FSDP before its first batch: options, units found by structure, and what is refused by name; one process suffices."""
+"""FSDP before its first batch, in one process: options, units found by structure, and refused modules."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Tied(nn.Module):
     [
         (Tower(Layer() for _ in range(6)), "6 Layer and the rest"),
         (Tied(), "4 Layer and the rest"),
-        # Mixtures of experts: the outer layers. Two towers: what is within them.
+        # A mixture of experts has its outer layers as units; two towers have the layers within them.
         (Tower(Layer(inner=Layer) for _ in range(6)), "6 Layer and the rest"),
         (nn.ModuleDict({"a": Tower(Layer() for _ in range(4)), "b": Tower(Layer() for _ in range(4))}), "8 Layer and the rest"),
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "2 Linear and the rest"),
@@ -187,7 +187,7 @@ def test_what_cannot_work_is_refused_before_the_first_batch(module, options, wor
 
 
 class Penalized(Classifier):
-    """Adds what the gradient of its output by its input is."""
+    """Adds a penalty on the gradient of its output with respect to its input."""
 
     def __init__(self, *, create_graph):
         super().__init__()
@@ -229,7 +229,7 @@ def test_a_tuner_and_a_save_after_the_run_are_refused(tmp_path):
 
 def test_a_module_comes_back_as_it_was_and_nobody_holds_the_group():
     module, groups = Classifier(), []
-    module.training_step = module.training_step  # of its own, as some tests and hooks have it
+    module.training_step = module.training_step  # an attribute of the instance, as some tests and hooks set it
     before = {name: set(vars(one)) for name, one in module.named_modules()}
 
     class Watching(Callback):
@@ -334,12 +334,12 @@ def test_activations_are_computed_again_to_the_same_bits_under_the_same_names(le
     assert torch.equal(straight, again)
     assert (once, twice >= 2 * once) == (3, True)
     module.net(torch.ones(1, 8)).sum().backward()
-    assert len(calls) == twice + 1  # nothing of it stays
+    assert len(calls) == twice + 1  # no recomputation after the run
 
 
 @pytest.mark.parametrize("offset", [0, 4, 12])
 def test_gradients_of_an_open_window_come_back_at_their_offset(offset):
-    """Kernels sum in another order where 16 bytes cannot be loaded at once."""
+    """The alignment has to be kept: kernels sum in another order if they cannot load 16 bytes at once."""
     part = torch.randn(17, 3)
     found = at_offset(part, offset)
     assert found.data_ptr() % 16 == offset
@@ -348,7 +348,7 @@ def test_gradients_of_an_open_window_come_back_at_their_offset(offset):
 
 
 class Filtered(torch.nn.Linear):
-    """Shows only its trainable parameters, as adapters do."""
+    """Returns only trainable parameters from ``parameters()``, as adapters do."""
 
     def parameters(self, recurse=True):
         return (parameter for parameter in super().parameters(recurse) if parameter.requires_grad)

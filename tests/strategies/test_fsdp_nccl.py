@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
 
-# Those that are cut within a window, and some that are cut between two.
+# Combinations that are interrupted within an accumulation, and some between two steps.
 RESUMED = [cell for number, cell in enumerate(CELLS) if cell.accumulate > 1 or number % 4 == 0]
 SPLIT = [Cell(level, "FusedAdam", 1, ("norm", 0.3), True, "one copy") for level in ("O0", "O1", "O5")]
 
@@ -48,13 +48,13 @@ def on_two_gpus(folder):
 
 
 def split_layers():
-    """What runs end with whose layers are split over both GPUs."""
+    """Returns the results of runs with layers split over both GPUs."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return {cell: on_gpus(cell, tensor_parallel.sharding(cell), 8, net=tensor_parallel.Net) for cell in SPLIT}
 
 
 def exchanged_each_time(path):
-    """Weights of a straight and a resumed run where whole gradients do not fit: parts lie where torch has scattered them to."""
+    """Returns the weights of an uninterrupted and a resumed run in which full gradients do not fit into memory."""
     chosen, fsdp.fits = fsdp.fits, lambda *_: False
     cell = next(one for one in CELLS if one[:3] == ("O1", "FusedAdam", 3))
     found = on_gpus(cell, sharding(cell), 4, save=path), on_gpus(cell, sharding(cell), 4, ckpt_path=path)
@@ -63,7 +63,7 @@ def exchanged_each_time(path):
 
 
 def places():
-    """Where parts, gradients and states are, and what the module says, under offload."""
+    """Returns the devices of shards and gradients, the module's device and a gradient norm, under offload."""
 
     class Looking(Net):
         def on_before_optimizer_step(self, optimizer):
@@ -82,7 +82,7 @@ def places():
 
 
 def beside(folder):
-    """Weights after a run that saves beside training, and after one that goes on from its second step."""
+    """Returns the weights after a run with background saves, and after a run that resumes from its second step."""
 
     def run(ckpt_path=None):
         seed_everything(5, verbose=False)
@@ -97,7 +97,7 @@ def beside(folder):
 
 
 def waits():
-    """Steps under torch's switch that makes a wait of the host an error, behind some that may wait."""
+    """Runs steps in which torch raises at a wait of the host, after some that may wait."""
 
     class Watched(Net):
         def on_train_batch_start(self, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""Meeting, values between ranks, and parting, over real Gloo processes."""
+"""Rendezvous, exchange of values and teardown, over real Gloo processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_reductions(strategy):
     assert strategy.reduce(torch.tensor(big), "sum").item() == big * size
     assert strategy.reduce(torch.tensor(rank == 1), "max").item() is True
     assert strategy.reduce(torch.tensor(rank == 1), "sum").item() == 1
-    # A sum beyond fp16's range, whose mean is not.
+    # The sum exceeds fp16's range, the mean does not.
     assert strategy.reduce(torch.tensor(60000.0, dtype=torch.float16)).item() == 60000.0
 
 
@@ -89,7 +89,7 @@ def check_objects(strategy):
 
 
 def check_store(strategy):
-    """Each thread its own clone; what one run left is not seen by the next."""
+    """Each thread needs its own clone; a run does not see keys of an earlier run."""
     seen = []
 
     def read():
@@ -149,7 +149,7 @@ def lonely_barrier(folder):
     strategy.setup_environment(environment(), CPU)
     strategy.barrier("all are here")
     if strategy.rank == 0:
-        _set_pg_timeout(timedelta(seconds=1))  # which is long enough for nobody to come
+        _set_pg_timeout(timedelta(seconds=1))  # long enough, because the other rank never comes
         with pytest.raises(DistributedError, match="rank 0 waited in vain for the others at the checkpoint"):
             strategy.barrier("the checkpoint")
         (folder / "raised").touch()
@@ -168,7 +168,7 @@ def barrier_between_runs(folder):
     strategy.barrier("before a run there are no others")
     for turn in range(2):
         strategy.setup_environment(environment(), CPU)
-        strategy.barrier("all are connected")  # a rank that leaves earlier would break the other's connection
+        strategy.barrier("all are connected")  # an earlier exit of a rank would break the other's connection
         strategy.teardown()
         if strategy.rank == 1:
             threading.Event().wait(0.5)
@@ -239,7 +239,7 @@ def test_no_rank_waits_for_one_with_lazy_parameters():
 
 
 class UsersError(ConfigError):
-    """One that no other process could make from its words alone."""
+    """An error that cannot be rebuilt from its message in another process."""
 
     def __init__(self, name, value):
         super().__init__(f"{name}={value}")

@@ -1,4 +1,4 @@
-"""Ranks of a restarted run meet each other at the agent's store, and nobody of the attempts before."""
+"""Ranks of a restarted run find each other in the agent's store, and read nothing of earlier attempts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train_and_die():
 
 
 def wait_and_die():
-    """Rank 0 does not come; ended once it has said its word."""
+    """Ends a rank that waits in vain for rank 0, once it has written its word to the store."""
     store, _, _ = next(dist.rendezvous("env://"))
     of_the_first_attempt = store.get(_word_of(1))
     child = multiprocessing.get_context("fork").Process(target=join)
@@ -51,7 +51,7 @@ def wait_and_die():
 
 
 def attempts(folder):
-    """Two attempts that are killed, the second one before rank 0 is there, and one that comes to its end."""
+    """Runs two attempts that are killed (the second one before rank 0 joins), and one that completes."""
     rank = int(os.environ["RANK"])
     context = multiprocessing.get_context("fork")
     for function in (train_and_die, *([wait_and_die] if rank else [])):
@@ -60,9 +60,9 @@ def attempts(folder):
         process.join()
         assert process.exitcode == -signal.SIGKILL
     (folder / str(rank)).touch()
-    while not (folder / "1").exists():  # agents meet before they start workers, and have ended the earlier ones
+    while not (folder / "1").exists():  # as with agents: all earlier workers have ended before new ones start
         time.sleep(0.01)
-    # Each machine's agent counts by itself: one that failed has counted, one that restarts because another joined has not.
+    # Each machine's agent counts separately: a failure counts as a restart, a restart because another machine joined does not.
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(1 - rank)
     strategy = join()
     assert not strategy.store.check(["left"])

@@ -1,4 +1,4 @@
-"""Every argument of the Trainer is checked where it is given: what was given, what is allowed, what to change."""
+"""Every argument of the Trainer is checked in the constructor: errors say what was given, what is allowed, what to change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WRONG = {
     "enable_model_summary": ["no"],
     "start_method": ["popen"],
     "compile": ["yes", 1, {"backends": "eager"}],
-    "cuda_graph": ["always", 2, True],  # True: on a CPU
+    "cuda_graph": ["always", 2, True],  # True is wrong on a CPU
     "deterministic": ["yes", 1],
     "benchmark": ["yes"],
     "detect_anomaly": ["yes"],

@@ -1,4 +1,4 @@
-"""Modules, optimizers, data and checkpoints that cannot work: one clear error each, before training where it can be known."""
+"""Modules, optimizers, data and checkpoints that cannot work: one clear error each, before training if possible."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_loaders_and_a_datamodule():
 
 
 class Empty(DataModule):
-    """Has what no run needs, or a hook that gives nothing."""
+    """Has a loader that the run does not need, or a method that returns None."""
 
     def test_dataloader(self):
         return None
@@ -223,5 +223,5 @@ def test_a_module_outside_a_trainer():
     module = Classifier()
     with pytest.raises(ConfigError, match="not attached"):
         module.trainer  # noqa: B018
-    module.log("x", 1.0)  # nothing to log to
+    module.log("x", 1.0)  # outside a run
     assert (module.global_step, module.current_epoch, module.global_rank) == (0, 0, 0)

@@ -14,7 +14,7 @@ from fabricamp.errors import MissingCheckpointError
 from tests.small import QUIET, quiet_trainer
 
 SCORES = [2.0, 1.0, 3.0]
-"""What each epoch logs: the second one is the best."""
+"""The score that each epoch logs; the second epoch is the best."""
 
 
 class Scored(TrainingModule):
@@ -59,7 +59,7 @@ def fitted(folder, *, callbacks=(), kind=ModelCheckpoint, **options):
 
 
 def evaluated(trainer, name, *given, **options):
-    """The weight that the entry point saw."""
+    """Returns the weight that the entry point used."""
     if name == "predict":
         return trainer.predict(*given, dataloaders=batches(), **options)[0]
     key = {"validate": "val_weight", "test": "test_weight"}[name]

@@ -1,4 +1,4 @@
-"""trainer.callback_metrics and logged_metrics hold what Lightning's hold, at the same moments."""
+"""trainer.callback_metrics and logged_metrics have Lightning's content in every hook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Counts(Classifier):
-    """Logs numbers that are known beforehand, and notes what its hooks see."""
+    """Logs known numbers, and records the metrics in its hooks."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ def test_metric_objects_are_computed_before_the_hooks_and_again_where_these_add_
         def on_train_epoch_end(self):
             self.note("train epoch")
             self.added.update(10.0)
-            self.reset.reset()  # as many do; the epoch's value was computed before
+            self.reset.reset()  # as many modules do; the epoch's value is computed before this hook
 
     module = Objects()
     module.log = lambda name, value, **flags: Classifier.log(module, name, value, on_step=False, **flags)
@@ -207,7 +207,7 @@ def test_the_sanity_checks_values_are_seen_in_it_and_gone_behind_it():
 
 
 class Decides(Counts):
-    """Logs what others decide by in the hooks of an epoch's end."""
+    """Logs the monitored values in the hooks of an epoch's end."""
 
     scores = (3.0, 1.0, 2.0, 2.0, 2.0, 2.0)
 
@@ -294,7 +294,7 @@ def test_optimizers_outlive_their_fit():
 
 
 class Looks(Callback):
-    """Notes what is known where a run is set up, and where it begins."""
+    """Records the metrics at the setup of a run, and at its start."""
 
     def __init__(self):
         self.seen = {}
@@ -314,7 +314,7 @@ class Looks(Callback):
 
 
 class Doubles(Classifier):
-    """Logs a value in float64 while it trains, and in float32 in a test."""
+    """Logs a value in float64 in training, and in float32 in a test."""
 
     def training_step(self, batch, batch_idx):
         self.log("exact", torch.tensor(0.1, dtype=torch.float64))

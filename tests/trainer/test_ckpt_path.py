@@ -1,4 +1,4 @@
-"""``fit(ckpt_path="auto" | "last" | "best")``: what they find, what they pass over, and that all ranks find the same."""
+"""``fit(ckpt_path="auto" | "last" | "best")``: the files they find or skip, and that all ranks find the same."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_last_and_best_need_something(tmp_path):
 
 
 def test_how_far_a_file_is_it_says_itself(tmp_path):
-    """Clocks jump, and names are the user's."""
+    """The file's own counters decide, because clocks jump and users choose the names."""
     fit(4, tmp_path)
     for name, age in (("epoch=0-step=4.ckpt", 10_000), ("epoch=0-step=2.ckpt", 0)):
         os.utime(tmp_path / name, (2_000_000_000 - age,) * 2)
@@ -152,7 +152,7 @@ def test_without_a_folder_of_its_own_the_newest_run_that_has_a_file_is_gone_on_f
     assert run(2).ckpt_path is None
     assert run(4).ckpt_path == str(tmp_path / "run" / "version_0" / "checkpoints" / "epoch=0-step=2.ckpt")
     assert run(4).ckpt_path == str(tmp_path / "run" / "version_1" / "checkpoints" / "epoch=0-step=4.ckpt")
-    # The third wrote none: it was at its end already.
+    # The third run wrote no file, because it was at its limit already.
     assert run(6).ckpt_path == str(tmp_path / "run" / "version_1" / "checkpoints" / "epoch=0-step=4.ckpt")
     for name in names(tmp_path / "run" / "version_3" / "checkpoints"):
         damage(tmp_path / "run" / "version_3" / "checkpoints" / name)
@@ -211,7 +211,7 @@ def test_where_one_rank_cannot_read_it_every_rank_says_so(tmp_path):
 
 
 def rewrite(path, edit):
-    """Writes the zip anew without one member, or with a shorter one: every checksum in it is right."""
+    """Rewrites the zip with changed members and right checksums."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
         comment = archive.comment
@@ -235,7 +235,7 @@ def test_auto_falls_back_from_a_file_that_only_fails_when_it_is_loaded(tmp_path,
     straight, _ = fit(8, tmp_path / "straight")
     fit(6, tmp_path / "cut")
     newest = tmp_path / "cut" / "epoch=0-step=6.ckpt"
-    # As a version without seals wrote it, so that nothing shows before the tensors are read.
+    # A file of a version without checksum footers: the damage is found only when the tensors are read.
     content = torch.load(newest, weights_only=True)
     del content["checksum"]
     torch.save(content, tmp_path / "cut" / "a.ckpt")
@@ -277,7 +277,7 @@ def test_where_one_rank_cannot_read_the_newest_every_rank_takes_the_one_before(t
 
 
 def odd_names(folder):
-    """What has a checkpoint's name and is none."""
+    """Creates entries that have a checkpoint's name and are no checkpoint."""
     folder.mkdir(exist_ok=True)
     (folder / "nothing.ckpt").symlink_to("gone.ckpt")
     (folder / "loop.ckpt").symlink_to("loop.ckpt")

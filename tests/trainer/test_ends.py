@@ -1,4 +1,4 @@
-"""Which hooks an end has: cut by a signal or by ``nan_policy="stop"``, or ended by a limit; and how a run goes on from each."""
+"""Hooks at the end of a run that a signal, ``nan_policy="stop"`` or a limit ends, and the resumed run after each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Diary(Callback):
-    """Notes the hooks of epochs and ends, each with its step; asks for an end at ``at``, in ``hook``."""
+    """Records the hooks of epochs and of the end with their steps; requests an end at step ``at`` in ``hook``."""
 
     def __init__(self, hook="", at=0, ask=None):
         self.notes = []
@@ -91,7 +91,7 @@ END = [("train", 12), ("fit", 12)]
     ("hook", "at", "cut", "goes_on"),
     [
         ("batch", 6, WHOLE[:2], WHOLE[2:]),
-        # Behind the last batch of an epoch, which cuts the validation there; in that; behind it; at the end of the epoch.
+        # After an epoch's last batch (before the validation), in the validation, after it, at the end of the epoch.
         ("batch", 8, WHOLE[:2], WHOLE[2:]),
         ("validation batch", 8, WHOLE[:2], WHOLE[2:]),
         ("validated", 8, WHOLE[:3], WHOLE[3:]),
@@ -104,9 +104,9 @@ END = [("train", 12), ("fit", 12)]
 )
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 12}])
 def test_what_a_signal_cuts_has_no_end(tmp_path, hook, at, cut, goes_on, limit):
-    """The hooks of the end come in the run that goes on, each once."""
+    """The resumed run calls the hooks of the end, each once."""
     if (hook, at) == ("validated", 12) and "max_steps" in limit:
-        cut, goes_on = WHOLE, []  # behind the last step of all the run ends by itself
+        cut, goes_on = WHOLE, []  # after its last step the run ends by itself
     first, second = Diary(hook, at, terminate), Diary()
     _, _, code = fit(tmp_path, first, **limit)
     assert code == 143
@@ -135,13 +135,13 @@ def test_a_limit_within_an_epoch_ends_it_once_and_more_goes_on_within_it(tmp_pat
     assert code is None
     assert diary.notes == [*WHOLE[:2], ("epoch", 6), ("train", 6), ("fit", 6)]
     assert float(trainer.callback_metrics["number"]) == 0.5  # batches 0 and 1
-    # The same limits: there is nothing to do, and no epoch ends again.
+    # With the same limits there is nothing to do, and no epoch ends again.
     if "max_steps" in options:
         again = Diary()
         trainer, _, _ = fit(tmp_path, again, **options)
         assert again.notes == [("train", 6), ("fit", 6)]
         assert float(trainer.callback_metrics["number"]) == 0.5
-    # More: the epoch goes on, and ends a second time, with the values of all its batches.
+    # With higher limits the epoch continues, and ends a second time with the values of all its batches.
     again = Diary()
     trainer, resumed, _ = fit(tmp_path, again)
     assert again.notes == [*WHOLE[2:], *END]
@@ -167,7 +167,7 @@ class Spoils(Callback):
 
 
 def test_nan_policy_stop_judges_no_epoch_and_ends_training(tmp_path):
-    """It cuts the epoch, whose values hold what is not finite; but ``fit`` returns, so training has an end."""
+    """The epoch's end is left out, as its values are not finite; the hooks of training's end run, because ``fit`` returns."""
     diary = Diary()
     trainer, _, code = fit(tmp_path, diary, Spoils(), nan_policy="stop")
     step = trainer.global_step

@@ -1,4 +1,4 @@
-"""A run that was cut and resumed equals one that never was, bit for bit: weights, optimizer, logged values, data, generators."""
+"""An interrupted and resumed run equals an uninterrupted one bit for bit: weights, optimizer, logged values, data, generators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _own_generators():
 
 
 class Samples(Dataset):
-    """Features, a class and the sample's index; ``draws`` adds noise from all three generators."""
+    """Returns features, a class and the sample's index; ``draws`` adds noise from all three generators."""
 
     def __init__(self, size=SIZE, *, draws=False, seed=0):
         self.data = data(size, seed=seed)
@@ -46,7 +46,7 @@ class Samples(Dataset):
 
 
 class Stream(IterableDataset):
-    """A stream that shuffles with a generator of its own, and tells where it stands."""
+    """A stream that shuffles with its own generator, and has a state_dict with its position."""
 
     def __init__(self, size=SIZE, *, draws=False):
         self.samples = Samples(size, draws=draws)
@@ -71,7 +71,7 @@ class Stream(IterableDataset):
 
 
 class OwnLoader:
-    """A loader with a length that is no DataLoader and keeps its position."""
+    """A loader of a user's own class with a length, which keeps its position."""
 
     def __init__(self, size=SIZE):
         self.samples, self.next = Samples(size), 0
@@ -102,7 +102,7 @@ def torchdatas(**options):
 
 
 def resident(size=SIZE):
-    """Tensors on the device, a transform of each batch that draws."""
+    """Returns a ResidentLoader with a transform that draws random numbers."""
     x, y = Samples(size).data.tensors
     return ResidentLoader(
         x,
@@ -140,7 +140,7 @@ DATA = {
 
 
 class Net(TrainingModule):
-    """BatchNorm, dropout, random numbers of every kind in its step, a schedule, and values logged in all ways."""
+    """Has BatchNorm, dropout, random numbers of every kind in its step, a schedule, and values logged in all ways."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ class Net(TrainingModule):
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=BATCH)
         self.log("count", 1.0, reduce_fx="sum", on_step=False, on_epoch=True, batch_size=BATCH)
         self.log("least", loss.detach(), reduce_fx="min", on_step=False, on_epoch=True, batch_size=BATCH)
-        if batch_idx % 3 == 0 or dist.is_initialized():  # gradients that not every micro-batch of a window has
+        if batch_idx % 3 == 0 or dist.is_initialized():  # a parameter without a gradient in some micro-batches
             loss = loss + 0.1 * self.seldom(parts[0][0]).square().mean()
         if batch_idx < 2:
             self.log("first", batch_idx + 1.0, on_step=False, on_epoch=True, batch_size=BATCH)
@@ -218,7 +218,7 @@ class Saves(Callback):
 
 
 def fit(folder, make, *, seed, callbacks=(), ckpt_path=None, module=None, **options):
-    """Everything new, generators too."""
+    """Runs a fit with all objects created anew, and other generator states for each ``seed``."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -244,17 +244,17 @@ def fit(folder, make, *, seed, callbacks=(), ckpt_path=None, module=None, **opti
 def content(trainer, path):
     trainer.save_checkpoint(path)
     state = torch.load(path, weights_only=True)
-    for begun in state["data"]["position"]:
-        begun.pop("begun", None)  # where the pass began does not matter once it is over
+    for position in state["data"]["position"]:
+        position.pop("at_pass_start", None)  # where the pass began does not matter once it is over
     state.pop("callbacks")
-    for own in ("loggers", "checksum"):  # each run has a log of its own
+    for own in ("loggers", "checksum"):  # each run has its own log
         state.pop(own)
-    state["loops"]["fit"].pop("ended_logs")
+    state["loops"]["fit"].pop("loggers_at_end")
     return state
 
 
 def assert_exact(tmp_path, make, hook, batches, **options):
-    """Runs straight, with a checkpoint on the way, and from that one; compares all that can be told."""
+    """Runs uninterrupted with a checkpoint on the way, then resumes from the checkpoint; compares everything."""
     saves = Saves(hook, batches, tmp_path / "cut.ckpt")
     before = options.pop("before", list)
     straight, whole, rows = fit(tmp_path, make, seed=1, callbacks=[*before(), saves], **options)
@@ -263,7 +263,7 @@ def assert_exact(tmp_path, make, hook, batches, **options):
         tmp_path, make, seed=2, callbacks=before(), ckpt_path=tmp_path / "cut.ckpt", **options
     )
     behind = straight.seen[saves.seen :]
-    if hook == "validation":  # it is made again, from its beginning
+    if hook == "validation":  # the resumed run repeats the validation from its beginning
         behind = [("validation", 0), ("validation", 1), *behind]
     assert second.seen == behind
     assert resumed_rows == rows[saves.rows :]
@@ -299,7 +299,7 @@ def test_wherever_the_cut_is(cut, tmp_path):
 
 @pytest.mark.parametrize(("steps", "done"), [(8, 8), (9, 9), (12, 12)])
 def test_a_run_that_came_to_its_end_goes_on(steps, done, tmp_path):
-    """Saved after fit: what the end of a run publishes and clears is what it was when training stopped."""
+    """The file is saved after fit; values that the end of a run publishes or clears are saved as of the end of training."""
     straight, whole, rows = fit(tmp_path, DATA["shuffled"], seed=1)
     _, first, _ = fit(tmp_path, DATA["shuffled"], seed=1, max_steps=steps)
     first.save_checkpoint(tmp_path / "cut.ckpt")
@@ -341,7 +341,7 @@ def test_every_level(precision, accumulate, tmp_path):
 )
 def test_every_kind_of_data(kind, hook, batches, tmp_path):
     options = {"per_sample_seed": True} if kind == "drawing in workers" else {}
-    # Of a stream nobody knows how long it is: validation comes at its end.
+    # The length of a stream is unknown, so the validation runs at its end.
     options["val_check_interval"] = 1.0 if "stream" in kind else 0.5
     assert_exact(tmp_path, DATA[kind], hook, batches, **options)
 
@@ -357,12 +357,12 @@ def test_on_a_gpu(precision, cut, tmp_path):
         "precision": precision,
         "accumulate_grad_batches": accumulate,
     }
-    # One batch is read ahead there, with random numbers of its own.
+    # On a GPU a batch is prefetched, which consumes random numbers early.
     assert_exact(tmp_path, DATA["drawing in the main process"], hook, batches, **options)
 
 
 class Tallies(Net):
-    """A torchmetrics object that is logged, one that is computed by hand at the epoch's end, and one of validation."""
+    """Has a logged torchmetrics object, one computed by hand at the epoch's end, and one for validation."""
 
     def __init__(self):
         import torchmetrics
@@ -408,7 +408,7 @@ def test_torchmetrics_objects(cut, tmp_path, monkeypatch):
 
 
 class Alternating(Net):
-    """Manual optimization of two halves: gradients stay from one step to the next, where one half waits for its turn."""
+    """Steps two optimizers in turn by hand; the gradients of the waiting one stay from one step to the next."""
 
     def __init__(self):
         super().__init__()
@@ -435,7 +435,7 @@ def test_gradients_that_wait_under_manual_optimization(batches, precision, tmp_p
 
 
 class Silent(Net):
-    """The last micro-batch of each window has no loss."""
+    """The last micro-batch of each accumulation has no loss."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

@@ -1,4 +1,4 @@
-"""Errors of Python and torch out of a step get a note that says what to change here."""
+"""Errors that Python or torch raise in a step get a note that says what to change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small import QUIET
 
 
 class Line(TrainingModule):
-    """A line whose step logs as a test wants."""
+    """A linear module with a step that logs as a test needs it."""
 
     def __init__(self, dtype=torch.float32, layer=None, **options):
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_schedule_that_is_at_its_end():
 
 
 class Dies(torch.utils.data.Dataset):
-    """At its third sample the worker is as in the moment of its death: its connections are gone, and it is not."""
+    """At the third sample the worker closes its connections but keeps running, as in the moment of its death."""
 
     def __init__(self):
         self.gone = multiprocessing.Event()
@@ -139,7 +139,7 @@ class Dies(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         if index == 2:
-            while not resource_sharer._resource_sharer._cache:  # until the second lies there to be taken
+            while not resource_sharer._resource_sharer._cache:  # until the second sample waits to be received
                 time.sleep(0.01)
             resource_sharer.stop()
             self.gone.set()
@@ -151,10 +151,10 @@ def test_a_batch_whose_worker_is_gone():
 
     class Slow(Line):
         def training_step(self, batch, batch_idx):
-            assert data.gone.wait(60)  # the worker comes to its third sample, and nobody has taken the second
+            assert data.gone.wait(60)  # the worker reaches its third sample before the second is received
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(OSError) as failure:  # which of its kinds depends on how far the worker's end is
+    with pytest.raises(OSError) as failure:  # the subclass depends on the timing of the worker's end
         Trainer(**QUIET, max_epochs=1).fit(Slow(), torch.utils.data.DataLoader(data, num_workers=1))
     assert "a DataLoader worker exited unexpectedly before its batch was taken" in failure.value.__notes__[0]
 

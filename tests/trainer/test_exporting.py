@@ -1,4 +1,4 @@
-"""A module's forward as TorchScript and ONNX: the same values, and nothing of the module changed by it."""
+"""Export of a module's forward to TorchScript and ONNX: equal values, and the module is not changed."""
 
 from __future__ import annotations
 

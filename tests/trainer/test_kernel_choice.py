@@ -1,4 +1,4 @@
-"""What a run weighs where a norm may be a kernel or torch's: fixed for the run, saved, kept by one that goes on."""
+"""The mode by which norms choose between kernel and torch: fixed during a run, saved, and kept by a resumed run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["kernel_device"]
 
 
 class Net(Classifier):
-    """With a norm; notes in each step what is weighed and what the norm was."""
+    """Has a norm; records in each step the mode of the choice and whether a kernel ran."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Net(Classifier):
 
 @pytest.fixture
 def captures(monkeypatch):
-    """As if a CPU's steps could be captured; with "auto" they run eagerly all the same."""
+    """Pretends that steps on a CPU can be captured; with "auto" they still run eagerly."""
     monkeypatch.setattr(kernel_choice, "reason_against", lambda *_: "")
 
 
@@ -46,7 +46,7 @@ def kernels(kernel_device):
 
 
 class Saves(Callback):
-    """Saves behind the third step."""
+    """Saves after the third step."""
 
     def __init__(self, file):
         self.file = file
@@ -71,11 +71,11 @@ def weights(module):
 def test_a_run_without_a_graph_weighs_the_host(captures, monkeypatch):
     assert fit(2).seen == {("eager", False)}
     monkeypatch.undo()
-    assert fit(2, cuda_graph="auto").seen == {("eager", False)}  # which a CPU refuses
+    assert fit(2, cuda_graph="auto").seen == {("eager", False)}  # a CPU cannot capture
 
 
 def test_a_process_may_weigh_the_gpu_alone(monkeypatch):
-    monkeypatch.setattr(dispatch, "settings", dispatch.ChoiceSettings())  # given back
+    monkeypatch.setattr(dispatch, "settings", dispatch.ChoiceSettings())  # restored at the test's end
     set_kernel_choice("graph")
     module = Net()
     quiet_trainer(max_steps=2).fit(module, loader())

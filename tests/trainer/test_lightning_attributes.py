@@ -1,4 +1,4 @@
-"""What code written for Lightning reads from, and sets on, a Trainer, its state, loops and strategy."""
+"""Attributes of the Trainer, its state, loops and strategy that code written for Lightning reads or sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.small import QUIET, Classifier, loader, quiet_trainer
 
 
 class Stages(Callback):
-    """Notes which function, stage and status each hook sees."""
+    """Records function, stage and status in each hook."""
 
     def __init__(self):
         self.seen = []
@@ -250,7 +250,7 @@ def test_the_rest_of_the_attributes(tmp_path):
 
 
 def test_none_is_the_default_of_every_argument():
-    # check_val_every_n_epoch=None is a choice: batches are counted across epochs.
+    # check_val_every_n_epoch=None is a value of its own: batches are counted across epochs.
     names = [
         name for name in inspect.signature(Trainer).parameters if name not in ("unknown", "check_val_every_n_epoch")
     ]
@@ -292,7 +292,7 @@ def test_the_trainer_of_a_module_can_be_set():
     module.trainer = trainer
     assert module.trainer is module.inner.trainer is trainer
     with pytest.raises(ConfigError):
-        _ = Classifier().trainer  # the others are as before
+        _ = Classifier().trainer  # other modules are unchanged
     module.trainer = None
     with pytest.raises(ConfigError, match="not attached"):
         _ = module.trainer

@@ -1,4 +1,4 @@
-"""What modules and callbacks written for Lightning ask the Trainer and the module for, while they run."""
+"""Attributes of Trainer and module that modules and callbacks written for Lightning read in a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Asks(Classifier):
-    """Notes, in its first training, validation and test step, what it sees of the Trainer."""
+    """Records attributes of the Trainer in its first training, validation and test step."""
 
     NAMES = (
         "accumulate_grad_batches", "check_val_every_n_epoch", "current_epoch", "default_root_dir", "early_stopping_callback",

@@ -1,4 +1,4 @@
-"""What a script asks of Lightning's parts of a Trainer: its accelerator, its strategy, the counters of its loops."""
+"""Lightning's accelerator, strategy and loop counters of a Trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Counts(Callback):
-    """What the loops say at each hook; and what Lightning 2.6.0 says, noted by the same callback."""
+    """Records the loops' counters in each hook; the expected values are from the same callback in Lightning 2.6.0."""
 
     def __init__(self):
         self.seen = []

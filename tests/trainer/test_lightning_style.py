@@ -1,4 +1,4 @@
-"""Modules as people write them for Lightning, with another import: a classifier, a GAN, a language model."""
+"""Typical modules for Lightning with a changed import: a classifier, a GAN, a language model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.small import quiet_trainer
 
 
 class Images(L.DataModule):
-    """Eight by eight images whose brighter half is the class."""
+    """Images of 8 by 8 pixels; the class is the brighter half."""
 
     def __init__(self, data_dir: str = "./", batch_size: int = 16, num_workers: int = 0):
         super().__init__()
@@ -306,7 +306,7 @@ class LanguageModel(L.TrainingModule):
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true", "O2"])
 def test_a_language_model(precision, tmp_path):
     L.seed_everything(3)
-    tokens = (torch.arange(12) + torch.randint(0, 10, (96, 1))) % 10  # each token follows from the one before
+    tokens = (torch.arange(12) + torch.randint(0, 10, (96, 1))) % 10  # each token follows from the previous one
     dataset = [{"input_ids": row} for row in tokens]
     model = LanguageModel(Namespace(vocabulary=10, width=16, lr=0.02))
     trainer = quiet_trainer(

@@ -1,4 +1,4 @@
-"""Objects of Lightning itself, given to our Trainer: the error says what they are called here."""
+"""Lightning's own objects given to fabricamp's Trainer: the error names fabricamp's class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 def lightnings(name, module, *bases):
-    """A class as Lightning has it, in the module that it has there."""
+    """Returns a class with this name and module, as Lightning has it."""
     return type(name, bases, {"__module__": f"lightning.pytorch.{module}"})
 
 

@@ -1,4 +1,4 @@
-"""Where logged values stand on the loggers' axis: the rows of each case are those that Lightning 2.6 wrote."""
+"""The logger steps of logged values: the rows of each case equal Lightning 2.6's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""self.log through real fits: where it works, what comes out under which name and step, and what callbacks and files hold."""
+"""self.log through real fits: the hooks where it works, names and steps of its values, and their place in callbacks and files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small import Classifier, data, loader, quiet_trainer
 
 
 class Memory(Logger):
-    """Keeps what it is given."""
+    """Keeps the logged values."""
 
     log_dir = None
 
@@ -44,7 +44,7 @@ def variant(**members):
 
 
 def stepping(**options):
-    """Logs the number of the batch with these options."""
+    """Returns a module that logs the batch's number with these options."""
 
     def training_step(self, batch, batch_idx):
         self.log("value", float(batch_idx), **options)
@@ -104,7 +104,7 @@ def test_means_are_weighted_by_the_batch_size():
             return super().training_step(batch, batch_idx)
 
     trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(Weighs(), loader(10))  # 4, 4, 2
+    trainer.fit(Weighs(), loader(10))  # batches of 4, 4 and 2 samples
     assert float(trainer.callback_metrics["own"]) == pytest.approx((0 * 4 + 1 * 4 + 2 * 2) / 10)
     assert float(trainer.callback_metrics["given"]) == pytest.approx((0 * 1 + 1 * 2 + 2 * 3) / 6)
 
@@ -200,7 +200,7 @@ def test_a_test_run_returns_what_it_logged():
 
 
 class Measured(Classifier):
-    """Torchmetrics objects, alone and in a collection, in training and in validation."""
+    """Logs torchmetrics objects, alone and in a collection, in training and in validation."""
 
     def __init__(self):
         super().__init__()
@@ -252,7 +252,7 @@ def test_torchmetrics_objects(precision):
 
 
 class Scored(Classifier):
-    """A validation score that is best in epoch 2, and a step schedule."""
+    """Logs a validation score that is best in epoch 2; has a schedule by steps."""
 
     def validation_step(self, batch, batch_idx):
         self.log("score", [0.1, 0.3, 0.9, 0.5, 0.4, 0.2, 0.1][self.current_epoch], prog_bar=True)

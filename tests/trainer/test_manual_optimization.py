@@ -1,4 +1,4 @@
-"""Manual optimization: several optimizers, exchanged, unscaled and counted; under ddp right from the first step."""
+"""Manual optimization with several optimizers: exchange, unscaling and step counts; right from the first step under ddp."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def batches():
 
 
 def joined(module):
-    """The same game by hand, on the whole batch."""
+    """Makes the same steps by hand on the full batch."""
     one = torch.optim.SGD(module.first.parameters(), lr=0.1)
     two = torch.optim.Adam(module.second.parameters(), lr=0.01)
     seen = []
@@ -128,7 +128,7 @@ def test_a_plain_backward_is_as_good_where_nothing_is_scaled():
 
 
 class Anything:
-    """A schedule without ``step``, which the module calls as it likes."""
+    """A schedule without ``step``, which the module calls by itself."""
 
     def __init__(self, optimizer):
         self.optimizer, self.moves = optimizer, 0

@@ -1,4 +1,4 @@
-"""What would go wrong without a word: found before the first batch, or told where it shows."""
+"""Mistakes that would otherwise go unnoticed are found before the first batch, or reported when they show."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_an_epoch_whose_steps_lie_before_the_cut_is_not_one_without_a_step(tmp_p
     trainer.fit(EarlySteps(), loader(32), ckpt_path=path)
     assert trainer.global_step == 16  # steps without a loss count
     assert "epoch 1 ended without a step" not in caplog.text
-    assert caplog.text.count("epoch 2 ended without a step") == 1  # that one ran here from its first batch
+    assert caplog.text.count("epoch 2 ended without a step") == 1  # this run made that epoch from its first batch
 
 
 def test_a_fit_without_an_optimizer_is_told_of_under_automatic_optimization_only(caplog):
@@ -131,7 +131,7 @@ class Misspelt(Callback):
         self.on_train_batch_ended()
 
     def on_train_batch_ended(self):
-        """A helper: the hook itself is there."""
+        """A helper with a similar name; the hook itself is defined too."""
 
 
 def test_a_misspelt_hook_is_told_of(caplog):

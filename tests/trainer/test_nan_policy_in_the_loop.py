@@ -1,4 +1,4 @@
-"""``nan_policy`` through the real loop: how a run ends, what it leaves, and what it says."""
+"""``nan_policy`` in the real loop: the end of a run, its files and its messages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OPTIMIZERS = {
 
 
 def small_scale(level):
-    """The level with a scale that does not overflow by itself."""
+    """Returns the level with a loss scale that does not overflow by itself."""
     return OptLevel(level, max_loss_scale=2.0**8) if level in ("O1", "O2") else level
 
 
 class Spoils(Callback):
-    """Makes one gradient of some windows nan, and keeps what the weights are before each window."""
+    """Makes one gradient nan in some steps, and keeps the weights before each step."""
 
     def __init__(self, *windows, name="net.2.bias"):
         self.windows, self.name = windows, name
@@ -65,7 +65,7 @@ def weights(module):
 
 
 def equal(some, others):
-    """Whether they are equal in the narrower dtype of each two."""
+    """Returns whether the tensors are equal, pairwise in the narrower dtype."""
     some, others = list(some), list(others)
     dtypes = [
         min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize) for one, other in zip(some, others, strict=True)
@@ -172,7 +172,7 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(level):
     trainer, module = fit([ModelCheckpoint(dirpath="second"), spoils], first.last_model_path)
     assert (trainer.global_step, trainer.state.stop_reason) == (24, "")
     assert not equal(spoils.weights[6], module.parameters())
-    # And a new overflow ends that one too.
+    # A new overflow ends the resumed run too.
     third = ModelCheckpoint(dirpath="third")
     trainer, module = fit([third, Spoils(7)], first.last_model_path)
     assert (trainer.global_step, trainer.state.stop_reason) == (10, NON_FINITE)
@@ -218,7 +218,7 @@ def test_skip_goes_on_without_a_dynamic_scale(level, caplog):
 def test_what_a_hook_writes_into_gradients_is_looked_at_too(level, clip):
     class Writes(Spoils):
         def on_after_backward(self, trainer, module):
-            """Not here."""
+            """Does nothing in this hook."""
 
         def on_before_optimizer_step(self, trainer, module, optimizer):
             super().on_after_backward(trainer, module)
@@ -245,12 +245,12 @@ def test_twenty_skips_at_the_floor_end_the_run(level):
         NonFiniteError, match=rf"20 steps in a row .*net.2.bias were not finite at step 5 .*scale {first}\)"
     ):
         trainer.fit(Task(), loader(64))
-    # Two windows at 4 and 2, twenty at the floor, two until the host knows.
+    # Two steps with the scales 4 and 2, twenty at the minimum, and two until the host knows.
     assert trainer.global_step == 5 + (2 if level != "O0" else 0) + 20 + 2
 
 
 class Manual(Task):
-    """Two optimizers in one step."""
+    """Steps two optimizers in one micro-batch."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""How many batches there are, read in and after each entry point: as Lightning's Trainer says it."""
+"""The numbers of batches, read in and after each entry point, equal those of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def numbers(trainer):
 
 
 def check_all_entry_points(trainer):
-    """The rows that Lightning 2.6 gives."""
+    """Compares with the rows of Lightning 2.6."""
     assert numbers(trainer) == [math.inf, [], [], [], []]
     module = Counted()
     trainer.validate(module, batches(2), verbose=False)

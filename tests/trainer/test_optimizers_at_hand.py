@@ -1,4 +1,4 @@
-"""``self.optimizers()`` and ``self.lr_schedulers()`` give the same objects in every hook and behind fit."""
+"""``self.optimizers()`` and ``self.lr_schedulers()`` return the same objects in every hook and after fit."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Asks(Classifier):
-    """Notes what it is given where."""
+    """Records the returned objects by hook."""
 
     def __init__(self, *, manual):
         super().__init__()

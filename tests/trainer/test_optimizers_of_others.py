@@ -1,4 +1,4 @@
-"""Optimizers that the package knows nothing of: stepped as by hand, on fp32 masters, with skipped steps and checkpoints."""
+"""Other packages' optimizers: stepped as by hand, on fp32 masters, with skipped steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.small import data, quiet_trainer
 
 
 class Signs(torch.optim.Optimizer):
-    """A user's own, as such classes are written: a state of its own kinds, and no word of precision."""
+    """A typical optimizer of a user: it has its own kinds of state and no code for precision."""
 
     def __init__(self, params, lr=0.01):
         super().__init__(params, {"lr": lr})
@@ -54,7 +54,7 @@ class Net(TrainingModule):
 
 
 class Spoils(Callback):
-    """Makes the gradients of one window infinite."""
+    """Makes the gradients of one step infinite."""
 
     def on_before_backward(self, trainer, pl_module, loss):
         if trainer.global_step == 3:
@@ -73,7 +73,7 @@ def flat(module):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_it_trains_what_a_loop_by_hand_trains(level, optimizer):
-    """Overflows are left out; half weights have fp32 masters, which are what it sees."""
+    """Steps with overflow are skipped; for half weights the optimizer gets fp32 masters."""
     scaled = level in ("O1", "O2")
     module = Net(optimizer)
     twin, before = copy.deepcopy(module), flat(module)

@@ -1,4 +1,4 @@
-"""``overfit_batches``: the same few batches in training and validation, in each epoch, whatever the loader draws."""
+"""``overfit_batches``: training and validation use the same few batches in each epoch, also of a shuffled loader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = 20
 
 
 class Seen(TrainingModule):
-    """Keeps the samples of each step, by epoch, and of each validation."""
+    """Records the samples of each step by epoch, and of each validation."""
 
     def __init__(self):
         super().__init__()
@@ -69,8 +69,8 @@ def fit(loader, overfit=2, *, epochs=3, module=None, ckpt_path=None, **options):
 
 
 def check_same(module, expected=None, epochs=3):
-    """Every epoch trained on the batches that it validated on, the same in each."""
-    validated = module.validated[1:]  # behind the sanity check
+    """Checks that every epoch trained on the batches that it validated on, and all epochs on the same."""
+    validated = module.validated[1:]  # without the sanity check
     assert [*module.trained.values()] == validated
     assert validated == [validated[0]] * epochs
     assert module.validated[0] == validated[0][:1]
@@ -163,7 +163,7 @@ def test_a_sampler_of_its_own_gives_way_to_the_order_of_the_dataset(caplog):
 
 
 class Batches(BatchSampler):
-    """A batch sampler whose order nobody knows."""
+    """A batch sampler with an unknown order."""
 
 
 class OwnLoader(DataLoader):
@@ -208,7 +208,7 @@ def test_what_comes_in_one_order_is_taken_as_it_is(caplog):
 
 def test_a_loader_whose_order_is_not_known_is_reported(caplog):
     class Drawn:
-        """Other samples in each pass."""
+        """Yields other samples in each pass."""
 
         passes = 0
 

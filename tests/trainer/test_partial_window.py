@@ -1,4 +1,4 @@
-"""What becomes of the micro-batches at the end of an epoch that are fewer than a window's."""
+"""``partial_window``: an incomplete accumulation at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = {"step": 6, "carry": 4, "drop": 3}
 
 
 def windows(partial):
-    """Which micro-batches of the run each step is made of."""
+    """Returns the micro-batches of each step."""
     if partial == "carry":
         return [range(first, first + WINDOW) for first in range(0, EPOCHS * BATCHES, WINDOW)]
     ends = {"step": (WINDOW, BATCHES), "drop": (WINDOW,)}[partial]
@@ -62,7 +62,7 @@ def test_windows_are_those_of_a_loop_by_hand(partial, precision):
 
 
 class Saves(Callback):
-    """Saves behind some micro-batches, and at the end of an epoch."""
+    """Saves after some micro-batches, and at the end of an epoch."""
 
     def __init__(self, folder, batches, hook="on_train_batch_end"):
         self.folder, self.batches = folder, batches
@@ -92,7 +92,7 @@ def test_a_run_that_goes_on_has_the_bits_of_the_straight_one(partial, precision,
 def test_what_is_left_at_the_end_makes_no_step_and_can_be_gone_on_with(tmp_path):
     trainer, _ = fitted("carry", max_epochs=1, callbacks=[Saves(tmp_path, ["epoch0"])])
     assert trainer.global_step == 1
-    trainer.save_checkpoint(tmp_path / "behind.ckpt")  # its gradients are gone: the next epoch begins a window
+    trainer.save_checkpoint(tmp_path / "behind.ckpt")  # without gradients: the next epoch begins a new accumulation
     assert fitted("carry", ckpt_path=tmp_path / "epoch0.ckpt")[0].global_step == 4
     assert fitted("carry", ckpt_path=tmp_path / "behind.ckpt")[0].global_step == 3
 

@@ -1,4 +1,4 @@
-"""Trainer(performance=...): what is set while a run lasts, what comes back, what contradicts it, and what a line says."""
+"""Trainer(performance=...): settings during a run, their restoration, contradictions, and the log line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 def settings():
-    """What a process has that a profile may change."""
+    """Returns the process's settings that a profile may change."""
     b = torch.backends
     legacy = None
     with contextlib.suppress(RuntimeError):
@@ -27,7 +27,7 @@ def settings():
 
 
 class Net(Classifier):
-    """Notes the settings and memory formats of a run, and fails where it is told to."""
+    """Records settings and memory formats during a run, and fails in a given hook."""
 
     def __init__(self, fails=False):
         super().__init__()
@@ -93,7 +93,7 @@ def test_safe_leaves_the_bits():
 
 @pytest.mark.parametrize("precision", ["O0", "O2", "O4"])
 def test_channels_last_at_half_weights_and_in_a_checkpoint(precision, tmp_path):
-    """Weights, masters and states go with it, and a run without it takes them up."""
+    """Weights, masters and states are channels_last too, and a run without the setting resumes from them."""
     module = fit({"channels_last": True}, precision=precision)
     assert module.formats == [True, True]
     assert all(one.weight.is_contiguous() and one.weight.dtype is torch.float32 for one in module.conv)
@@ -142,7 +142,7 @@ def test_settings_under_their_new_names_come_back_too():
 
 
 def frozen_objects(*, before):
-    """How many objects are frozen while a fit runs, and behind it; in a process of its own, whose heap is nobody else's."""
+    """Returns the number of frozen objects during a fit and after it; runs in a separate process with its own heap."""
 
     class Look(Net):
         def on_train_batch_end(self, outputs, batch, batch_idx):

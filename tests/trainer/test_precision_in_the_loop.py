@@ -1,4 +1,4 @@
-"""Every precision through the real loop: it trains, losses are full precision, overflows are skipped, counted and told."""
+"""Every precision in the real loop: it trains, losses are full precision, overflows are skipped, counted and reported."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CLIPS = {
 }
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9),
-    # In pure half the usual eps would be 0.
+    # The default eps is 0 in half precision.
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, eps=1e-4),
     "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, eps=1e-4, fused=True),
 }
 
 
 class Learns(Classifier):
-    """Tells the class by the largest of three features, which can be learnt."""
+    """Learns the class that is the largest of three features."""
 
     def __init__(self, optimizer="sgd"):
         super().__init__()
@@ -38,7 +38,7 @@ class Learns(Classifier):
     def training_step(self, batch, batch_idx):
         x, _ = batch
         loss = F.cross_entropy(self.net(x), x[:, :3].argmax(1))
-        assert loss.dtype == x.dtype  # fp32, except where all of the step is in the dtype of a "true" precision
+        assert loss.dtype == x.dtype  # fp32, except that a "true" precision runs the complete step in its dtype
         self.losses.append(float(loss.detach()))
         return loss
 
@@ -61,13 +61,13 @@ def test_it_trains(precision, accumulate, clip, optimizer):
     trainer.fit(module, loader(32), loader(8))
     assert trainer.global_step == 5 * -(-8 // accumulate)
     assert sum(module.losses[-8:]) < 0.9 * sum(module.losses[:8])
-    given_back = torch.float64 if precision == "64-true" else torch.float32  # whatever holds what was trained
+    given_back = torch.float64 if precision == "64-true" else torch.float32  # at least as wide as in training
     assert {parameter.dtype for parameter in module.parameters()} == {given_back}
     assert float(trainer.callback_metrics["val_loss"]) < 1.2
 
 
 class Overflows(Callback):
-    """Makes the gradients of some windows infinite."""
+    """Makes the gradients of some steps infinite."""
 
     def __init__(self, *windows):
         self.windows = windows
@@ -78,7 +78,7 @@ class Overflows(Callback):
 
 
 class Watches(Callback):
-    """The rate that each window is made with, and the weights after it."""
+    """Records the learning rate of each step, and the weights after it."""
 
     def __init__(self):
         self.rates, self.weights = [], []
@@ -100,7 +100,7 @@ class Halves(Classifier):
 
 
 def small_scale(precision):
-    """The level with a scale that does not overflow by itself."""
+    """Returns the level with a loss scale that does not overflow by itself."""
     return OptLevel("O2" if precision == "O2" else "O1", max_loss_scale=2.0**8)
 
 

@@ -1,4 +1,4 @@
-"""Transfer hooks of the user that run ahead of their steps: resumed exactly, and what they may not read."""
+"""The user's transfer hooks that run ahead of their steps: exact resume, and attributes that they must not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trainer.test_exact_resume import DATA, Net, assert_exact
 
 
 def before(self, batch, dataloader_idx):
-    """Noise of every generator, drawn where batches are moved ahead."""
+    """Adds noise of every generator, drawn while batches are moved ahead."""
     if isinstance(batch, dict):
         return {key: before(self, one, dataloader_idx) for key, one in batch.items()}
     return [batch[0] + torch.rand(()) + random.random() + float(np.random.rand()), *batch[1:]]
@@ -28,7 +28,7 @@ def before(self, batch, dataloader_idx):
     ("kind", "done", "accumulate"), [("shuffled", 8, 3), ("a stream that draws", 5, 1), ("two loaders", 10, 1)]
 )
 def test_hooks_that_draw_ahead_go_on_exactly(kind, done, accumulate, ahead, tmp_path, monkeypatch):
-    """The feed reads ahead on a CPU as it does on a GPU."""
+    """Makes the feed prefetch on a CPU as on a GPU."""
     monkeypatch.setattr(Net, "on_before_batch_transfer", before, raising=False)
 
     def feed(*args, **options):
@@ -40,7 +40,7 @@ def test_hooks_that_draw_ahead_go_on_exactly(kind, done, accumulate, ahead, tmp_
 
 
 def test_a_run_that_was_resumed_can_be_cut_again(tmp_path):
-    """What a resumed pass reads again is noted as the straight one noted it."""
+    """A resumed pass records the batches that it reads again as the uninterrupted pass does."""
 
     def batches(feed, count=None):
         return [batch.item() for batch, _ in zip(feed, range(99 if count is None else count), strict=False)]
@@ -51,7 +51,7 @@ def test_a_run_that_was_resumed_can_be_cut_again(tmp_path):
         )
 
     def cut(one, count, done):
-        """The values of some batches, with a draw for each step, and the state behind them."""
+        """Returns the values of some batches, with a random number for each step, and the state after them."""
         found = []
         for batch in one:
             found.append((batch.item(), torch.rand(()).item()))
@@ -76,7 +76,7 @@ def test_a_run_that_was_resumed_can_be_cut_again(tmp_path):
 
 
 def noted(module):
-    """Notes where a hook runs, and how many steps were made; returns these."""
+    """Records the stream of a hook and the number of steps; returns the global step if ``looks`` is set."""
     module.seen.append((torch.cuda.current_stream(), module.trainer.state.global_step))
     return module.global_step if module.looks else 0
 
@@ -114,18 +114,18 @@ def test_a_hook_that_runs_ahead_may_not_read_the_step():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 class TestOnAGpu:
-    """Hooks run ahead there, on a stream beside that of the steps."""
+    """On a GPU hooks run ahead, on a side stream."""
 
     def fit(self, hook, ahead=1, make=loader, *, looks=False, **options):
         class Moving(Classifier):
             transfer_batch_to_device = hook
-            stream = None  # of the steps
+            stream = None  # the stream of the steps
 
             def on_train_start(self):
                 Moving.stream = torch.cuda.current_stream()
 
             def training_step(self, batch, batch_idx):
-                batch[0] *= 2  # an edit in place is of this batch alone
+                batch[0] *= 2  # an edit in place changes only this batch
                 return super().training_step(batch, batch_idx)
 
         module = Moving()

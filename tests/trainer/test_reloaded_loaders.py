@@ -1,4 +1,4 @@
-"""reload_dataloaders_every_n_epochs: loaders of their own for epochs, in runs that go on and on several ranks too."""
+"""reload_dataloaders_every_n_epochs: new loaders for later epochs, also in resumed runs and on several ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.small import Classifier, data, loader, quiet_trainer
 
 
 class Reloads(Classifier):
-    """Trains on more samples with each epoch, drawn anew for it, and notes when it was asked for them."""
+    """Returns a larger loader with new samples for each epoch, and records when it was asked for one."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ def test_checkpoints_and_profiles_take_the_loader_in_use(tmp_path):
 
 
 class Draws(Classifier):
-    """Draws a number at each epoch's start, and notes it with the samples of the epoch; saves a checkpoint where it is told to."""
+    """Records a random number of each epoch's start with the epoch's samples; saves checkpoints in given hooks."""
 
     def __init__(self, saves=(), path=None):
         super().__init__()
@@ -151,7 +151,7 @@ class Draws(Classifier):
 
 
 def plain_loop(epochs, every):
-    """What Lightning 2.6.6 draws, by torch alone: it begins a pass over new loaders and drops it, then calls the start hooks."""
+    """Draws as Lightning 2.6.6 does, which begins a pass over new loaders, drops it, and then calls the start hooks."""
     notes = []
     for epoch in range(epochs):
         if epoch and epoch % every == 0:
@@ -182,7 +182,7 @@ def test_a_resumed_run_draws_no_number_of_a_reload_twice(tmp_path, place, epoch,
     quiet_trainer(**options, callbacks=[saving], enable_checkpointing=True).fit(straight)
     torch.manual_seed(7)
     quiet_trainer(**options).fit(resumed, ckpt_path=tmp_path / f"{place}.ckpt")
-    if done:  # the start of the epoch is called again, with numbers of its own
+    if done:  # the epoch's start hook is called again, and draws another number
         assert resumed.notes[0][2:] == straight.notes[epoch][2 + done :]
         assert resumed.notes[1:] == straight.notes[epoch + 1 :]
     else:

@@ -1,4 +1,4 @@
-"""Checkpoints through the Trainer: a fit that was cut and resumed equals one that never was, at every level."""
+"""Checkpoints through the Trainer: an interrupted and resumed fit equals an uninterrupted one, at every level."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 
 
 class Counted(Dataset):
-    """Eight features and a class; counts what is read."""
+    """Returns eight features and a class; counts the samples that are read."""
 
     def __init__(self, size=24):
         self.data = data(size)
@@ -40,7 +40,7 @@ class Endless:
 
 
 class Net(Classifier):
-    """AdamW, a schedule by steps, BatchNorm; remembers which samples it saw."""
+    """Has AdamW, a schedule by steps and BatchNorm; records its samples."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Net(Classifier):
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self):
-        # In pure half the usual eps would be 0.
+        # The default eps is 0 in half precision.
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-4)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}]
 
@@ -75,7 +75,7 @@ def fit(steps, *, ckpt_path=None, module=None, train=None, val=None, **options):
 
 
 def assert_equal(one, other, path="state"):
-    """The same, bit for bit, whatever it is nested in."""
+    """Checks that two nested values are equal bit for bit."""
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other), path
     elif isinstance(one, dict):
@@ -94,7 +94,7 @@ def saved(trainer, path):
     trainer.save_checkpoint(path)
     content = torch.load(path, weights_only=True)
     content.pop("callbacks")
-    content.pop("checksum")  # of the callbacks too
+    content.pop("checksum")  # also depends on the callbacks
     return content
 
 
@@ -111,7 +111,7 @@ class Overflow(Callback):
 
 
 CUTS = {1: [6, 4, 9], 2: [3, 2], 4: [5]}
-"""By accumulation, the steps at which runs are cut: each level has one of each accumulation, by turns."""
+"""By accumulation: the steps at which runs are interrupted; each level uses one step of each accumulation in turn."""
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_resumed_fit_equals_one_that_was_never_cut(precision, cut, accumulate,
 
 
 class SaveInTheMiddle(Callback):
-    """Writes a checkpoint after the second of three micro-batches of a window."""
+    """Writes a checkpoint after the second of an accumulation's three micro-batches."""
 
     def __init__(self, path):
         self.path = path
@@ -527,7 +527,7 @@ def test_a_checkpoint_that_does_not_fit_the_optimizers(tmp_path):
 
 
 class FailsIn(Classifier):
-    """Two steps by hand in each micro-batch; raises in a hook, or between the two steps, behind the second micro-batch."""
+    """Makes two steps by hand in each micro-batch; raises after the second micro-batch, in a hook or between the steps."""
 
     def __init__(self, place):
         super().__init__()
@@ -586,12 +586,12 @@ def test_a_checkpoint_that_an_exception_left_says_so(place, tmp_path, caplog):
     assert "may differ from those of a run without the exception" in said
     caplog.clear()
     fit("")
-    fit("", ckpt_path="last")  # one that training left as it ended
+    fit("", ckpt_path="last")  # the file of a training that ended normally
     assert not [one for one in caplog.records if "exception" in one.message]
 
 
 class Asked(DataModule):
-    """Notes what it is asked for, and draws which samples its loaders have."""
+    """Records which loaders are asked for, and draws their samples at random."""
 
     def __init__(self):
         super().__init__()

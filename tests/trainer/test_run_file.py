@@ -1,4 +1,4 @@
-"""`run.json`: what a fit was started as and on, how it ended, and that it never ends a fit itself."""
+"""`run.json`: how and on which machine a fit was started, how it ended, and that an error in it never ends a fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 def fit(module=None, **options):
-    """A fit of 8 steps that logs into ``run``; returns what its file says."""
+    """Runs a fit of 8 steps that logs into ``run``; returns the content of its file."""
     options = {"max_epochs": 1, "logger": CSVLogger(".", name="", version="run"), **options}
     quiet_trainer(**options).fit(module or Classifier(), loader(), loader())
     return written()
@@ -111,7 +111,7 @@ def test_after_a_signal():
 
 def test_a_process_that_is_gone_was_killed():
     fit()
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:  # for as long as nobody ends it
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:  # runs until the block ends
         start = process_start(process.pid)
         running = written() | {
             "status": "running",
@@ -156,7 +156,7 @@ def test_values_of_the_environment_are_for_the_user_alone():
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository with one commit of ``train.py`` and ``data.txt``."""
+    """Creates a repository with one commit of ``train.py`` and ``data.txt``."""
     environment_info._repository.cache_clear()
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     folder = tmp_path / "repository"

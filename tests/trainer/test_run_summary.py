@@ -1,4 +1,4 @@
-"""The lines that tell how a fit begins and why it ended."""
+"""The log lines at the start and at the end of a fit."""
 
 import re
 import signal
@@ -13,7 +13,7 @@ from tests.small import Classifier, data, loader, quiet_trainer
 
 
 class AtStep(Callback):
-    """Sends a signal behind a step."""
+    """Sends a signal after a step."""
 
     def __init__(self, step, number):
         self.step, self.number = step, number
@@ -25,7 +25,7 @@ class AtStep(Callback):
 
 @pytest.fixture
 def lines(caplog, tmp_path, monkeypatch):
-    """Fits in a folder of its own; returns what was said beside the bar's and the summary's lines."""
+    """Runs a fit in a new folder; returns the log lines without those of the bar and the model summary."""
     monkeypatch.chdir(tmp_path)
 
     def run(*callbacks, ckpt_path=None, **options):
@@ -103,7 +103,7 @@ def test_an_interruption_at_a_prompt_says_how_to_go_on(lines):
 
 
 def test_nothing_is_said_where_bar_and_summary_are_switched_off(lines):
-    """Of several processes one speaks: tests/test_messages.py."""
+    """tests/test_messages.py tests that only one of several processes logs."""
     assert lines(max_epochs=1, enable_model_summary=False) == []
 
 

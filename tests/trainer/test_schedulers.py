@@ -1,4 +1,4 @@
-"""Every form that configure_optimizers may return, and when its schedulers step: the learning rates of a loop by hand."""
+"""Every form that configure_optimizers may return, and the steps of its schedulers: the learning rates equal a loop by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = 4
 
 
 class Rates(Callback):
-    """The learning rate that each step is made with."""
+    """Records the learning rate of each step."""
 
     def __init__(self):
         self.seen = []
@@ -27,7 +27,7 @@ class Rates(Callback):
 
 
 def rates(configure, *, epochs=3, batches=BATCHES, module=Classifier, fit=(), **options):
-    """The rates of a fit in which configure(self) returns what is tested; plain and with a hook that sees gradients they agree."""
+    """Returns the learning rates of a fit with ``configure`` as configure_optimizers."""
     watcher = Rates()
     model = type("Configured", (module,), {"configure_optimizers": configure})()
     trainer = quiet_trainer(max_epochs=epochs, callbacks=[watcher], **options)
@@ -44,7 +44,7 @@ def halving(optimizer):
 
 
 def by_hand(every, steps=12):
-    """``every`` steps the rate is halved."""
+    """Returns rates that are halved after every ``every`` steps."""
     return [0.5 ** (step // every) for step in range(steps)]
 
 
@@ -159,7 +159,7 @@ def test_two_schedulers_of_one_optimizer():
 
 
 class Plateaus(Classifier):
-    """Logs values that never get better, under every name."""
+    """Logs values that never improve, under every name."""
 
     def training_step(self, batch, batch_idx):
         self.log("flat", 1.0, on_step=True, on_epoch=True)
@@ -178,7 +178,7 @@ def plateau(optimizer):
 
 @pytest.mark.parametrize("monitor", ["flat", "flat_epoch", "flat_at_end", "val_flat"])
 def test_a_plateau_by_epoch_watches_values_of_the_same_epoch(monitor):
-    # The first value is the best one so far; from the second on none is better.
+    # The first value is the best so far, and no later value is better.
     seen = rates(with_scheduler(plateau, monitor=monitor), epochs=4, module=Plateaus, fit=(loader(4),))
     assert seen == [1.0] * 8 + [0.5] * 4 + [0.25] * 4
 
@@ -297,7 +297,7 @@ def test_the_lambda_is_asked_for_the_next_step_only():
 
 
 class Halves:
-    """A schedule of a user's own, which has neither ``step()`` nor the optimizer."""
+    """A user's schedule without ``step()`` and without an optimizer attribute."""
 
     def __init__(self):
         self.epochs = 0
@@ -340,7 +340,7 @@ def test_a_scheduler_is_any_object_where_the_module_steps_it(kind, interval, tmp
 
     resumed = Rates()
     quiet_trainer(max_epochs=3, callbacks=[resumed]).fit(model(), loader(BATCHES * 4), ckpt_path=tmp_path / "two.ckpt")
-    ended = by_hand(every, 9)[8]  # the optimizer's state has it
+    ended = by_hand(every, 9)[8]  # from the optimizer's state
     after = ended if interval == "epoch" else (ended / 2 if kind is HalvesAndRemembers else 0.5)
     assert resumed.seen[:2] == [ended, after]
 

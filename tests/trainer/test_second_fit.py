@@ -1,4 +1,4 @@
-"""A Trainer's second fit counts on from the first, as Lightning's does, and trainer.reset() lets it begin anew."""
+"""A Trainer's second fit continues the counts of the first, as in Lightning; trainer.reset() sets them to 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Places(Classifier):
-    """Notes where each of its steps was."""
+    """Records the position of each step."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Places(Classifier):
 
 
 class Hooks(Callback):
-    """Notes which hooks were called."""
+    """Records the called hooks."""
 
     def __init__(self):
         self.called = []
@@ -43,7 +43,7 @@ class Hooks(Callback):
 
 
 def fit(trainer, module=None, val=None):
-    """Four batches an epoch; returns the places of the steps."""
+    """Trains four batches an epoch; returns the positions of the steps."""
     module = module or Places()
     module.seen = []
     trainer.fit(module, loader(16), val)
@@ -138,7 +138,7 @@ def test_the_optimizers_of_the_fit_are_there_behind_an_evaluation(tmp_path):
 
 
 class TwoHalves(Classifier):
-    """Manual optimization by two optimizers, with dropout; raises where ``fails`` says, once."""
+    """Manual optimization with two optimizers and dropout; raises once, at the point ``fails``."""
 
     def __init__(self, fails=""):
         super().__init__()
@@ -189,7 +189,7 @@ def test_a_module_whose_fit_failed_goes_on_as_a_new_one_does(place, tmp_path):
 
 
 class FailsInAWindow(Classifier):
-    """Steps behind ``every`` micro-batches; raises once behind the backward pass of the fifth one."""
+    """Steps after ``every`` micro-batches; raises once, after the fifth micro-batch's backward."""
 
     def __init__(self, every, fails=True, *, automatic=False, fused=False):
         super().__init__()

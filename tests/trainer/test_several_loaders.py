@@ -1,4 +1,4 @@
-"""Validation, test and predict over one loader or several: which are kept apart, and what the Trainer shows of them."""
+"""Validation, test and predict over one loader or several: which are kept separate, and the Trainer's attributes for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Watched(Classifier):
-    """Notes which batches of which loader it got, and logs what differs between loaders."""
+    """Records its batches by loader, and logs values that differ between loaders."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ def test_an_empty_collection_is_no_loader():
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_what_validation_keeps_within_fit_can_be_trained_with(inference_mode):
     class Bank(Watched):
-        """Fills a bank in validation, with which it trains."""
+        """Fills a memory bank in validation and uses it in training."""
 
         bank = None
 
@@ -115,7 +115,7 @@ def test_what_validation_keeps_within_fit_can_be_trained_with(inference_mode):
 
 
 class Drawing:
-    """A loader of one's own that draws its order where a pass begins."""
+    """A user's loader that draws its order at the beginning of a pass."""
 
     def __init__(self, size):
         self.size = size
@@ -139,7 +139,7 @@ def of_kind(kind, size):
 
 
 class SeesAndFails(Classifier):
-    """Notes its batches; raises within the batch that follows ``fails`` steps: before its step, in it or behind it."""
+    """Records its batches; raises in the batch after ``fails`` steps: before its step, in it or after it."""
 
     def __init__(self, fails=None, place=""):
         super().__init__()
@@ -180,7 +180,7 @@ class SeesAndFails(Classifier):
 @example([("own generator", 3), ("in order", 2)], "sequential", "step", None)
 @example([("another sampler", 3)], "max_size", "step", None)
 def test_a_combination_that_an_exception_cut_goes_on_in_its_order(loaders, mode, place, limit):
-    """Wherever that is: at the first batch of an epoch, or of a shorter loader's next round, the order is drawn already."""
+    """Also at the first batch of an epoch, or of a shorter loader's next round, when the order is already drawn."""
 
     def fit(module, keeper=None, ckpt_path=None):
         combined = CombinedLoader({number: of_kind(*one) for number, one in enumerate(loaders)}, mode)

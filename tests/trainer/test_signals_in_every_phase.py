@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and SIGUSR1 in every phase of fit: it ends soon, and what goes on ends as a run that nobody cut."""
+"""SIGTERM, Ctrl-C and SIGUSR1 in every phase of fit: it ends soon, and the resumed run ends as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.small import Classifier, data, quiet_trainer
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 143}
 
-# The best one is at epoch 1; two that are not better end the run behind epoch 6 of 9, one cut epoch judged would behind epoch 3.
+# With patience 2 the run ends after epoch 6 of 9; if EarlyStopping judged an interrupted epoch, it would end after epoch 3.
 VALUES = (5.0, 3.0, 4.0, 2.0, 1.0, 1.5, 1.5, 0.5, 0.1)
 STEPS = 7 * 4
 
@@ -68,7 +68,7 @@ class Fuse:
 
 
 class Everywhere(Callback):
-    """Passes the fuse in every hook, and counts what belongs to the run: none of it may come twice or get lost."""
+    """Triggers the fuse in every hook, and counts epochs, batches and validations: none may be repeated or lost."""
 
     def __init__(self, fuse):
         self.fuse = fuse
@@ -116,7 +116,7 @@ for _name in [name for name in vars(callback_base.Callback) if name.startswith("
 
 
 class Averaging(Callback):
-    """Averages the weights over epochs, as SWA does, and puts them into the module when training has ended."""
+    """Averages the weights over epochs like SWA, and writes the average into the module when training has ended."""
 
     def __init__(self):
         self.averages, self.number = [], 0
@@ -141,7 +141,7 @@ class Averaging(Callback):
 
 
 class Book(Logger):
-    """A logger in memory."""
+    """A logger that keeps its values in memory."""
 
     log_dir = None
 
@@ -163,7 +163,7 @@ class Book(Logger):
 
 
 class Samples(DataModule):
-    """Shuffled batches, of samples that pass the fuse."""
+    """Shuffled batches; reading a sample triggers the fuse."""
 
     def __init__(self, fuse):
         super().__init__()
@@ -204,7 +204,7 @@ class Net(Classifier):
 
 
 def fit(folder, fuse):
-    """Runs or goes on; returns (exit code or None, state at the end, the logger)."""
+    """Starts or resumes a run; returns (exit code or None, final state, logger)."""
     everywhere, book, module = Everywhere(fuse), Book(fuse), Net(fuse)
     best = ModelCheckpoint(folder, monitor="val_loss", every="3 steps, 1 epoch")
     stopping, averaging = EarlyStopping("val_loss", patience=2), Averaging()
@@ -230,7 +230,7 @@ def fit(folder, fuse):
         "counts": everywhere.counts,
         "averages": averaging.state_dict(),
         "stopping": stopping.state_dict(),
-        # A taken name gets a version: that of the file that the signal left.
+        # A suffix is added if the interrupted run left a file of this name.
         "best": (Path(best.best_model_path).name.replace("-v1", "").replace("-v2", ""), best.best_model_score),
         "position": (trainer.global_step, trainer.current_epoch),
     }
@@ -257,12 +257,12 @@ def differences(one, other, name="state"):
 
 @pytest.fixture
 def straight(tmp_path, monkeypatch):
-    """The run that nobody cuts, and how often it passes each place."""
+    """Returns the final state of an uninterrupted run, and the number of its calls at each place."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr("fabricamp.launch.interactive", lambda: False)  # a prompt would go on after Ctrl-C
+    monkeypatch.setattr("fabricamp.launch.interactive", lambda: False)  # a prompt would continue after Ctrl-C
     with isolate_rng():
-        for folder in ("warm", "straight"):  # the first one imports, which takes calls
+        for folder in ("warm", "straight"):  # the first run makes further calls for imports
             torch.manual_seed(1)
             fuse = Fuse()
             code, state, book = fit(tmp_path / folder, fuse)
@@ -274,7 +274,7 @@ def straight(tmp_path, monkeypatch):
 
 
 def attempt(folder, fuse, straight):
-    """Cuts a run and goes on; says what is wrong."""
+    """Interrupts and resumes a run; returns the differences from the uninterrupted one."""
     handlers = [signal.getsignal(number) for number in NUMBERS]
     with isolate_rng():
         torch.manual_seed(1)
@@ -283,7 +283,7 @@ def attempt(folder, fuse, straight):
         wrong += [] if code == CODES[fuse.number] else [f"exit code {code}"]
         wrong += [] if book.closed else ["the logger is open"]
         wrong += [] if [signal.getsignal(number) for number in NUMBERS] == handlers else ["other handlers than before"]
-        # A run that begins anew draws as the straight one.
+        # A run that was interrupted before any checkpoint starts again, with the same random numbers.
         torch.manual_seed(1)
         code, state, _ = fit(folder, Fuse())
         wrong += [] if code is None else [f"exit code {code} of the run that goes on"]
@@ -311,6 +311,6 @@ def test_what_goes_on_ends_as_the_run_that_nobody_cut(tmp_path, straight):
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_hundred_signals_in_every_phase(tmp_path, straight):
-    """Of each kind."""
+    """A hundred signals of each kind."""
     wrong = attempts(tmp_path, straight, 300, random.Random(2))
     assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())

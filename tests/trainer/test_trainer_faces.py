@@ -1,4 +1,4 @@
-"""Lightning's arguments that choose parts or leave them out: plugins, barebones, enable_autolog_hparams."""
+"""Lightning's arguments plugins, barebones and enable_autolog_hparams."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_hyperparameters_go_to_loggers_where_that_is_wanted(tmp_path, logs):
 def test_detect_anomaly_names_the_operation_for_as_long_as_the_run():
     class Bad(Classifier):
         def training_step(self, batch, batch_idx):
-            return (self.net(batch[0]) * 0).sqrt().sum()  # its gradient is 0 * inf
+            return (self.net(batch[0]) * 0).sqrt().sum()  # its gradient is 0 * inf = nan
 
     with (
         pytest.warns(UserWarning, match="Error detected in MulBackward0"),

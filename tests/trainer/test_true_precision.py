@@ -11,7 +11,7 @@ DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torc
 
 
 class Looks(TrainingModule):
-    """Notes the dtypes that each step sees; ``scale`` is a loss with a weight of its own."""
+    """Records the dtypes in each step; ``scale`` is a loss module with its own weight."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ def test_level_o3_keeps_the_boundary():
     module = Looks()
     quiet_trainer(precision="O3", max_epochs=1).fit(module, loader(8))
     assert module.made_as is torch.float32
-    assert module.seen["training_step"] == {torch.float32, torch.float16}  # half weights, all else fp32
+    assert module.seen["training_step"] == {torch.float32, torch.float16}  # weights are half, everything else is fp32
 
 
 @pytest.mark.parametrize("place", ["configure_model", "training_step", "validation_step"])

@@ -1,4 +1,4 @@
-"""What a module may override of an update, in Lightning's documented forms; and optimizers that run the forward themselves."""
+"""Overrides of the update's hooks in Lightning's documented forms, and optimizers that run the forward themselves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_warm_up_by_optimizer_step(precision):
     assert module.rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
     assert len(module.losses) == 6
     assert all(0.1 < loss < 3 for loss in module.losses)
-    if precision == "O0":  # elsewhere the schedule has its fixed lag
+    if precision == "O0":  # with loss scaling the schedule has a fixed lag
         fitted(twin, samples=24)
         assert same(module, twin)
 
@@ -139,7 +139,7 @@ def test_backward_and_optimizer_zero_grad(precision):
 
 
 class Everything(Callback):
-    """Binds every hook of the hot path, and keeps what the gradients are."""
+    """Implements every hook of a step, and keeps the gradients."""
 
     def __init__(self):
         self.gradients = []
@@ -183,7 +183,7 @@ def test_hooks_see_unscaled_gradients_and_change_nothing(precision, options):
 
 
 class Newton(Classifier):
-    """LBFGS on the batch; logs the loss of each forward, in the order of the calls."""
+    """Uses LBFGS; logs the loss of each forward in the order of the calls."""
 
     def __init__(self):
         super().__init__()

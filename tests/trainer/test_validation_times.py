@@ -1,4 +1,4 @@
-"""Validation every so many steps, epochs or minutes."""
+"""Validation every n steps, epochs or minutes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small import Classifier, loader, quiet_trainer
 
 
 class Validates(Classifier):
-    """Notes the steps at which it was validated; each micro-batch takes ``seconds``."""
+    """Records the steps of its validations; each micro-batch takes ``seconds``."""
 
     def __init__(self, seconds=0.0):
         super().__init__()
@@ -42,7 +42,7 @@ def fitted(interval, *, module=None, ckpt_path=None, **options):
     ("interval", "options", "at"),
     [
         ("6 steps", {}, [6, 12, 18]),
-        ("4 steps", {"accumulate_grad_batches": 2}, [4, 8, 12]),  # three steps an epoch, the last of one micro-batch
+        ("4 steps", {"accumulate_grad_batches": 2}, [4, 8, 12]),  # three steps an epoch, the last with one micro-batch
         ("2 steps", {"accumulate_grad_batches": 2, "partial_window": "carry"}, [2, 4, 6, 8, 10]),
         ("2 epochs", {}, [10, 20]),
         ("7 steps, 1 epoch", {}, [5, 7, 10, 14, 15, 20]),
@@ -58,7 +58,7 @@ def test_steps_and_epochs(interval, options, at):
 def test_a_time():
     start = time.monotonic()
     at = fitted("0.1 s", module=Validates(seconds=0.02), max_epochs=8).at
-    assert 2 <= len(at) <= (time.monotonic() - start) / 0.1  # however slow the host is
+    assert 2 <= len(at) <= (time.monotonic() - start) / 0.1  # holds on a slow host, too
     assert at == sorted(set(at))
 
 

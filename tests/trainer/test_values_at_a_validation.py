@@ -1,4 +1,4 @@
-"""What a step has logged right before a validation is there for the validation's callbacks, whatever the flushes."""
+"""Callbacks in a validation see the values that the step before it has logged, also between two flushes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOOKS = ("on_validation_start", "on_validation_epoch_end", "on_validation_end")
 
 
 class Counts(TrainingModule):
-    """Logs the number of its micro-batch in four ways; rank 1 a hundred more."""
+    """Logs the number of its micro-batch in four ways; rank 1 adds a hundred."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Counts(TrainingModule):
         self.log("number", value)
         self.log("tensor", torch.tensor(value))
         self.log("both", value, on_step=True, on_epoch=True)
-        if self.batches != 6:  # the last step logs it no more
+        if self.batches != 6:  # not logged in the last step
             self.log("some", value)
         return self.layer(batch).sum()
 
@@ -40,7 +40,7 @@ class Counts(TrainingModule):
 
 
 class Looks(Callback):
-    """What callbacks and monitors see in a validation within the fit."""
+    """Records the values that callbacks and monitors see in a validation within the fit."""
 
     def __init__(self):
         self.seen = {name: [] for name in HOOKS}
@@ -87,7 +87,7 @@ def test_ranks_see_the_mean_of_all():
 
 
 def test_loggers_get_the_rows_that_they_got(tmp_path):
-    """A look is no flush: rows stand where log_every_n_steps puts them."""
+    """Reading values makes no flush: rows are written every log_every_n_steps steps, as without it."""
     rows = []
 
     def noting(trainer):

@@ -1,4 +1,4 @@
-"""A loss as (sum, weight): a window is divided once, by the weight of all its micro-batches."""
+"""A loss as (sum, weight): an accumulation is divided once, by the total weight of its micro-batches."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_window_without_weight_has_zero_gradients(level, optimizer):
 def test_a_run_that_goes_on_within_a_window_has_the_bits_of_the_straight_one(tmp_path):
     class Saves(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.fit_loop.total_batch_idx == 4:  # within the first window of the second epoch
+            if trainer.fit_loop.total_batch_idx == 4:  # within the first accumulation of the second epoch
                 trainer.save_checkpoint(tmp_path / "open.ckpt")
 
     for combination in (SUMS, ("O0", 3, None, "fused_adam"), ("O1", 1, None, "adamw")):

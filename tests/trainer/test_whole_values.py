@@ -1,4 +1,4 @@
-"""What a level rounds or widens comes back from a checkpoint as it was: fp64 weights, and fp32 values that nobody trained."""
+"""A checkpoint restores values that a level rounds or widens: fp64 weights, and fp32 values that are not trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.small import loader, quiet_trainer
 
 
 class Net(TrainingModule):
-    """A trained layer behind a frozen one, a table, and a weight whose gradient is too small for half weights."""
+    """Has a frozen and a trained layer, a table, and a weight with a gradient too small to change a half weight."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ def fitted(precision, seed, steps, ckpt_path=None, save_as=None):
     torch.manual_seed(seed)
     module = Net()
     trainer = quiet_trainer(precision=precision, max_steps=steps)
-    if save_as is not None:  # while the weights are rounded
+    if save_as is not None:  # saves while the weights are still rounded
         module.on_train_end = lambda: trainer.save_checkpoint(save_as)
     trainer.fit(module, loader(), ckpt_path=ckpt_path)
     return module, trainer

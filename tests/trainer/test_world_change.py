@@ -35,7 +35,7 @@ def resume(path, batch, **options):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A checkpoint of one step of 16 samples, written by one process with two micro-batches of 8."""
+    """Writes a checkpoint after one step of 16 samples, made by one process with two micro-batches of 8."""
     path = tmp_path_factory.mktemp("written") / "one.ckpt"
     fit(8, path, accumulate_grad_batches=2, max_steps=1)
     return path
@@ -131,7 +131,7 @@ def test_a_checkpoint_without_the_numbers_is_refused(written, tmp_path):
 
 
 def test_a_window_that_was_open_goes_on_in_other_numbers(tmp_path):
-    """One micro-batch of two is two of four: nothing is trained on twice, and nothing left out."""
+    """One finished micro-batch of two becomes two of four: no sample is trained on twice or left out."""
     path = tmp_path / "open.ckpt"
     seen = []
 
@@ -159,7 +159,7 @@ def test_a_window_that_was_open_goes_on_in_other_numbers(tmp_path):
 
 
 def test_windows_are_whole_wherever_a_run_goes_on(tmp_path):
-    """Behind 8 samples batches of 8 begin with the second one, in the middle of a window of two: it is not ended there."""
+    """After 8 samples, batches of 8 begin in the middle of an accumulation of two, which must not end there."""
     path = tmp_path / "one.ckpt"
     fit(4, path, accumulate_grad_batches=2, max_steps=1)
     steps = []

@@ -1,4 +1,4 @@
-"""A module that keeps its learning rate and batch size, makes its loader, and changes all it can in a step."""
+"""A module that keeps its learning rate and batch size, makes its loader, and changes much of its state in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.small import data
 
 
 class Tried(TrainingModule):
-    """``limit``: a batch of more samples raises what CUDA raises where there is no memory."""
+    """A batch of more than ``limit`` samples raises CUDA's out-of-memory error."""
 
     def __init__(self, lr=0.1, batch_size=4, limit=10**9):
         super().__init__()
@@ -70,7 +70,7 @@ class Tried(TrainingModule):
 
 
 def content(module):
-    """All that a step of it changes, as values that can be compared."""
+    """Returns everything that a step changes, as values that can be compared."""
     tensors = {**module.state_dict(keep_vars=True), "seen": module.seen, "mean": module.mean_loss.mean_value}
     return {
         "tensors": {name: (one.tolist(), one.requires_grad, one.dtype, one.grad) for name, one in tensors.items()},

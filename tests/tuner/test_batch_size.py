@@ -1,4 +1,4 @@
-"""Tuner.scale_batch_size: the largest size that the memory takes, and that nothing but the size is changed by the search."""
+"""Tuner.scale_batch_size finds the largest size that fits into memory, and changes only the size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sized(DataModule):
         ({"init_val": 8}, 3, 2),
         ({"max_trials": 2}, 13, 4),
         ({"max_val": 6}, 13, 6),
-        ({}, 10**9, 64),  # all samples
+        ({}, 10**9, 64),  # all samples fit into one batch
     ],
 )
 def test_finds_what_the_memory_takes(options, limit, size):

@@ -1,4 +1,4 @@
-"""Tuner.scale_batch_size on a GPU: torch's allocator has a share of the memory, and really refuses more."""
+"""Tuner.scale_batch_size on a GPU: torch's allocator is limited to a share of the memory, and raises beyond it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 class Hungry(TrainingModule):
-    """A sample takes a twentieth of the process's share."""
+    """Each sample takes a twentieth of the process's share."""
 
     def __init__(self, unit, batch_size=1):
         super().__init__()
@@ -37,7 +37,7 @@ class Hungry(TrainingModule):
 def unit():
     torch.cuda.empty_cache()
     share = 0.05 + torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(share)  # other processes may be at work on the same GPU
+    torch.cuda.set_per_process_memory_fraction(share)  # other processes may use the same GPU
     yield int(0.05 * torch.cuda.mem_get_info()[1]) // 20
     torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -46,7 +46,7 @@ def unit():
 @pytest.mark.parametrize("precision", ["O0", "O2"])
 def test_it_survives_a_lack_of_memory_and_gives_all_back(precision, unit):
     module, options = Hungry(unit), {"accelerator": "gpu", "devices": 1, "precision": precision}
-    quiet_trainer(max_steps=1, **options).fit(Hungry(1))  # cuBLAS's workspaces stay where they are for good
+    quiet_trainer(max_steps=1, **options).fit(Hungry(1))  # allocates cuBLAS's workspaces, which are never freed
     before = torch.cuda.memory_reserved()
     found = Tuner(quiet_trainer(max_steps=2, **options)).scale_batch_size(module, steps_per_trial=1)
     assert found == module.hparams.batch_size == 16

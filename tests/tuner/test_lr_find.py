@@ -1,4 +1,4 @@
-"""Tuner.lr_find: what it finds, and that nothing but the rate is changed by it."""
+"""Tuner.lr_find: its result, and that it changes only the learning rate."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_rate_for_each_step_of_several_batches_and_groups():
     assert rates == [pytest.approx([rate, rate]) for rate in finder.results["lr"]]
 
 
-@pytest.mark.filterwarnings("ignore:Encountered `nan` values")  # torchmetrics', of the loss that is one on purpose
+@pytest.mark.filterwarnings("ignore:Encountered `nan` values")  # torchmetrics warns about the intended nan loss
 def test_a_loss_that_grows_or_is_no_number_ends_it():
     trainer = quiet_trainer()
     finder = Tuner(trainer).lr_find(Tried(), min_lr=1e-3, max_lr=1e6, num_training=60)

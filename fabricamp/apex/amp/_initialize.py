@@ -27,7 +27,7 @@ from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.casting import bounded, check_autocast, check_full_weights, convert, own_tensors
 from fabricamp.precision.opt_levels import Level
-from fabricamp.precision.stepper import demands_closure
+from fabricamp.precision.torch_updates import demands_closure
 
 
 class AmpTypeError(ConfigError, TypeError):

@@ -10,7 +10,7 @@ from fabricamp.ops.tensors import HALF_DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fabricamp.precision.stepper import ParamGradMap
+    from fabricamp.precision.param_grads import ParamGradMap
 
 
 class GroupLists:

@@ -21,7 +21,8 @@ from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import MasterWeights, round_to
 from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
-from fabricamp.precision.stepper import Gradient, ParamGradMap, create_grad, leave_fused, may_skip, run_unless_overflow
+from fabricamp.precision.param_grads import Gradient, ParamGradMap, create_grad
+from fabricamp.precision.torch_updates import leave_fused, may_skip, run_unless_overflow
 
 logger = logging.getLogger("fabricamp")
 

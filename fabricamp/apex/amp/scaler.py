@@ -12,7 +12,7 @@ from torch import Tensor
 from fabricamp import ops
 from fabricamp.apex.amp._amp_state import maybe_print
 from fabricamp.precision import loss_scaler as device_scaler
-from fabricamp.precision.stepper import values_of
+from fabricamp.precision.param_grads import values_of
 
 _FLOOR: Final = 2.0**-14
 """The minimum of a scale without ``min_loss_scale``: apex's scale falls to zero, and is then divided by."""

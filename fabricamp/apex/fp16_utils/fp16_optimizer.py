@@ -21,7 +21,7 @@ from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import round_to
 from fabricamp.precision.nonfinite_tracker import NonFiniteTracker
-from fabricamp.precision.stepper import ParamGradMap, create_grad
+from fabricamp.precision.param_grads import ParamGradMap, create_grad
 
 
 class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
@@ -87,7 +87,7 @@ class FP16_Optimizer(GroupLists, Optimizer):  # noqa: N801  # apex's name
                 parameter.grad = parameter.grad.detach().zero_()  # a wrapper's views cannot be detached in place
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Runs backward on the scaled loss; then :meth:`update_master_grads` unless told not to."""
+        """Runs backward on the scaled loss; then calls :meth:`update_master_grads` if the argument of this name is True."""
         self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()

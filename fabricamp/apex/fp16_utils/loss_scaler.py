@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fabricamp import ops
 from fabricamp.apex.amp.scaler import by_device
-from fabricamp.precision.stepper import values_of
+from fabricamp.precision.param_grads import values_of
 
 
 class LossScaler:

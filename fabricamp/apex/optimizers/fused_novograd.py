@@ -1,4 +1,4 @@
-"""apex's name for FusedNovoGrad, whose checkpoints also have what apex stores: a group's norms."""
+"""apex's name for FusedNovoGrad; its checkpoints also have apex's entry, the norms of a group."""
 
 from __future__ import annotations
 

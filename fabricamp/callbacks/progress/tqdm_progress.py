@@ -85,7 +85,7 @@ class ShownBar:
 
 
 class _BarOf:
-    """A descriptor for one of the bars; a subclass may set a bar in its place, and then moves that bar itself."""
+    """A descriptor for one of the bars; a subclass may assign a bar of its own, which it then has to update itself."""
 
     def __init__(self, *, trains: bool) -> None:
         self._trains = trains

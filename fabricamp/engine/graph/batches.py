@@ -1,17 +1,21 @@
-"""Batches for graphs: the signature that selects a graph, the tensors of a batch, and copies of them."""
+"""Batches for graphs: the signature that selects a graph, the tensors of a batch, copies of them, and placeholders.
+
+What a graph gets of a batch is its *view*: the batch with a :class:`HookEntry` in place of each entry that only hooks read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import torch
 from torch import Tensor
 
 from fabricamp._utils.containers import tensors_within, with_parts
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator, Sequence
 
 _FLAT: Final = (list, tuple)
 _TENSORS: Final = {Tensor}
@@ -23,15 +27,24 @@ class NotCapturableError(ConfigError):
 
 
 def signature(batch: Any) -> Hashable:
-    """Returns a hashable key, equal for batches of the same graph: structure, shapes, dtypes and all values but tensors."""
+    """Returns a hashable key, equal for batches of the same graph: structure, values, and of tensors shape, dtype and strides.
+
+    The strides, since torch multiplies a transposed tensor by another kernel, which may round in another way.
+    """
     if isinstance(batch, Tensor):
-        return batch.shape, batch.dtype
+        if batch.layout is not torch.strided:
+            raise NotCapturableError(
+                f"the batch holds a tensor of layout {batch.layout}, which has no strides; give dense tensors"
+            )
+        return batch.shape, batch.dtype, batch.stride()
     if isinstance(batch, list | tuple):
         return type(batch), tuple([signature(one) for one in batch])
     if isinstance(batch, Mapping):
         return type(batch), tuple([(key, signature(value)) for key, value in batch.items()])
     if isinstance(batch, _PLAIN):
         return type(batch), batch
+    if isinstance(batch, HookEntry):
+        return HookEntry
     raise NotCapturableError(
         f"the batch holds a {type(batch).__name__}, whose tensors cannot be found; give tensors in tuples, lists and dicts"
     )
@@ -53,16 +66,89 @@ def copied(outputs: Any) -> Any:
     return with_parts(outputs, copied)
 
 
+def constants_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yields the values of a batch that are constants of its graph, each with the words to find it, such as ``batch['name']``.
+
+    A list of such values, as loaders make of the samples' names, is one value: a tuple.
+    """
+    if isinstance(batch, list | tuple) and batch and all(isinstance(part, _PLAIN) for part in batch):
+        yield path, tuple(batch)
+    elif isinstance(batch, list | tuple):
+        for number, part in enumerate(batch):
+            yield from constants_of(part, f"{path}[{number}]")
+    elif isinstance(batch, Mapping):
+        for key, part in batch.items():
+            yield from constants_of(part, f"{path}[{key!r}]")
+    elif isinstance(batch, _PLAIN):
+        yield path, batch
+
+
+# -- entries that only hooks read --------------------------------------------------------------------------------------------------
+
+
+def view_of(batch: Any, entries: Sequence[tuple[str | int, ...]], *, skips_missing: bool = False) -> Any:
+    """Returns ``batch`` with a :class:`HookEntry` in place of each entry; ``batch`` itself if there are none.
+
+    Raises :class:`ConfigError` for an entry that the batch lacks, unless ``skips_missing``.
+    """
+    view = batch
+    for entry in entries:
+        try:
+            view = _replaced(view, entry, entry)
+        except LookupError as error:
+            if skips_missing:
+                continue
+            raise ConfigError(
+                f"CudaGraph(hook_entries=...) names {_shown(entry)}, and the batch has no such entry (it is {_form(batch)}); give "
+                "the index of a tuple's entry, the key of a dict's, or a tuple of these for an entry within an entry"
+            ) from error
+    return view
+
+
+def _replaced(value: Any, entry: tuple[str | int, ...], rest: tuple[str | int, ...]) -> Any:
+    """Returns ``value`` with a :class:`HookEntry` at the path ``rest``; raises LookupError if there is nothing."""
+    key = rest[0]
+    parts: dict[Any, Any] = {}
+    if isinstance(value, list | tuple):
+        parts = dict(enumerate(value))
+        if isinstance(key, int) and key < 0:
+            key += len(value)
+    elif isinstance(value, Mapping):
+        parts = dict(value)
+    if key not in parts:
+        raise LookupError(key)
+    parts[key] = HookEntry(entry) if len(rest) == 1 else _replaced(parts[key], entry, rest[1:])
+    remaining = iter(parts.values())
+    return with_parts(value, lambda _: next(remaining))
+
+
+def _shown(entry: tuple[str | int, ...]) -> str:
+    return repr(entry[0] if len(entry) == 1 else entry)
+
+
+def _form(batch: Any) -> str:
+    """Returns the class of a batch with the number of its entries, or their keys."""
+    if isinstance(batch, Mapping):
+        return f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch))}"
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"
+
+
+# -- placeholders ------------------------------------------------------------------------------------------------------------------
+
+
 class BatchIndex:
     """A placeholder for ``batch_idx`` in a captured step; it may be passed on, but raises when it is used."""
+
+    STANDS_FOR: ClassVar = "batch_idx, which stays constant in a captured step"
+    CURE: ClassVar = "count on the device, or leave it out"
 
     def __init__(self, step: str = "training_step") -> None:
         self._step = step
 
     def _refuse(self, *_: object) -> Any:
-        raise NotCapturableError(
-            f"{self._step} uses batch_idx, which stays constant in a captured step; count on the device, or leave it out"
-        )
+        raise NotCapturableError(f"{self._step} uses {self.STANDS_FOR}; {self.CURE}")
 
     __bool__ = __int__ = __index__ = __float__ = __str__ = __format__ = __hash__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -70,3 +156,31 @@ class BatchIndex:
     __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __and__ = __rand__ = (
         _refuse
     )
+
+
+class HookEntry:
+    """A placeholder in a captured step for an entry of the batch that only hooks read; it may be passed on, but not used."""
+
+    STANDS_FOR: ClassVar = "an entry of the batch that CudaGraph(hook_entries=...) leaves to the hooks"
+    CURE: ClassVar = "take the entry out of hook_entries, or read it in a hook after the batch"
+
+    def __init__(self, entry: tuple[str | int, ...]) -> None:
+        self._entry = entry
+
+    def _refuse(self, *_: object) -> Any:
+        raise NotCapturableError(f"the step uses {_shown(self._entry)}, {self.STANDS_FOR}; {self.CURE}")
+
+    # What Python offers for every object; other uses raise an error that names this class.
+    __bool__ = __str__ = __format__ = __hash__ = __eq__ = __ne__ = _refuse
+
+
+PLACEHOLDERS: Final = (BatchIndex, HookEntry)
+
+
+def refuse_placeholders(outputs: Any) -> Any:
+    """Returns a step's ``outputs``; raises :class:`NotCapturableError` if hooks would get a placeholder among them."""
+    if isinstance(outputs, PLACEHOLDERS):
+        raise NotCapturableError(
+            f"the step returns {outputs.STANDS_FOR}; hooks have it, so leave it out of the outputs"
+        )
+    return with_parts(outputs, refuse_placeholders)

@@ -28,16 +28,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import operator
-import os
-import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fabricamp._utils.containers import with_parts
-from fabricamp.engine.graph.batches import NotCapturableError, copied, tensors_of
+from fabricamp.engine.graph.batches import copied, refuse_placeholders, tensors_of
+from fabricamp.engine.graph.capture_errors import explained_errors
 from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generators, LogReplay, MetricStates
 from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
@@ -76,17 +74,19 @@ class Captured:
     def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run``, which launches on ``stream``, without running it on the device.
 
-        Graphs of one ``pool`` overwrite each other's memory.  Raises the exception of ``run`` after the host's state is restored.
+        Graphs of one ``pool`` overwrite each other's memory.  Restores the host's state before it raises: the error of the user's
+        code, or what :func:`explained_errors` makes of CUDA's.
         """
         recording = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
             with (
+                explained_errors(),
                 without_collection(),
                 self.generators.registered_with(self._graph),
                 _ended_on_failure(stream.device, pool),
                 recording,
             ):
-                self.outputs = run()
+                self.outputs = refuse_placeholders(run())
                 self.metric_states.rebind_in_capture()
         except BaseException:
             self.undo()
@@ -404,32 +404,3 @@ def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
         return same_objects and constants() == constants_before
 
     return are_unchanged
-
-
-def reason_of_failure(error: BaseException) -> str:
-    """Returns the reason of a failed capture in one line, with the line of user code."""
-    if isinstance(error, NotCapturableError):
-        return str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return "the graph's memory does not fit beside what is allocated; give a smaller batch"
-    line = _line_of_user_code(error)
-    first = str(error).partition("\n")[0]
-    where = f" at {line}" if line else ""
-    return f"the step does something that cannot be captured{where} ({type(error).__name__}: {first})"
-
-
-# With a separator at the end, so that folders whose names begin alike (torchvision) are not taken for these.
-_OWN_FOLDER = f"{Path(__file__).parents[2]}{os.sep}"
-_TORCHS_FOLDER = f"{Path(torch.__file__).parent}{os.sep}"
-
-
-def _line_of_user_code(error: BaseException) -> str:
-    """Returns the line of user code that raised the first exception of the chain; an empty string if there is none."""
-    seen: set[int] = set()
-    while (earlier := error.__cause__ or error.__context__) is not None and id(earlier) not in seen:
-        seen.add(id(earlier))
-        error = earlier
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_OWN_FOLDER, _TORCHS_FOLDER, "<")):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""

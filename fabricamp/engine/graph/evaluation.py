@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
-from fabricamp.engine.graph.captured import Captured, reason_of_failure
+from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of, view_of
+from fabricamp.engine.graph.capture_errors import reason_of_failure
+from fabricamp.engine.graph.captured import Captured
 from fabricamp.engine.graph.comparison import REPEATED_STEPS, same_bits
 from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.refusals import refused
+from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.metrics.slots import MetricTable
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class GraphEvaluation:
         self._forward = forward
         self._step = "predict_step" if kind == "predict" else f"{kind}_step"
         self._watch = StepWatch(session, self._step)
+        self.seen = SeenBatches(self._step, options, session.run_summary.say_of_graph)
         self._table = session.metrics.table(MetricTable.EVALUATION)
         self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Captured] = {}
@@ -50,8 +53,9 @@ class GraphEvaluation:
         """Runs a step, as a replay if there is a valid graph; returns the step's outputs."""
         if self.why_eager:
             return self._forward(*arguments)
+        view = self._view(arguments)
         try:
-            key = (self._step, signature(arguments[0]), self._state.dataloader_idx)
+            key = (self._step, signature(view), self._state.dataloader_idx)
         except NotCapturableError as error:
             self._give_up(str(error))
             return self._forward(*arguments)
@@ -62,8 +66,12 @@ class GraphEvaluation:
         every = self._options.check_every
         if every and graph.replays % every == 0:
             return self._run_checked(graph, key, arguments, first=False)
-        graph.launch(arguments[0])
+        graph.launch(view)
         return graph.after_replay(first=False)
+
+    def _view(self, arguments: tuple[Any, ...]) -> Any:
+        """Returns what graphs get of the batch: all but the entries that only hooks read, which an evaluation's batch may lack."""
+        return view_of(arguments[0], self._options.hook_entries, skips_missing=True)
 
     def _run_without_graph(self, key: Hashable, arguments: tuple[Any, ...]) -> Any:
         """Runs a step for which there is no valid graph: eagerly, watched for the first calls of a key; then captures it."""
@@ -74,9 +82,13 @@ class GraphEvaluation:
             self.close(waits=True)
             # Two watched eager calls come before the next capture.
             self._calls = dict.fromkeys(self._calls, self._options.warmup - FEWEST_EAGER_CALLS - 1)
+        if not self.seen.counts(key, self._view(arguments)):
+            return self._forward(*arguments)
         calls = self._calls.get(key, 0) + 1
         self._calls[key] = calls
         full = len(self._graphs) >= self._options.shapes or key in self._too_large
+        if calls == self._options.warmup and full and key not in self._too_large:
+            self.seen.note_full(arguments[0])
         if self.why_eager or (calls >= self._options.warmup and full):
             return self._forward(*arguments)
         if calls < self._options.warmup:
@@ -106,7 +118,7 @@ class GraphEvaluation:
     def _capture(self, key: Hashable, arguments: tuple[Any, ...]) -> Captured:
         """Captures the step of these arguments without running it on the device."""
         session = self._session
-        inputs = copied(arguments[0])
+        inputs = copied(self._view(arguments))
         if not all(tensor.device == self._stream.device for tensor in tensors_of(inputs)):
             raise NotCapturableError(
                 "the batch holds tensors that are not on the GPU; move them there, or leave them out"
@@ -121,6 +133,7 @@ class GraphEvaluation:
         finally:
             session.run_context.metrics = session.metrics
             self._state.capturing = False
+        self.seen.captured = True
         return graph
 
     def _run_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...], *, first: bool) -> Any:
@@ -130,7 +143,7 @@ class GraphEvaluation:
         """
         if not self._memory_budget.has_free(self._memory_budget.eager_bytes(key)):
             _LOG.warning("a replay of %s is not compared with an eager call: there is no memory for one", self._step)
-            graph.launch(arguments[0])
+            graph.launch(self._view(arguments))
             return graph.after_replay(first=first)
         states = graph.metric_states
         generators = graph.generators
@@ -138,7 +151,7 @@ class GraphEvaluation:
         bank_before = bank.clone()
         states_before = states.copy()
         drawn_before = generators.states()
-        graph.launch(arguments[0])
+        graph.launch(self._view(arguments))
         replayed = [*map(torch.clone, tensors_of(graph.outputs)), bank.clone()]
         states_replayed = states.copy()
         drawn_replayed = generators.states()

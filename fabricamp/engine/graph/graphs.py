@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from fabricamp.cuda_graph import reason_against
 from fabricamp.engine.graph.evaluation import GraphEvaluation
 from fabricamp.engine.graph.memory_budget import GraphMemoryBudget
 from fabricamp.ops.bridge import runs_kernels
+from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,11 +52,20 @@ class Graphs:
     def evaluation(self, kind: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function to call for a step of an evaluation of ``kind``: ``forward``, or its captured form."""
         if not self._wanted or self._session.strategy.refuses_graph():
+            self._say_why_eager(kind)
             return forward
         if kind not in self._evaluations:  # a later loop, over reloaded loaders, uses the same graphs
             self.enter_stream()  # outside of a fit, the evaluation is still on the default stream
             self._evaluations[kind] = GraphEvaluation(self._session, kind, forward)
         return self._evaluations[kind]
+
+    def _say_why_eager(self, kind: str) -> None:
+        """Logs why an evaluation that was asked to be captured is not; within a fit, the fit has given the reason."""
+        session = self._session
+        settings = session.settings
+        if settings.cuda_graph is not None and session.fn is not TrainerFn.FITTING:
+            reason = reason_against(session.strategy.device.type, session.strategy, settings)
+            session.run_summary.say_of_graph(f"cuda_graph='auto' runs the {kind} eagerly: {reason}")
 
     def close(self, *, failed: bool) -> None:
         """Frees the graphs and leaves the side stream; a process group cannot end before the graphs that use its collectives.
@@ -62,12 +73,25 @@ class Graphs:
         After a failure with several ranks, the device may wait for a rank that is gone, so the host does not wait for the device:
         CUDA frees a running graph when it has finished.
         """
+        if not failed:
+            self._say_what_was_never_captured()
         waits = not failed or self._session.strategy.world_size == 1
         for owner in (self.update, *self._evaluations.values()):
             if owner is not None:
                 owner.close(waits=waits)
         if self._stream is not None:
             self._stream.leave(wait=waits)
+
+    def _say_what_was_never_captured(self) -> None:
+        """Logs why a run has ended without a graph; for validations within a fit, that of the training step is enough."""
+        owners: list[GraphUpdate | GraphEvaluation] = []
+        if self.update is not None:
+            owners = [self.update]
+        elif self._session.fn is not TrainerFn.FITTING:
+            owners = [*self._evaluations.values()]
+        for owner in owners:
+            if not owner.why_eager:
+                owner.seen.end()
 
 
 class SideStream:

@@ -24,7 +24,8 @@ from torch import Tensor
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import ResidentLoader
 from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature
-from fabricamp.engine.graph.captured import CapturedGroup, hyperparameter_upload, reason_of_failure
+from fabricamp.engine.graph.capture_errors import reason_of_failure
+from fabricamp.engine.graph.captured import CapturedGroup, hyperparameter_upload
 from fabricamp.engine.graph.host_effects import MOST_CAPTURES_IN_A_ROW
 from fabricamp.engine.graph.lr_table import LrTable
 from fabricamp.engine.graph.refusals import BATCH_HOOKS
@@ -108,16 +109,17 @@ class GroupUpdate(GraphUpdate):
 
     def _launch_group(self, key: Key, batches: list[Any], batch_idx: int) -> bool:
         """Launches the steps of ``batches`` together; returns whether that was possible."""
-        group = self._group_for(key, batches)
+        views = list(map(self._view, batches))
+        group = self._group_for(key, views)
         if group is None:
             return False
         every = self._options.check_every
         difference = None
         if group.replays == 0 or (every and group.replays % every == 0):
             eager = partial(self._run_each_eagerly, group, batches, batch_idx)
-            difference = self._launch_checked(group, batches, eager, key)
+            difference = self._launch_checked(group, views, eager, key)
         else:
-            group.launch(batches)
+            group.launch(views)
         if group.lr_table is not None:
             group.lr_table.restore()
         if difference is not None:
@@ -155,8 +157,8 @@ class GroupUpdate(GraphUpdate):
     def _common_key(self, batches: list[Any]) -> Key | None:
         """Returns the key of the graph for these batches; None if their signatures differ."""
         try:
-            first = signature(batches[0])
-            alike = all(signature(batch) == first for batch in batches[1:])
+            first = signature(self._view(batches[0]))
+            alike = all(signature(self._view(batch)) == first for batch in batches[1:])
         except NotCapturableError:  # run_batch reports it at that batch
             return None
         return (first, self._role) if alike else None

@@ -15,7 +15,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.optimizers import LARC, FusedOptimizer
-from fabricamp.precision.stepper import demands_closure
+from fabricamp.precision.torch_updates import demands_closure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,6 +14,8 @@ Each micro-batch goes through :meth:`GraphUpdate.run_batch` in one of five ways:
 If the capture of 3 fails, or the replay of 3 or 5 leaves other bits than an eager step, its effects are undone and the micro-batch
 runs eagerly.  ``"auto"`` then gives up, and a required graph is an error.
 
+Graphs get the *view* of a batch (:mod:`~fabricamp.engine.graph.batches`); eager steps get the whole batch.
+
 An accumulation has a graph for each :class:`Role`: the first, a middle and the last micro-batch.  All of them find the gradients
 at the same addresses (:class:`AccumulationGradients`).
 """
@@ -30,13 +32,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
+from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of, view_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
-from fabricamp.engine.graph.captured import CapturedStep, hyperparameter_upload, reason_of_failure
+from fabricamp.engine.graph.capture_errors import reason_of_failure
+from fabricamp.engine.graph.captured import CapturedStep, hyperparameter_upload
 from fabricamp.engine.graph.comparison import ComparedState, compare
 from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.refusals import refused
+from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.engine.update import Update
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.ops.uploads import lasting_like
@@ -100,6 +104,7 @@ class GraphUpdate(Update):
         self._session = session
         self._attachment = session.run_context
         self._watch = StepWatch(session, "training_step")
+        self.seen = SeenBatches("training_step", options, session.run_summary.say_of_graph)
         self._fixed_gradients = AccumulationGradients(parts.module)
         self._consensus = CaptureConsensus(parts.strategy, options.warmup)
         self._captures_in_a_row = 0
@@ -135,8 +140,11 @@ class GraphUpdate(Update):
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
+        if self._parts.optimizers[0] is not self._optimizer:
+            raise self._another_optimizer()
         role = Role(self._accumulate, self.loss is None, self._ends_accumulation(batch_idx, last))
-        key = None if self.why_eager else self._key_of(batch, role)
+        view = batch if self.why_eager else self._view(batch)
+        key = None if self.why_eager else self._key_of(view, role)
         step = None if key is None else self._replayable(key)
         # Both may be collectives: every rank calls them, also a rank that runs this micro-batch eagerly.
         all_ready = not self._consensus.ended and self._are_all_ready(key, step)
@@ -155,13 +163,17 @@ class GraphUpdate(Update):
         self._captures_in_a_row = 0
         if is_checked:
             # 5: if the replay is wrong, its effects are undone and the step runs eagerly.
-            difference = self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key)
+            difference = self._launch_checked(step, view, partial(self._launch, batch, batch_idx, role), key)
             if difference is not None:
                 return self._run_instead(difference, batch, batch_idx, last, key)
         else:
             # 4: nearly every batch of a run.
-            step.launch(batch)
+            step.launch(view)
         return self._after_replay(step, role)
+
+    def _view(self, batch: Any) -> Any:
+        """Returns what graphs get of a batch: all but the entries that only hooks read."""
+        return view_of(batch, self._options.hook_entries)
 
     def _key_of(self, batch: Any, role: Role) -> Key | None:
         """Returns the key of the graph for a batch; gives up and returns None for a batch whose tensors cannot be found."""
@@ -232,10 +244,14 @@ class GraphUpdate(Update):
     def _run_watched(self, key: Key, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs an eager step; the first ``warmup`` of a key are watched for what a replay would not repeat."""
         shape, role = key
-        self._eager_by_shape[shape] = self._eager_by_shape.get(shape, 0) + 1
         self._eager_updates += role.closes
+        if not self.seen.counts(shape, self._view(batch)):
+            return super().run_batch(batch, batch_idx, last)
+        self._eager_by_shape[shape] = self._eager_by_shape.get(shape, 0) + 1
         calls = self._eager_by_key.get(key, 0) + 1
         self._eager_by_key[key] = calls
+        if calls == self._options.warmup and len(self._other_shapes(key)) >= self._options.shapes:
+            self.seen.note_full(batch)
         if calls > self._options.warmup:
             return super().run_batch(batch, batch_idx, last)
         call = partial(super().run_batch, batch, batch_idx, last)
@@ -263,11 +279,12 @@ class GraphUpdate(Update):
     def _run_captured(self, key: Key, batch: Any, batch_idx: int, last: bool, *, compares: bool) -> Any:
         """Captures the micro-batch and runs it as the first replay; ``compares``, equal on all ranks, checks that replay."""
         role = key[1]
+        view = self._view(batch)
         loss = self.loss
         step: CapturedStep | None = None
         failure: Exception | None = None
         try:
-            step = self._capture(key, batch)
+            step = self._capture(key, view)
         except Exception as error:  # noqa: BLE001 - a step may raise anything; reported or raised by _run_instead
             failure = error
         # If one rank cannot capture, no rank replays: the comparison exchanges gradients once more, on all ranks or on none.
@@ -275,9 +292,9 @@ class GraphUpdate(Update):
             failure = failure or NotCapturableError("another rank cannot capture its step")
         if step is not None and failure is None:
             if compares:
-                failure = self._launch_checked(step, batch, partial(self._launch, batch, batch_idx, role), key)
+                failure = self._launch_checked(step, view, partial(self._launch, batch, batch_idx, role), key)
             else:
-                step.launch(batch)
+                step.launch(view)
             if failure is None:
                 return self._after_replay(step, role, first=True)
         if step is not None:
@@ -321,7 +338,9 @@ class GraphUpdate(Update):
 
     def _summing_memory(self) -> GradientMemory | None:
         """Returns the memory in which the gradients of an accumulation are summed; None if they are summed in ``.grad``."""
-        return self._memory() if self._sums and self._memory is not None else None
+        if not self._sums or self.plan is None or self.plan.memory is None:
+            return None
+        return self.plan.memory()
 
     def _kept_bytes(self, role: Role) -> int:
         """Returns the bytes of gradients that a graph keeps; twice with accumulation, whose graphs share one more copy of them."""
@@ -381,6 +400,7 @@ class GraphUpdate(Update):
         return outputs
 
     def _report(self, batch: Any, role: Role, used: int, how: str = "") -> None:
+        self.seen.captured = True
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(batch))
         self._session.run_summary.say(
             f"CUDA graph: steps of batches {shapes}{role.in_words} are replayed{how} from here on, with {used / _GIB:.2f} GiB"

@@ -1,4 +1,4 @@
-"""What ``lightning.__about__`` says about the package, with fabricamp as the author; and its version."""
+"""The attributes of ``lightning.__about__``, with fabricamp as the author, and the version."""
 
 from fabricamp.lightning.packages.__version__ import version as __version__
 

@@ -1,4 +1,4 @@
-"""The modules of Lightning's three packages that have no module of fabricamp at their path; nothing but the alias imports them.
+"""The modules of Lightning's three packages without a counterpart in fabricamp at the same path; only the alias imports them.
 
 This one has the names of the package ``lightning``, ``pytorch`` those of ``lightning.pytorch`` and ``pytorch_lightning``, and
 ``fabric`` those of ``lightning.fabric`` and ``lightning_fabric``.

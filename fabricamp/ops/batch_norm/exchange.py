@@ -38,7 +38,7 @@ class Route:
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that exchange statistics.
 
-        Held by a weak reference: a layer that outlives its run must not keep the default group alive, whose threads end with it.
+        Held by a weak reference: a layer that outlives its run must not keep the default group and its threads alive.
         """
         return None if self.held is None else self.held()
 
@@ -91,7 +91,7 @@ class BatchNormExchange:
     def _choose(self, group: dist.ProcessGroup | None, device: torch.device) -> Route:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
-                "a SyncBatchNorm met its first batch inside a CUDA graph's capture, where ranks cannot agree on memory; "
+                "a SyncBatchNorm got its first batch inside a CUDA graph's capture, where ranks cannot agree on memory; "
                 "run one training step before the capture"
             )
         if group is None:

@@ -20,8 +20,8 @@ from fabricamp.ops.batch_norm.exchange import Route, gather
 
 THREADS = 512
 WAITING_SHARE = 16
-"""At most one in this many concurrently running blocks may wait for other ranks.  So kernels of other streams still start, an NCCL
-collective on its up to 32 multiprocessors too, even if several layers wait at once."""
+"""At most one in this many concurrently running blocks may wait for other ranks.  Kernels of other streams can then still start,
+also an NCCL collective on up to 32 multiprocessors, even if several layers wait at once."""
 _SOME_ADDRESS: Final = 1
 """The address passed for an empty gradient, which has none; 0 would mean that the gradient is not needed."""
 _Layer: Final = bridge.structure("batch_norm.cuh", "Layer")

@@ -97,7 +97,7 @@ def _check(exchange: BatchNormExchange, x: Tensor, z: Tensor | None, *, channel_
         where = "last" if channel_last else "second"
         raise ConfigError(
             f"SyncBatchNorm has {exchange.channels} channels, but the input {tuple(x.shape)} has {channels} in its {where} "
-            "dimension; give num_features that number, or set channel_last if the channels lie in the other place"
+            "dimension; give num_features that number, or change channel_last (True: channels are the last dimension)"
         )
     if z is not None and (z.shape, z.dtype, z.device) != (x.shape, x.dtype, x.device):
         raise ConfigError(
@@ -106,5 +106,5 @@ def _check(exchange: BatchNormExchange, x: Tensor, z: Tensor | None, *, channel_
         )
     if exchange.route(x.device).ranks == 1 and x.numel() // channels == 1:
         raise ConfigError(
-            f"one value a channel has no variance: an input {tuple(x.shape)} on one rank; give a larger batch, or call eval()"
+            f"one value per channel has no variance: an input {tuple(x.shape)} on one rank; give a larger batch, or call eval()"
         )

@@ -153,7 +153,7 @@ def _norm_of(
     efficient: bool,
     device: torch.device,
 ) -> Norm:
-    """Returns the description of the norm for a registered operation, whose choice was made before."""
+    """Returns the description of the norm for a registered operation; the kernel was chosen before."""
     first = bias if weight is None else weight
     parameter = None if first is None else first.dtype
     return Norm(width, center, given, output, parameter, weight is not None, bias is not None, efficient, device)

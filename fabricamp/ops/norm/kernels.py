@@ -72,6 +72,7 @@ class Kernels:
                 return self.forward(x, weight, bias)
         output = self._empty(self._shape, self._strides, self._output)
         statistics = self._empty(self._statistics, _ONE, torch.float32)
+        # An address of 0 is rare; address_of then raises an error for a tensor without memory of its own.
         of_x = x.data_ptr() or address_of(x)
         of_weight = 0 if weight is None else weight.data_ptr() or address_of(weight)
         of_bias = 0 if bias is None else bias.data_ptr() or address_of(bias)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _MOST_LANES: Final = 1024
 _FORWARD_LANES: Final = 256
 _WORDS: Final = {8: 1280, 16: 1024, 32: 512}
-"""Registers that a thread of norm_forward.cu uses for a row, and the threads that a multiprocessor is to hold then.  The first
-entry is taken whose row fits into ``_FORWARD_LANES`` threads.  40 KB or more are in flight with each."""
+"""Pairs of the registers that a thread of norm_forward.cu uses for a row, and the threads that a multiprocessor then holds.  The
+first entry is taken for which the row fits into ``_FORWARD_LANES`` threads.  With each of them 40 KB or more are in flight."""
 
 _MOST_REGISTERS: Final = 255
 _SHARED_ELEMENTS: Final = 32
@@ -236,7 +236,7 @@ class Residents(NamedTuple):
 
 
 def with_sums(norm: Norm, vector: int) -> Residents | None:
-    """Returns a layout of norm_backward.cu whose blocks hold column sums beside their rows; None if that does not fit."""
+    """Returns a layout of norm_backward.cu with column sums in each block beside its rows; None if that does not fit."""
     cluster = _cluster(norm, vector)
     candidates = _OF_A_ROW if cluster == 1 else _OF_A_SLICE[norm.input.itemsize]
     for ahead in (True, False):

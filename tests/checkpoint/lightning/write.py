@@ -1,4 +1,4 @@
-"""Writes the files beside this one, by a Python that has Lightning: ``python tests/checkpoint/lightning/write.py``."""
+"""Writes the files in this folder; needs a Python with Lightning: ``python tests/checkpoint/lightning/write.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(pl.LightningModule):
-    """Its arguments, one more, and one that is nested."""
+    """Saves its arguments, an additional entry, and a nested one."""
 
     def __init__(self, lr=0.5, **kwargs):
         super().__init__()
@@ -31,7 +31,7 @@ class Net(pl.LightningModule):
 
 
 class Whole(Net):
-    """One argument that holds all."""
+    """Takes all hyper-parameters as one argument."""
 
     def __init__(self, config):
         super().__init__()

@@ -4,6 +4,6 @@ from fabricamp.lightning.refused import Refused
 
 
 class Fabric(Refused):
-    """Lightning's loop by hand, which is not offered: no object is one, and constructing it raises what to write."""
+    """Lightning's class for hand-written loops, not offered: constructing it raises an error that says what to write instead."""
 
     _lightnings_name = "Fabric"

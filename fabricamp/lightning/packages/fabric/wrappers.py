@@ -1,4 +1,4 @@
-"""Asks whether an object is one of those that Fabric wraps."""
+"""Functions on the objects that Fabric wraps, which do not exist here."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def is_wrapped(obj: object) -> bool:
 
 
 def _unwrap_objects(collection: Any) -> Any:
-    """Returns the objects as they are: none is wrapped."""
+    """Returns the objects unchanged: none is wrapped."""
     return collection

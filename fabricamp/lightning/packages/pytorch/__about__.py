@@ -1,3 +1,3 @@
-"""What ``lightning.__about__`` says."""
+"""The attributes of ``lightning.__about__``."""
 
 from fabricamp.lightning.packages.__about__ import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The names of Lightning's command line: type hints, and classes that raise what to write instead."""
+"""The names of Lightning's command line: type hints, and classes that raise an error with advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fabricamp.lightning.refused import Refused
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's scheduler with the name of the metric that it follows."""
+    """torch's scheduler with the name of the metric that it monitors."""
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
@@ -50,7 +50,7 @@ class SaveConfigCallback(Refused, Callback):
 
 
 def instantiate_class(args: Any, init: dict[str, Any]) -> Any:
-    """Returns an object of the class ``init["class_path"]``, from ``args``, one value or a tuple, and ``init["init_args"]``."""
+    """Constructs the class ``init["class_path"]`` with ``args`` (one value or a tuple) and the keywords ``init["init_args"]``."""
     module, _, name = init["class_path"].rpartition(".")
     given = args if isinstance(args, tuple) else (args,)
     return getattr(importlib.import_module(module), name)(*given, **init.get("init_args", {}))

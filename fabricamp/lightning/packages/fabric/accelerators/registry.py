@@ -1,4 +1,4 @@
-"""The registry of accelerators: a library's own may be put into it, and the Trainer takes CPUs and CUDA GPUs alone."""
+"""The registry of accelerators; libraries may register their own, but the Trainer only runs on CPUs and CUDA GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _AcceleratorRegistry(dict[str, Any]):
         override: bool = False,
         **init_params: Any,
     ) -> Callable[..., Any]:
-        """Registers a class; without ``accelerator`` returns a decorator that does."""
+        """Registers a class; returns a decorator that registers if ``accelerator`` is None."""
         if not isinstance(name, str):
             raise TypeError(f"the name of an accelerator is a string, not {name!r}")
         if name in self and not override:
@@ -38,7 +38,7 @@ class _AcceleratorRegistry(dict[str, Any]):
         return add if accelerator is None else add(accelerator)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns a new object of the class called ``name``; raises KeyError if there is none, and no default."""
+        """Returns a new object of the class registered as ``name``, else ``default``; raises KeyError without a default."""
         if name in self:
             return self[name]["accelerator"](**self[name]["init_params"])
         if default is None:

@@ -1,4 +1,4 @@
-"""The registry of strategies: those of ``Trainer(strategy=...)`` by name; a library's own may be added."""
+"""The registry of strategies: the names that ``Trainer(strategy=...)`` takes; libraries may register their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class _StrategyRegistry(dict[str, Any]):
         override: bool = False,
         **init_params: Any,
     ) -> Callable[..., Any]:
-        """Registers a class, which ``Trainer(strategy=name)`` takes if it is fabricamp's; without one returns a decorator."""
+        """Registers a class; ``Trainer(strategy=name)`` takes it if it derives from fabricamp's Strategy.
+
+        Returns a decorator that registers if ``strategy`` is None.
+        """
         if not isinstance(name, str):
             raise TypeError(f"the name of a strategy is a string, not {name!r}")
         if name in self and not override:
@@ -40,7 +43,7 @@ class _StrategyRegistry(dict[str, Any]):
         return add if strategy is None else add(strategy)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns a new object of the class called ``name``; raises KeyError if there is none, and no default."""
+        """Returns a new object of the class registered as ``name``, else ``default``; raises KeyError without a default."""
         if name in self:
             return self[name]["strategy"](**self[name]["init_params"])
         if default is None:

@@ -15,7 +15,7 @@ def get_filesystem(path: Any, **kwargs: Any) -> Any:
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Returns what ``torch.load`` reads from a path, a URL or an open file; objects only with ``weights_only=False``."""
+    """Returns the result of ``torch.load`` for a path, a URL or an open file; loads objects only with ``weights_only=False``."""
     weights_only = weights_only is not False  # torch.load(weights_only=None) follows an environment variable
     if hasattr(path_or_url, "read"):
         return torch.load(path_or_url, map_location=map_location, weights_only=weights_only)

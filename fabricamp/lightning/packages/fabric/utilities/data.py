@@ -25,7 +25,7 @@ def sized_len(dataloader: Any) -> int | None:
 
 
 def has_len(dataloader: object) -> bool:
-    """Returns whether there is a length; warns of 0."""
+    """Returns whether the loader has a length; warns if it is 0."""
     length = sized_len(dataloader)
     if length == 0:
         rank_zero_warn(f"{type(dataloader).__name__} has a length of 0")
@@ -33,7 +33,7 @@ def has_len(dataloader: object) -> bool:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Returns the number of workers that each of ``local_world_size`` processes has a CPU core for, but for one; at least 1."""
+    """Returns the CPU cores per process, for ``local_world_size`` processes, minus one for the process itself; at least 1."""
     if local_world_size < 1:
         raise ValueError(f"local_world_size={local_world_size} is not a number of processes; give 1 or more")
     return max(1, _num_cpus_available() // local_world_size - 1)
@@ -44,7 +44,7 @@ def _num_cpus_available() -> int:
 
 
 def _set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    """Calls ``set_epoch`` of the loader's sampler and of its batch sampler's, once each."""
+    """Calls ``set_epoch`` of the loader's sampler and of its batch sampler's sampler, once each."""
     found = (getattr(dataloader, "sampler", None), getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
     for sampler in {id(one): one for one in found}.values():
         set_epoch = getattr(sampler, "set_epoch", None)

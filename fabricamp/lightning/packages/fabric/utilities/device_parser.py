@@ -23,7 +23,7 @@ def _check_unique(device_ids: list[int]) -> None:
 
 
 def _normalize_parse_gpu_string_input(s: int | str | list[int]) -> Any:
-    """Returns the number, or the list of numbers, that a string stands for; other values as they are."""
+    """Returns the number or the list of numbers in a string; other values unchanged."""
     if not isinstance(s, str):
         return s
     if s.strip() == "-1":

@@ -1,4 +1,4 @@
-"""Sharding of samplers, and questions about the process group."""
+"""A sampler wrapper that divides samples among processes, and functions on the process group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _distributed_is_initialized() -> bool:
 
 
 class _DatasetSamplerWrapper(Dataset[Any]):
-    """The values of a sampler, as a dataset."""
+    """A dataset of the values that a sampler yields."""
 
     def __init__(self, sampler: Any) -> None:
         if not hasattr(sampler, "__len__"):
@@ -63,24 +63,24 @@ class _DatasetSamplerWrapper(Dataset[Any]):
         return len(self._sampler)
 
     def reset(self) -> None:
-        """Draws the values of the sampler once more."""
+        """Iterates over the sampler again, and stores its values."""
         self._values = list(self._sampler)
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
-    """Gives each process its share of any sampler; that one shuffles."""
+    """Divides the values of any sampler among the processes; shuffling is left to the sampler."""
 
     def __init__(self, sampler: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(_DatasetSamplerWrapper(sampler), *args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        """Returns this process's share of the sampler's values, drawn anew."""
+        """Iterates over the sampler again, and returns this process's share of its values."""
         wrapper: Any = self.dataset
         wrapper.reset()
         return (wrapper[index] for index in super().__iter__())
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, also of the sampler."""
+        """Sets the epoch here and in the sampler."""
         super().set_epoch(epoch)
         wrapper: Any = self.dataset
         if callable(getattr(wrapper._sampler, "set_epoch", None)):

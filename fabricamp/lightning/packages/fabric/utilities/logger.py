@@ -19,7 +19,7 @@ def _convert_params(params: Any) -> dict[str, Any]:
 
 
 def _flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:
-    """Returns the values of nested dicts, dataclasses and namespaces by joined keys: ``{"a": {"b": 1}}`` is ``{"a/b": 1}``."""
+    """Flattens nested dicts, dataclasses and namespaces by joining keys: ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``."""
     flat: dict[str, Any] = {}
     for key, value in params.items():
         name = f"{parent_key}{delimiter}{key}" if parent_key else str(key)
@@ -35,7 +35,7 @@ def _flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: s
 
 
 def _sanitize_params(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``params``, changed in place: other values than numbers, flags, strings and tensors become strings."""
+    """Returns ``params``, changed in place: values become strings, except numbers, bools, strings and tensors."""
     for key, value in params.items():
         plain = value.item() if isinstance(value, (np.bool_, np.integer, np.floating)) else value
         params[key] = plain if type(plain) in (bool, int, float, str, Tensor) else str(plain)
@@ -43,7 +43,7 @@ def _sanitize_params(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sanitize_callable_params(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``params`` with the names of classes, and with what functions return, or their names."""
+    """Returns ``params`` with classes replaced by their names, and functions by their results or, if a call fails, their names."""
     return {key: _named(value) for key, value in params.items()}
 
 
@@ -60,7 +60,7 @@ def _named(value: Any) -> Any:
 
 
 def _convert_json_serializable(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``params`` with strings for what JSON does not hold."""
+    """Returns ``params`` with strings in place of values that JSON cannot hold."""
     return {key: value if _is_json_serializable(value) else str(value) for key, value in params.items()}
 
 
@@ -75,5 +75,5 @@ def _is_json_serializable(value: Any) -> bool:
 
 
 def _add_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:
-    """Returns ``metrics`` with a prefix to each name; as they are without one."""
+    """Returns ``metrics`` with a prefix before each name, or unchanged without a prefix."""
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else metrics

@@ -16,7 +16,7 @@ def _optimizers_to_device(optimizers: Iterable[Optimizer], device: Any) -> None:
 
 
 def _optimizer_to_device(optimizer: Optimizer, device: Any) -> None:
-    """Moves the states but for ``step``, which torch keeps on the CPU."""
+    """Moves the states to a device, except ``step``, which torch keeps on the CPU."""
     for parameter, state in optimizer.state.items():
         moved = {key: value if key == "step" else move_data_to_device(value, device) for key, value in state.items()}
         optimizer.state[parameter] = moved

@@ -14,11 +14,11 @@ from fabricamp.utilities.rank_zero import rank_zero_warn as rank_zero_warn
 
 
 class LightningDeprecationWarning(DeprecationWarning):
-    """A warning of what will go."""
+    """A deprecation warning."""
 
 
 def _get_rank() -> int | None:
-    """Returns the rank that this process was started as; None if no variable says one."""
-    # LOCAL_RANK before SLURM's, which is set in a job whether or not SLURM starts the processes.
+    """Returns the rank of this process from the environment variables; None if none of them is set."""
+    # LOCAL_RANK before SLURM's variable, which is set in a job even if SLURM does not start the processes.
     found = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"))
     return next((int(rank) for rank in found if rank is not None), None)

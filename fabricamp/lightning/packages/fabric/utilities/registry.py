@@ -11,7 +11,7 @@ from lightning_utilities import is_overridden
 
 
 def _load_external_callbacks(group: str) -> list[Any]:
-    """Returns the callbacks that the functions of an entry-point group make."""
+    """Returns the callbacks that the functions of an entry-point group return."""
     made = [point.load()() for point in entry_points(group=group)]
     return [one for part in made for one in (part if isinstance(part, list) else [part])]
 

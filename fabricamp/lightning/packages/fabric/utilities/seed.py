@@ -1,4 +1,4 @@
-"""Seeds, and the random generators' states."""
+"""Functions that seed the random generators, and read and restore their states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ min_seed_value = 0
 
 
 def reset_seed() -> None:
-    """Seeds once more with the seed of ``seed_everything``; does nothing if there was none."""
+    """Seeds again with the seed of the last ``seed_everything``; does nothing if there was no such call."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     if seed is not None:
         seed_everything(int(seed), workers=os.environ.get("PL_SEED_WORKERS", "0") == "1", verbose=False)

@@ -10,9 +10,9 @@ from fabricamp.lightning.packages.fabric.utilities.rank_zero import (
 
 
 class PossibleUserWarning(UserWarning):
-    """A warning that may be wrong: of those of fabricamp none is, they are log messages."""
+    """The category of warnings that may be wrong; fabricamp issues none, because its own are log messages."""
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Switches warnings of the category :class:`PossibleUserWarning` off, of one module or of all."""
+    """Turns off warnings of the category :class:`PossibleUserWarning`, for one module or for all."""
     warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)

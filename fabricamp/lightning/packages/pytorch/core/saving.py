@@ -31,7 +31,7 @@ def _load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Returns a module or DataModule as ``cls.load_from_checkpoint`` of the base class does; called by overrides of that method."""
+    """Returns the result of the base class's ``load_from_checkpoint`` for ``cls``; overrides of that method call this."""
     options = {"map_location": map_location, "hparams_file": hparams_file, "weights_only": weights_only, **kwargs}
     if issubclass(cls, DataModule):
         return DataModule.load_from_checkpoint.__func__(cls, checkpoint_path, **options)  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def save_hparams_to_tags_csv(tags_csv: Any, hparams: dict[str, Any] | Namespace)
 
 
 def load_hparams_from_tags_csv(tags_csv: Any) -> dict[str, Any]:
-    """Returns the hyper-parameters of a file of :func:`save_hparams_to_tags_csv`; warns, and returns {}, if there is none."""
+    """Returns the hyper-parameters from a file of :func:`save_hparams_to_tags_csv`; warns and returns {} if there is no file."""
     if not _is_there(tags_csv):
         return {}
     with get_filesystem(tags_csv).open(str(tags_csv), "r", newline="") as file:
@@ -62,7 +62,7 @@ def load_hparams_from_tags_csv(tags_csv: Any) -> dict[str, Any]:
 
 
 def save_hparams_to_yaml(config_yaml: Any, hparams: dict[str, Any] | Namespace, use_omegaconf: bool = True) -> None:
-    """Writes the hyper-parameters; those that YAML has no form for are left out, and a warning names each."""
+    """Writes the hyper-parameters; leaves out values that YAML cannot hold, with a warning for each."""
     values = {}
     for key, value in _as_dict(hparams).items():
         plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -77,7 +77,7 @@ def save_hparams_to_yaml(config_yaml: Any, hparams: dict[str, Any] | Namespace, 
 
 
 def load_hparams_from_yaml(config_yaml: Any, use_omegaconf: bool = True) -> Any:
-    """Returns the hyper-parameters of a file, by default as OmegaConf's container; warns, and returns {}, if there is none."""
+    """Returns the hyper-parameters of a file, by default as OmegaConf's container; warns and returns {} if there is no file."""
     if not _is_there(config_yaml):
         return {}
     with get_filesystem(config_yaml).open(str(config_yaml), "r") as file:

@@ -28,7 +28,7 @@ class RandomDataset(Dataset[Any]):
 
 
 class RandomDictDataset(RandomDataset):
-    """The same as a dict of two vectors, "b" 2 above "a"."""
+    """A :class:`RandomDataset` with dicts of two vectors: "b" is "a" plus 2."""
 
     def __getitem__(self, index: int) -> Any:
         vector = self.data[index]
@@ -36,7 +36,7 @@ class RandomDictDataset(RandomDataset):
 
 
 class RandomIterableDataset(IterableDataset[Any]):
-    """Draws ``count`` random vectors of ``size`` numbers in each pass."""
+    """Yields ``count`` new random vectors of ``size`` numbers in each pass."""
 
     def __init__(self, size: int, count: int) -> None:
         self.count = count
@@ -48,14 +48,14 @@ class RandomIterableDataset(IterableDataset[Any]):
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """The same with a length."""
+    """The base class with a length."""
 
     def __len__(self) -> int:
         return self.count
 
 
 class BoringModel(LightningModule):
-    """A linear layer of 32 inputs and 2 outputs, which learns to give ones."""
+    """A linear layer of 32 inputs and 2 outputs, trained to output ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class BoringModel(LightningModule):
 
 
 class ManualOptimBoringModel(BoringModel):
-    """The same with steps by hand."""
+    """The base class with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class BoringDataModule(_DataForEachStage):
         self.random_full = RandomDataset(32, 64 * 4)
 
     def setup(self, stage: str) -> None:
-        """Takes the quarters of the stage."""
+        """Selects the stage's quarter of the data."""
         if stage == "fit":
             self.random_train = self._quarter(0)
         if stage in ("fit", "validate"):

@@ -1,4 +1,4 @@
-"""Samplers that repeat no sample, and one that keeps the indices of its batches."""
+"""Distributed samplers that repeat no sample, and a batch sampler that records the indices of its batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fabricamp.lightning.packages.fabric.utilities.distributed import _DatasetSa
 
 
 class UnrepeatedDistributedSampler(DistributedSampler[Any]):
-    """Gives each process every n-th sample, each once: a process may have one sample more than another.
+    """Gives each process every n-th sample, without repetitions: a process may have one sample more than another.
 
     For predictions: in training all processes need the same number of batches.
     """
@@ -26,7 +26,7 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
         assert self.num_samples or not self.total_size, "fewer samples than processes: a process has none"
 
     def __iter__(self) -> Iterator[Any]:
-        """Returns this process's indices, in the order of the dataset or, with ``shuffle``, in one that follows from the epoch."""
+        """Returns this process's indices, in the dataset's order or, with ``shuffle``, in a random order seeded by the epoch."""
         order = list(range(self.total_size))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.epoch)
@@ -35,20 +35,20 @@ class UnrepeatedDistributedSampler(DistributedSampler[Any]):
 
 
 class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
-    """The same over the values of any sampler."""
+    """Divides the values of any sampler among the processes, without repetitions."""
 
     def __init__(self, sampler: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(_DatasetSamplerWrapper(sampler), *args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        """Returns this process's share of the sampler's values, drawn anew."""
+        """Iterates over the sampler again, and returns this process's share of its values."""
         wrapper: Any = self.dataset
         wrapper.reset()
         return (wrapper[index] for index in super().__iter__())
 
 
 class _IndexBatchSamplerWrapper:
-    """A batch sampler that keeps the indices which it gave, in ``seen_batch_indices``."""
+    """A batch sampler that records the batches that it has yielded in ``seen_batch_indices``."""
 
     def __init__(self, batch_sampler: Any) -> None:
         vars(self).update(vars(batch_sampler))

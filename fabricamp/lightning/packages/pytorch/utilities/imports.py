@@ -1,4 +1,4 @@
-"""Which packages and versions are there."""
+"""Flags for installed packages and their versions."""
 
 from __future__ import annotations
 

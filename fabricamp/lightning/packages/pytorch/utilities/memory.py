@@ -1,4 +1,4 @@
-"""Detaches nested tensors, frees memory, and tells errors of too little memory from others."""
+"""Detaches nested tensors, frees memory, and recognises out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
 
 
 def is_oom_error(exception: BaseException) -> bool:
-    """Returns whether memory was too small."""
+    """Returns whether the error is an out-of-memory error of any kind below."""
     return is_cuda_out_of_memory(exception) or is_cudnn_snafu(exception) or is_out_of_cpu_memory(exception)
 
 
 def is_cuda_out_of_memory(exception: BaseException) -> bool:
-    """Returns whether the GPU's memory was too small."""
+    """Returns whether the error says that GPU memory was exhausted."""
     return _says(exception, "CUDA") and _says(exception, "out of memory")
 
 
 def is_cudnn_snafu(exception: BaseException) -> bool:
-    """Returns whether cuDNN refused, which it does for lack of memory."""
+    """Returns whether the error is cuDNN's "not supported", which it also raises if memory is exhausted."""
     return _says(exception, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")
 
 
 def is_out_of_cpu_memory(exception: BaseException) -> bool:
-    """Returns whether the host's memory was too small."""
+    """Returns whether the error says that host memory was exhausted."""
     return _says(exception, "DefaultCPUAllocator: can't allocate memory")
 
 
@@ -40,6 +40,6 @@ def _says(exception: BaseException, words: str) -> bool:
 
 
 def garbage_collection_cuda() -> None:
-    """Collects garbage, and gives cached memory of GPUs back."""
+    """Runs the garbage collector, and frees torch's cached GPU memory."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Asks whether a method is overridden, and keeps the training modes of a module's parts."""
+"""Checks whether a method is overridden, and saves and restores the training modes of submodules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
 
 def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
-    """Returns torchvision's model of a name."""
+    """Returns a new torchvision model by name."""
     from torchvision import models  # type: ignore[import-not-found,unused-ignore]  # not a dependency
 
     model: nn.Module = models.get_model(model_name, **kwargs)
@@ -33,16 +33,16 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
 
 
 class _ModuleMode:
-    """Keeps ``training`` of each submodule."""
+    """Saves and restores ``training`` of each submodule."""
 
     def __init__(self) -> None:
         self.mode: dict[str, bool] = {}
 
     def capture(self, module: nn.Module) -> None:
-        """Keeps the modes."""
+        """Saves the modes."""
         self.mode = {name: part.training for name, part in module.named_modules()}
 
     def restore(self, module: nn.Module) -> None:
-        """Sets the modes; a submodule that is new keeps its own."""
+        """Restores the modes; a submodule added since keeps its own."""
         for name, part in module.named_modules():
             part.training = self.mode.get(name, part.training)

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Returns the paths of each parameter that has several."""
+    """Returns lists of paths, one list for each parameter that has several paths."""
     paths: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         paths.setdefault(parameter, []).append(name)
@@ -16,7 +16,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
-    """Sets the parameter of each list's first path at its other paths; returns ``module``."""
+    """For each list, sets the parameter at the first path at the other paths too; returns ``module``."""
     for first, *others in shared_params:
         parameter = operator.attrgetter(first)(module)
         for path in others:

@@ -23,14 +23,14 @@ def is_picklable(obj: object) -> bool:
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Removes the values that cannot be pickled; a warning names each."""
+    """Removes values that cannot be pickled, with a warning for each."""
     for key in [key for key, value in hparams.items() if not is_picklable(value)]:
         rank_zero_warn(f"{key!r} is left out of the hyper-parameters: it cannot be pickled")
         del hparams[key]
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """Returns the names of ``self``, ``*args`` and ``**kwargs`` in a class's constructor; None for one that is not there."""
+    """Returns the names of ``self``, ``*args`` and ``**kwargs`` in a class's constructor; None for a missing parameter."""
     parameters = [*inspect.signature(cls.__init__).parameters.values()]  # type: ignore[misc]
     names = {parameter.kind: parameter.name for parameter in parameters}
     return parameters[0].name, names.get(inspect.Parameter.VAR_POSITIONAL), names.get(inspect.Parameter.VAR_KEYWORD)
@@ -42,7 +42,7 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 
 def _get_init_args(frame: FrameType) -> tuple[Any, dict[str, Any]]:
-    """Returns the object that the constructor in ``frame`` makes, and its arguments."""
+    """Returns the object that the constructor running in ``frame`` initialises, and the constructor's arguments."""
     values = inspect.getargvalues(frame).locals
     if "__class__" not in values or frame.f_code.co_name != "__init__":
         return None, {}
@@ -88,18 +88,21 @@ def save_hyperparameters(
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Returns whether the module, its hyper-parameters, its data or that one's hyper-parameters have ``attribute``."""
+    """Returns whether the module, its DataModule, or the hyper-parameters of one of them have ``attribute``."""
     return bool(_holders(model, attribute))
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
-    """Returns ``attribute`` of the last of them that has it; raises AttributeError if none has."""
+    """Returns ``attribute`` of its last holder: module, its hyper-parameters, DataModule, its hyper-parameters.
+
+    Raises AttributeError if none of these has the attribute.
+    """
     holder = _found_holders(model, attribute)[-1]
     return holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
 
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
-    """Sets ``attribute`` of each that has it; raises AttributeError if none has."""
+    """Sets ``attribute`` wherever :func:`lightning_hasattr` looks and it exists; raises AttributeError if it exists nowhere."""
     for holder in _found_holders(model, attribute):
         if isinstance(holder, dict):
             holder[attribute] = value

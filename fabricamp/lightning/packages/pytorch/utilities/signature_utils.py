@@ -1,4 +1,4 @@
-"""Asks for parameters of hooks."""
+"""Checks which parameters a hook takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bar of tqdm that Lightning draws, for code that draws one itself."""
+"""Lightning's tqdm class, for code that draws a bar itself."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _WIDTH = 5
 
 try:
     from tqdm.auto import tqdm as _Tqdm
-except ImportError:  # fabricamp's own bar does without tqdm
+except ImportError:  # fabricamp's own bar does not need tqdm
     _Tqdm = object
 
 
-class Tqdm(_Tqdm):  # type: ignore[misc]  # the base is what is installed
-    """A tqdm whose numbers have a width of at least five, so that the bar does not move as they change."""
+class Tqdm(_Tqdm):  # type: ignore[misc]  # the base depends on the installed packages
+    """A tqdm that shows numbers with at least five characters, so that the bar does not move when they change."""
 
     @staticmethod
     def format_num(n: float | str) -> Any:
-        """Returns a number as text, a float with zeros behind it."""
+        """Returns a number as text; a float is padded with zeros."""
         text = n if isinstance(n, str) else _Tqdm.format_num(n)
         if isinstance(n, int) or "e" in text:
             return text
@@ -33,5 +33,5 @@ class Tqdm(_Tqdm):  # type: ignore[misc]  # the base is what is installed
 
 
 def convert_inf(x: float | None) -> float | None:
-    """Returns None, tqdm's word for an unknown total, for an infinite or undefined number; others as they are."""
+    """Returns None, which means an unknown total to tqdm, for infinity and NaN; other values unchanged."""
     return None if x is None or x in (float("inf"), float("-inf")) or x != x else x  # noqa: PLR0124 - nan alone differs

@@ -1,2 +1,2 @@
 # Written by tools/write_aliases.py
-"""The package of Lightning's connectors; what they hold is an attribute of the Trainer here."""
+"""The package of Lightning's connectors; fabricamp's Trainer has their values as its own attributes."""

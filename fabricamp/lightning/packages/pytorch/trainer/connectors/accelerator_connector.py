@@ -12,11 +12,11 @@ from fabricamp.precision import Precision, precision_from
 
 
 class _AcceleratorConnector:
-    """The kind and the numbers of the devices that a Trainer with the same arguments takes.
+    """Resolves the kind and the indices of the devices that a Trainer with the same arguments uses.
 
-    Read by scvi-tools (``_accelerator_flag``, ``_devices_flag``), rl4co (``_choose_auto_accelerator``) and nequip, which replaces
-    ``_choose_strategy`` and ``_check_and_init_precision``: no Trainer calls them.  The other arguments are Lightning's, and change
-    nothing here.
+    Libraries use its private names: scvi-tools (``_accelerator_flag``, ``_devices_flag``), rl4co (``_choose_auto_accelerator``) and
+    nequip, which replaces ``_choose_strategy`` and ``_check_and_init_precision``; fabricamp's Trainer calls neither.  The other
+    arguments are Lightning's, and have no effect here.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class _AcceleratorConnector:
         self.accelerator = accelerator_of(kind)
         self.use_distributed_sampler = use_distributed_sampler
         self._accelerator_flag = accelerator if isinstance(accelerator, Accelerator) else kind
-        # Lightning has the number of processes on the CPU, and the numbers of GPUs.
+        # As in Lightning: the number of processes on the CPU, else the list of GPU indices.
         self._devices_flag = len(numbers) if kind == "cpu" else numbers
         self._num_nodes_flag = num_nodes
         self._precision_flag = precision

@@ -20,7 +20,7 @@ def get_human_readable_count(number: int) -> str:
     while value >= 1000 and unit < len(PARAMETER_NUM_UNITS) - 1:
         value /= 1000
         unit += 1
-    # Three digits: a decimal place as long as they leave one.
+    # At most three digits: one decimal place for values below 100.
     text = f"{int(value):,d}" if unit == 0 or value >= 100 else f"{int(value * 10) / 10:,.1f}"
     return f"{text} {PARAMETER_NUM_UNITS[unit]}"
 

@@ -1,4 +1,4 @@
-"""Every level against a loop written by hand: same weights, whatever optimizer, clipping and accumulation."""
+"""Every level compared with a hand-written loop: the same weights with any optimizer, clipping and accumulation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WINDOWS = 6
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 8, bias=False)  # before BatchNorm its gradient is noise
+        self.first = nn.Linear(6, 8, bias=False)  # the gradient of a bias before BatchNorm is only rounding error
         self.norm = nn.BatchNorm1d(8)
         self.last = nn.Linear(8, 3)
 
@@ -64,7 +64,7 @@ def start(precision, module, make_optimizer, accumulate=1, strategy=None):
 
 
 def window(precision, module, optimizer, micro_batches, clip=None, spoil=None, look=None):
-    """One update window, in the order in which the loop does it."""
+    """Runs one accumulation step, in the loop's order of calls."""
     loss = None
     for index, batch in enumerate(micro_batches):
         loss = precision.forward(module.training_step, precision.convert_input(batch))
@@ -93,7 +93,7 @@ def train(precision, module, make_optimizer, clip=None, accumulate=1):
 
 
 def reference(level: str, make_optimizer, clip, accumulate):
-    """The same by hand, in plain torch: half copies, fp32 masters, fp32 sums of half gradients, no scaling where it cancels."""
+    """Does the same in plain torch: half copies, fp32 masters, fp32 sums of half gradients, and no scaling where it cancels."""
     module = task()
     dtype = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}.get(level)
     autocast = {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
@@ -223,7 +223,7 @@ def test_fused_sgd_survives_an_overflow_in_its_first_step():
         data = batches(3)
         if spoiled:
             window(precision, module, optimizer, data[:1], spoil=overflow)
-            module.load_state_dict(task().state_dict())  # BatchNorm saw a batch
+            module.load_state_dict(task().state_dict())  # restores BatchNorm's statistics after the batch
             precision.verdicts.scaler.state.scale.fill_(2.0**16)
         for batch in data[1:]:
             window(precision, module, optimizer, [batch])
@@ -291,7 +291,7 @@ def test_the_one_wait_is_told_once_with_its_cure(monkeypatch, caplog):
     reads = count_host_reads(monkeypatch)
     window(precision, module, optimizer, [batches(1)[0]])
     assert caplog.messages == []  # on CPU nothing is waited for
-    precision._stepper._strategy.device = torch.device("cuda")
+    precision._stages(optimizer)._scaling.strategy.device = torch.device("cuda")
     for batch in batches(3):
         window(precision, module, optimizer, [batch])
     assert reads.count("item") == 4
@@ -463,7 +463,7 @@ def test_sparse_gradients():
 
 
 def test_manual_optimization_inside_the_step():
-    # Backward and updates asked for by the step run outside autocast, and what autocast cached is dropped.
+    # Backward and updates within the step run outside autocast, and clear autocast's cache.
     module, precision = task(), OptLevel("O1")
     optimizer = start(precision, module, lambda p: torch.optim.SGD(p, lr=10.0))
     x = batches(1)[0][0]
@@ -539,7 +539,7 @@ def test_an_unknown_optimizer_is_named():
 
 
 class TwoRanks(Strategy):
-    """As much of a strategy as a rank sees: the other rank had a gradient for every parameter."""
+    """Simulates a strategy of two ranks: the other rank has a gradient for every parameter."""
 
     distributed = True
     world_size = 2

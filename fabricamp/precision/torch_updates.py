@@ -1,0 +1,143 @@
+"""Updates by torch's own functions: gradients written into ``.grad`` and clipped there, steps skipped by torch's protocol.
+
+For optimizers without kernels of the package, and wherever the bits of a hand-written loop are kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabricamp import ops
+from fabricamp.gradients.flat import Gradients
+from fabricamp.ops.shards import SharedRows, any_shard, local_gradient
+from fabricamp.optimizers.refusals import owned_parameters
+
+if TYPE_CHECKING:
+    from fabricamp.precision.base import Clip
+
+logger = logging.getLogger("fabricamp")
+
+
+def may_skip(optimizer: Optimizer) -> bool:
+    """Returns whether ``optimizer`` can skip its next step on the device; creates the optimizer state that this needs."""
+    # torch's protocol: with fused=True, ``step`` reads ``found_inf`` on the device.
+    reads_found_inf = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused", True) for group in optimizer.param_groups
+    )
+    return reads_found_inf and _prepare_to_skip(optimizer)
+
+
+def _prepare_to_skip(optimizer: Optimizer) -> bool:
+    """Returns whether the optimizer state for a skipped step exists or could be created.
+
+    torch's fused SGD allocates its momentum buffers in the first step and leaves them uninitialised if that step is skipped.
+    Without dampening, zeros give the same first step.  With dampening they do not, so the host has to decide until the buffers
+    exist.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    for group in optimizer.param_groups:
+        if group["momentum"] == 0:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None or optimizer.state[parameter].get("momentum_buffer") is not None:
+                continue
+            if group["dampening"] != 0:
+                return False
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return True
+
+
+def run_unless_overflow(optimizer: Any, found_inf: Tensor, update: Callable[[], Any] | None = None) -> None:
+    """Steps ``optimizer``, which reads ``found_inf`` on the device; calls ``update`` instead of ``optimizer.step`` if given.
+
+    ``update`` is for an optimizer with a replaced ``step``.
+    """
+    optimizer.grad_scale = None
+    optimizer.found_inf = found_inf
+    try:
+        (update or optimizer.step)()
+    finally:
+        del optimizer.grad_scale
+        del optimizer.found_inf
+
+
+def leave_fused(optimizer: torch.optim.SGD, *, tell: bool) -> None:
+    """Sets ``fused=False`` in SGD: on CPU, torch's fused SGD (seen in 2.13) does not update most half weights.
+
+    Called in each step, because loading an optimizer's state restores the saved ``fused`` option.
+    """
+    for group in optimizer.param_groups:
+        if group["fused"]:
+            group["fused"] = False
+            if tell:
+                logger.warning("torch's SGD(fused=True) does not update half weights on CPU; fused=False is used")
+                tell = False
+
+
+@torch.no_grad()
+def write_gradients(optimizer: Optimizer, gradients: Gradients) -> None:
+    """Writes gradients from a strategy's buffers into ``.grad``, and applies the division that the strategy left out."""
+    parameters = owned_parameters(optimizer)
+    if gradients.tensors is not None:
+        for parameter, value in zip(parameters, gradients.values(), strict=True):
+            parameter.grad = None if value is None else value.to(parameter.dtype)
+    for divisor in (gradients.divisor, gradients.weight):
+        if isinstance(divisor, torch.Tensor) or divisor not in (None, 1):
+            torch._foreach_div_([parameter.grad for parameter in parameters if parameter.grad is not None], divisor)
+
+
+def clip_limits(clip: Clip | None) -> tuple[float | None, float | None]:
+    """Returns (maximal norm, maximal value) of ``clip``; None for no limit."""
+    if clip is None:
+        return None, None
+    return (clip.value, None) if clip.algorithm == "norm" else (None, clip.value)
+
+
+@torch.no_grad()
+def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
+    """Clips the ``.grad`` of all parameters of ``optimizer`` by torch's own functions, for the same bits as a hand-written loop.
+
+    Sharded gradients are clipped shard by shard, with one exchange in total; torch would exchange a norm per parameter.
+    """
+    parameters = [parameter for parameter in owned_parameters(optimizer) if parameter.grad is not None]
+    if any_shard(parameters):
+        _clip_shards(optimizer, parameters, clip)
+    elif clip.algorithm == "norm":
+        torch.nn.utils.clip_grad_norm_(parameters, clip.value)
+    else:
+        torch.nn.utils.clip_grad_value_(parameters, clip.value)
+
+
+_SHARED_ROWS: Final[WeakKeyDictionary[Any, tuple[list[Tensor], SharedRows | None]]] = WeakKeyDictionary()
+"""For each optimizer the parameters clipped last, and which ranks share them."""
+
+
+def _clip_shards(optimizer: Optimizer, parameters: list[Tensor], clip: Clip) -> None:
+    own = list(map(local_gradient, parameters))
+    if clip.algorithm == "norm":
+        known = _SHARED_ROWS.get(optimizer)
+        if known is None or len(known[0]) != len(parameters) or not all(map(operator.is_, known[0], parameters)):
+            known = (parameters, SharedRows.of(parameters))
+            _SHARED_ROWS[optimizer] = known
+        scale = torch.ones((), dtype=torch.float32, device=own[0].device)
+        squares = ops.gradient_statistics(own, scale, shared=known[1])
+        torch._foreach_mul_(own, (clip.value / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0))
+    else:
+        torch._foreach_clamp_min_(own, -clip.value)
+        torch._foreach_clamp_max_(own, clip.value)
+
+
+def demands_closure(optimizer: Optimizer) -> bool:
+    """Returns whether ``optimizer.step`` cannot be called without a closure (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
