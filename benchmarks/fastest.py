@@ -1,27 +1,36 @@
-"""Compares the wall time of a bf16 training step: hand-written, hand-written with torch.compile, Lightning, and the Trainer.
+"""Wall time of a bf16 training step: by hand, by hand with torch.compile, through Lightning, and through the Trainer.
 
-    python benchmarks/fastest.py [--only gpt2-16,resnet50-64,resnet50-256] [--rounds 5] [--minutes 8] [--out results.json] [--quick]
+    python benchmarks/fastest.py [--only gpt2-16,...] [--goals] [--rounds 5] [--minutes 8] [--out results.json] [--quick]
 
-A hand-written step is bf16 autocast, clipping at norm 1 and torch's fused AdamW: eager, by ``torch.compile(network)``, and by
-``torch.compile(network, mode="reduce-overhead")``, which uses CUDA graphs.  Lightning runs at "bf16-mixed".  The Trainer runs at O4
-(bf16 autocast) and O5 (bf16 weights with fp32 masters), with FusedAdam: eager, as one CUDA graph, and at O4 with ``compile=True``.
-Trainer and Lightning have all features on: bar, logger, a checkpoint callback with nothing to save, a ``self.log`` in each step.
-All share network, loss and loader (batches in pinned memory, copied asynchronously).
+By hand a step is bf16 autocast, or bf16 weights with fp32 masters, clipping at norm 1 and torch's fused AdamW: eager, by
+``torch.compile(network)``, and by its mode "reduce-overhead", which has CUDA graphs; the whole compiled step of the MLP is captured
+as a bare graph too.  Lightning runs at "bf16-mixed".  The Trainer runs at O4 (bf16 autocast) and O5 (bf16 weights with fp32
+masters), with FusedAdam: eager, as one CUDA graph, compiled, and both.  Trainer and Lightning have everything on: bar, logger, a
+checkpoint callback with nothing to save, a ``self.log`` in each step.  All share network, loss and loader (batches in pinned
+memory, copied without a wait).
 
-Rounds are interleaved; each variant has a median and quartiles, and compiles again in each round, before the measured steps.  With
-``--out``, networks already in the file are skipped, because a run may be interrupted, and stops by itself after ``--minutes``.
+Rounds are interleaved; each way has a median and quartiles, and compiles anew in each round, before the measured steps.  In the
+first round each way makes 200 steps, and the mean loss of the last 100 is kept.  "cold-24" is another measure: the first step of a
+GPT of 24 layers, compilation included, in a fresh process with empty caches.
+
+``--goals`` leaves out the ways that no goal needs.  With ``--out``, what the file has is left out: a run may be cut, and ends by
+itself after ``--minutes``; give the same command again for the rest, on the same card.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import functools
 import gc
 import io
 import json
 import logging
+import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,42 +38,141 @@ import warnings
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loop import CASES, QUICK, WARM_UP, Stopwatch, module_of
-from fabricamp import Trainer, TrainingModule
+from benchmarks.gpt_curves import Sizes, torch_loss
+from benchmarks.loop import CASES as SMALLER
+from benchmarks.loop import QUICK, WARM_UP, Case, Stopwatch, module_of, predict
+from fabricamp import Callback, Trainer, TrainingModule
 from fabricamp.optimizers import FusedAdam
 
-NETWORKS = ("gpt2-16", "resnet50-64", "resnet50-256")
+LEARNT = 200
+"""Steps of the first round, of which the last half gives the mean loss."""
 
 
-def by_hand(case, **compile_options):
-    """Times a hand-written loop; ``compile_options`` are those of torch.compile, None for an eager step."""
+class Run(NamedTuple):
+    """What one run of one way gives: seconds of the measured steps, and the losses of all steps on the device."""
+
+    seconds: float
+    losses: list[torch.Tensor]
+
+
+def gpt(sizes):
+    first = functools.cache(lambda: sizes.network(torch.device("cpu"), loss=torch_loss))
+    return lambda: copy.deepcopy(first())
+
+
+def words(sizes):
+    return lambda: (torch.randint(0, 50257, (sizes.batch, sizes.context + 1)),)
+
+
+LARGE = Sizes(50304, context=2048, layers=24, width=2048, heads=16, batch=4)
+DEEP = Sizes(50304, context=512, layers=24, width=1024, heads=16, batch=8)
+CASES = {
+    "gpt2-16": SMALLER["gpt2-16"],
+    "resnet50-64": SMALLER["resnet50-64"],
+    "resnet50-256": SMALLER["resnet50-256"],
+    "mlp": SMALLER["mlp"].replayed(),
+    "gpt-1.3b": Case(gpt(LARGE), words(LARGE), predict, 10),
+}
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------------------
+
+
+class Halves:
+    """bf16 weights with fp32 masters: the network is cast, and the optimizer has fp32 copies of its parameters."""
+
+    def __init__(self, network):
+        network.bfloat16()
+        for layer in network.modules():
+            if isinstance(layer, torch.nn.BatchNorm2d):
+                layer.float()
+        self.weights = list(network.parameters())
+        self.masters = [one.detach().float().clone().requires_grad_() for one in self.weights]
+
+    def take_gradients(self):
+        """Makes the masters' gradients, and frees the weights'."""
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            master.grad = weight.grad.float()
+            weight.grad = None
+
+    @torch.no_grad()
+    def give_weights(self):
+        """Rounds the masters into the network."""
+        torch._foreach_copy_(self.weights, self.masters)
+
+
+def by_hand(case, *, halves=False, graph=False, **compile_options):
+    """A loop as one writes it; ``compile_options``: those of torch.compile, none for an eager step; ``graph``: a bare graph."""
     torch.manual_seed(0)
     network = case.network().cuda()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+    pairs = Halves(network) if halves else None
+    trained = pairs.masters if pairs else list(network.parameters())
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True, capturable=graph)
     called = torch.compile(network, **compile_options) if compile_options else network
-    batches = case.loader(WARM_UP + case.steps).batches
-    for number, batch in enumerate(batches):
-        if number == WARM_UP:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-        on_gpu = [one.cuda(non_blocking=True) for one in batch]
+    losses = []
+
+    def step(*batch):
         optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = case.loss(called, *on_gpu)
+        with torch.autocast("cuda", torch.bfloat16, enabled=not halves):
+            loss = case.loss(called, *(one.bfloat16() if halves and one.is_floating_point() else one for one in batch))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        if pairs:
+            pairs.take_gradients()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+        if pairs:
+            pairs.give_weights()
+        return loss.detach()
+
+    batches = case.loader(WARM_UP + case.steps).batches
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if graph else contextlib.nullcontext():
+        captured = None
+        for number, batch in enumerate(batches):
+            if number == WARM_UP:
+                if graph:
+                    inputs = [one.cuda() for one in batch]
+                    captured = torch.cuda.CUDAGraph()
+                    optimizer.zero_grad()
+                    with torch.cuda.graph(captured, stream=stream):
+                        loss = step(*inputs)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+            if captured is None:
+                # torch's own graphs overwrite what they returned.
+                losses.append(step(*[one.cuda(non_blocking=True) for one in batch]).clone())
+                continue
+            for own, one in zip(inputs, batch, strict=True):
+                own.copy_(one, non_blocking=True)
+            captured.replay()
+            losses.append(loss.clone())
+        torch.cuda.synchronize()
+    return Run(time.perf_counter() - start, losses)
+
+
+# -- through trainers --------------------------------------------------------------------------------------------------------------
+
+
+def keeping_losses(module):
+    """The module, with a list of the losses of its steps in the hook after a batch."""
+    losses = []
+
+    def on_train_batch_end(outputs, *_):
+        losses.append(outputs["loss"].detach().clone())
+
+    module.on_train_batch_end = on_train_batch_end
+    return module, losses
 
 
 def ours(case, precision, **options):
-    """Times the Trainer with all features on."""
+    """The Trainer with everything on."""
     watch = Stopwatch(case.steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -77,13 +185,14 @@ def ours(case, precision, **options):
             gradient_clip_val=1.0,
             **options,
         )
-        module = module_of(case, TrainingModule, lambda parameters: FusedAdam(parameters, lr=1e-4, weight_decay=0.01))
+        optimizer = partial(FusedAdam, lr=1e-4, weight_decay=0.01)
+        module, losses = keeping_losses(module_of(case, TrainingModule, optimizer))
         trainer.fit(module, case.loader(WARM_UP + case.steps))
-    return watch.seconds
+    return Run(watch.seconds, losses)
 
 
 def lightnings(case):
-    """Times Lightning's Trainer with all features on."""
+    """Lightning's Trainer with everything on."""
     import lightning.pytorch as pl
 
     class Watch(pl.Callback):
@@ -101,92 +210,227 @@ def lightnings(case):
             callbacks=[watch],
             gradient_clip_val=1.0,
         )
-        adamw = partial(
-            torch.optim.AdamW, lr=1e-4
-        )  # not fused: Lightning does not clip for a fused optimizer at bf16-mixed
-        trainer.fit(module_of(case, pl.LightningModule, adamw), case.loader(WARM_UP + case.steps))
-    return watch.seconds
+        adamw = partial(torch.optim.AdamW, lr=1e-4)  # Lightning refuses to clip for a fused one at bf16-mixed
+        module, losses = keeping_losses(module_of(case, pl.LightningModule, adamw))
+        trainer.fit(module, case.loader(WARM_UP + case.steps))
+    return Run(watch.seconds, losses)
 
 
 WAYS = {
     "by hand": by_hand,
     "by hand, compiled": partial(by_hand, dynamic=False),
     "by hand, compiled, reduce-overhead": partial(by_hand, mode="reduce-overhead", dynamic=False),
+    "by hand, bf16 weights, compiled": partial(by_hand, halves=True, dynamic=False),
+    "by hand, bf16 weights, compiled, reduce-overhead": partial(
+        by_hand, halves=True, mode="reduce-overhead", dynamic=False
+    ),
+    "by hand, compiled, bare graph": partial(by_hand, graph=True, dynamic=False),
     "Lightning": lightnings,
     "fabricamp O4": partial(ours, precision="O4"),
     "fabricamp O4, graph": partial(ours, precision="O4", cuda_graph=True),
     "fabricamp O4, compiled": partial(ours, precision="O4", compile=True),
+    "fabricamp O4, compiled, graph": partial(ours, precision="O4", compile=True, cuda_graph=True),
+    "fabricamp O4, compiled, graph, kernels by time": partial(
+        ours, precision="O4", compile={"options": {"deterministic": False}}, cuda_graph=True
+    ),
     "fabricamp O5": partial(ours, precision="O5"),
     "fabricamp O5, graph": partial(ours, precision="O5", cuda_graph=True),
+    "fabricamp O5, compiled, graph": partial(ours, precision="O5", compile=True, cuda_graph=True),
+    "fabricamp O5, blocks": partial(ours, precision="O5", compile="blocks"),
+    "fabricamp O5, blocks, graph": partial(ours, precision="O5", compile="blocks", cuda_graph=True),
+}
+COMPILED_BY_HAND = tuple(name for name in WAYS if name.startswith("by hand,") and "bare graph" not in name)
+BOTH = tuple(name for name in WAYS if name.startswith("fabricamp") and "compiled, graph" in name)
+ALL = tuple(name for name in WAYS if name != "by hand, compiled, bare graph" and "blocks" not in name)
+GOALS = {
+    "gpt2-16": (*COMPILED_BY_HAND, *BOTH),
+    "resnet50-64": (*COMPILED_BY_HAND, *BOTH),
+    "resnet50-256": (*COMPILED_BY_HAND, *BOTH),
+    "mlp": ("by hand, compiled, bare graph", "fabricamp O4, compiled, graph"),
+    "gpt-1.3b": (*COMPILED_BY_HAND, "fabricamp O5, blocks"),
+}
+"""The ways that a goal compares: the fastest by hand with the fastest of the Trainer."""
+OTHERS = dict.fromkeys(("gpt2-16", "resnet50-64", "resnet50-256"), ALL) | {
+    "mlp": ("by hand, compiled, reduce-overhead", "fabricamp O4, graph"),
+    "gpt-1.3b": ("by hand", "fabricamp O5", "fabricamp O5, blocks, graph"),
 }
 
 
-def measure(case, rounds):
-    """Returns the milliseconds per step of each variant in each round, and the errors of variants that cannot run."""
-    found = {name: [] for name in WAYS}
-    missing = {}
-    for _ in range(rounds):
-        for name, way in WAYS.items():
-            if name in missing:
+# -- the first step of a deep network ----------------------------------------------------------------------------------------------
+
+
+class FirstStep(Callback):
+    """Times the first step of a fit."""
+
+    def on_train_batch_start(self, *_):
+        """Starts."""
+        torch.cuda.synchronize()
+        self.start = time.perf_counter()
+
+    def on_train_batch_end(self, *_):
+        """Stops."""
+        torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self.start
+
+
+def cold_by_hand(case):
+    network = case.network().cuda()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+    called = torch.compile(network)
+    (batch,) = case.loader(1).batches
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = case.loss(called, *(one.cuda() for one in batch))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def cold_ours(case, part):
+    watch = FirstStep()
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(
+        accelerator="gpu", devices=1, precision="O4", max_steps=1, callbacks=[watch], gradient_clip_val=1.0, compile=part, **off
+    )  # fmt: skip
+    trainer.fit(module_of(case, TrainingModule, partial(FusedAdam, lr=1e-4)), case.loader(1))
+    return watch.seconds
+
+
+COLD_WAYS = {
+    "by hand, compiled": cold_by_hand,
+    "fabricamp O4, compiled": partial(cold_ours, part=True),
+    "fabricamp O4, blocks": partial(cold_ours, part="blocks"),
+}
+GOALS["cold-24"] = ("by hand, compiled", "fabricamp O4, blocks")
+OTHERS["cold-24"] = ("fabricamp O4, compiled",)
+COLD = Case(gpt(DEEP), words(DEEP), predict, 1)
+
+
+def cold(way, *, quick):
+    """Seconds of the first step of a way in a fresh process, with empty caches of inductor and triton."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        command = [sys.executable, __file__, "--cold", way, *(["--quick"] if quick else [])]
+        done = subprocess.run(command, env={**os.environ, **caches}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+    return float(done.stdout.strip().rpartition("\n")[2])
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------------------
+
+
+def measure(case, way, *, learns):
+    """Milliseconds a step, and the mean loss of the last 100 of 200 steps if it ``learns``."""
+    if learns:
+        case = case._replace(steps=max(case.steps, LEARNT - WARM_UP))
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.compiler.reset()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = WAYS[way](case)
+    loss = torch.stack(run.losses[LEARNT // 2 : LEARNT]).double().mean().item() if learns else None
+    return round(1000 * run.seconds / case.steps, 4), loss
+
+
+def fill(row, ways, rounds, end, *, quick, save):
+    """Measures what ``row`` lacks, round by round; returns whether it was all done before ``end``."""
+    network = row["network"]
+    case = QUICK if quick else CASES.get(network)
+    longest = {}
+    for number in range(rounds):
+        for way in ways:
+            times = row["wall_ms_of_rounds"].setdefault(way, [])
+            if way in row["missing"] or len(times) > number:
                 continue
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.compiler.reset()
+            if time.monotonic() + longest.get(way, 0.0) > end:
+                return False
+            begun = time.monotonic()
             try:
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    seconds = way(case)
+                if network == "cold-24":
+                    milliseconds, loss = round(1000 * cold(way, quick=quick), 1), None
+                else:
+                    milliseconds, loss = measure(case, way, learns=not times and not quick)
             except (ImportError, RuntimeError, ValueError) as error:
-                missing[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-                print(name, missing[name], flush=True)
+                row["missing"][way] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                print(network, way, row["missing"][way], flush=True)
                 continue
-            found[name].append(round(1000 * seconds / case.steps, 4))
-    return {name: values for name, values in found.items() if values}
+            longest[way] = time.monotonic() - begun
+            times.append(milliseconds)
+            if loss is not None:
+                row["losses"][way] = round(loss, 5)
+            print(network, way, milliseconds, loss or "", f"{longest[way]:.0f} s", flush=True)
+            settle(row)
+            save()
+    return True
 
 
-def row_of(network, times):
-    """Returns medians and quartiles of the rounds."""
-    row = {"network": network, "wall_ms": {}, "quartiles": {}, "wall_ms_of_rounds": times}
-    for name, values in times.items():
+def settle(row):
+    """Writes medians and quartiles of the rounds."""
+    for name, values in row["wall_ms_of_rounds"].items():
+        if not values:
+            continue
         low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else 3 * values
         row["wall_ms"][name] = round(middle, 4)
         row["quartiles"][name] = [round(low, 4), round(high, 4)]
-    return row
+
+
+def empty_row(network):
+    return {"network": network, "wall_ms": {}, "quartiles": {}, "losses": {}, "missing": {}, "wall_ms_of_rounds": {}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(NETWORKS))
+    parser.add_argument("--only", default=",".join(GOALS))
+    parser.add_argument("--goals", action="store_true", help="only the ways that a goal compares")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--minutes", type=float, default=8.0, help="begin no network that would end later, by the longest so far"
-    )
-    parser.add_argument("--out", type=Path, help="write the results as JSON too, after each network")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing that would end later")
+    parser.add_argument("--out", type=Path, help="write the results as JSON too, after each figure")
     parser.add_argument("--quick", action="store_true", help="a few steps of a small network: shows that it works")
+    parser.add_argument("--cold", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in ("fabricamp", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    rows = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
-    done = {row["network"] for row in rows}
-    end = time.monotonic() + 60 * arguments.minutes
-    longest = 0.0
-    for network in ["mlp"] if arguments.quick else arguments.only.split(","):
-        if network in done or time.monotonic() + longest > end:
-            continue
-        begun = time.monotonic()
-        rows.append(row_of(network, measure(QUICK if arguments.quick else CASES[network], arguments.rounds)))
-        longest = max(longest, time.monotonic() - begun)
-        print(network, json.dumps(rows[-1]["wall_ms"]), f"{time.monotonic() - begun:.0f} s", flush=True)
+    if arguments.cold:
+        print(COLD_WAYS[arguments.cold](QUICK if arguments.quick else COLD))
+        return
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": str(datetime.now(UTC).date()),
+        "command": f"python benchmarks/fastest.py --rounds {arguments.rounds}",
+    }
+    rows = []
+    if arguments.out and arguments.out.exists():
+        known = json.loads(arguments.out.read_text())
+        if known["device"] != facts["device"]:
+            raise SystemExit(
+                f"{arguments.out} is of {known['device']}, and this is {facts['device']}; give another --out"
+            )
+        rows = [{**empty_row(row["network"]), **row} for row in known["rows"]]
+
+    def save():
         if arguments.out:
-            facts = {
-                "device": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "date": str(datetime.now(UTC).date()),
-                "command": f"python benchmarks/fastest.py --rounds {arguments.rounds}",
-            }
             arguments.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+    end = time.monotonic() + 60 * arguments.minutes
+    for network in arguments.only.split(","):
+        if not any(row["network"] == network for row in rows):
+            rows.append(empty_row(network))
+        row = next(row for row in rows if row["network"] == network)
+        ways = GOALS[network] if arguments.goals else dict.fromkeys([*GOALS[network], *OTHERS[network]])
+        done = fill(row, tuple(ways), arguments.rounds, end, quick=arguments.quick, save=save)
+        print(network, json.dumps(row["wall_ms"]), flush=True)
+        if not done:
+            print("not all is measured: give the same command again", flush=True)
+            return
+    save()
 
 
 if __name__ == "__main__":

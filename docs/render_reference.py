@@ -268,7 +268,7 @@ def all_profilers() -> list[str]:
 
 
 def rest() -> list[str]:
-    from fabricamp import CudaGraph, OptLevel, clip_grad_norm_, runs, seed_everything
+    from fabricamp import Compile, CudaGraph, OptLevel, clip_grad_norm_, runs, seed_everything
 
     functions = {"seed_everything": seed_everything, "clip_grad_norm_": clip_grad_norm_, "runs.plot": runs.plot}
     rows = [[call_of(name, one), Doc(one).first] for name, one in functions.items()]
@@ -283,6 +283,8 @@ def rest() -> list[str]:
         described("OptLevel", OptLevel, module="fabricamp"),
         "## The step as a CUDA graph",
         described("CudaGraph", CudaGraph, module="fabricamp"),
+        "## The compiled step",
+        described("Compile", Compile, module="fabricamp"),
         "## The rest",
         table(("name", "what it is"), rows),
     ]

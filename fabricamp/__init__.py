@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fabricamp import tuner as tuner
     from fabricamp import utilities as utilities
     from fabricamp.callbacks.base import Callback as Callback
+    from fabricamp.compilation import Compile as Compile
     from fabricamp.core import LightningDataModule as LightningDataModule
     from fabricamp.core import LightningModule as LightningModule
     from fabricamp.cuda_graph import CudaGraph as CudaGraph
@@ -70,6 +71,7 @@ _PARTS = (
 _HOMES = {
     "Callback": "fabricamp.callbacks.base",
     "CheckpointError": "fabricamp.errors",
+    "Compile": "fabricamp.compilation",
     "ConfigError": "fabricamp.errors",
     "CudaGraph": "fabricamp.cuda_graph",
     "DDP": "fabricamp.strategies",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C._autograd import _profiler_enabled as profiler_enabled
@@ -20,6 +21,11 @@ from torch._weights_only_unpickler import Unpickler as WeightsOnlyUnpickler
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.loss import _Loss as AnyLoss
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+)
 from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
@@ -41,6 +47,9 @@ __all__ = [
     "any_autocast",
     "call_at_end_of_backward",
     "checkpoint_activations",
+    "compilations_since",
+    "compiled_by_user",
+    "compiler_options",
     "current_backward",
     "current_device",
     "current_stream",
@@ -53,11 +62,16 @@ __all__ = [
     "forward_derivative_level",
     "functorch_active",
     "global_forward_pre_hooks",
+    "global_hooks",
     "global_optimizer_post_hooks",
     "global_optimizer_pre_hooks",
+    "guarded_hooks",
     "is_batched_gradient",
+    "is_limit_hit",
+    "is_sharded",
     "is_traceable_wrapper_subclass",
     "keep_whole_gradient",
+    "last_compilation",
     "left_by_functorch",
     "load_zipfile",
     "observed",
@@ -187,6 +201,66 @@ def uncompiled(module: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     return module._orig_mod, module.dynamo_ctx
 
 
+def compiled_by_user(module: torch.nn.Module) -> bool:
+    """Returns whether ``torch.compile(module)`` or ``module.compile()`` has made the module's calls."""
+    return module._compiled_call_impl is not None or uncompiled(module)[0] is not module
+
+
+class CompilerOptions(NamedTuple):
+    """Options that a module was compiled with."""
+
+    dynamic: bool | None
+    own_graphs: bool
+    """Whether inductor captures CUDA graphs of its own."""
+
+
+def compiler_options(compiler: Any) -> CompilerOptions:
+    """Returns options of the compiler of functions that :func:`uncompiled` returns."""
+    config = compiler.compiler_config or {}
+    return CompilerOptions(compiler._dynamic, bool(config.get("triton.cudagraphs")))
+
+
+def last_compilation() -> Any:
+    """Returns torch's record of its last compilation, one that failed too; None if there was none."""
+    utils = sys.modules["torch._dynamo.utils"]  # needed around each call of compiled code, when it is imported
+    records = utils._compilation_metrics
+    return records[-1] if records else None
+
+
+def compilations_since(record: Any) -> list[Any]:
+    """Returns torch's records of the compilations after ``record``, at most 64; a record names the function and the reason."""
+    records = list(sys.modules["torch._dynamo.utils"]._compilation_metrics)
+    known = next((number + 1 for number, one in enumerate(records) if one is record), 0)
+    return records[known:]
+
+
+def is_limit_hit(error: BaseException) -> bool:
+    """Returns whether torch would have compiled a function, under ``fullgraph``, more often than it allows."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
+def guarded_hooks() -> AbstractContextManager[None]:
+    """Returns a context in which compiled code checks the hooks of the modules within it; torch leaves them out by default."""
+    from torch._dynamo import config
+
+    patched: AbstractContextManager[None] = config.patch(skip_nnmodule_hook_guards=False)
+    return patched
+
+
+def global_hooks() -> int:
+    """Returns the number of hooks that are registered for the calls of all modules."""
+    return sum(
+        map(len, (_global_forward_hooks, global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks))
+    )
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Returns whether ``fully_shard`` was called on the module."""
+    return "torch.distributed._composable_state" in sys.modules and module in sharded_modules()
+
+
 def unobserved_apply(function: Any) -> Callable[..., Any]:
     """Returns ``function.apply`` without its handling of functorch's transforms; that saves 4 us.
 
@@ -307,7 +381,10 @@ ATTRIBUTES: Final[dict[str, str]] = {
     "torch.nn.Module._state_dict_pre_hooks": "the same",
     "torch.nn.Module._load_state_dict_pre_hooks": "the same",
     "torch.nn.Module._load_state_dict_post_hooks": "the same",
-    "torch.nn.Module._call_impl": "a search of the frames finds out whether a forward is running (apex's scripts)",
+    "torch.nn.Module._call_impl": (
+        "a search of the frames finds out whether a forward is running (apex's scripts); a compiled call runs hooks by it"
+    ),
+    "torch.nn.Module._compiled_call_impl": "torch's place for the compiled form of a module's call",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "finds the wrapper of a module that apex's scripts wrap late",
     "torch.nn.parallel.DistributedDataParallel.reducer._remove_autograd_hooks": "a dropped wrapper's hooks are removed too",
     "torch.nn.parallel.DistributedDataParallel.reducer._check_reducer_finalized": "names parameters without a gradient",

@@ -1,24 +1,32 @@
-"""A training step compiled by ``torch.compile``: its logged values are kept after the step, and the module is not changed.
+"""A session's compiled steps: the step as a whole, or modules that it calls; the module itself is not changed.
 
 ``Trainer(compile=...)`` asks for it, or ``fit(torch.compile(module))``.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+import contextlib
+import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fabricamp.errors import ConfigError, nearest
-from fabricamp.torch_private import dispatch_modes
+from fabricamp.engine.compilation_watch import CompilationWatch
+from fabricamp.engine.compiled_calls import CompiledCalls, called_modules, repeated_blocks
+from fabricamp.errors import ConfigError
+from fabricamp.torch_private import compiler_options, dispatch_modes, guarded_hooks, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
+
+    from fabricamp.compilation import Part
     from fabricamp.engine.session import Session
+
+_LOG = logging.getLogger("fabricamp")
 
 
 class HeldLogs:
@@ -32,78 +40,203 @@ class HeldLogs:
         self.calls.append((call, value.detach().clone() if isinstance(value, Tensor) else value, batch_size))
 
 
-def as_compile(name: str, value: Any) -> dict[str, Any] | None:
-    """Returns the keywords of ``torch.compile`` for the Trainer's ``compile``; None if nothing is compiled."""
-    if isinstance(value, bool):
-        return {} if value else None
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}={value!r} is not allowed; give True, False, or a dict of torch.compile's keywords")
-    known = [key for key in inspect.signature(torch.compile).parameters if key != "model"]
-    for key in value:
-        if key not in known:
-            raise ConfigError(
-                f"{name}: torch.compile has no {key!r}{nearest(str(key), known)} (known: {', '.join(known)})"
-            )
-    return dict(value)
+class Compilation:
+    """Compiles the steps of a session; does nothing if that was not asked for.
 
-
-def step_of(session: Session) -> Callable[..., Any]:
-    """Returns the module's ``training_step``, compiled if the module was compiled, or if the Trainer's ``compile`` says so.
-
-    If that is impossible, ``compile`` raises, and a module that was compiled trains uncompiled.
+    What the user compiled is compiled by the user's options, and once.
     """
-    step = session.module.training_step
-    options = session.settings.compile
-    compiler = session.source.compiler
-    if options is None and compiler is None:
-        return step
-    reason = _reason_against(session)
-    if reason and options is not None:
-        raise ConfigError(f"compile: {reason}")
-    if reason:
-        session.run_summary.say(
-            f"{type(session.module).__name__}, compiled by torch.compile, trains uncompiled: {reason}"
-        )
-        return step
-    # What the user compiled is compiled by the user's options, and once.
-    compiled: Callable[..., Any] = torch.compile(step, **(options or {})) if compiler is None else compiler(step)
-    run_context = session.run_context
-    held = HeldLogs()
-    stand_in: Any = held
 
-    def run(*batch: Any) -> Any:
-        if dispatch_modes():  # these, such as a counter of FLOPs, have to see the uncompiled step
-            return step(*batch)
-        metrics = run_context.metrics
-        run_context.metrics = stand_in
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._options = session.settings.compile
+        self._compiler = session.source.compiler
+        self._part: Part | None = None
+        self._calls: CompiledCalls | None = None
+        self._watch = CompilationWatch(session.trainer.state, speaks=session.trainer.is_global_zero)
+        self._changed = contextlib.ExitStack()
+
+    # -- what is compiled ---------------------------------------------------------------------------------------------------------
+
+    def training_step(self) -> Callable[..., Any]:
+        """Returns the module's ``training_step``, compiled if that was asked for.
+
+        If it cannot be compiled, ``Trainer(compile=...)`` raises :class:`ConfigError`, and a module that was compiled trains
+        uncompiled.
+        """
+        step: Callable[..., Any] = self._session.module.training_step
+        if self._options is None and self._compiler is None:
+            return step
+        self._check_graph()
         try:
-            output = compiled(*batch)
-        finally:
-            run_context.metrics = metrics
-            calls = held.calls
-            held.calls = []
-        if metrics is not None:  # else nothing is logged
-            for call in calls:
-                metrics.keep(*call)
-        return output
+            self._open()
+        except ConfigError as error:
+            if self._options is not None:
+                raise
+            name = type(self._session.module).__name__
+            self._session.run_summary.say(f"{name}, compiled by torch.compile, trains uncompiled: {error}")
+            return step
+        return self._armed(step, "training")
 
-    return run
+    def evaluation_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a step of an evaluation, compiled if the options say so."""
+        if self._options is None or not self._options.evaluation:
+            return step
+        if self._part is None:
+            self._open()
+        return self._armed(step, "evaluation")
 
+    def _open(self) -> None:
+        """Chooses the part, and compiles it unless it is the step; raises :class:`ConfigError` if it cannot be compiled."""
+        session = self._session
+        part = self._options.part if self._options is not None else None
+        reasons = {name: reason(session) for name, reason in _REASONS.items() if part in (None, name)}
+        chosen = next((name for name, reason in reasons.items() if not reason), None)
+        if chosen is None:
+            raise ConfigError(f"compile{'' if part is None else f'={part!r}'}: {next(iter(reasons.values()))}")
+        self._part = chosen
+        if part is None and chosen != "step":
+            session.run_summary.say(f"compile takes {_WORDS[chosen]}: {reasons['step']}")
+        self._say_inexact()
+        # Hooks that are registered on a module within compiled code later on are run too: torch compiles again for them.
+        self._changed.enter_context(guarded_hooks())
+        if chosen == "step":
+            return
+        calls = CompiledCalls(self._compile, self._watch)
+        self._changed.callback(calls.take_off)
+        self._calls = calls
+        modules = called_modules(session.module) if chosen == "modules" else repeated_blocks(session.module)
+        calls.put_on(modules, shared=chosen == "blocks")
 
-def _reason_against(session: Session) -> str:
-    level: Any = getattr(session.precision, "level", None)
-    if not session.module.automatic_optimization:
-        return (
-            "manual optimization calls backward and updates within training_step; call torch.compile on what it calls"
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self._compiler is not None:
+            compiled: Callable[..., Any] = self._compiler(function)
+            return compiled
+        assert self._options is not None
+        return torch.compile(function, **self._options.for_torch())
+
+    def _check_graph(self) -> None:
+        """Raises :class:`ConfigError` if the user has compiled the module with CUDA graphs of torch's own."""
+        if self._session.settings.cuda_graph is None or self._compiler is None:
+            return
+        if compiler_options(self._compiler).own_graphs:
+            raise ConfigError(
+                "cuda_graph with a module compiled by a mode with CUDA graphs of torch's own: the step is captured as a whole; "
+                "leave the mode out, or cuda_graph"
+            )
+
+    def _say_inexact(self) -> None:
+        if self._compiler is not None:
+            dynamic = compiler_options(self._compiler).dynamic
+            reason = (
+                "" if dynamic is False else f"torch.compile(dynamic={dynamic}) compiles by the sizes of earlier batches"
+            )
+        else:
+            assert self._options is not None
+            reason = self._options.inexact()
+        if reason and self._session.trainer.is_global_zero:
+            _LOG.info("compile: a resumed run may differ in bits from one that was never cut: %s", reason)
+
+    # -- a step -------------------------------------------------------------------------------------------------------------------
+
+    def _armed(self, step: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        """Returns a function that runs ``step`` with what is compiled, and logs what the step has logged after it."""
+        run_context = self._session.run_context
+        held = HeldLogs()
+        stand_in: Any = held
+        calls = self._calls
+        compiled = (
+            self._watched(self._compile(step), step.__name__) if calls is None else partial(_arm, calls, kind, step)
         )
-    if session.settings.cuda_graph is not None:
-        return "a step is compiled, or replayed as a CUDA graph; leave out one of them"
+
+        def run(*batch: Any) -> Any:
+            if dispatch_modes():  # these, such as a counter of FLOPs, have to see the uncompiled step
+                return step(*batch)
+            metrics = run_context.metrics
+            run_context.metrics = stand_in
+            try:
+                output = compiled(*batch)
+            finally:
+                run_context.metrics = metrics
+                logged = held.calls
+                held.calls = []
+            if metrics is not None:  # else nothing is logged
+                for call in logged:
+                    metrics.keep(*call)
+            return output
+
+        return run
+
+    def _watched(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*batch: Any) -> Any:
+            self._watch.name = name
+            with self._watch:
+                return compiled(*batch)
+
+        return run
+
+    def close(self) -> None:
+        """Leaves the module and torch's settings as they were."""
+        self._changed.close()
+
+
+def _arm(calls: CompiledCalls, kind: str, step: Callable[..., Any], *batch: Any) -> Any:
+    calls.armed = kind
+    try:
+        return step(*batch)
+    finally:
+        calls.armed = ""
+
+
+# -- what cannot be compiled -------------------------------------------------------------------------------------------------------
+
+
+def _against_step(session: Session) -> str:
+    if not session.module.automatic_optimization:
+        return "manual optimization calls backward and updates within training_step; give compile='modules' or 'blocks'"
     if session.strategy.name == "fsdp":
-        return "strategy 'fsdp' gathers parameters in hooks, which break a compiled step; give 'ddp' or 'delayed_ddp'"
+        return "strategy 'fsdp' gathers parameters in hooks, which break a compiled step; give compile='blocks'"
+    level: Any = getattr(session.precision, "level", None)
     casts = level is not None and not level.whole_step and (level.cast_model_type or level.cast_model_outputs)
     if casts:
         return (
-            f"precision {session.precision.name!r} casts at the modules that the step calls, which torch.compile cannot "
-            "trace; give 'O1', 'O4' or 'bf16-true', or compile in configure_model what the step calls"
+            f"precision {session.precision.name!r} casts at the modules that the step calls, and the casts stay outside of "
+            "compiled code; give compile='modules' or 'blocks'"
         )
     return ""
+
+
+def _against_modules(session: Session) -> str:
+    if session.strategy.name == "fsdp":
+        return "strategy 'fsdp' gathers parameters within the modules that the step calls; give compile='blocks'"
+    return ""
+
+
+def _against_blocks(session: Session) -> str:
+    name = type(session.module).__name__
+    blocks = repeated_blocks(session.module)
+    if not blocks:
+        return (
+            f"{name} has no repeated blocks (modules with submodules, and with a sibling of the same class, as in a ModuleList), "
+            "or they are compiled already; give compile='modules'"
+        )
+    outer = next((block for block in blocks if any(map(is_sharded, _inner(block)))), None)
+    if outer is not None:
+        return (
+            f"strategy 'fsdp' gathers parameters within {type(outer).__name__}; give FSDP(units=[...]) its class, so that a block "
+            "is gathered as a whole"
+        )
+    return ""
+
+
+def _inner(block: nn.Module) -> list[nn.Module]:
+    return [module for module in block.modules() if module is not block]
+
+
+_REASONS: dict[Part, Callable[[Session], str]] = {
+    "step": _against_step,
+    "modules": _against_modules,
+    "blocks": _against_blocks,
+}
+"""What is compiled, the largest first, and why it cannot be in a session."""
+
+_WORDS: dict[Part, str] = {"modules": "the modules that the step calls", "blocks": "the repeated blocks"}

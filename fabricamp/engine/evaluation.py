@@ -45,6 +45,7 @@ class EvaluationLoop:
         together: Callable[[Iterable[Any]], Iterable[Any]],
         inference_mode: bool,
         record: PredictionRecord | None = None,
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
     ) -> None:
         self._kind = kind
         self._module = module
@@ -55,7 +56,7 @@ class EvaluationLoop:
         self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
         step = getattr(module, f"{kind}_step")
         self._arguments = _count_arguments(step)
-        self.forward: Callable[..., Any] = partial(precision.forward, step)
+        self.forward: Callable[..., Any] = partial(precision.forward, compiled(step))
         """Calls the step with (batch, batch_idx, dataloader_idx), or as many of these as it takes."""
         self._in_fit = state.fitting
         # The sanity check is short: it is never stopped early.

@@ -21,7 +21,7 @@ from fabricamp.checkpoint.plain import stages_as_text
 from fabricamp.checkpoint.shard_loading import sharded_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch, set_sampler_epoch
 from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
-from fabricamp.engine.compiled import step_of
+from fabricamp.engine.compiled import Compilation
 from fabricamp.engine.evaluation import EvaluationLoop, gather_predictions, print_results
 from fabricamp.engine.graph.graphs import Graphs
 from fabricamp.engine.graph.group_update import GroupUpdate
@@ -120,6 +120,7 @@ class Session:
         self._synchronised_norms: list[nn.Module] = []
         self._channels_last: list[nn.Parameter] = []
         self.graphs = Graphs(self)
+        self.compilation = Compilation(self)
         self.predicted: PredictionRecord | None = None
         self.data = DataSource(source, module, self.strategy, self.precision, settings, trainer.state)
         self.run_summary = RunSummary(self)
@@ -271,7 +272,7 @@ class Session:
         sums = any(memory.flat is not None for memory in memories)
         self.step = self.strategy.wrap_module(
             self.module,
-            step_of(self),
+            self.compilation.training_step(),
             automatic=self.module.automatic_optimization,
             accumulates=self.settings.accumulates or sums,
         )
@@ -488,6 +489,7 @@ class Session:
             # Not within fit, as in Lightning: tensors kept from a validation may be used in training.
             inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
             record=record,
+            compiled=self.compilation.evaluation_step,
         )
         loop.forward = self.graphs.evaluation(kind, loop.forward)
         begun = self.resumed and self.trainer.state.validations > 0
@@ -585,6 +587,7 @@ class Session:
         self.run_context.manual_clip = None
         self.run_context.metrics = None
         self.resume_point.end()
+        self.compilation.close()
         self.conversion.undo()
         give_back(self._channels_last)
         if not failed:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fabricamp.ops.shards import is_shard
 from fabricamp.precision.casting import cast_floating
-from fabricamp.torch_private import current_backward, global_forward_pre_hooks
+from fabricamp.torch_private import current_backward, global_forward_pre_hooks, global_hooks
 
 
 class _Calls(threading.local):
@@ -66,6 +66,19 @@ def _before_any_module(module: nn.Module, args: Any, kwargs: Any = None) -> tupl
         return None  # its own hooks run next
     boundary.hook(module)
     return boundary.enter(module, args, kwargs)  # torch runs the new pre-hook only from the next call on
+
+
+def hook_before_first_call(module: nn.Module) -> None:
+    """Registers the boundary's hooks on a module that a step is about to call, where torch would not look for the global hook."""
+    boundary = _table(module).get(_KEY)
+    if boundary is None or boundary.handles or not CALLS.armed or CALLS.stack or not boundary.is_of(module):
+        return
+    boundary.hook(module)
+
+
+def others_hook_all_modules() -> bool:
+    """Returns whether there are hooks for all modules beside the boundary's."""
+    return global_hooks() > (_KEY in global_forward_pre_hooks)
 
 
 def _table(module: nn.Module) -> dict[Any, Any]:

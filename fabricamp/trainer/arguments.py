@@ -21,10 +21,10 @@ from fabricamp.arguments.cadence import as_seconds, validation_times
 from fabricamp.arguments.checks import NO_LIMIT, check_choice, check_count, check_flag, check_number
 from fabricamp.arguments.environment import arguments_from_environment
 from fabricamp.arguments.migration import ignored_at_none
+from fabricamp.compilation import Compile, as_compile, check_compile
 from fabricamp.cuda_graph import CudaGraph, as_cuda_graph
 from fabricamp.data.lengths import check_limit
 from fabricamp.data.loaders import MOST_AHEAD
-from fabricamp.engine.compiled import as_compile
 from fabricamp.engine.performance import Performance, as_performance, check_performance
 from fabricamp.errors import ArgumentTypeError, ConfigError, UnknownArgumentError, advice
 from fabricamp.precision.base import Clip
@@ -156,15 +156,18 @@ class Settings:
     start_method: str = _checked(_one_of("auto", "script", "spawn", "fork"))
     cuda_graph: CudaGraph | None
     performance: Performance | None = _checked(as_performance)  # noqa: RUF009 - a field of the dataclass
-    compile: dict[str, Any] | None = _checked(as_compile)  # noqa: RUF009
+    compile: Compile | None = _checked(as_compile)  # noqa: RUF009
     accumulation_schedule: Mapping[int, int] | None = None
     """Maps an epoch to ``accumulate_grad_batches`` from that epoch on; None: the same in all epochs."""
     left_by_schedule: int = 1
     """``accumulate_grad_batches`` after the last fit's schedule; another schedule may replace this value."""
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        # A pickle of version 0.1.0 has no ``checkpoint_objects``.
-        for name, value in {"checkpoint_objects": False, **state[1]}.items():
+        # A pickle of version 0.1.0 has no ``checkpoint_objects``; one of 0.2.0 may have a dict as ``compile``.
+        values = {"checkpoint_objects": False, **state[1]}
+        if isinstance(values.get("compile"), Mapping):
+            values["compile"] = as_compile("compile", values["compile"])
+        for name, value in values.items():
             setattr(self, name, value)
 
     @property
@@ -219,10 +222,7 @@ def check_settings(given: dict[str, Any]) -> Settings:
         settings.num_sanity_val_steps = math.inf
     if settings.overfit_batches:
         settings.limit_train_batches = settings.limit_val_batches = settings.overfit_batches
-    if settings.compile is not None and settings.cuda_graph is not None:
-        raise ConfigError(
-            "compile and cuda_graph: a step is compiled, or replayed as a CUDA graph; leave out one of them"
-        )
+    check_compile(settings)
     check_performance(settings.performance, settings.benchmark, settings.deterministic)
     _check_order("epochs", settings.min_epochs, settings.max_epochs)
     _check_order("steps", settings.min_steps, settings.max_steps)

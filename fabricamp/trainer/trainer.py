@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from fabricamp.callbacks.base import Callback
     from fabricamp.checkpoint import CheckpointIO
+    from fabricamp.compilation import Compile
     from fabricamp.cuda_graph import CudaGraph
     from fabricamp.data import DataModule
     from fabricamp.loggers.base import Logger
@@ -111,7 +112,8 @@ class Trainer(TrainerProperties):
             ``weights_only=False``.  None is False, and True in a script that runs by ``python -m fabricamp.lightning``.
         barebones: only trains: no logs, checkpoints, bar, summary, sanity check, profiler and ``self.log``.
         performance: "max", "safe" or a dict of ``tf32``, ``matmul_precision``, ``benchmark``, ``channels_last`` and ``hold_gc``.
-        compile: True runs ``training_step`` through ``torch.compile``; a dict has its keywords.
+        compile: True compiles the training step with ``torch.compile``, or as much of it as the precision and the strategy allow;
+            "step", "modules" and "blocks" name the part; a :class:`Compile`, or a dict of its keywords, has options.
         default_root_dir: where logs and checkpoints go; None is the current folder.
 
     Raises:
@@ -181,7 +183,7 @@ class Trainer(TrainerProperties):
         checkpoint_objects: bool | None = None,
         barebones: bool | None = False,
         performance: str | dict[str, Any] | None = None,
-        compile: bool | dict[str, Any] | None = False,  # noqa: A002 - torch's name of it
+        compile: bool | str | dict[str, Any] | Compile | None = False,  # noqa: A002 - torch's name of it
         default_root_dir: str | Path | None = None,
         **unknown: Any,
     ) -> None:

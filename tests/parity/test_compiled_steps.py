@@ -1,4 +1,4 @@
-"""Trainer(compile=...): a compiled step trains and logs the same as an eager step; combinations that cannot work are refused.
+"""Trainer(compile=...) of a whole step: it trains as an eager one does and logs the same; what cannot be compiled is refused.
 
 Most tests use backends that generate no code, because torch's default backend needs a C compiler.
 """
@@ -6,6 +6,7 @@ Most tests use backends that generate no code, because torch's default backend n
 from __future__ import annotations
 
 import contextlib
+import pickle
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from fabricamp import Callback, ConfigError
+from fabricamp import Callback, Compile, ConfigError
 from fabricamp.callbacks import ThroughputMonitor
 from fabricamp.loggers import Logger
 from fabricamp.nn import FusedLayerNorm, FusedRMSNorm
@@ -214,19 +215,32 @@ class ByHand(Classifier):
 
 
 REFUSED = {
-    "graph": ({"cuda_graph": "auto"}, Logs, "compile and cuda_graph"),
-    "by hand": ({}, ByHand, "manual optimization calls backward"),
-    "fsdp": ({"strategy": "fsdp"}, Logs, "strategy 'fsdp' gathers"),
-    "O2": ({"precision": "O2"}, Logs, "precision 'O2' casts at the modules"),
-    "O5": ({"precision": "O5"}, Logs, "precision 'O5' casts at the modules"),
+    "by hand": ("step", {}, ByHand, "manual optimization calls backward"),
+    "step of fsdp": ("step", {"strategy": "fsdp"}, Logs, "strategy 'fsdp' gathers parameters in hooks.*'blocks'"),
+    "modules of fsdp": ("modules", {"strategy": "fsdp"}, Logs, "strategy 'fsdp' gathers parameters within.*'blocks'"),
+    "step at O2": ("step", {"precision": "O2"}, Logs, "precision 'O2' casts at the modules.*'modules' or 'blocks'"),
+    "step at O5": ("step", {"precision": "O5"}, Logs, "precision 'O5' casts at the modules.*'modules' or 'blocks'"),
+    "no blocks": ("blocks", {}, Logs, "Logs has no repeated blocks"),
+    "word": ("layers", {}, Logs, "compile='layers' is not allowed.*'modules'"),
+    "keyword": ({"mod": "default"}, {}, Logs, "torch.compile has no 'mod'.*mode"),
+    "both": ({"mode": "default", "options": {}}, {}, Logs, "mode or options"),
+    "number": (3, {}, Logs, "compile=3 is not allowed"),
+    "graph in a graph": (
+        {"mode": "reduce-overhead"},
+        {"cuda_graph": "auto"},
+        Logs,
+        "mode='reduce-overhead' makes torch capture",
+    ),
+    "graph by option": ({"options": {"triton.cudagraphs": True}}, {"cuda_graph": "auto"}, Logs, "triton.cudagraphs"),
+    "graph by backend": ({"backend": "cudagraphs"}, {"cuda_graph": "auto"}, Logs, "backend='cudagraphs'"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused(case):
-    options, make, words = REFUSED[case]
+    value, options, make, words = REFUSED[case]
     with pytest.raises(ConfigError, match=words):
-        quiet_trainer(compile=True, max_epochs=1, **options).fit(make(), loader())
+        quiet_trainer(compile=value, max_epochs=1, **options).fit(make(), loader())
 
 
 def test_a_module_that_was_compiled_trains_as_the_original_compiled_once(tmp_path):
@@ -256,7 +270,7 @@ def test_a_module_that_was_compiled_trains_as_the_original_compiled_once(tmp_pat
     assert torch.equal(trainer.predict(compiled, loader(4))[0], trainer.predict(module, loader(4))[0])
 
 
-def test_a_compiled_module_trains_uncompiled_where_a_step_cannot_be_compiled(caplog):
+def test_a_compiled_module_trains_by_hand_with_its_modules_compiled(caplog):
     class Manual(Logs):
         def __init__(self):
             super().__init__()
@@ -267,11 +281,65 @@ def test_a_compiled_module_trains_uncompiled_where_a_step_cannot_be_compiled(cap
             self.manual_backward(super().training_step(batch, batch_idx))
             self.optimizers().step()
 
-    def never(graph, inputs):
-        raise AssertionError("compiled")
+    ends = []
+    graphs = []
 
-    with caplog.at_level("INFO", "fabricamp"):
-        quiet_trainer(max_steps=2, enable_model_summary=True).fit(torch.compile(Manual(), backend=never), loader())
-    assert "trains uncompiled: manual optimization" in caplog.text
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    for compiled in (False, True):
+        module = Manual()
+        given = torch.compile(module, backend=backend, fullgraph=True) if compiled else module
+        with caplog.at_level("INFO", "fabricamp"):
+            torch.manual_seed(3)
+            quiet_trainer(max_steps=2, enable_model_summary=True).fit(given, loader())
+        ends.append([one.tolist() for one in module.parameters()])
+    assert ends[0] == ends[1]
+    assert len(graphs) == 1
+    assert "compile takes the modules that the step calls: manual optimization" in caplog.text
     with pytest.raises(ConfigError, match="got Linear"):
         quiet_trainer().fit(torch.compile(torch.nn.Linear(2, 2)), loader())
+
+
+def test_where_no_graph_is_possible_the_compiled_step_runs():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    module, eager = Logs(), Logs()
+    fit(module, compile={"backend": backend}, cuda_graph="auto")
+    fit(eager)
+    assert graphs
+    assert all(map(torch.equal, module.parameters(), eager.parameters()))
+
+
+def test_a_module_compiled_with_graphs_of_torchs_own_is_not_captured():
+    with pytest.raises(ConfigError, match="leave the mode out, or cuda_graph"):
+        quiet_trainer(max_steps=1, cuda_graph="auto").fit(torch.compile(Logs(), mode="reduce-overhead"), loader())
+
+
+FORMS = {
+    "True": (True, Compile()),
+    "part": ("blocks", Compile("blocks")),
+    "dict": ({"part": "modules", "fullgraph": True}, Compile("modules", fullgraph=True)),
+    "object": (Compile("step"), Compile("step")),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_forms_of_the_argument(form):
+    given, meant = FORMS[form]
+    assert quiet_trainer(compile=given)._runner.settings.compile == meant
+    assert pickle.loads(pickle.dumps(meant)) == meant
+
+
+def test_a_pickled_trainer_with_a_dict_is_loaded():
+    settings = quiet_trainer(compile={"fullgraph": True})._runner.settings
+    state = settings.__reduce_ex__(2)[2]
+    state[1]["compile"] = {"fullgraph": True}  # as version 0.2.0 kept it
+    loaded = object.__new__(type(settings))
+    loaded.__setstate__(state)
+    assert loaded.compile == Compile(fullgraph=True)
