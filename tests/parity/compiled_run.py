@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fabricamp import Callback
+from fabricamp.optimizers import FusedSGD
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -32,6 +33,9 @@ class Deep(Classifier):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(8, 64), *(Block() for _ in range(3)), nn.Linear(64, 3))
+
+    def configure_optimizers(self):
+        return FusedSGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Saves(Callback):

@@ -111,7 +111,6 @@ ERRORS = {
     "accumulate_grad_batches works with automatic optimization only": lambda: fit(
         changed(automatic_optimization=False)(), accumulate_grad_batches=2
     ),
-    "compile: precision casts at the modules": lambda: fit(compile=True, precision="O2"),
     "fit got, not an instance": lambda: fit(M),
     "sets before its base is initialised": changed(__init__=sets_before_its_base),
     "has no configure_optimizers": lambda: fit(changed(configure_optimizers=TrainingModule.configure_optimizers)()),
