@@ -44,6 +44,10 @@ class NotInstalledError(ConfigError, ModuleNotFoundError):
     """A logger or callback needs a package that is not installed; this error is a ModuleNotFoundError too."""
 
 
+class NotCapturableError(ConfigError):
+    """The reason why a step cannot be captured as a CUDA graph, and what to change; ``cuda_graph="auto"`` then runs it eagerly."""
+
+
 class OptimizationError(ConfigError, RuntimeError):
     """Optimizers or steps that automatic, or manual, optimization cannot run; this error is a RuntimeError too."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fabricamp._utils.containers import tensors_within
 from fabricamp._utils.say_once import say_once
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.ops.shards import is_shard, whole
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _number_in(name: str, batch_size: Tensor) -> Any:
         given = f"self.log({name!r}, batch_size=...) was given a tensor on {batch_size.device}"
         cure = "pass an int such as batch.shape[0]"
         if batch_size.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ConfigError(f"{given}, which a CUDA graph cannot read; {cure}")
+            raise NotCapturableError(f"{given}, which a CUDA graph cannot read; {cure}")
         say_once(f"{given}, and the host waits for the device to read it; {cure}")
     if batch_size.numel() != 1:
         raise ConfigError(

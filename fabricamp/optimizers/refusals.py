@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.ops.shards import is_shard, local
 from fabricamp.ops.uploads import is_capturing
 from fabricamp.torch_private import is_traceable_wrapper_subclass
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 class UnsupportedError(ConfigError, RuntimeError):
     """Raised for tensors, options and calls that a fused optimizer refuses; also a ``RuntimeError``, as apex's users expect."""
+
+
+class UnsupportedInCaptureError(UnsupportedError, NotCapturableError):
+    """Raised for a step within a CUDA graph's capture, or for one that a captured step has made impossible."""
 
 
 def refuse_unreadable(optimizer: Optimizer, tensors: Sequence[Tensor | None], role: str) -> None:
@@ -82,13 +86,13 @@ def refuse_rebuild(optimizer: Optimizer, parts: Sequence[DeviceParams] | None, p
     """Raises UnsupportedError if rows cannot be built: during a capture, or if a captured graph still uses the present rows."""
     name = type(optimizer).__name__
     if any(part.captured for part in parts or ()):
-        raise UnsupportedError(
+        raise UnsupportedInCaptureError(
             f"a step of this {name} was captured in a CUDA graph, which keeps using the memory of its capture, but its "
             "parameters, state tensors, half copies or momentum were replaced: delete the graph, call optimizer.forget(), "
             "then capture again"
         )
     if any(is_capturing(device) for device in {parameter.device for parameter in parameters}):
-        raise UnsupportedError(
+        raise UnsupportedInCaptureError(
             f"the first step of this {name}, or of one of its parameters, is inside a CUDA graph's capture, which would create its "
             "state again in every replay: run a step before the capture"
         )
@@ -96,7 +100,7 @@ def refuse_rebuild(optimizer: Optimizer, parts: Sequence[DeviceParams] | None, p
 
 def rows_of_eager_steps(optimizer: Optimizer) -> UnsupportedError:
     """Returns the error for a captured step that would read the gradients which :meth:`gather` set for eager steps."""
-    return UnsupportedError(
+    return UnsupportedInCaptureError(
         f"{type(optimizer).__name__}.gather ran before the capture of a CUDA graph and step within it: eager steps would "
         "write over what the graph reads; call gather within the capture too"
     )

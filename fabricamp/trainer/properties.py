@@ -9,7 +9,7 @@ from fabricamp.callbacks.early_stopping import EarlyStopping
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.engine.logger_setup import first_with_folder
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.hooks import overrides
 from fabricamp.launch.devices import Accelerator, accelerator_of
 from fabricamp.loggers.run_folder import writes
@@ -228,7 +228,7 @@ class TrainerProperties(TrainerLimits):
 
     def _refuse_in_a_capture(self, name: str) -> None:
         if self.state.capturing:
-            raise ConfigError(
+            raise NotCapturableError(
                 f"the step reads {name}, which stays constant in a step captured as a CUDA graph; count in a buffer on the "
                 "device, or leave it out"
             )

@@ -21,7 +21,7 @@ from torch import nn
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
 from fabricamp.engine.graph import capture_errors, memory_budget
-from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of
+from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import hyperparameter_upload, without_collection
 from fabricamp.engine.graph.evaluation import GraphEvaluation

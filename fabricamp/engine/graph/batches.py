@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fabricamp._utils.containers import tensors_within, with_parts
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NotCapturableError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 _FLAT: Final = (list, tuple)
 _TENSORS: Final = {Tensor}
 _PLAIN: Final = (bool, int, float, str, bytes, type(None))
-
-
-class NotCapturableError(ConfigError):
-    """The reason why a step cannot be captured, and what to change."""
 
 
 def signature(batch: Any) -> Hashable:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
-from fabricamp.engine.graph.batches import PLACEHOLDERS, NotCapturableError
-from fabricamp.errors import FabricampError
+from fabricamp.engine.graph.batches import PLACEHOLDERS
+from fabricamp.errors import NotCapturableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,9 +63,7 @@ def explained_errors() -> Iterator[None]:
 
 def reason_of_failure(error: Exception) -> str:
     """Returns the reason of a failed capture in one line; raises ``error`` itself if it is one of the user's code."""
-    # An error of the package may be about the capture, such as an optimizer's that would have to make new tensors in it.  If it is
-    # not, the eager step that follows under "auto" raises it again.
-    if isinstance(error, FabricampError):
+    if isinstance(error, NotCapturableError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "the graph's memory does not fit beside what is allocated; give a smaller batch"

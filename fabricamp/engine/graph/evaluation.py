@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of, view_of
+from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of, view_of
 from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import Captured
 from fabricamp.engine.graph.comparison import REPEATED_STEPS, same_bits
@@ -16,6 +16,7 @@ from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURE
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.refusals import refused
 from fabricamp.engine.graph.seen_batches import SeenBatches
+from fabricamp.errors import NotCapturableError
 from fabricamp.metrics.slots import MetricTable
 
 if TYPE_CHECKING:

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import ResidentLoader
-from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature
+from fabricamp.engine.graph.batches import BatchIndex, copied, signature
 from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import CapturedGroup, hyperparameter_upload
 from fabricamp.engine.graph.host_effects import MOST_CAPTURES_IN_A_ROW
 from fabricamp.engine.graph.lr_table import LrTable
 from fabricamp.engine.graph.refusals import BATCH_HOOKS
 from fabricamp.engine.graph.update import GraphUpdate, Key, Role
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.hooks import overrides
 
 if TYPE_CHECKING:

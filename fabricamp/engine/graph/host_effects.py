@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fabricamp.engine.graph.batches import NotCapturableError
 from fabricamp.engine.graph.comparison import same_bits
 from fabricamp.engine.graph.refusals import refused
+from fabricamp.errors import NotCapturableError
 from fabricamp.metrics.slots import MetricTable
 from fabricamp.metrics.values import is_metric, is_metric_collection
 

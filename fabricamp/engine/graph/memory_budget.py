@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
-from fabricamp.engine.graph.batches import NotCapturableError
+from fabricamp.errors import NotCapturableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fabricamp.engine.graph.batches import BatchIndex, NotCapturableError, copied, signature, tensors_of, view_of
+from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of, view_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import CapturedStep, hyperparameter_upload
@@ -42,6 +42,7 @@ from fabricamp.engine.graph.memory_budget import GraphMemoryError
 from fabricamp.engine.graph.refusals import refused
 from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.engine.update import Update
+from fabricamp.errors import NotCapturableError
 from fabricamp.ops.peer_memory import check_peers
 from fabricamp.ops.uploads import lasting_like
 from fabricamp.optimizers import LARC, FusedOptimizer

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricamp.errors import ConfigError, nearest
+from fabricamp.errors import ConfigError, NotCapturableError, nearest
 from fabricamp.ops.peer_memory import Workspace, WorkspaceSlot, obstacle_on, workspace_of
 
 VARIABLE: Final = "FABRICAMP_SYNCBN_EXCHANGE"
@@ -90,7 +90,7 @@ class BatchNormExchange:
 
     def _choose(self, group: dist.ProcessGroup | None, device: torch.device) -> Route:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ConfigError(
+            raise NotCapturableError(
                 "a SyncBatchNorm got its first batch inside a CUDA graph's capture, where ranks cannot agree on memory; "
                 "run one training step before the capture"
             )
