@@ -37,6 +37,7 @@ from fabricamp.engine.graph.host_effects import (
 from fabricamp.engine.graph.refusals import graph_refusal
 from fabricamp.engine.graph.update import AccumulationGradients, Role
 from fabricamp.engine.run_context import gathered
+from fabricamp.errors import NotCapturableError
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.metrics import Metrics
 from fabricamp.metrics.slots import MetricTable
