@@ -1,22 +1,24 @@
-"""A step on one page: how an update gets from the gradients of backward to new parameters.
+"""All stages of a step in one file: how an update gets from the gradients of backward to new parameters.
 
 Laid out once a fit, run once a step.  The loop (:mod:`fabricamp.engine.update`) calls two methods of :class:`UpdatePlan`.  A CUDA
 graph captures what the first one launches; the function of ``StepResults.repeated`` then stands for the second one::
 
-    run(loss)   launches; the host reads none of their results, unless the optimizer cannot read the overflow flag on the device
+    run(loss)   launches
       exchange      the strategy averages the gradients over the ranks, or completes their exchange
       statistics    sums of squares of the gradients; an inf or nan makes its sum non-finite
       finish        norm, overflow flag, and one multiplier that unscales, averages and clips; also moves the loss scale
       update        parameters and optimizer state from gradients * multiplier; nothing if the overflow flag is set
     after()     the host's part: which parameters the statistics belong to; the gradients that were used are dropped
 
-Three kinds of step run the same stages:
+The host waits for a result only if the optimizer cannot read the overflow flag on the device (it is fetched before the step), or if
+an optimizer without kernels lacks a gradient on this rank of several.  Three kinds of step run the same stages:
 
 ===========================================  ========================================================================
 :meth:`Stages.launch`                        the package's optimizers: their kernels read the gradients where they are
-:meth:`Stages.step` by ``.grad``             other optimizers, and a replaced ``optimizer.step``: gradients * multiplier go
-                                             into ``.grad`` first, and the optimizer reads them there
-:meth:`Stages.show`, then :meth:`~Stages.step`  hooks read or edit gradients: ``.grad`` has unscaled ones before the step
+:meth:`Stages.step` by ``.grad``             other optimizers: gradients * multiplier go into ``.grad`` first, and the
+                                             optimizer reads them there
+:meth:`Stages.show`, then :meth:`~Stages.step`  hooks read or edit gradients, or the module overrides ``optimizer_step`` or
+                                             ``configure_gradient_clipping``: ``.grad`` has unscaled ones before the step
 ===========================================  ========================================================================
 
 The parts of this file: the plan, which also calls the ``step`` of another package's precision; the stages in full precision;
@@ -80,7 +82,7 @@ def is_own(part: object, name: str, base: type) -> bool:
 class UpdatePlan:
     """The update of one ``optimizer``, laid out for a fit: what the strategy exchanges, how ``precision`` steps.
 
-    ``exchanges``: whether :meth:`exchange` has work to do; ``reduce`` does it.  ``sums``: whether gradients are summed in memory
+    ``exchanges``: whether :meth:`exchange` has work to do; ``reduce`` does it (losses with weights replace both).  ``sums``: whether gradients are summed in memory
     of the precision, and ``.grad`` holds those of one micro-batch.  ``memory`` returns the gradients to exchange; None if the
     strategy finds them itself.
     """
@@ -120,7 +122,10 @@ class UpdatePlan:
 
 
 class FusedPlan(UpdatePlan):
-    """The update of one of the package's optimizers by one of its precisions: nothing stands between the plan and the stages."""
+    """The update of one of the package's optimizers by an OptLevel whose ``step`` and ``gradients`` nobody has replaced.
+
+    Nothing stands between the plan and the stages.
+    """
 
     def __init__(
         self, stages: Stages, precision: Precision, optimizer: FusedOptimizer, strategy: Strategy, clip: Clip | None
@@ -158,7 +163,10 @@ class Stages:
         return GradientMemory(owned_parameters(self.optimizer))
 
     def collect(self, loss_id: int) -> None:
-        """Moves every ``.grad`` into the sums, unscaled and checked for the scaler of ``loss_id``."""
+        """Moves every ``.grad`` into the sums, unscaled and checked for the scaler of ``loss_id``.
+
+        Called after each backward, if several losses have a scale each.
+        """
 
     def show(self, gradients: Gradients) -> None:
         """Writes unscaled, averaged gradients into ``.grad``, for hooks that read or edit them before :meth:`step`."""
@@ -288,7 +296,10 @@ class ScaledStages(Stages):
         return self.params.memory
 
     def collect(self, loss_id: int) -> None:
-        """Moves every ``.grad`` into the sums, unscaled and checked for the scaler of ``loss_id``."""
+        """Moves every ``.grad`` into the sums, unscaled and checked for the scaler of ``loss_id``.
+
+        Called after each backward, if several losses have a scale each.
+        """
         assert self._scaler is not None
         state = self._scaler.losses[loss_id]
         statistics = ops.gradient_statistics(self.params.collect(state.scale.reciprocal()), state.scale)
