@@ -145,7 +145,8 @@ def restore_weights(
         details = "; ".join(f"{label} {_first_five(names)}" for label, names in differences.items() if names)
         raise CheckpointError(
             f"{path} does not fit the model of this {type(module).__name__}: {details or error}; "
-            "give a checkpoint of this class, or load what fits with load_state_dict(..., strict=False)"
+            "give a checkpoint of this class, or load the weights of the same names and shapes with "
+            "load_state_dict(..., strict=False)"
         ) from error
 
 

@@ -82,9 +82,9 @@ def is_own(part: object, name: str, base: type) -> bool:
 class UpdatePlan:
     """The update of one ``optimizer``, laid out for a fit: what the strategy exchanges, how ``precision`` steps.
 
-    ``exchanges``: whether :meth:`exchange` has work to do; ``reduce`` does it (losses with weights replace both).  ``sums``: whether gradients are summed in memory
-    of the precision, and ``.grad`` holds those of one micro-batch.  ``memory`` returns the gradients to exchange; None if the
-    strategy finds them itself.
+    ``exchanges``: whether :meth:`exchange` has work; ``reduce`` does it.  Losses with weights replace both.  ``sums``: whether
+    gradients are summed in memory of the precision, and ``.grad`` holds those of one micro-batch.  ``memory`` returns the gradients
+    to exchange; None if the strategy finds them itself.
     """
 
     def __init__(self, precision: Precision, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> None:
