@@ -24,16 +24,16 @@ _TIMES_KERNELS: Final = ("max_autotune", "coordinate_descent_tuning", "autotune"
 
 @dataclass(init=False)
 class Compile(NamesKeywords):
-    """What ``torch.compile`` compiles of a fit, and its keywords.
+    """Options for ``torch.compile`` in a fit: the part to compile, and the compiler's keywords.
 
     Args:
         part: "step" compiles ``training_step`` as a whole; "modules" compiles each module that the step calls; "blocks" compiles
             one of the repeated blocks of a network (such as the members of a ModuleList), and runs the others by the same code.
             None takes the first of them that the precision, the strategy and the way of optimization allow.
         evaluation: also compiles validation, test and predict steps; otherwise they run eagerly.
-        options: keywords of ``torch.compile``.  ``dynamic`` is False if it is left out: torch otherwise compiles again for sizes of
-            any value once it has seen two, and full batches after a short one would run by other code than in a run that resumes
-            between them.  For the same reason inductor's option "deterministic" is on: kernels are not chosen by their time.
+        options: keywords of ``torch.compile``.  ``dynamic`` defaults to False: otherwise torch recompiles for dynamic shapes once
+            it has seen two sizes, and full batches after a short one would run other code than in a run resumed between them.  For
+            the same reason inductor's option "deterministic" is on: kernels are not chosen by their time.
 
     Raises:
         ConfigError: for another part, or a keyword that ``torch.compile`` does not have.
@@ -131,7 +131,7 @@ def as_compile(name: str, value: Any) -> Compile | None:
 
 
 def check_compile(settings: Any) -> None:
-    """Raises :class:`ConfigError` if a step would be captured twice: as a graph by the Trainer, and by inductor within it."""
+    """Raises :class:`ConfigError` if a step would be captured twice: as a CUDA graph by the Trainer, and within it by inductor."""
     if settings.compile is None or settings.cuda_graph is None:
         return
     if option := settings.compile.own_cuda_graphs():

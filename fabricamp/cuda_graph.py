@@ -22,7 +22,7 @@ class CudaGraph(NamesKeywords):
     """Options for the capture of a training step as a CUDA graph.
 
     Args:
-        warmup: number of the batch of a shape at which the step is captured; earlier batches run eagerly, as ordinary steps.
+        warmup: the step is captured at batch number ``warmup`` of a shape; earlier batches run eagerly, as ordinary steps.
         shapes: the largest number of batch shapes to capture; batches of other shapes run eagerly.
         steps: number of steps per launch if nothing has to happen between them; other steps are launched one by one.
         check_every: compares every n-th replay with an eager step, bit by bit, at the same replay on all ranks; 0: only the first

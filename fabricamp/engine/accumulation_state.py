@@ -43,7 +43,7 @@ class AccumulationState(Section):
     def repeated_batches(self) -> int:
         """Returns how many micro-batches a resumed run has to repeat: those of an accumulation whose gradients cannot be saved.
 
-        Of an accumulation that was carried over from another epoch, only the micro-batches of this epoch.
+        For an accumulation carried over from another epoch, counts only the micro-batches of this epoch.
         """
         return 0 if self._is_saved() else min(self._state.open_batches, self._state.batch_idx)
 
@@ -71,7 +71,7 @@ class AccumulationState(Section):
         return content
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Restores the accumulation; warns if that is impossible.  Other libraries' files have none."""
+        """Restores the accumulation; warns if that is impossible.  Files of other libraries contain no accumulation."""
         loop = checkpoint.get("loops", {}).get("fit", {})
         self._stepped = bool(loop.get("stepped"))
         if loop.get("failed") and self._strategy.rank == 0:
@@ -156,13 +156,13 @@ def _stacked(tensor: Tensor, strategy: Strategy) -> Tensor:
 def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, strategy: Strategy) -> dict[str, Any]:
     """Returns the accumulation of ``checkpoint`` with gradients for a sharded module, averaged over the ranks that wrote them.
 
-    Full gradients, which parameters do not hold as shards yet, stay each rank's own if the number of ranks is the same.
+    Full gradients that are not scattered to shards yet stay each rank's own if the number of ranks is the same.
     """
     fit = checkpoint["loops"]["fit"]
     accumulation = fit["accumulation"]
     if not accumulation.get("sharded"):
         ranks = len(accumulation["params_with_grad"])
-        # On the meta device: the values are in the folder's shards, and not in the file that was read.
+        # Gradients on the meta device have their values in the folder's shards, not in the file that was read.
         in_shards = any(gradient.is_meta for gradient in accumulation["gradients"].values())
         whole = strategy.places_of_whole_gradients() if ranks == strategy.world_size else {}
         if in_shards and whole:
@@ -183,7 +183,7 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
 def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Update, strategy: Strategy) -> str:
     """Restores the accumulation on this rank; returns why that is impossible, or an empty string.
 
-    With another number of ranks, each gets the mean of all saved ranks: the average over the ranks is the same then.
+    With another number of ranks, each rank gets the mean over the saved ranks, which preserves the average over all ranks.
     """
     same_ranks = len(accumulation["params_with_grad"]) == strategy.world_size
     rank = strategy.rank if same_ranks else None

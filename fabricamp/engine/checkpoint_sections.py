@@ -1,4 +1,4 @@
-"""Puts together the state of a run for a checkpoint: a list of sections, each from the part that owns it."""
+"""Builds the checkpoint of a run from a list of sections; each section saves and restores one part of the run's state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fabricamp.trainer.arguments import Settings
 
 
-# Names of sections: those of a file without training state, then those that a resumed fit restores, in this order.
+# Section names: first those of a file without training state, then those that a resumed fit restores, in this order.
 WEIGHTS_ONLY = ("weights", "counters")
 CALLBACKS = ("counters", "callbacks")
 TRAINING = ("optimizers", "learning-rate schedules", "precision", "choice of kernels", "loggers")
@@ -79,7 +79,7 @@ class Counters(Section):
         """Returns the counters of a run resumed from here; ``epoch`` is the running epoch, as in Lightning's files."""
         state = self.state
         repeated = self.accumulation.repeated_batches()
-        # In the last hooks of a validation within fit its batches are done: a resumed run does not repeat it.
+        # In the end hooks of a validation within fit all its batches are done, so a resumed run does not repeat the validation.
         validation_ends = state.validating_in_fit and state.scope is Scope.NOWHERE
         epochs = state.epoch + state.epoch_ended
         batches = 0 if state.epoch_ended else state.batch_idx - repeated
@@ -111,8 +111,8 @@ class Counters(Section):
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Restores the counters, and a request to stop that was not fulfilled.
 
-        The request is repeated if it was still waiting for ``min_steps`` or ``min_epochs``, or if a signal came first.  A run that
-        the request has ended can continue.
+        The request is repeated if it was still waiting for ``min_steps`` or ``min_epochs``, or if a signal came first.  A request
+        that has ended its run is not repeated, so that run can be resumed.
         """
         missing = [name for name in _COMPLETE if name not in checkpoint]
         if missing and "source" not in checkpoint and "optimizer_states" in checkpoint:
@@ -154,7 +154,7 @@ class CallbackSection(Section):
         return {"callbacks": states}
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Loads each callback's state; not into fabricamp's own callbacks in an evaluation, as these count what training did."""
+        """Loads the callbacks' states; an evaluation skips fabricamp's own callbacks, because their states are about training."""
         for callback, state in matched_states(self.callbacks, checkpoint.get("callbacks", {})):
             ours = type(callback).load_state_dict.__module__.startswith("fabricamp.")
             if self.fn is TrainerFn.FITTING or not ours:
@@ -162,7 +162,7 @@ class CallbackSection(Section):
 
 
 def _counter(values: dict[str, Any], name: str, path: str, within: str = "") -> int:
-    """Returns the counter, 0 if another library's file has none; raises :class:`CheckpointError` unless it is an int from 0."""
+    """Returns the counter, 0 if another library's file has none; raises :class:`CheckpointError` unless it is an int >= 0."""
     value = values.get(name, 0)
     if type(value) is not int or value < 0:
         raise CheckpointError(

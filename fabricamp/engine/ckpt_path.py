@@ -38,7 +38,7 @@ def resolve_checkpoint(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Returns (file to load or None, its content if it was read already); every rank calls this, rank 0 chooses.
 
-    "last" is the furthest checkpoint that every rank can read, of this run or of earlier runs in folders beside this run's;
+    "last" is the checkpoint furthest in training that every rank can read, of this run or of earlier runs in sibling folders;
     "auto" is the same, or None if there is none; "best" is the best file of the first ModelCheckpoint.  A path is returned
     unchanged.  Raises :class:`MissingCheckpointError` if no file is found, :class:`CheckpointError` if none of the found files can
     be read, and :class:`CheckpointObjectsError` if the chosen one holds objects and ``weights_only`` is not False.
@@ -49,7 +49,7 @@ def resolve_checkpoint(
     if ckpt_path not in _WORDS:
         _refuse_a_misspelt_word(trainer, ckpt_path)
         begins_anew = ckpt_path is None and trainer.state.fitting
-        # Of a strategy that heals, a restarted replica gets its state from the others.
+        # With an elastic strategy (``heals``) a restarted replica gets its state from the others.
         if begins_anew and not trainer.strategy.heals and trainer.local_rank == 0 and restarts():
             _LOG.warning("torchrun has restarted this run from the beginning; ckpt_path='auto' would resume it")
         return ckpt_path, None
@@ -68,7 +68,7 @@ def resolve_checkpoint(
 
 
 def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
-    """Raises :class:`CheckpointNotFoundError` if ``ckpt_path`` does not exist and looks like one of the words misspelt."""
+    """Raises :class:`CheckpointNotFoundError` if ``ckpt_path`` does not exist and looks like a misspelt keyword."""
     if ckpt_path is None or storage.is_remote(ckpt_path):
         return
     has_folder_or_suffix = Path(ckpt_path).name != ckpt_path or Path(ckpt_path).suffix != ""
@@ -80,7 +80,7 @@ def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
 
 
 def _furthest(trainer: Trainer, word: str, weights_only: bool | None) -> tuple[str, dict[str, Any] | None]:
-    """Returns the furthest checkpoint that every rank can read, and its content; all ranks skip a file that one cannot read."""
+    """Returns the furthest checkpoint that every rank can read, and its content; all ranks skip a file that one rank cannot."""
     candidates = _candidates(trainer, weights_only)
     while path := _from_rank_zero(trainer, word, candidates.next_path):
         try:
@@ -99,8 +99,8 @@ def _candidates(trainer: Trainer, weights_only: bool | None) -> Candidates:
     io = trainer.strategy.checkpoint_io
 
     def groups() -> Iterator[list[str]]:
-        # A given folder is the same in every attempt, so its files compete with the known ones.
-        elsewhere = not writes_own_files(io)  # the plug-in alone knows whether a file is there
+        # A given dirpath is the same in every attempt, so its files are candidates together with the known ones.
+        elsewhere = not writes_own_files(io)  # only the plug-in knows whether a file exists
         known = [path for callback in callbacks for path in callback.known_files()]
         first = [path for path in known if elsewhere or storage.exists(path)]
         for callback in callbacks:

@@ -1,4 +1,4 @@
-"""What torch's compiler does during a run: tells once what it compiles again, and what it leaves eager, with the reason."""
+"""Watches torch's compiler during a run: logs recompilations and code that stays eager, each once, with the reason."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("fabricamp")
 
 _ATTRIBUTE: Final = re.compile(r"^(?P<name>(?:module|self)\.[\w.\[\]'\"]+|\w+) == ")
-"""The attribute or argument of which torch takes the value for a constant, as its guards name it."""
+"""Matches, in the text of a guard, the attribute or argument whose value torch treats as a constant."""
 
 
 class CompilationWatch:
-    """A context around each call of compiled code; at its end it tells what torch has compiled meanwhile."""
+    """A context around each call of compiled code; its exit logs what torch compiled during the call."""
 
     def __init__(self, state: RunState, *, speaks: bool) -> None:
         self._state = state
         self._speaks = speaks
         self.name = ""
-        """The name of what is called next, for records without one."""
+        """The name of the function or module called next, for records without a name."""
         self._before: Any = None
         self._told: set[str] = set()
 
@@ -33,7 +33,7 @@ class CompilationWatch:
         self._before = last_compilation()
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Tells what was compiled again or left eager; under fullgraph=True the latter is torch's error, which gets its cure."""
+        """Logs recompilations and code left eager; under fullgraph=True, torch's error at its limit gets the cure."""
         if last_compilation() is self._before:
             return
         for record in compilations_since(self._before):
@@ -44,8 +44,8 @@ class CompilationWatch:
                 self._say(line, record)
 
     def _line(self, record: Any) -> str:
-        """Returns what to tell of a compilation; an empty string for the first one of a function."""
-        # The function that runs a module's call is compiled too where the code around it could not be.
+        """Returns the log line for a compilation; an empty string for the first compilation of a function."""
+        # If torch cannot compile the code around a module's call, it compiles the function that runs the call.
         name = self.name if record.co_name in (None, "__call__") else record.co_name
         reason = _reason(record.recompile_reason)
         if record.fail_reason is not None and _hits_limit(record):
@@ -67,7 +67,7 @@ class CompilationWatch:
             _LOG.log(logging.WARNING if failed else logging.INFO, "compile: %s", line)
 
     def say_hooked(self) -> None:
-        """Tells that modules run eagerly because of hooks on all modules."""
+        """Logs that modules run eagerly because of hooks on all modules."""
         if "hooked" in self._told:
             return
         self._told.add("hooked")

@@ -1,6 +1,6 @@
-"""A session's compiled steps: the step as a whole, or modules that it calls; the module itself is not changed.
+"""Compiles the steps of a session: the complete step, or the modules that it calls; does not change the user's module.
 
-``Trainer(compile=...)`` asks for it, or ``fit(torch.compile(module))``.
+``Trainer(compile=...)`` and ``fit(torch.compile(module))`` switch this on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOG = logging.getLogger("fabricamp")
 
 
 class HeldLogs:
-    """Replaces the metrics of a run while compiled code runs: it only appends to a list, which causes no graph break."""
+    """Replaces the metrics of a run while compiled code runs: logging only appends to a list and causes no graph break."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[Any, ...], Any, int | None]] = []
@@ -43,7 +43,7 @@ class HeldLogs:
 class Compilation:
     """Compiles the steps of a session; does nothing if that was not asked for.
 
-    What the user compiled is compiled by the user's options, and once.
+    Code that the user has compiled keeps the user's options and is not compiled a second time.
     """
 
     def __init__(self, session: Session) -> None:
@@ -86,7 +86,7 @@ class Compilation:
         return self._armed(step, "evaluation")
 
     def _open(self) -> None:
-        """Chooses the part, and compiles it unless it is the step; raises :class:`ConfigError` if it cannot be compiled."""
+        """Chooses the part, and compiles it unless it is "step"; raises :class:`ConfigError` if it cannot be compiled."""
         session = self._session
         part = self._options.part if self._options is not None else None
         reasons = {name: reason(session) for name, reason in _REASONS.items() if part in (None, name)}
@@ -97,7 +97,7 @@ class Compilation:
         if part is None and chosen != "step":
             session.run_summary.say(f"compile takes {_WORDS[chosen]}: {reasons['step']}")
         self._say_inexact()
-        # Hooks that are registered on a module within compiled code later on are run too: torch compiles again for them.
+        # Hooks registered later on a module within compiled code run too: torch recompiles for them.
         self._changed.enter_context(guarded_hooks())
         if chosen == "step":
             return
@@ -115,7 +115,7 @@ class Compilation:
         return torch.compile(function, **self._options.for_torch())
 
     def _check_graph(self) -> None:
-        """Raises :class:`ConfigError` if the user has compiled the module with CUDA graphs of torch's own."""
+        """Raises :class:`ConfigError` if the user has compiled the module with torch's own CUDA graphs."""
         if self._session.settings.cuda_graph is None or self._compiler is None:
             return
         if compiler_options(self._compiler).own_graphs:
@@ -139,7 +139,7 @@ class Compilation:
     # -- a step -------------------------------------------------------------------------------------------------------------------
 
     def _armed(self, step: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """Returns a function that runs ``step`` with what is compiled, and logs what the step has logged after it."""
+        """Returns a function that runs ``step`` with the compiled code, and logs the values of its ``self.log`` calls after it."""
         run_context = self._session.run_context
         held = HeldLogs()
         stand_in: Any = held
@@ -237,6 +237,6 @@ _REASONS: dict[Part, Callable[[Session], str]] = {
     "modules": _against_modules,
     "blocks": _against_blocks,
 }
-"""What is compiled, the largest first, and why it cannot be in a session."""
+"""For each part, the largest first: a function that returns why a session cannot compile it."""
 
 _WORDS: dict[Part, str] = {"modules": "the modules that the step calls", "blocks": "the repeated blocks"}

@@ -1,8 +1,8 @@
 """Calls of single modules through ``torch.compile``: what the step calls, or the repeated blocks of a network.
 
 torch keeps the compiled form of a module's call in ``_compiled_call_impl``; copies, pickles and state dicts leave it out.  During a
-run a :class:`CompiledCall` is there.  It runs the module's hooks uncompiled (the casts of a half module are among them), and
-compiles ``forward``.
+run this attribute is a :class:`CompiledCall`.  It runs the module's hooks uncompiled (the casts of a half module are among them),
+and compiles ``forward``.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _without_compiled(module: nn.Module) -> Iterator[nn.Module]:
 class CompiledCalls:
     """The compiled calls of a session's modules; ``compile`` is ``torch.compile`` with its keywords.
 
-    A call runs compiled code if it is made in a step, or in a backward that repeats a part of a step.  A call by a module that runs
-    compiled code itself is a part of that code.
+    A call runs compiled code if a step makes it, or a backward that recomputes a part of a step.  A call inside compiled code
+    becomes a part of that code.
     """
 
     def __init__(self, compile: Callable[..., Any], watch: CompilationWatch) -> None:  # noqa: A002 - torch's name of it
@@ -101,8 +101,8 @@ class CompiledCalls:
         self._programs.clear()
 
     def program(self, key: object, module: nn.Module) -> Callable[..., Any]:
-        """Returns the compiled code of a kind of step, called with a module and the arguments of its ``forward``."""
-        # In a backward that repeats a part of a step nothing is armed.
+        """Returns the compiled code for this kind of step; it takes a module and the arguments of its ``forward``."""
+        # ``armed`` is not set in a backward that recomputes a part of a training step.
         kind = self.armed or "training"
         found = self._programs.get((kind, key))
         if found is None:
@@ -114,7 +114,7 @@ class CompiledCalls:
 def _forward_of(name: str) -> Callable[..., Any]:
     """Returns a function that runs ``forward`` of a module; torch's messages call it ``name``.
 
-    torch keeps what it has compiled with the code object of a function, at most eight forms of it, so each program has its own.
+    torch stores compiled code with a function's code object, at most eight variants, so each program has its own code object.
     """
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def _forward_of(name: str) -> Callable[..., Any]:
 
 
 class CompiledCall:
-    """What torch runs in place of a module's call."""
+    """Replaces a module's call: torch runs this object instead."""
 
     def __init__(self, calls: CompiledCalls, module: nn.Module, key: object) -> None:
         self._calls = calls

@@ -59,7 +59,7 @@ def releasing(trainer: Trainer, session: Session) -> Iterator[None]:
         if not agreement.abandoned:
             _fail(trainer, session, error)
             raise
-        # A signal interrupted the run before its first batch; this rank's own error may be that another rank has left.
+        # A signal interrupted the run before its first batch; this rank's own error may only mean that another rank has left.
         agreement.wait_for_answers()  # no rank leaves before all know why
         trainer.state.stage = None
         trainer.state.interrupt(agreement.reason)
@@ -74,7 +74,7 @@ def releasing(trainer: Trainer, session: Session) -> Iterator[None]:
 
 
 def _close(trainer: Trainer, session: Session) -> None:
-    """Closes a run that ended without an error; if its ``teardown`` raises, the module is restored all the same."""
+    """Closes a run that ended without an error; restores the module even if ``teardown`` raises."""
     try:
         session.end(failed=False)
     except BaseException:
@@ -125,7 +125,7 @@ def end_fit(trainer: Trainer, session: Session, loop: TrainingLoop) -> None:
         trainer.precision_plugin.verdicts.drain()
     check_peers()
     call_all(session.hooks("on_fit_end"))
-    # A signal during these hooks, or non-finite gradients, have a line of their own.
+    # A signal during these hooks, or non-finite gradients, are logged by a separate line.
     if not agreement.came_late() and not state.stop_explanation:
         session.run_summary.end()
 
@@ -169,7 +169,7 @@ def _requeue(trainer: Trainer, reason: str) -> None:
 
 
 def explain(error: BaseException, module: nn.Module, precision: str) -> None:
-    """Adds notes on what to change to ``error``, if its text does not say; ``precision`` is a name such as "32-true" or "O2"."""
+    """Adds notes on what to change to ``error``, unless its text has them; ``precision`` is a name such as "32-true" or "O2"."""
     for note in (
         _note_on_unknown_option(error),
         _note_on_dtypes(error, module, precision),

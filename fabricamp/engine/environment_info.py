@@ -27,7 +27,7 @@ def code_of(module: Any) -> dict[str, Any]:
     """Returns revision, changed files and diff of the repository of the module's class, or else of the current folder."""
     try:
         folders = [str(Path(inspect.getfile(type(module))).resolve().parent), str(Path.cwd())]
-    except (TypeError, OSError):  # a class of a notebook, a folder that is gone
+    except (TypeError, OSError):  # a class defined in a notebook, or a deleted folder
         folders = [os.curdir]
     return next(filter(None, map(_repository, folders)), {})
 
@@ -82,7 +82,7 @@ def _repository(folder: str) -> dict[str, Any]:
 
 
 def _git_output(git: str, folder: str, *words: str) -> list[str]:
-    """Returns the lines that git prints: none if it fails; only the first ones, and a line on why, if it is cut off.
+    """Returns the lines that git prints; none if it fails; if the output is cut off, the first lines and a line that says why.
 
     Output is cut off after ``_SECONDS``, ``_MOST_BYTES`` or ``_MOST_LINES``.
     """

@@ -80,7 +80,7 @@ class EvaluationLoop:
         state = self._state
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         call_hook(self._module, f"on_{self._kind}_model_eval")
-        # A validation within fit gives these back to the training loop.
+        # Restored for the training loop after a validation within fit.
         before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
         state.num_dataloaders = len(feeds)
         self.cut_short = False
@@ -203,7 +203,7 @@ def gather_predictions(predictions: list[list[list[Any]]], strategy: Strategy) -
     """Returns all ranks' predictions, one list per loader, or the list of a single loader.
 
     They are in the order in which samples were distributed: batch 0 of every rank, then batch 1.  ``predictions`` has a list of
-    loaders for each rank; of tensor-parallel ranks, which compute one batch together, the first counts.
+    loaders for each rank; of tensor-parallel ranks, which compute one batch together, only the list of the first is used.
     """
     loaders = []
     for ranks in zip(*predictions[:: strategy.tensor_parallel], strict=True):

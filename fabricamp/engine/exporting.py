@@ -34,7 +34,8 @@ class ExportMixin:
         super().__init_subclass__(**options)
         is_training_module = ExportMixin in cls.__bases__
         if is_training_module:
-            # torch.jit.script would compile each property.  It may compile those of users' subclasses: their forward may read them.
+            # torch.jit.script would compile each property of this class.  It still compiles properties of users' subclasses:
+            # forward may read them.
             names = [name for name in dir(cls) if isinstance(getattr(cls, name, None), property)]
             cls.__jit_unused_properties__ = names  # type: ignore[attr-defined]  # torch's name
             # Attributes too: torch cannot read the annotations of this package's classes, which are text.
@@ -114,12 +115,13 @@ class ExportMixin:
 
     @contextlib.contextmanager
     def _evaluated(self) -> Iterator[nn.Module]:
-        """Yields the module in evaluation mode, without gradients, it and those in it detached from a run; restores all of it."""
+        """Yields the module in evaluation mode, without gradients, detached from a run with its submodules; restores all of it."""
         module = cast("nn.Module", self)
         modes = [(submodule, submodule.training) for submodule in module.modules()]
         attached = [(part, vars(part).get("_attachment")) for part in module.modules() if isinstance(part, ExportMixin)]
-        # torch reads every attribute of the module, and takes one for missing if it raises AttributeError.  Properties such as
-        # current_epoch read the trainer: this one has no attributes, where no trainer at all would raise another error.
+        # torch reads every attribute of the module, and treats an attribute as missing if the read raises AttributeError.
+        # Properties such as current_epoch read the trainer, so the module gets a trainer without attributes: without a trainer
+        # these properties would raise another error.
         no_run = RunContext()
         no_run.trainer = cast("Any", object())
         for part, _ in attached:

@@ -1,7 +1,7 @@
-"""The lines of a program written for Lightning about what gives other weights, rates or logged values here than there.
+"""Logs, in a program written for Lightning, what gives other weights, learning rates or logged values than Lightning.
 
-They are the rows of the table "What stays different on purpose" (docs/from-lightning.md) that say so.  A line appears only in a run
-to which it applies; places that the session does not know call ``say_difference`` themselves.
+The lines correspond to such rows of the table "What stays different on purpose" (docs/from-lightning.md).  A line appears only in a
+run to which it applies; code with facts that the session does not know calls ``say_difference`` itself.
 """
 
 from __future__ import annotations

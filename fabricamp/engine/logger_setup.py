@@ -56,7 +56,7 @@ def log_hyperparams(session: Session) -> None:
 
 
 def _check_shared(owner: str, logged: dict[str, Any], values: dict[str, Any]) -> None:
-    """Raises :class:`HyperparameterConflictError` for a name with two values: a logger shows one, which is wrong for one owner."""
+    """Raises :class:`HyperparameterConflictError` for a name with two values: a logger shows one, wrong for the other owner."""
     names = [name for name in logged if name in values and str(logged[name]) != str(values[name])]
     if names:
         shown = ", ".join(map(str, names))

@@ -79,7 +79,7 @@ class TrainingLoop:
         # these hooks, then the callbacks that decide by reduced values.
         epoch_end = hooks.callbacks("on_train_epoch_end", monitors=False) + hooks.module("on_train_epoch_end")
         monitors = hooks.callbacks("on_train_epoch_end", monitors=True)
-        # At an epoch's beginning the saved RNG states precede its start hooks; within an epoch they follow them (_catch_up).
+        # RNG states saved at an epoch's beginning are from before its start hooks, those saved within it from after (_catch_up).
         if state.batch_idx == 0:
             self._restore_rng()
         self.parts.agreement.begin()
@@ -129,7 +129,7 @@ class TrainingLoop:
         if state.batch_idx == 0:
             call_all(hooks)
         else:
-            # A resumed epoch: the callbacks' states have counted its start already.
+            # In a resumed epoch the callbacks' states already include the epoch's start hooks.
             states = self.parts.resume_point.callback_states("on_train_epoch_start")
             call_all(hooks)
             states.restore()
@@ -152,7 +152,7 @@ class TrainingLoop:
         ]
 
     def _catch_up(self) -> bool | None:
-        """Does the work that the run was cut before; returns None if batches follow, else whether all of the epoch's are done."""
+        """Does the work left when the run was cut; returns None if batches follow, else whether all of the epoch's are done."""
         state = self.state
         feed = self.parts.feed
         self._restore_rng()
@@ -210,7 +210,8 @@ class TrainingLoop:
             if self._validates and self._validation_is_due(last) and self._validate():
                 last = False  # the validation was cut short: a resumed run begins with it
                 break
-            # Until here a checkpoint says that this step's work is not finished: a resumed run does it first (_restore_rng).
+            # A checkpoint written before this line marks this step's work as unfinished: a resumed run does it first
+            # (_restore_rng).
             update.stepped = False
             if stepped or last:
                 # A limit or a request (should_stop, on any rank) ends training only where a step has ended, or the epoch.
@@ -220,17 +221,17 @@ class TrainingLoop:
                         self._end_as_in_lightning()
                     break
                 state.passed = state.batches_done
-            # A signal may end it within an accumulation too: after the micro-batch that the ranks have agreed on.
+            # A signal may end training within an accumulation, too: after the micro-batch that the ranks have agreed on.
             if state.batches_done >= state.hold_at and self.parts.agreement.hold():
                 break
-        # No warning for a resumed epoch: its steps may lie before the cut.
+        # No warning for a resumed epoch: its steps may have been made before the cut.
         self._check_epoch(steps_before, ended=last and first == 0)
         state.batch = None
         state.batches = None
         return last
 
     def _skips(self, batch: Any, batch_idx: int) -> bool:
-        """Runs every ``on_train_batch_start``; returns whether one of them returned -1, which ends the epoch's data here."""
+        """Runs every ``on_train_batch_start``; returns whether one of them returned -1, which skips the rest of the epoch."""
         skips = False
         for hook in self._batch_start:
             skips = hook(batch, batch_idx) == -1 or skips
@@ -324,7 +325,7 @@ class TrainingLoop:
         return state.batch_idx % every == 0
 
     def validation_follows(self) -> bool:
-        """Whether a validation follows the micro-batch whose end hooks run, unless a time makes it due."""
+        """Whether a validation follows the present micro-batch (for its end hooks); leaves out validations that are due by time."""
         return self._validates and self._validation_is_counted(self.parts.feed.last)
 
     def _validate(self) -> bool:
@@ -347,10 +348,10 @@ class TrainingLoop:
         return cut_short
 
     def _end_as_in_lightning(self) -> None:
-        """Logs the last step's values and validates, where ``should_stop`` ends training within an epoch."""
+        """Logs the last step's values and validates, if ``should_stop`` ends training within an epoch."""
         state = self.state
         every = self._settings.log_every_n_steps
-        if every and state.global_step % every:  # else they are logged
+        if every and state.global_step % every:  # else they are logged already
             self.metrics.flush(state.global_step)
         every_epochs = self._settings.check_val_every_n_epoch or 1
         is_validated = state.validated_at == state.batches_done

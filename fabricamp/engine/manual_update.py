@@ -63,7 +63,7 @@ class ManualUpdate(Update):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Implements ``step`` of an optimizer from ``TrainingModule.optimizers()``."""
         if closure is not None and demands_closure(optimizer):
-            # It calls the closure itself, any number of times: its gradients are used as the closure leaves them.
+            # Such an optimizer calls the closure itself, any number of times, and uses the gradients as the closure leaves them.
             self.stepped = True
             self._not_stepped.discard(optimizer)
             try:
@@ -109,7 +109,7 @@ class ManualUpdate(Update):
         """Restores the result of :meth:`accumulation_state`; returns why that is impossible, or an empty string."""
         self._accumulates = True
         problem = super().load_accumulation_state(state)
-        self.loss = None  # a step status shows the loss of its last backward, which is still to come
+        self.loss = None  # a step status shows the loss of the step's last backward, which has not run yet
         return problem
 
     def clip(self, optimizer: Optimizer, clip: Clip) -> None:

@@ -81,7 +81,7 @@ def _check_training_step(module: TrainingModule) -> None:
             f"{name} takes dataloader_iter, but it gets batches; write training_step(self, batch, batch_idx), and iterate over a "
             "loader of your own where one step needs several batches"
         )
-    # A program written for Lightning runs, as there; the loop says at the epoch's end that nothing was trained.
+    # A program written for Lightning runs, as it does there; the loop warns at the epoch's end that nothing was trained.
     if module.automatic_optimization and returns_nothing(step) and not lightning_alias.is_installed():
         raise ConfigError(
             f"{name} returns no value, so nothing would be trained; end it with 'return loss', or step the optimizers in it with "

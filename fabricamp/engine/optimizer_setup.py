@@ -41,7 +41,7 @@ class SchedulerConfig:
 class ManagedOptimizer:
     """An optimizer under manual optimization: its ``step`` also exchanges gradients, unscales, checks and counts.
 
-    Everything else is the optimizer's own.  ``update`` is what ``step`` runs, from the first ``training_step`` on.
+    Everything else is the optimizer's own.  :meth:`step` runs ``update``, which is set from the first ``training_step`` on.
     """
 
     def __init__(self, optimizer: Optimizer, module: TrainingModule) -> None:
@@ -59,7 +59,7 @@ class ManagedOptimizer:
         return self.update(self.optimizer, closure)
 
     def toggle_model(self, sync_grad: bool = True) -> AbstractContextManager[None]:
-        """Returns the module's ``toggled_optimizer`` for this one; :meth:`step` exchanges gradients, whatever ``sync_grad`` is."""
+        """Returns the module's ``toggled_optimizer(self)``; :meth:`step` exchanges gradients, whatever ``sync_grad`` is."""
         return self._module.toggled_optimizer(self)
 
     @property  # type: ignore[misc]  # read only, as Python's is not
@@ -80,9 +80,9 @@ def parse_optimizers(
     """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
 
     One optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers) of lists, or of a list and one scheduler; a dict
-    with ``"optimizer"`` and ``"lr_scheduler"``; a list or tuple of such dicts; None. A scheduler is any object if the module
-    steps it itself: if ``own_step`` (the module overrides ``lr_scheduler_step``) or ``manual`` (manual optimization, where it
-    needs no monitor either); else one with ``step()``. Raises :class:`ConfigError` for anything else, and for a scheduler of an
+    with ``"optimizer"`` and ``"lr_scheduler"``; a list or tuple of such dicts; None. A scheduler may be any object if the module
+    steps it itself: if ``own_step`` (the module overrides ``lr_scheduler_step``) or ``manual`` (manual optimization, where it needs
+    no monitor either); else it needs a ``step()``. Raises :class:`ConfigError` for anything else, and for a scheduler of an
     optimizer that was not returned.
     """
     optimizers, schedulers = _unpacked(returned)

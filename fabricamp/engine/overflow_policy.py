@@ -46,7 +46,7 @@ class OverflowPolicy:
                 self.report_skips()
 
     def finish(self) -> None:
-        """After the last batch: reports overflows that no step has reported, and ends the run for them if it has to."""
+        """After the last batch: reports overflows not reported yet, and ends the run if one of them requires it."""
         skipped = [status for status in self._step_results.drain() if not status.applied]
         ends_run = any(status.ends_run for status in skipped)
         if not ends_run:
@@ -59,7 +59,7 @@ class OverflowPolicy:
         """Stops the run or raises, at the same step on every rank: all have read the same step status."""
         state = self._state
         policy = self._step_results.policy
-        if state.stop_reason == NON_FINITE:  # the statuses of steps launched before the run stopped follow
+        if state.stop_reason == NON_FINITE:  # stopped already; this status is of a step launched before
             return
         explanation = self._step_results.explain(state.global_step)
         if policy == "stop":

@@ -21,14 +21,14 @@ PROFILES: Final[dict[str, dict[str, Any]]] = {
     "safe": {"hold_gc": True},
     "max": {"tf32": True, "benchmark": True, "channels_last": True, "hold_gc": True},
 }
-"""``safe`` leaves every bit as it is."""
+"""The settings of each profile; ``safe`` changes no bit of the results."""
 _ALLOCATIONS: Final = 100_000
 """Net number of new objects (created minus freed) before Python's gc looks for cycles; the default is some hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
-    """What a profile sets; None leaves a setting as it is."""
+    """The settings of a profile; None leaves a setting unchanged."""
 
     given: str
     matmul_precision: str | None = None

@@ -31,7 +31,7 @@ _HOST = torch.device("cpu")
 class PredictionRecord:
     """Records the predict loop; its ``loaders`` are read in place of the given ones.  ``keeps``: it keeps the complete epoch.
 
-    Without a callback that ``writes`` there are no indices, and the predictions are those that ``predict`` returns, if it does.
+    Without a callback that ``writes``, no indices are recorded, and the predictions are those that ``predict`` returns (if any).
     """
 
     def __init__(self, loaders: Sequence[Any], *, writes: bool, keeps: bool) -> None:

@@ -29,8 +29,8 @@ def join_groups(
 ) -> Found:
     """Returns what a fit resumes from: ``path`` and its ``checkpoint``, or the state that another group sends.
 
-    ``weights_only`` False allows code to rebuild objects in it.  Groups that start together use what one of them was given.  Raises
-    :class:`ConfigError` for what cannot work among groups.
+    ``weights_only`` False allows code to rebuild objects in it.  Groups that start together all use the checkpoint that one of them
+    was given.  Raises :class:`ConfigError` for manual optimization and for ``sync_batchnorm``, which do not work across groups.
     """
     strategy = session.strategy
     if not strategy.heals:

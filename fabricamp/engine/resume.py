@@ -1,12 +1,12 @@
 """Exact resume: saves and restores each rank's resume point, so that a resumed run equals an uninterrupted one.
 
-A resume point is everything besides weights, optimizers and counters: RNG states, the position in the data, logged values that
-are not published yet, and the gradients of an accumulation in progress.  These gradients are saved as they are, so a run that was
-cut within an accumulation continues within it: nothing is replayed that buffers (BatchNorm), hooks or generators have seen
-already.  The beginning of an accumulation costs training nothing, since no copy of the state there has to be kept.
+A resume point is everything besides weights, optimizers and counters: RNG states, the position in the data, logged values that are
+not published yet, and the gradients of an accumulation in progress.  These gradients are saved as they are, so a run that was cut
+within an accumulation continues within it: no micro-batch runs through buffers (BatchNorm), hooks or generators twice.  Training
+has no extra cost at the beginning of an accumulation, since no copy of the state has to be kept.
 
 :class:`ResumePoint` saves and restores, :class:`LoggerSection` the loggers' positions.  :class:`CallbackStates` and
-``_BeforeValidation`` are copies of a state that is needed again.
+``_BeforeValidation`` are copies of a state that has to be restored later.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ResumePoint(Section):
         self.resumed = False
         """Whether the run was resumed from a checkpoint and has not reached its first batch yet."""
         self.reloaded = 0
-        """The last epoch whose new loaders have had their random numbers; in the first epoch, loaders are not new."""
+        """The last epoch with new loaders that have consumed their random numbers; in the first epoch, loaders are not new."""
 
     # -- saving ------------------------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class ResumePoint(Section):
     def note_cut(self) -> None:
         """Keeps the present resume point, when training stops within an epoch.
 
-        The hooks at the epoch's end then publish and clear values that a resumed run continues.
+        The hooks at the epoch's end, which run next, publish and clear values that a resumed run continues.
         """
         self._cut = self._present()
         self.loggers.note_cut()
@@ -193,7 +193,7 @@ class ResumePoint(Section):
         return self.accumulation.take_stepped()
 
     def begin_epoch(self) -> None:
-        """Called before an epoch: drops the saved end of the epoch, as a run resumed in a finished epoch finishes it again."""
+        """Called before an epoch: drops the values published at the loaded epoch's end, as the resumed run publishes them again."""
         self._ended = None
         self.loggers.begin_epoch()
 
@@ -209,10 +209,10 @@ class ResumePoint(Section):
 
 
 class LoggerSection(Section):
-    """The loggers' positions; if training was cut within an epoch, those at the cut: a resumed run writes the rest again.
+    """The loggers' positions; if training was cut within an epoch, those at the cut: a resumed run logs all that follows again.
 
-    A resumed run with nothing left to do would not write it.  So a resumed run continues after the rest, and goes back to the cut
-    only when an epoch begins.
+    A resumed run with nothing left to do would not log it again.  So a resumed run first continues at the end of the log, and goes
+    back to the cut only when an epoch begins.
     """
 
     name = "loggers"
@@ -244,7 +244,7 @@ class LoggerSection(Section):
         self._delivery.load_state_dict(positions)
 
     def begin_epoch(self) -> None:
-        """Called before an epoch: takes back what the run before logged at the end of this epoch."""
+        """Called before an epoch: removes what the cut run logged at the end of this epoch."""
         if self._before_end is not None:
             self._delivery.load_state_dict(self._before_end)
             self._before_end = None
@@ -288,9 +288,9 @@ class _BeforeValidation:
 
 
 def _saved_ranks(strategy: Strategy, ranks: int, tensor_parallel: int, *, same: bool) -> list[int]:
-    """Returns the saved ranks whose logged values this rank continues: its own, or, with other numbers, on rank 0 those of all.
+    """Returns the saved ranks whose logged values this rank continues: its own; with other numbers of ranks, all for rank 0.
 
-    Of tensor-parallel ranks, which compute one batch together, the first has the values of all.
+    Of tensor-parallel ranks, which compute one batch together, only the first counts, as its values are those of all.
     """
     if same:
         return [strategy.rank]

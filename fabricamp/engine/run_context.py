@@ -47,7 +47,7 @@ class RunContext:
         self.manual_backward: Callable[..., None] | None = None
         self.manual_clip: Callable[[Optimizer, Clip], None] | None = None
         self.toggled: list[Tensor] = []
-        """What ``toggle_optimizer`` froze."""
+        """The parameters that ``toggle_optimizer`` froze."""
         self.lent_methods: list[tuple[object, str]] = []
         """Methods of the module that are temporarily attached to callbacks: (callback, the method's name)."""
 
@@ -71,8 +71,8 @@ DETACHED = RunContext()
 def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
     """Returns every rank's tensor, stacked; raises :class:`ConfigError` if shapes differ, except in a training step.
 
-    In a training step the host would have to wait for the comparison, and batches have one size.  With CUDA graphs shapes are
-    never compared: the host must not wait in captured steps.
+    A training step does not compare shapes: the host would have to wait for it, and batches have one size there.  With CUDA graphs
+    shapes are never compared: the host must not wait in captured steps.
     """
     strategy = trainer.strategy
     session = trainer._runner.session

@@ -142,7 +142,7 @@ class RunSummary:
 
 
 def _workers_of(loader: Any) -> Iterator[str]:
-    """Yields a line for each of torch's loaders whose workers do not stay, or stay because of ``per_sample_seed``."""
+    """Yields a line per torch DataLoader with workers that restart in each epoch, or persist because of ``per_sample_seed``."""
     for leaf in leaves_of(loader):
         if not isinstance(leaf, DataLoader) or leaf.num_workers == 0:
             continue
@@ -198,7 +198,7 @@ def _folders(trainer: Trainer) -> Iterator[str]:
 
 
 def _logs_of_others(trainer: Trainer) -> Iterator[str]:
-    """Yields a line for each folder into which an earlier run has logged: the values of both share files and curves."""
+    """Yields a line for each folder into which an earlier run has logged: both runs' values then share files and curves."""
     folders = (logger.folder for logger in trainer.loggers if isinstance(logger, RunFolderLogger))
     for folder in dict.fromkeys(folder for folder in folders if (folder / NAME).is_file()):
         yield f"An earlier run has logged into {shown(folder)}: new values follow its own; another name or version keeps runs apart"

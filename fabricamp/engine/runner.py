@@ -58,7 +58,7 @@ _LOG = logging.getLogger("fabricamp")
 
 
 class Runner:
-    """Holds what fit, validate, test and predict of a Trainer need and its users do not.
+    """The internals that fit, validate, test and predict of a Trainer share, and that users do not need.
 
     ``session`` is the running or last session on this process; ``launches``: each call has to start worker processes.
     """
@@ -85,8 +85,8 @@ class Runner:
         self._given_callbacks = given_callbacks
         self._default_callbacks = default_callbacks
         self._callbacks_of: TrainingModule | None = None
-        self._own_callbacks: list[Callback] = []  # those of that module
-        self._put: list[Callback] = []  # those that trainer.callbacks had after the last call of take_callbacks
+        self._own_callbacks: list[Callback] = []  # the callbacks of _callbacks_of
+        self._put: list[Callback] = []  # trainer.callbacks after the last call of take_callbacks
         self.take_callbacks(None)
 
     def become_worker(self) -> None:
@@ -111,7 +111,7 @@ class Runner:
     ) -> tuple[TrainingModule, GivenData]:
         """Returns the module and the data given to an entry point; raises :class:`ConfigError` if they cannot work."""
         if module is None and self.session is not None:
-            # A call without a module goes on with that of the last run, and with its data unless other data is given.
+            # A call without a module uses the last run's module, and its data unless other data is given.
             module = self.session.module
             if datamodule is None and evaluation is None:
                 datamodule = self.session.source.datamodule
@@ -179,7 +179,7 @@ class Runner:
         try:
             session = self._enter(fn, module, source)
         except BaseException:
-            leave_at_exit(self.trainer.strategy)  # nothing else releases what was set up until then
+            leave_at_exit(self.trainer.strategy)  # nothing else releases what _enter has set up
             raise
         self.take_session(session)
         with (
@@ -193,7 +193,7 @@ class Runner:
             releasing(self.trainer, session),
         ):
             yield session
-        if session.agreement.asked and not self.trainer.state.interrupted:  # after the last position to stop at
+        if session.agreement.asked and not self.trainer.state.interrupted:  # too late to stop at a batch
             self.trainer.state.interrupt(session.agreement.asked)
 
     def _enter(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Session:
@@ -220,7 +220,7 @@ class Runner:
         trainer.state.forget_stop()
         session = Session(self, fn, module, source)
         if fn is not TrainerFn.FITTING and self.session is not None and self.session.module is module:
-            # trainer.optimizers outlives its fit.
+            # trainer.optimizers stays available after its fit.
             session.optimizers = self.session.optimizers
             session.schedulers = self.session.schedulers
         published = self._published()

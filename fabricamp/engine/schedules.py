@@ -83,7 +83,7 @@ class Schedules:
     def _monitored(self, config: SchedulerConfig) -> Any:
         """Returns the monitored value; None if it was not logged and the config is not ``strict``."""
         if config.interval == "step":
-            self._metrics.reduce_steps(self._state.global_step)  # due now, so the values of this step are waited for
+            self._metrics.reduce_steps(self._state.global_step)  # needed now, so this waits for the step's values
         known = self._metrics.monitored()
         value = known.get(str(config.monitor))
         if value is None and config.strict:

@@ -115,7 +115,7 @@ class Session:
         self._told_of_objects = False
         self.run_context = DETACHED  # until attach
         self.step: Callable[..., Any] = module.training_step  # in fit: as wrapped by the strategy
-        self.validation_follows: Callable[[], bool] = bool  # in fit: as known to the loop
+        self.validation_follows: Callable[[], bool] = bool  # in fit: TrainingLoop.validation_follows
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # of the validation within fit
         self._synchronised_norms: list[nn.Module] = []
         self._channels_last: list[nn.Parameter] = []
@@ -202,14 +202,14 @@ class Session:
         """Lets the module build its layers, and shards them; ``filled_later``: a checkpoint's weights will replace its own."""
         self.precision.forward(partial(call_hook, self.module, "configure_model"))
         if self.settings.sync_batchnorm and self.strategy.world_size > 1:
-            # Before the module may be sharded.  Until give_back; the user's own SyncBatchNorm modules stay.
+            # Has to come before sharding.  give_back converts these layers back; the user's own SyncBatchNorm modules stay.
             before = set(self.module.modules())
             convert_syncbn_model(self.module)
             self._synchronised_norms = [layer for layer in self.module.modules() if layer not in before]
         shard_module(self, filled_later=filled_later)
 
     def _hide_private_values(self) -> None:
-        """Tells the loggers whether hyper-parameters are private; before they write or reopen a file."""
+        """Marks the loggers as private if hyper-parameters are; called before the loggers write or reopen a file."""
         private = any(kept.logged and kept.private for _, kept in kept_of(self))
         for logger in self.trainer.loggers:
             # A logger that has shown private values shows them in a later run too.
@@ -295,7 +295,7 @@ class Session:
             with isolate_rng():
                 self.data.evaluation_loaders("val")
         if self.trainer.state.epoch and self.checkpoint is None:
-            # A second fit: Lightning begins a pass here and drops it; the orders that follow are drawn after it.
+            # In a second fit Lightning begins a pass here and drops it; this consumes random numbers before the orders that follow.
             draw_a_pass(self.data.train_loader)
             self.resume_point.reloaded = self.trainer.state.epoch
         parts = self._fit_parts()
@@ -357,8 +357,8 @@ class Session:
             self._use_new_loaders(parts)
         state = self.trainer.state
         if self.data.reloads and state.batch_idx == 0 and self.resume_point.reloaded != state.epoch:
-            # Lightning begins a pass over new loaders, and drops it: start hooks and the epoch's order draw after it.  A resumed
-            # epoch that had begun has drawn it already.
+            # Lightning begins a pass over new loaders and drops it, before start hooks and the epoch's order consume random
+            # numbers. A resumed epoch that had begun has made this pass already.
             draw_a_pass(parts.loader)
             self.resume_point.reloaded = state.epoch
 
@@ -395,7 +395,7 @@ class Session:
         return Update(parts)
 
     def _captures(self, parts: FitParts) -> bool:
-        """Returns whether steps are captured as CUDA graphs, and says why not if they were asked for."""
+        """Returns whether steps are captured as CUDA graphs; logs why not if captures were requested."""
         options = self.settings.cuda_graph
         if options is None:
             return False
@@ -408,7 +408,7 @@ class Session:
         return not reason
 
     def _launches_together(self, parts: FitParts) -> bool:
-        """Returns whether one launch makes several steps, and says why not if that was asked for."""
+        """Returns whether one launch makes several steps; logs why not if that was requested."""
         options = self.settings.cuda_graph
         if options is None or options.steps == 1:
             return False
@@ -465,7 +465,7 @@ class Session:
         return loop.cut_short
 
     def _set_epoch_of(self, name: str) -> None:
-        """Tells the samplers of an evaluation's loaders the epoch of training, by which a ``DistributedSampler`` shuffles."""
+        """Sets the training epoch in the samplers of an evaluation's loaders: a ``DistributedSampler`` shuffles by it."""
         for loader in self.data.evaluation_loaders(name):
             set_sampler_epoch(loader, self.trainer.state.epoch)
 
@@ -516,7 +516,7 @@ class Session:
             return None if self.fn is TrainerFn.PREDICTING else []
         if self.fn is TrainerFn.PREDICTING:
             if not keep:
-                self.predicted = None  # those of a writer may be as large as the memory
+                self.predicted = None  # a writer's predictions may be as large as the memory
             return gather_predictions(self.strategy.all_gather_object(outputs), self.strategy) if keep else None
         results = self.metrics.evaluation_results(len(feeds))
         if verbose and self.trainer.is_global_zero:

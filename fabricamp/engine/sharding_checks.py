@@ -95,7 +95,7 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
             f"FSDP(offload=True) with precision {precision.name!r} and nan_policy={session.settings.nan_policy!r} is not offered: "
             "gradients in host memory are not checked for overflow; give 'O0', 'O4' or 'O5' with nan_policy=None"
         )
-    # A run resumed with fewer ranks may begin to accumulate only then.
+    # A run may begin to accumulate only when it is resumed, with fewer ranks.
     accumulates = session.settings.accumulates or (
         filled_later and session.settings.on_world_change == KEEP_GLOBAL_BATCH
     )

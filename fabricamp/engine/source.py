@@ -66,7 +66,7 @@ class GivenData:
     datamodule: DataModule | None = None
     fn: TrainerFn = TrainerFn.FITTING
     compiler: Callable[[Any], Any] | None = None
-    """What ``torch.compile`` has compiled the given module with; None: the module was not compiled."""
+    """The compiler that ``torch.compile`` attached to the given module; None: the module was not compiled."""
 
     def given(self, name: str) -> Any:
         """Returns the loaders given for ``name`` ("train", "val", "test" or "predict"), or None."""
@@ -100,7 +100,7 @@ class DataSource:
         self._num_training_batches: float | None = None
         self._feeds: list[tuple[Any, Feed]] = []
         self.train_feed: Feed | None = None
-        """The batches to train on; None before they are asked for, and after their loader was released for another one."""
+        """The batches to train on; None before their loader is created, and after it was released for another one."""
         self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
         self._collections: dict[str, Any] = {}  # the evaluation loaders in the collections that they were given in
 
@@ -226,7 +226,7 @@ class DataSource:
         datamodule = self._source.datamodule
         if datamodule is not None and overrides(datamodule, hook, DataModule):
             return datamodule
-        # Nobody is asked otherwise: the method of Lightning's base class would raise.
+        # Only an overridden method is called: that of Lightning's base class would raise.
         return self._module if overrides(self._module, hook, ModuleHooks) else None
 
     def _ask(self, name: str) -> Any:
@@ -235,7 +235,7 @@ class DataSource:
         if given is not None or owner is None:
             return given
         epoch = self._reload_epoch
-        # Seeded, since a resumed run asks with another RNG state than the run that was cut.
+        # Seeded, since a resumed run creates the loaders with another RNG state than the cut run did.
         with seeded(global_seed(), epoch) if epoch >= 0 else contextlib.nullcontext():
             return own_loader(getattr(owner, f"{name}_dataloader")())
 
@@ -357,7 +357,7 @@ class DataSource:
     def renew(self) -> bool:
         """Releases loaders if this epoch reloads them (``reload_dataloaders_every_n_epochs``); returns whether it does.
 
-        Loaders given to the entry point stay: nobody can be asked for others.
+        Loaders given to the entry point stay: there is no method that returns new ones.
         """
         if self._loaded_in == self._reload_epoch:
             return False

@@ -61,14 +61,14 @@ class Update:
         settings = parts.limits.settings
         self.stepped = False
         self.empty_steps = 0
-        """The steps since the epoch began, or was resumed, whose micro-batches had no loss: they count, and update nothing."""
+        """Steps since the epoch began or was resumed in which no micro-batch had a loss: they are counted, but update nothing."""
         self.loss: Tensor | None = None
         self.schedules = Schedules(parts.schedulers if automatic else [], parts.module, parts.metrics, parts.state)
         self._parts = parts
         self._state = parts.state
         self._accumulate = settings.accumulate_grad_batches
         self._steps_at_epoch_end = settings.partial_window == "step"
-        # What hooks get after a batch is Lightning's: the loss as a share of the accumulation's, and {} for None.
+        # Hooks after a batch then get Lightning's outputs: the loss as a share of the accumulation's, and {} for None.
         self._shows_shares = lightning_alias.is_installed()
         self._drops_at_epoch_end = settings.partial_window == "drop"
         self._offset = 1  # an accumulation ends where (batch_idx + _offset) % _accumulate == 0
@@ -93,7 +93,7 @@ class Update:
         self._advances_at_once = self.schedules.follow_steps and not schedules_wait
         exchanges = self.plan is not None and self.plan.exchanges
         steps_alone = not (exchanges or self.overflow_policy or parts.clip or self._advances_at_once)
-        # Replaced as a whole when what an update calls changes: _compare_kinds drops itself, and _use_weights the plain step.
+        # A new object replaces it when an update's calls change: _compare_kinds removes itself, and _use_weights the plain step.
         self._hooks = resolve_hooks(parts, self._optimizer, steps_alone=steps_alone)
         # With several ranks, a weight on some ranks only would leave the others waiting in its exchange: before the first backward
         # the ranks compare whether their losses have weights.  False once they have found that no loss has one.
@@ -168,7 +168,7 @@ class Update:
                 self._launch_update(loss, batch_idx)
                 self._note_update()
             else:
-                # Nobody does anything around the optimizer's step, so nothing of ours runs between backward and it.
+                # No hook, exchange or check surrounds the optimizer's step, so it directly follows backward.
                 self.loss = None
                 plain_step()
                 self._state.global_step += 1
@@ -419,7 +419,7 @@ _STEP: Final = methodcaller("step")
 class ResolvedHooks:
     """Hooks that are overridden anywhere, and methods that the module overrides (None: it does not).
 
-    What nobody overrides costs nothing in a step.
+    A hook that nobody overrides costs nothing in a step.
     """
 
     before_zero_grad: Sequence[Callable[..., Any]]

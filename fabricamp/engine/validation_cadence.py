@@ -42,10 +42,10 @@ def batches_between_validations(settings: Settings, interval: float, length: flo
 
 
 class ValidationCadence:
-    """Says after which micro-batch a validation is due; every rank gets the same answer, by rank 0's clock.
+    """Decides after which micro-batch a validation is due; every rank gets the same answer, by rank 0's clock.
 
-    Steps and epochs are counted from the beginning of the run, time from the beginning of each fit.  A time that is over waits for
-    an epoch with a number divisible by ``epochs``.
+    Steps and epochs are counted from the beginning of the run, time from the beginning of each fit.  A validation that is due by
+    time waits for an epoch with a number divisible by ``epochs``.
     """
 
     def __init__(self, every: Every, epochs: int, state: RunState, strategy: Strategy) -> None:
@@ -58,7 +58,7 @@ class ValidationCadence:
         self._last_step = 0
 
     def follows(self, last: bool) -> bool:
-        """Whether a validation is due after this micro-batch by steps or epochs; asks no clock, and may be called at any time."""
+        """Whether a validation is due after this micro-batch by steps or epochs; reads no clock, and may be called at any time."""
         state = self._state
         return self._is_counted(last, ends_step=state.open_batches == 0 and state.global_step != self._last_step)
 
@@ -72,12 +72,12 @@ class ValidationCadence:
         """Whether a validation is due after this micro-batch; ``last``: it is the last one of its epoch."""
         state = self._state
         step = state.global_step
-        # Within an accumulation, and after a micro-batch without a loss, the last step has been judged already.
+        # Within an accumulation, and after a micro-batch without a loss, the last step has been checked already.
         ends_step = state.open_batches == 0 and step != self._last_step
         due = self._is_counted(last, ends_step=ends_step)
         if ends_step:
             self._last_step = step
             if step >= self._clock.next_look and (state.epoch + 1) % self._epochs == 0:
-                # Asked even if a validation is due already: an interval that is over has to begin again.
+                # The clock is asked even if a validation is due already: an interval that is over has to begin again.
                 due = self._clock.is_due(step, self._strategy) or due
         return due

@@ -23,7 +23,7 @@ class StepSize(NamedTuple):
     accumulated: int
     processes: int
     batch_sizes: list[int]
-    """The batch size of each loader that a batch is combined from."""
+    """The batch sizes of the loaders that are combined to one batch."""
 
     def __str__(self) -> str:
         batches = " and ".join(map(str, self.batch_sizes))

@@ -239,7 +239,7 @@ class FlatGradients:
         for message in self.messages:
             views.update(zip(message.indices, message.views, strict=True))
         self.tensors = tuple([views.get(index) for index in range(len(self.parameters))])  # always the same memory
-        # The update reads flags in fp32: received ones in place if they are exchanged so, else a copy (take_flags).
+        # The update reads flags in fp32: the received ones in place if they are exchanged in fp32, else a copy (take_flags).
         self.present = self._own_flags.clone()
         if self.messages and self.messages[-1].flat.dtype is torch.float32:
             self.present = self.messages[-1].flags

@@ -102,7 +102,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         raise NotImplementedError
 
     def _before_rows(self) -> None:
-        """Runs before the rows of a step are checked: a subclass looks here at what else its rows depend on.  Does nothing here."""
+        """Runs before the rows of a step are checked, for a subclass with rows that depend on more; does nothing here."""
 
     def _measure(self, steering: ops.Steering) -> Mapping[torch.device, Tensor]:
         """Returns the norm of all gradients on each device if the rule needs it, else an empty mapping."""
@@ -143,7 +143,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             valid = False
         elif self.state is state and state.changes.count == self._changes:
             valid = True
-        else:  # the state was written to, maybe with the tensors that it had
+        else:  # the state was written to, maybe with the same tensors
             valid = self._holds_state(parts, parameters)
         if parts is None or not valid:
             refusals.refuse_rebuild(self, parts, parameters)
@@ -284,7 +284,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self._update()
-        else:  # a Precision has switched it off; the check is cheaper than no_grad()
+        else:  # a Precision has turned gradients off; the check is cheaper than no_grad()
             self._update()
         return loss
 

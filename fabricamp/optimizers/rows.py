@@ -63,7 +63,7 @@ class DeviceParams:
         self._written = [
             parameter if copy is None else copy for parameter, copy in zip(parameters, copies, strict=True)
         ]
-        # Of the references; a table knows its own captures.
+        # For references (no table); a table records its own captures.
         self._captured = False
         self._holds_captured = False
         self.table: Table | None = None

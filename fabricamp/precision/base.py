@@ -89,7 +89,7 @@ class Precision(NamesKeywords):
     def plan(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> UpdatePlan:
         """Returns the update of ``optimizer`` in automatic optimization; called once a fit, after :meth:`setup_optimizers`.
 
-        Where nobody does anything around ``optimizer.step``, the loop calls that alone.
+        If no hook, exchange or check surrounds ``optimizer.step``, the loop calls only ``optimizer.step``.
         """
         return UpdatePlan(self, optimizer, strategy, clip)
 

@@ -62,7 +62,7 @@ class ConstantScale:
         return loss * self._factor
 
     def follow(self, module: nn.Module, strategy: Strategy, stages: Sequence[ScaledStages], scaling: Scaling) -> None:
-        """Stores what names the parameters with non-finite gradients."""
+        """Stores what is needed to name the parameters with non-finite gradients."""
 
     def leave(self) -> None:
         """Drops module and optimizers after a run."""
@@ -88,7 +88,7 @@ class JudgedScale(ConstantScale):
         self.verdicts = StepResults(self.scaler, policy, dynamic=level.dynamic)
 
     def follow(self, module: nn.Module, strategy: Strategy, stages: Sequence[ScaledStages], scaling: Scaling) -> None:
-        """Stores what names the parameters with non-finite gradients."""
+        """Stores what is needed to name the parameters with non-finite gradients."""
         param_maps = [each.params for each in stages]
         self.verdicts.follow(module, strategy, param_maps, scaling.stats_per_optimizer)
 
@@ -350,7 +350,7 @@ class OptLevel(Precision):
     def plan(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> UpdatePlan:
         """Returns what a fit runs in each step of ``optimizer``.
 
-        A ``step`` or ``gradients`` that is overridden, or was replaced before this call, is called in each of them.
+        Each step calls a ``step`` or ``gradients`` that is overridden, or that was replaced before this call.
         """
         replaced = "step" in vars(self) or "gradients" in vars(self)
         methods = type(self).step, type(self).gradients
@@ -374,7 +374,7 @@ class OptLevel(Precision):
         if is_outside_step(self._device.type):
             run(
                 loss, **options
-            )  # as nearly every backward of automatic optimization; the two contexts would change nothing
+            )  # nearly every backward of automatic optimization: the two contexts would change nothing
         else:
             with self._outside[0], self._outside[1]:
                 run(loss, **options)
@@ -428,4 +428,4 @@ class OptLevel(Precision):
 
 
 _OWN_METHODS: Final = OptLevel.step, OptLevel.gradients
-"""As defined here: a program may replace them in the class, too."""
+"""The methods as defined here; a program may replace them, in the class too."""

@@ -75,7 +75,7 @@ class LossScaler:
     """Keeps one scale per loss and one status per step.
 
     Optimizer steps write to the struct ``state``.  With one loss it also holds the scale; several losses have a struct each in
-    ``losses``.  :meth:`close` finishes a step, or the launch of an optimizer step that was given :meth:`closing` does.  The
+    ``losses``.  :meth:`close` finishes a step; an optimizer step that was given :meth:`closing` finishes it in its own launch.  The
     struct is then copied into a ring buffer, on the device and in pinned host memory; the host reads the slot of two steps ago.
 
     ``sticky``: after a skipped step all later steps are skipped too, and the scale stays.  The scale is constant if ``minimum``

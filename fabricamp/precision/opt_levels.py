@@ -101,7 +101,7 @@ def resolve(name: str, overrides: Mapping[str, Any]) -> Level:
         _check_autocast_overrides(name, overrides)
     checked: dict[str, Any] = {key: _CHECKS[key](key, value) for key, value in overrides.items()}
     if level.autocast is not None:
-        checked.pop("cast_model_type", None)  # the check has let only values pass that leave the weights fp32
+        checked.pop("cast_model_type", None)  # a value that passed the check leaves the weights fp32
     level = replace(level, **checked)
     if level.min_loss_scale > level.max_loss_scale:
         raise ConfigError(

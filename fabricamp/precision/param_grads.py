@@ -62,7 +62,7 @@ class ParamGradMap:
         """Whether :attr:`memory` sums the gradients of micro-batches; ``.grad`` then holds those of one micro-batch."""
         self.memory = GradientMemory((), sums=sums)
         self.shown: list[Tensor | None] | None = None
-        """The masters' gradients as hooks have got them; None if the next step shows them to nobody."""
+        """The masters' gradients as hooks got them; None if the next step shows them to no hook."""
         self.shown_found_inf: Tensor | None = None
         """The overflow flag of :attr:`shown`."""
         self.has_written_grads = False
@@ -107,7 +107,7 @@ class ParamGradMap:
     def tensors_and_flags(self, gradients: Gradients) -> tuple[Sequence[Tensor | None], Sequence[Tensor] | None]:
         """Returns one gradient (or None) per master, and device flags that mark the gradients to use (None: all).
 
-        The same as :meth:`gather` without a wait, for optimizers that read the flags on the device; :meth:`refresh` comes before.
+        Like :meth:`gather`, but without a wait, for optimizers that read the flags on the device; call :meth:`refresh` before.
         """
         if self.sums and gradients.tensors is None:
             gradients = self._own_sums()

@@ -51,7 +51,7 @@ class StepResults:
         self._param_maps: Sequence[ParamGradMap] = ()
         self._stats_per_optimizer = 1
         self.empty_steps = 0
-        """The steps of this process of which no micro-batch had a loss: they count for the run, and the device makes none."""
+        """The steps of this process in which no micro-batch had a loss: the run counts them, but the device does not make them."""
         self._empty_since: deque[int] = deque(maxlen=1000)
         """For each of the last such steps, the number of steps on the device by then."""
         self._first: tuple[int, Tensor | None] | None = None
@@ -86,7 +86,7 @@ class StepResults:
     def follow(
         self, module: nn.Module, strategy: Strategy, param_maps: Sequence[ParamGradMap], stats_per_optimizer: int
     ) -> None:
-        """Stores what names the parameters of an overflow; each optimizer has a range of ``stats_per_optimizer`` statistics."""
+        """Stores what naming an overflow's parameters needs; each optimizer has a range of ``stats_per_optimizer`` statistics."""
         self._module = module
         self._strategy = strategy
         self._param_maps = param_maps
@@ -113,8 +113,8 @@ class StepResults:
         """Updates the scales and records the status on the device, unless an optimizer step did so in its own launch."""
         losses = self.scaler.losses
         if len(losses) > 1 and self._strategy.distributed:
-            # Of several losses each rank has checked its own gradients, before the exchange: the ranks agree which overflowed.
-            # With one loss the exchanged gradients are checked, and inf and nan have reached every rank.
+            # With several losses each rank has checked its own gradients before the exchange, so the ranks agree here which losses
+            # overflowed.  With one loss the exchanged gradients are checked, and inf and nan have reached every rank.
             flags = torch.stack([state.finite for state in losses])
             for state, agreed in zip(losses, self._strategy.reduce(flags, "min"), strict=True):
                 state.finite.copy_(agreed)

@@ -1,6 +1,6 @@
 """Updates by torch's own functions: gradients written into ``.grad`` and clipped there, steps skipped by torch's protocol.
 
-For optimizers without kernels of the package, and wherever the bits of a hand-written loop are kept.
+Used for optimizers without kernels of the package, and wherever the results have to equal a hand-written loop's bit by bit.
 """
 
 from __future__ import annotations

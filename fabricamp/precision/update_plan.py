@@ -1,7 +1,7 @@
 """All stages of a step in one file: how an update gets from the gradients of backward to new parameters.
 
 Laid out once a fit, run once a step.  The loop (:mod:`fabricamp.engine.update`) calls two methods of :class:`UpdatePlan`.  A CUDA
-graph captures what the first one launches; the function of ``StepResults.repeated`` then stands for the second one::
+graph captures what the first one launches; the function of ``StepResults.repeated`` then replaces the second one::
 
     run(loss)   launches
       exchange      the strategy averages the gradients over the ranks, or completes their exchange
@@ -122,19 +122,19 @@ class UpdatePlan:
 
 
 class FusedPlan(UpdatePlan):
-    """The update of one of the package's optimizers by an OptLevel whose ``step`` and ``gradients`` nobody has replaced.
+    """The update of one of the package's optimizers by an OptLevel with its own ``step`` and ``gradients``, not replaced ones.
 
-    Nothing stands between the plan and the stages.
+    Calls the stages directly.
     """
 
     def __init__(
         self, stages: Stages, precision: Precision, optimizer: FusedOptimizer, strategy: Strategy, clip: Clip | None
     ) -> None:
         super().__init__(precision, optimizer, strategy, clip)
-        # Full precision leaves the switch to the optimizer's step, whose hooks then see it as the loop has it.
+        # In full precision the optimizer's step turns gradients off itself, so its hooks run in the loop's grad mode.
         self._launch = torch.no_grad()(stages.launch) if isinstance(stages, ScaledStages) else stages.launch
         self.after = stages.after  # type: ignore[method-assign]  # the loop calls it without a frame in between
-        # Whether the launch of finish also ends the training step, if it has the loss; results of another class want the call.
+        # Whether the launch of finish also ends the training step, if it has the loss; results of another class have to be called.
         verdicts = precision.verdicts
         self._closes = verdicts is not None and is_own(verdicts, "launch_close", StepResults)
         self._closes &= stages.ends_training_step(optimizer)
@@ -196,7 +196,7 @@ class Stages:
             state = optimizer.own_state(device)
             scale = gradients.carried(state.scale)
             max_norm, max_value = clip_limits(clip)
-            # Only the norm needs a pass over the gradients of its own.
+            # Only the norm needs an extra pass over the gradients.
             statistics = scale.new_empty(0) if max_norm is None else optimizer.statistics(scale, gradients.divisor)
             ops.finish(state, statistics, scale=scale, divisor=gradients.divisor, max_norm=max_norm)
             optimizer.steer(state, limit=max_value, skips=False)
@@ -465,7 +465,7 @@ class ScaledStages(Stages):
         replaced tensors, to check what hooks have written, and to clip.
         """
         params = self.params
-        # Edits in place have reached the master, as it shares its .grad with the half weight.  A hook that knows the module alone
+        # Edits in place have reached the master, as it shares its .grad with the half weight.  A hook that knows only the module
         # may also have set another .grad on the half weight; the master takes it over, unless a hook replaced the master's too.
         for model_param, master, before in zip(params.model_params, params.master_params, shown, strict=True):
             if model_param is not master and model_param.grad is not before and master.grad is before:

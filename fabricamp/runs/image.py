@@ -42,7 +42,7 @@ def save(panels: Sequence[Panel], out: str | Path) -> None:
     for axes, panel in zip(rows, panels, strict=True):
         _draw(axes, panel, runs)
     rows[-1].set_xlabel("step")
-    # Also of a single run: a picture outlives the command that named its folder.
+    # A single run has a legend too: the file is kept longer than the command that named the run's folder.
     handles = {line.get_label(): line for axes in rows for line in axes.get_lines() if line.get_label() in runs}
     figure.legend(handles.values(), handles.keys(), loc="outside upper left")
     _write(figure, path)

@@ -39,7 +39,7 @@ class Panel(NamedTuple):
 
 
 def choose(runs: Sequence[Run], metrics: Sequence[str] = (), smooth: float = 0.6) -> list[Panel]:
-    """Returns the panels of a picture; raises :class:`ConfigError` if there is nothing to draw."""
+    """Returns the panels of a plot; raises :class:`ConfigError` if there is nothing to draw."""
     if not 0 <= smooth < 1:
         raise ConfigError(f"smooth={smooth:g}: choose 0 (raw values alone) to below 1")
     known = list(dict.fromkeys(name for run in runs for name in run.curves))
@@ -154,7 +154,7 @@ def _monitored(runs: Sequence[Run], drawn: Sequence[Panel]) -> list[Panel]:
 
 
 def _base(name: str) -> str:
-    """Returns the name without the ending by which ``self.log`` tells values of steps from those of epochs."""
+    """Returns the name without the suffix with which ``self.log`` distinguishes values of steps and of epochs."""
     return re.sub(r"_(step|epoch)$", "", name)
 
 

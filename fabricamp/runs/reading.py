@@ -31,7 +31,7 @@ class Curve(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The logged metrics of one run; ``name`` distinguishes the runs of a picture."""
+    """The logged metrics of one run; ``name`` distinguishes the runs of a plot."""
 
     name: str
     curves: dict[str, Curve]
@@ -88,7 +88,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def _runs_within(folder: Path, depth: int) -> Iterator[Path]:
-    with contextlib.suppress(OSError):  # a folder that may not be listed has no run of this user
+    with contextlib.suppress(OSError):  # a folder without permission to list it has no run of this user
         if is_run(folder):
             yield folder
         for inner in folder.iterdir() if depth else ():

@@ -1,4 +1,4 @@
-"""Draws plots in the terminal: lines of braille dots; of one character per run where colours cannot tell several runs apart.
+"""Draws plots in the terminal: lines of braille dots, or of one character per run if colours cannot distinguish the runs.
 
 :func:`show` prints panels.  A :class:`Canvas` turns the lines of one panel into characters.
 """

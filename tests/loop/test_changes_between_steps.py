@@ -1,7 +1,7 @@
-"""What a hook changes between two steps is in the next one: the plan of the update is checked in each step, eager and as a graph.
+"""A hook's changes between two steps take effect in the next step: each step, eager or as a graph, checks the update plan.
 
 The reference is the same run with torch's AdamW, whose step reads everything anew through ``.grad``; the runs differ by rounding.
-At O3 torch would keep AdamW's state in half: there the reference is FusedAdam, stepped by the module, which goes through ``.grad``.
+At O3 torch would keep AdamW's state in half; so the reference there is FusedAdam, stepped by the module, which reads ``.grad``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fabricamp.optimizers import FusedAdam
 from tests.small import quiet_trainer
 
 STEPS = 16
-CHANGED_AFTER = 10  # as a graph the steps are replayed by then
+CHANGED_AFTER = 10  # with a graph the steps are replays by then
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 MODES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("graph", marks=pytest.mark.gpu)]
 
 
 class Net(TrainingModule):
-    """Three layers, the last of which takes no part in the updates before a change adds it."""
+    """Three layers; the last one is not updated until a change adds it."""
 
     def __init__(self, fused, *, frozen=False, schedule=False):
         super().__init__()
@@ -58,7 +58,7 @@ class Net(TrainingModule):
 
 
 class SteppedByHand(Net):
-    """Net with FusedAdam, the gradients of which are in ``.grad`` before its step."""
+    """Net with FusedAdam; its gradients are in ``.grad`` before the step."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         optimizer.step()
@@ -145,7 +145,7 @@ def trained(module, level, mode, *callbacks, graph=False):
 
 
 def tolerance(level):
-    # Half weights turn a rounding of the update into one of the forward; a change that is missed makes 0.02 or more.
+    # With half weights a rounding difference of the update also changes the forward; a missed change makes 0.02 or more.
     return 2e-5 if level == "O0" else 4e-3
 
 
@@ -164,7 +164,7 @@ def test_the_next_step_has_what_a_hook_changed(change, level, mode):
     check_equal(ours, trained(reference(level, frozen=frozen), level, mode, changes), level)
     unchanged = trained(Net(True, frozen=frozen), level, mode)
     difference = max((a - b).abs().max().item() for a, b in zip(ours, unchanged, strict=True))
-    assert change == "gradient" or difference > 4 * tolerance(level)  # the change is to be seen
+    assert change == "gradient" or difference > 4 * tolerance(level)  # the change has to be visible
 
 
 @pytest.mark.parametrize("mode", MODES)

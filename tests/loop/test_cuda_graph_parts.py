@@ -260,7 +260,7 @@ def test_ranks_capture_at_the_same_batch_and_stop_asking():
         assert agreed == [True, False]
         assert checked == [
             number in (5, 8) for number in range(10)
-        ]  # of each three, the first was not a replay on one rank
+        ]  # the first of each three was not a replay on one of the ranks
     for found, *_ in run_ranks(meeting, 2, apart, backend=None):
         assert len(found) == 8 * (3 + 12 * 2)
         assert found[-1] == (False, True)
@@ -270,7 +270,7 @@ def test_ranks_capture_at_the_same_batch_and_stop_asking():
 
 
 class Card:
-    """Replaces torch's figures of a GPU's memory."""
+    """Replaces the GPU memory sizes that torch reports."""
 
     def __init__(self, monkeypatch):
         self.allocated = self.peak = self.free = 0

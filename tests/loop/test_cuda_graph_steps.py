@@ -136,7 +136,7 @@ def reader_of(parts, most, generator=None):
 
 
 def read(batches, most, *, limit=math.inf):
-    """Returns for each batch what the loop sees: the batch, whether it is the last, the group at it, and the committed batches."""
+    """Returns for each batch what the loop sees: the batch, whether it is the last, its group, and the committed batches."""
     parts = parts_of()
     parts.feed = Feed(batches, limit=limit)
     reader = reader_of(parts, most)
@@ -338,7 +338,7 @@ class Reads(Callback):
 
 
 def test_samples_that_are_drawn_far_ahead_are_drawn_again_where_a_run_goes_on(together, tmp_path):
-    """With replacement torch draws 32 samples at a time, so after a launch those of the next launch are already drawn."""
+    """With replacement torch draws 32 samples at a time, so after a launch the next launch's samples are drawn already."""
     data = TensorDataset(torch.arange(768.0).view(768, 1).expand(768, 8), torch.zeros(768, dtype=torch.int64))
 
     def fit(path=None):

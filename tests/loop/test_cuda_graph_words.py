@@ -1,4 +1,4 @@
-"""What a run says of CUDA graphs: why steps stay eager, what a capture raised, and which entries of a batch only hooks read."""
+"""What a run logs about CUDA graphs: why steps stay eager, what a capture raised, which entries of a batch only hooks read."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def said(caplog):
 )
 @pytest.mark.parametrize("shows", [True, False])
 def test_auto_says_once_why_it_stays_eager(module, options, words, shows, caplog, monkeypatch):
-    """Also where bar and summary are switched off, as in many scripts."""
+    """Also if bar and summary are switched off, as in many scripts."""
     monkeypatch.setattr(refusals, "reason_against", lambda *_: "")  # as on a GPU
     options = {**options, "enable_progress_bar": shows, "enable_model_summary": shows}
     quiet_trainer(cuda_graph="auto", max_epochs=2, **options).fit(module(), loader(), loader())
@@ -92,7 +92,7 @@ def test_on_a_cpu_each_entry_point_says_it_once(name, caplog):
     (line,) = said(caplog)
     assert "a CUDA graph needs a CUDA GPU, and this run is on 'cpu'; give accelerator='gpu'" in line
     assert quiet_trainer(max_epochs=1).fit(module, loader()) is None
-    assert len(said(caplog)) == 1  # who asks for no graph reads nothing of one
+    assert len(said(caplog)) == 1  # a run without cuda_graph logs nothing about graphs
 
 
 class Tested(Classifier):
@@ -245,8 +245,8 @@ def test_batches_that_differ_in_what_hooks_read_have_one_graph(make, entry):
     assert hash(signature(one)) == hash(signature(other))
     assert signature(copied(one)) == signature(one)
     assert len(tensors_of(one)) == len(tensors_of(other))
-    with contextlib.suppress(NotCapturableError):  # of an object that is no batch's
-        assert signature(batches[0]) != signature(batches[1])  # the batch itself is as it was
+    with contextlib.suppress(NotCapturableError):  # for an object that cannot be in a batch
+        assert signature(batches[0]) != signature(batches[1])  # the batch itself is unchanged
     assert not any(isinstance(part, HookEntry) for part in (batches[0].values() if "x" in batches[0] else batches[0]))
 
 
@@ -287,7 +287,7 @@ def test_options_with_entries_are_kept_whole():
     assert one.hook_entries == (("path",), ("meta", 0))
     assert one.one_by_one() == CudaGraph(hook_entries=[("path",), ("meta", 0)], warmup=5)
     earlier = copy.copy(CudaGraph())
-    del vars(earlier)["hook_entries"]  # as in a pickle of a version before
+    del vars(earlier)["hook_entries"]  # as in a pickle of an earlier version
     assert earlier == CudaGraph()
 
 
@@ -327,7 +327,7 @@ def test_a_placeholder_does_not_leave_the_step():
 
 
 def test_batches_of_other_strides_have_other_graphs():
-    """A product of a transposed tensor is another kernel; inputs of a graph have the strides of its batches."""
+    """A transposed tensor is multiplied by another kernel, so the inputs of a graph have the strides of its batches."""
     square = torch.arange(16.0).view(4, 4)
     images = torch.zeros(2, 3, 4, 4)
     twins = [(square, square.t()), (images, images.to(memory_format=torch.channels_last))]
@@ -347,7 +347,7 @@ def test_a_sparse_tensor_has_no_graph():
 
 
 class Ending(torch.cuda.graph):
-    """The end of a capture, as torch's; ``message`` is what CUDA says to it."""
+    """Ends a capture as torch does; ``message`` is the CUDA error that the end raises (none if empty)."""
 
     def __init__(self, message=""):
         super().__init__(SimpleNamespace(capture_end=self._end), stream=SimpleNamespace())
@@ -390,7 +390,7 @@ def user(tmp_path):
 
 
 def raising(error):
-    """Returns a function of a library, without a line of the user's, that raises the error."""
+    """Returns a library's function that raises the error; no line of the user's code is involved."""
     future = Future()
     future.set_exception(error)
     return future.result
@@ -458,7 +458,7 @@ def test_an_error_of_the_capture_names_the_users_line_and_is_its_cause(error, en
 @pytest.mark.parametrize(
     ("error", "end"),
     [
-        (RuntimeError("CUSOLVER_STATUS_INTERNAL_ERROR"), BROKEN),  # a library without words for it
+        (RuntimeError("CUSOLVER_STATUS_INTERNAL_ERROR"), BROKEN),  # no word of a capture in the error
         (UnsupportedError("the first step of this FusedAdam is inside a CUDA graph's capture"), ""),
     ],
     ids=str,
@@ -477,7 +477,7 @@ def test_the_end_of_a_capture_alone():
 
 
 def test_what_was_handled_before_the_capture_is_no_part_of_it(user):
-    """A program that calls fit once more while it handles the error of an earlier fit."""
+    """Tests a program that calls fit again while it handles the error of an earlier fit."""
     error = ValueError("a label below 0")
     try:
         raise RuntimeError(CAPTURING)

@@ -1,6 +1,6 @@
 """The order of hooks is Lightning's, minus its closure.
 
-Forward, backward and update stand side by side instead of inside ``optimizer.step``, so M.optimizer_step comes after
+Forward, backward and update run one after the other instead of inside ``optimizer.step``, so M.optimizer_step comes after
 configure_gradient_clipping and not around everything.
 """
 

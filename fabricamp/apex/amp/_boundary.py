@@ -25,7 +25,7 @@ _OUTSIDE = _Outside()
 
 
 def forget_calls() -> None:
-    """Clears the calls that an interrupt ended: torch runs hooks after an ``Exception``, which ``KeyboardInterrupt`` is not."""
+    """Clears the calls that an interrupt ended: torch runs hooks after an ``Exception`` only, not a ``KeyboardInterrupt``."""
     if CALLS.stack:
         CALLS.stack.clear()
         torch.set_autocast_cache_enabled(_OUTSIDE.caching)
@@ -49,9 +49,9 @@ def _runs(module_id: int, *, besides: nn.Module) -> bool:
 class OpenBoundary(Boundary):
     """A boundary that is always armed, for scripts: they call a module at any time and from any thread.
 
-    So all modules have their hooks from the start.  The autocast cache flag tells a call from the script here too, but it is read
-    in every call, and is on outside of modules and off inside, because a script does not set it.  ``root`` is one object for all
-    modules of a model.
+    So all modules have their hooks from the start.  The autocast cache flag marks a call from the script here too.  But here it is
+    read in every call, and is on outside of modules and off inside, because a script does not set it.  ``root`` is one object for
+    all modules of a model.
     """
 
     def __init__(self, dtype: torch.dtype | None, output_dtype: torch.dtype, root: object) -> None:
@@ -63,7 +63,7 @@ class OpenBoundary(Boundary):
         stack = CALLS.stack
         if (
             stack
-            and (stack[0] == id(module) or _OUTSIDE.root is not self.root)  # else a part of the running module
+            and (stack[0] == id(module) or _OUTSIDE.root is not self.root)  # else within the running module
             and not torch.compiler.is_compiling()
             and not _runs(stack[0], besides=module)
         ):

@@ -84,7 +84,7 @@ class AmpOptimizerState(ParameterLists):
                 conversion.refresh_edited()
 
     def prepare(self) -> None:
-        """Sets the gradients of earlier passes, which are unscaled, aside in ``earlier``."""
+        """Moves the gradients of earlier passes (unscaled already) to ``earlier``."""
         self.lazy_init()
         pairs = self.pairs()
         self.earlier = [_own(updated.grad) for _, updated in pairs]

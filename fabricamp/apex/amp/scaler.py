@@ -15,7 +15,7 @@ from fabricamp.precision import loss_scaler as device_scaler
 from fabricamp.precision.param_grads import values_of
 
 _FLOOR: Final = 2.0**-14
-"""The minimum of a scale without ``min_loss_scale``: apex's scale falls to zero, and is then divided by."""
+"""The minimum of a scale without ``min_loss_scale``: apex's scale would fall to zero and then be a divisor."""
 
 
 class LossScaler:
@@ -52,7 +52,7 @@ class LossScaler:
         self._open = False
         self._told: deque[bool] = deque(maxlen=device_scaler.LAG + 1)
 
-    # -- where it is, and what scripts read and set of it ---------------------------------------------------------------------
+    # -- its device, and the attributes that scripts read and set --------------------------------------------------------------
 
     def place(self, device: torch.device) -> None:
         """Moves the scaler to ``device``."""

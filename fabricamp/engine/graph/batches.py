@@ -1,6 +1,6 @@
 """Batches for graphs: the signature that selects a graph, the tensors of a batch, copies of them, and placeholders.
 
-What a graph gets of a batch is its *view*: the batch with a :class:`HookEntry` in place of each entry that only hooks read.
+A graph gets the *view* of a batch: the batch with a :class:`HookEntry` in place of each entry that only hooks read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN: Final = (bool, int, float, str, bytes, type(None))
 def signature(batch: Any) -> Hashable:
     """Returns a hashable key, equal for batches of the same graph: structure, values, and of tensors shape, dtype and strides.
 
-    The strides, since torch multiplies a transposed tensor by another kernel, which may round in another way.
+    Strides are included because torch multiplies a transposed tensor by another kernel, which may round differently.
     """
     if isinstance(batch, Tensor):
         if batch.layout is not torch.strided:
@@ -48,7 +48,7 @@ def signature(batch: Any) -> Hashable:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Returns the tensors of a batch, in the order of its :func:`signature`."""
-    if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS:  # the usual form: a third of the time
+    if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS:  # usual form: a third of the time
         return list(batch)
     return list(tensors_within(batch))
 
@@ -63,9 +63,9 @@ def copied(outputs: Any) -> Any:
 
 
 def constants_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Yields the values of a batch that are constants of its graph, each with the words to find it, such as ``batch['name']``.
+    """Yields the values of a batch that are constants of its graph, each with its path in the batch, such as ``batch['name']``.
 
-    A list of such values, as loaders make of the samples' names, is one value: a tuple.
+    A list of such values counts as one value, a tuple: loaders collect the samples' names in such a list.
     """
     if isinstance(batch, list | tuple) and batch and all(isinstance(part, _PLAIN) for part in batch):
         yield path, tuple(batch)

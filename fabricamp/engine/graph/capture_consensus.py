@@ -1,4 +1,4 @@
-"""Agreement of the ranks on their first captures: a first replay is compared with an eager step, which exchanges gradients."""
+"""Makes the ranks agree on their first captures: the first replay is compared with an eager step, which exchanges gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATIENCE = 8
 
 
 class Stage(IntEnum):
-    """The way in which a rank is about to run a batch."""
+    """How a rank is about to run a batch."""
 
     EAGER = 0
     READY = 1

@@ -1,4 +1,4 @@
-"""Errors within a capture: those of CUDA become a reason with the user's line, and those of the user's code pass unchanged."""
+"""Translates errors within a capture: CUDA's errors become a reason with the user's line; the user's own pass unchanged."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def explained_errors() -> Iterator[None]:
     Raises :class:`NotCapturableError` with the user's line, from CUDA's error.  An error of the user's code leaves the context as
     the same object, with its causes, also if the end of the broken capture raises another error.
     """
-    handled = sys.exception()  # a program may call fit while it handles an error, which is then no part of this one
+    handled = sys.exception()  # fit may be called in an except block: that error is not one of the capture
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a step may raise anything; all of it is raised again
         errors = _chain(error, handled)
-        # torch.cuda.graph ends the capture after a failed step, too, and may raise there; the step's error is the context then.
+        # torch.cuda.graph ends the capture after a failed step, too, and may raise then, with the step's error as __context__.
         is_broken = False
         if len(errors) > 1 and _is_from_the_end(error):
             is_broken = _BROKEN_BEFORE in str(error)
@@ -95,19 +95,19 @@ def _raise_unchanged(error: BaseException) -> NoReturn:
     try:
         raise error
     finally:
-        error.__context__ = context  # raise has put the error there that is handled now: that of the capture's end
+        error.__context__ = context  # raise has set it to the error being handled, that of the capture's end
 
 
 # -- the line of the user's code ---------------------------------------------------------------------------------------------------
 
-# With a separator at the end, so that folders whose names begin alike (torchvision) are not taken for these.
+# Each path ends with a separator, so that folders with the same prefix (torch, torchvision) are not confused.
 _OWN_FOLDER: Final = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCHS_FOLDER: Final = f"{Path(torch.__file__).parent}{os.sep}"
 _LIBRARIES: Final = tuple(
     f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _GENERATED: Final = re.compile(r"<(?!ipython-input|stdin)")
-"""Begins the file names of code without a file that users do not write; a notebook's cells and a piped script are theirs."""
+"""Matches the names of generated code without a file; a notebook's cells and a piped script are the user's own code."""
 
 
 def _reason(error: BaseException) -> str:
@@ -132,7 +132,7 @@ def _line_of_user_code(error: BaseException) -> str:
 
 
 def _shown(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Returns file, number and text of the first line; the text alone is missing for code without a file."""
+    """Returns file, number and text of the first line; leaves out the text if the code has no file."""
     if not frames:
         return ""
     text = f": {frames[0].line}" if frames[0].line else ""

@@ -9,15 +9,15 @@ Three classes, each derived from the one before it:
 
 The order of use:
 
-1. ``capture``, once.  The graph of a group is told the end of each step within it by ``keep``.
+1. ``capture``, once.  For a group, ``keep`` is called at the end of each step within the capture.
 2. Before each launch ``is_valid``, then ``can_continue`` (only of a step).  Both return whether the graph may be replayed, and both
-   prepare the replay: they copy metric states, upload hyper-parameters, or move gradients.  So they are called for a graph that is
-   about to be launched, and the checks without effects come first.
+   prepare the replay: they copy metric states, upload hyper-parameters, or move gradients.  So call them only for a graph that is
+   about to be launched; the checks without effects come first.
 3. ``launch``.
 4. ``after_replay``; for a group ``after_step``, once per step.
 
-If the first replay after a capture does not happen, ``undo`` takes the place of 3 and 4.  Before a replay that is compared with an
-eager step comes ``restore_gradients``, and after the comparison ``show_gradients``.
+If the first replay after a capture does not happen, ``undo`` takes the place of 3 and 4.  If a replay is compared with an eager
+step, ``restore_gradients`` comes before the replay, and ``show_gradients`` after the comparison.
 
 Logged values are in a *bank*, one tensor on the device for a table of metrics; a *cell* is the place of one value in it.  The
 *weight* of a cell is the number on the host by which a logged mean is divided.
@@ -117,7 +117,7 @@ class Captured:
         self.replays += 1
 
     def after_replay(self, *, first: bool) -> Any:
-        """Does the host's work after a replay, which the capture has done for the ``first``; returns copies of the outputs."""
+        """Does the host's work after a replay (the capture has done that of the ``first``); returns copies of the outputs."""
         if not first:
             self.count()
         return None if self.outputs is None else copied(self.outputs)
@@ -155,7 +155,7 @@ class CapturedStep(Captured):
         self._presence_before = None if memory is None else memory.presence
         """Which parameters have summed gradients before the step; None without ``memory``."""
         self._presence_after: Presence | None = None
-        """The same after the step, known once it is captured."""
+        """Which parameters have summed gradients after the step; set by the capture."""
 
     def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run`` and records the gradients before and after it."""
@@ -252,7 +252,7 @@ class CapturedGroup(CapturedStep):
         self._expected_weights: list[int] = []
         """The weights of the logged means after the current step, unless a hook logs to the same cells."""
         self._step = 0
-        """The step of the launch that the host is at."""
+        """The step of the launch for which the host works now."""
         self._step_in_bank = 0
         """The step whose logged values are in the bank."""
         self._logged_cells: Tensor | None = None
@@ -311,10 +311,10 @@ class CapturedGroup(CapturedStep):
     # -- the logged values of each step ------------------------------------------------------------------------------------------
 
     def _restore_logs(self, number: int) -> None:
-        """Lets the hooks of a step see the values that it logged: they are written into the bank when something looks at them.
+        """Lets the hooks of a step see the step's logged values: they are written into the bank when a hook reads them.
 
-        This is the work of ``metrics.before_look``, set from the first step of a launch to the last.  If an exception comes between
-        them, ``GroupUpdate._drop`` removes it, which every end of a run calls.
+        Sets ``metrics.before_look`` from the first step of a launch to the last.  After an exception in between,
+        ``GroupUpdate._drop`` removes it; every end of a run calls ``_drop``.
         """
         log_replay = self._single.log_replay
         if number and log_replay.accumulated_weights() != self._expected_weights:
@@ -379,9 +379,9 @@ _CONSTANTS: Final = (bool, int, float, str, tuple)
 def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
     """Returns the call that prepares the optimizer's hyper-parameters for a replay; it returns whether the graph may be replayed.
 
-    A fused optimizer uploads them, as long as it still has the tensors of the capture.  For others they are constants in the graph,
-    or tensors that it reads, and are compared with those of now.  ``load_state_dict`` replaces the parameter groups, and the state
-    with them, which the graph would not see: other groups are a change, too.
+    A fused optimizer uploads them, as long as it still has the tensors of the capture.  For other optimizers they are constants in
+    the graph, or tensors that it reads, and are compared with the present values.  ``load_state_dict`` replaces the parameter
+    groups and the state, which the graph would not notice; so replaced groups count as a change, too.
     """
     if is_fused(optimizer):
         upload: Callable[[], bool] = optimizer.upload

@@ -106,7 +106,7 @@ class GraphEvaluation:
         return self._run_checked(graph, key, arguments, first=True)
 
     def _run_watched(self, key: Hashable, arguments: tuple[Any, ...], calls: int) -> Any:
-        """Runs an eager step and looks for what a replay would not repeat; the last one before a capture is measured, too."""
+        """Runs an eager step and looks for effects that a replay would not repeat; also measures the last step before a capture."""
         is_last = calls == self._options.warmup - 1
         call = partial(self._forward, *arguments)
         if is_last:
@@ -140,7 +140,7 @@ class GraphEvaluation:
     def _run_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...], *, first: bool) -> Any:
         """Runs a replay, and compares its outputs, logged values and metric states with those of an eager step.
 
-        Returns the outputs of the replay; those of the eager step, whose values and states stay as well, if the replay is wrong.
+        Returns the outputs of the replay; if the replay is wrong, those of the eager step, with its logged values and states.
         """
         if not self._memory_budget.has_free(self._memory_budget.eager_bytes(key)):
             _LOG.warning("a replay of %s is not compared with an eager call: there is no memory for one", self._step)
@@ -172,7 +172,7 @@ class GraphEvaluation:
         if difference and any(_difference(run_eagerly()[1], eager) for _ in range(REPEATED_STEPS)):
             difference = ""  # eager calls differ, too: the step's kernels are not deterministic
         bank.copy_(eager[-1] if difference else replayed[-1])
-        # The counts of updates are the host's, which after_replay continues.
+        # The update counts are on the host and stay those of the replay: after_replay continues them.
         states.put_back(states_eager._replace(counts=states_replayed.counts) if difference else states_replayed)
         generators.put_back(drawn_eager if difference else drawn_replayed)
         for cell, weight in weights:

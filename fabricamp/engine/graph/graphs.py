@@ -60,7 +60,7 @@ class Graphs:
         return self._evaluations[kind]
 
     def _say_why_eager(self, kind: str) -> None:
-        """Logs why an evaluation that was asked to be captured is not; within a fit, the fit has given the reason."""
+        """Logs why an evaluation runs eagerly although captures are on; within a fit, the fit has logged the reason."""
         session = self._session
         settings = session.settings
         if settings.cuda_graph is not None and session.fn is not TrainerFn.FITTING:
@@ -83,7 +83,7 @@ class Graphs:
             self._stream.leave(wait=waits)
 
     def _say_what_was_never_captured(self) -> None:
-        """Logs why a run has ended without a graph; for validations within a fit, that of the training step is enough."""
+        """Logs why a run has ended without a graph; for validations within a fit, the training step's reason is enough."""
         owners: list[GraphUpdate | GraphEvaluation] = []
         if self.update is not None:
             owners = [self.update]

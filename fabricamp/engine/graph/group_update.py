@@ -55,7 +55,7 @@ class GroupUpdate(GraphUpdate):
         self._launched: CapturedGroup | None = None
         """The group that was launched last, until the host has done the work of all its steps."""
         self._steps_done = 0
-        """The number of its steps that the host has done the work of."""
+        """The number of steps of that group for which the host has done its work."""
         self.why_single = ""
         """Why all steps are launched one by one; empty while steps are launched together."""
         self._stale_in_a_row = 0
@@ -276,7 +276,7 @@ class GroupReader:
     """Yields batches to the loop one by one, and keeps those of one launch until :meth:`take`.
 
     ``ready`` returns whether steps can be launched together now.  ``key_of`` is called with the batches that were read together.
-    ``rng_state`` returns the state of the generator that steps draw from.
+    ``rng_state`` returns the state of the generator of the steps' random numbers.
     """
 
     def __init__(
@@ -372,8 +372,8 @@ class GroupReader:
 class HostAgenda:
     """Knows the steps of a fit after which the host has to act: it logs, validates, saves, stops, or runs a callback's hooks.
 
-    ``most``: the number of steps of a full launch.  ``holds``: functions from a step to the next step after which a callback's
-    hooks have to run before another step does.
+    ``most``: the number of steps of a full launch.  ``holds``: functions that take a step and return the next step after which a
+    callback's hooks must run before a further step does.
     """
 
     def __init__(self, parts: FitParts, most: int, holds: Sequence[Callable[[int], float]]) -> None:
@@ -403,9 +403,9 @@ class HostAgenda:
         return self._most if min(distances) >= self._most else 1
 
     def _to_validation(self, ahead: int) -> float:
-        """Returns the number of steps before the next validation, except those by time and at the end of an epoch.
+        """Returns the number of steps before the next validation; leaves out validations by time and at the end of an epoch.
 
-        These are checked between launches anyway.
+        Both are checked between launches anyway.
         """
         limits = self._parts.limits
         state = self._state

@@ -3,10 +3,11 @@
 In the order in which a step meets them:
 
 1. :class:`StepWatch` runs the first, eager calls and names effects that no replay would have: changed attributes
-   (:class:`AttributeSnapshot`), draws from the host's generators, waits for the device, logged numbers (:class:`LogWatch`).
+   (:class:`AttributeSnapshot`), random numbers from the host's generators, waits for the device, logged numbers
+   (:class:`LogWatch`).
 2. :class:`CapturedConstantsGuard` holds the host's values that a capture has read, and checks them before each replay.
 3. :class:`LogReplay` and :class:`MetricStates` record what a captured step does on the host for ``self.log`` and torchmetrics
-   objects, and repeat it after each replay.  :class:`Generators` lets a graph draw from the GPU's generators.
+   objects, and repeat it after each replay.  :class:`Generators` lets a graph use the GPU's random generators.
 """
 
 from __future__ import annotations

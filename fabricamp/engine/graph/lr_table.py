@@ -115,7 +115,7 @@ class LrTable:
         return self._state.global_step if self._verdicts is None else self._verdicts.applied_steps
 
     def restore(self) -> None:
-        """Resets the values on the device after a launch, which has overwritten them: the schedules advance from those before."""
+        """Restores the device's values from before the launch, which has overwritten them: the schedules advance from those."""
         if isinstance(self._optimizer, FusedOptimizer):
             for table in self._optimizer.tables:
                 table.forget_scalars()
@@ -145,7 +145,7 @@ class LrTable:
     # -- on the device, captured in the launch -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Reads, before the first step, the number of applied steps before each of the steps that schedules do not know of yet."""
+        """Before the first step, reads how many steps were applied before each step that the schedules do not know of yet."""
         if self._verdicts is None:
             return
         state = self._verdicts.scaler.state

@@ -1,4 +1,4 @@
-"""Why batches run eagerly although their step could be captured: their values differ, their shapes are many, or they are few."""
+"""Reports why batches run eagerly although the step could be captured: differing values, too many shapes, too few batches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST_SIGNATURES: Final = 1000
 
 
 class SeenBatches:
-    """Counts the eager batches of one method of the module, named ``step``, and says by ``say`` why they are not captured.
+    """Counts the eager batches of one method of the module, named ``step``, and reports by ``say`` why they are not captured.
 
-    Each reason is said once.
+    Each reason is reported once.
     """
 
     def __init__(self, step: str, options: CudaGraph, say: Callable[[str], None]) -> None:
@@ -36,7 +36,7 @@ class SeenBatches:
         """Whether a graph was captured."""
 
     def counts(self, signature: Hashable, batch: Any) -> bool:
-        """Counts an eager batch; returns False if it is not counted, as its signature is one too many, and never captured."""
+        """Counts an eager batch; returns False if there are too many signatures to count it; it is never captured then."""
         self._batches += 1
         if signature not in self._eager:
             if len(self._eager) >= _MOST_SIGNATURES:
@@ -46,7 +46,7 @@ class SeenBatches:
         return True
 
     def _look_at_values(self, batch: Any) -> None:
-        """Says which strings and numbers of the batch differ, once there are more combinations of them than graphs."""
+        """Reports which strings and numbers differ between batches, once there are more combinations than graphs are allowed."""
         constants = dict(constants_of(batch))
         if self._has_named_values or not constants:
             return
@@ -68,7 +68,7 @@ class SeenBatches:
         )
 
     def note_full(self, batch: Any) -> None:
-        """Says that a batch was seen often enough, but is of one shape more than graphs are allowed."""
+        """Reports a batch that was seen often enough for a capture, but has one shape more than graphs are allowed."""
         if self._has_named_shapes:
             return
         self._has_named_shapes = True
@@ -79,7 +79,7 @@ class SeenBatches:
         )
 
     def end(self) -> None:
-        """Says at the end of a run why no step was captured, if nothing else has said it."""
+        """Reports at the end of a run why no step was captured, unless a reason was reported before."""
         if self.captured or self._has_named_values or not self._batches:
             return
         warmup = self._options.warmup

@@ -82,7 +82,7 @@ class Role(NamedTuple):
 
 
 Key: TypeAlias = tuple[Hashable, Role]
-"""What a graph is kept by: the signature of its batches, and their role."""
+"""The key of a graph: the signature of its batches, and their role."""
 
 
 class GraphUpdate(Update):
@@ -503,7 +503,7 @@ class GraphUpdate(Update):
             _LOG.warning("cuda_graph='auto' runs eagerly: %s", reason)
 
     def _drop(self, *, waits: bool = True) -> None:
-        """Frees all graphs; those of now have to be seen again before the next capture."""
+        """Frees all graphs; each shape has to run eagerly again before its next capture."""
         if self._steps and waits:
             self._stream.synchronize()
         self._steps.clear()
@@ -514,7 +514,7 @@ class GraphUpdate(Update):
         self._pool_bytes = 0
         self._state.runs_as = "eager"
         if isinstance(self._optimizer, FusedOptimizer | LARC):
-            self._optimizer.forget()  # it would refuse other parameters or state while a graph may still be replayed
+            self._optimizer.forget()  # else it would refuse other parameters or state, as if a graph could still be replayed
 
     def close(self, *, waits: bool) -> None:
         """Frees the graphs, after a wait for the device with ``waits``."""
@@ -534,7 +534,7 @@ class AccumulationGradients:
 
     @torch.no_grad()
     def settle(self, *, closes: bool = False) -> list[Tensor | None]:
-        """Copies every gradient to its fixed address, makes that ``.grad``, now or in a capture, and returns all gradients.
+        """Copies every gradient to its fixed address and sets ``.grad`` to it, eagerly or in a capture; returns all gradients.
 
         At the end of an accumulation (``closes``), views into the buckets of torch's DDP stay where they are: kernels may sum a
         copy with another alignment in another order.
