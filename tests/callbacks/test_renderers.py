@@ -1,5 +1,6 @@
 """The live bar: its layout at each width, and how often it is refreshed."""
 
+import sys
 from io import StringIO
 
 import pytest
@@ -93,10 +94,14 @@ def cell(monkeypatch):
             shown.append((transient["display_id"], update, data))
 
     monkeypatch.setattr(rich, "_console", Console(force_jupyter=True, width=100))
+    prompts = {name for name in ("ps1", "ps2", "ps3") if hasattr(sys, name)}
     shell = InteractiveShell.instance()
     monkeypatch.setattr(shell, "display_pub", Publisher())
     yield shown
     InteractiveShell.clear_instance()
+    # A shell sets prompts, by which fabricamp takes later tests of this process for interactive ones: Ctrl-C would not end them.
+    for name in {"ps1", "ps2", "ps3"} - prompts:
+        delattr(sys, name)
 
 
 def final(shown):

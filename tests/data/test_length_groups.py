@@ -122,7 +122,7 @@ def test_another_number_of_ranks_goes_on_behind_the_same_batches(samples, before
         shares.append([batch.tolist() for batch in loader])
         assert behind + len(shares[-1]) == len(loader)
         left = order[done * before :]
-        assert position_of(loader, place, len(shares[-1]))["groups"] >= len(order) or not left
+        assert position_of(loader, place, len(shares[-1]))["batches_of_all_ranks"] >= len(order) or not left
     rounds = [one for group in zip(*shares, strict=True) for one in group]
     assert rounds[: len(left)] == left
 
