@@ -372,9 +372,8 @@ class OptLevel(Precision):
         if self.level.loss_scale != 1.0:
             loss = self._scaling.scaled(loss, loss_id)
         if is_outside_step(self._device.type):
-            run(
-                loss, **options
-            )  # nearly every backward of automatic optimization: the two contexts would change nothing
+            # Nearly every backward of automatic optimization: the two contexts would change nothing.
+            run(loss, **options)
         else:
             with self._outside[0], self._outside[1]:
                 run(loss, **options)
