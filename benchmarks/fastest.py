@@ -9,11 +9,13 @@ masters), with FusedAdam: eager, as one CUDA graph, compiled, and both.  Trainer
 checkpoint callback with nothing to save, a ``self.log`` in each step.  All share network, loss and loader (batches in pinned
 memory, copied without a wait).
 
-Rounds are interleaved; each way has a median and quartiles, and compiles anew in each round, before the measured steps.  In the
-first round each way makes 200 steps, and the mean loss of the last 100 is kept.  "cold-24" is another measure: the first step of a
-GPT of 24 layers, compilation included, in a fresh process with empty caches.
+Rounds are interleaved; each way has a median and quartiles, and compiles anew in each round, before the measured steps.  Round 0
+checks that the ways learn alike: each makes 200 steps, and the mean loss of the last 100 is kept; its time is kept apart, as its
+steps copy their losses.  "cold-24" is another measure: the first step of a GPT of 24 layers, compilation included, in a fresh
+process with empty caches.
 
-``--goals`` leaves out the ways that no goal needs.  With ``--out``, what the file has is left out: a run may be cut, and ends by
+``--goals`` leaves out the ways that no goal needs, and after round 0 those that were 10 % slower than the fastest of their side (by
+hand, or the Trainer).  With ``--out``, what the file has is left out: a run may be cut, and ends by
 itself after ``--minutes``; give the same command again for the rest, on the same card.
 """
 
@@ -47,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpt_curves import Sizes, torch_loss
 from benchmarks.loop import CASES as SMALLER
 from benchmarks.loop import QUICK, WARM_UP, Case, Stopwatch, module_of, predict
-from fabricamp import Callback, Trainer, TrainingModule
+from fabricamp import Callback, CudaGraph, Trainer, TrainingModule
 from fabricamp.optimizers import FusedAdam
 
 LEARNT = 200
@@ -107,7 +109,7 @@ class Halves:
         torch._foreach_copy_(self.weights, self.masters)
 
 
-def by_hand(case, *, halves=False, graph=False, **compile_options):
+def by_hand(case, *, keep_losses, halves=False, graph=False, **compile_options):
     """A loop as one writes it; ``compile_options``: those of torch.compile, none for an eager step; ``graph``: a bare graph."""
     torch.manual_seed(0)
     network = case.network().cuda()
@@ -146,13 +148,15 @@ def by_hand(case, *, halves=False, graph=False, **compile_options):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
             if captured is None:
-                # torch's own graphs overwrite what they returned.
-                losses.append(step(*[one.cuda(non_blocking=True) for one in batch]).clone())
+                loss = step(*[one.cuda(non_blocking=True) for one in batch])
+                if keep_losses:
+                    losses.append(loss.clone())  # torch's own graphs overwrite what they returned
                 continue
             for own, one in zip(inputs, batch, strict=True):
                 own.copy_(one, non_blocking=True)
             captured.replay()
-            losses.append(loss.clone())
+            if keep_losses:
+                losses.append(loss.clone())
         torch.cuda.synchronize()
     return Run(time.perf_counter() - start, losses)
 
@@ -161,17 +165,17 @@ def by_hand(case, *, halves=False, graph=False, **compile_options):
 
 
 def keeping_losses(module):
-    """The module, with a list of the losses of its steps in the hook after a batch."""
+    """Gives the module a hook after each batch, and returns the list to which it adds the losses."""
     losses = []
 
     def on_train_batch_end(outputs, *_):
         losses.append(outputs["loss"].detach().clone())
 
     module.on_train_batch_end = on_train_batch_end
-    return module, losses
+    return losses
 
 
-def ours(case, precision, **options):
+def ours(case, precision, *, keep_losses, **options):
     """The Trainer with everything on."""
     watch = Stopwatch(case.steps)
     with tempfile.TemporaryDirectory() as folder:
@@ -186,12 +190,13 @@ def ours(case, precision, **options):
             **options,
         )
         optimizer = partial(FusedAdam, lr=1e-4, weight_decay=0.01)
-        module, losses = keeping_losses(module_of(case, TrainingModule, optimizer))
+        module = module_of(case, TrainingModule, optimizer)
+        losses = keeping_losses(module) if keep_losses else []
         trainer.fit(module, case.loader(WARM_UP + case.steps))
     return Run(watch.seconds, losses)
 
 
-def lightnings(case):
+def lightnings(case, *, keep_losses):
     """Lightning's Trainer with everything on."""
     import lightning.pytorch as pl
 
@@ -211,7 +216,8 @@ def lightnings(case):
             gradient_clip_val=1.0,
         )
         adamw = partial(torch.optim.AdamW, lr=1e-4)  # Lightning refuses to clip for a fused one at bf16-mixed
-        module, losses = keeping_losses(module_of(case, pl.LightningModule, adamw))
+        module = module_of(case, pl.LightningModule, adamw)
+        losses = keeping_losses(module) if keep_losses else []
         trainer.fit(module, case.loader(WARM_UP + case.steps))
     return Run(watch.seconds, losses)
 
@@ -233,6 +239,9 @@ WAYS = {
     "fabricamp O4, compiled, graph, kernels by time": partial(
         ours, precision="O4", compile={"options": {"deterministic": False}}, cuda_graph=True
     ),
+    "fabricamp O4, compiled, graph, 8 steps a launch": partial(
+        ours, precision="O4", compile=True, cuda_graph=CudaGraph(steps=8)
+    ),
     "fabricamp O5": partial(ours, precision="O5"),
     "fabricamp O5, graph": partial(ours, precision="O5", cuda_graph=True),
     "fabricamp O5, compiled, graph": partial(ours, precision="O5", compile=True, cuda_graph=True),
@@ -240,13 +249,16 @@ WAYS = {
     "fabricamp O5, blocks, graph": partial(ours, precision="O5", compile="blocks", cuda_graph=True),
 }
 COMPILED_BY_HAND = tuple(name for name in WAYS if name.startswith("by hand,") and "bare graph" not in name)
-BOTH = tuple(name for name in WAYS if name.startswith("fabricamp") and "compiled, graph" in name)
-ALL = tuple(name for name in WAYS if name != "by hand, compiled, bare graph" and "blocks" not in name)
+OF_THE_MLP = ("by hand, compiled, bare graph", "fabricamp O4, compiled, graph, 8 steps a launch")
+BOTH = tuple(
+    name for name in WAYS if name.startswith("fabricamp") and "compiled, graph" in name and name not in OF_THE_MLP
+)
+ALL = tuple(name for name in WAYS if name not in OF_THE_MLP and "blocks" not in name)
 GOALS = {
     "gpt2-16": (*COMPILED_BY_HAND, *BOTH),
     "resnet50-64": (*COMPILED_BY_HAND, *BOTH),
     "resnet50-256": (*COMPILED_BY_HAND, *BOTH),
-    "mlp": ("by hand, compiled, bare graph", "fabricamp O4, compiled, graph"),
+    "mlp": (*OF_THE_MLP, "fabricamp O4, compiled, graph"),
     "gpt-1.3b": (*COMPILED_BY_HAND, "fabricamp O5, blocks"),
 }
 """The ways that a goal compares: the fastest by hand with the fastest of the Trainer."""
@@ -324,45 +336,68 @@ def cold(way, *, quick):
 
 
 def measure(case, way, *, learns):
-    """Milliseconds a step, and the mean loss of the last 100 of 200 steps if it ``learns``."""
+    """Milliseconds a step, the peak of reserved memory in GiB, and if it ``learns`` the mean loss of the last 100 of 200 steps."""
     if learns:
         case = case._replace(steps=max(case.steps, LEARNT - WARM_UP))
     gc.collect()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     torch.compiler.reset()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = WAYS[way](case)
+        run = WAYS[way](case, keep_losses=learns)
     loss = torch.stack(run.losses[LEARNT // 2 : LEARNT]).double().mean().item() if learns else None
-    return round(1000 * run.seconds / case.steps, 4), loss
+    return round(1000 * run.seconds / case.steps, 4), round(torch.cuda.max_memory_reserved() / 2**30, 3), loss
 
 
-def fill(row, ways, rounds, end, *, quick, save):
-    """Measures what ``row`` lacks, round by round; returns whether it was all done before ``end``."""
+def measure_once(row, way, number, *, quick):
+    """Measures one way in one round and writes its figures into ``row``; an error is written there too."""
     network = row["network"]
-    case = QUICK if quick else CASES.get(network)
+    begun = time.monotonic()
+    peak = loss = None
+    try:
+        if network == "cold-24":
+            milliseconds = round(1000 * cold(way, quick=quick), 1)
+        else:
+            case = QUICK if quick else CASES[network]
+            milliseconds, peak, loss = measure(case, way, learns=number == 0 and not quick)
+    except (ImportError, RuntimeError, ValueError) as error:
+        row["missing"][way] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        print(network, way, row["missing"][way], flush=True)
+        return
+    if number == 0:
+        row["round_0_ms"][way] = milliseconds
+        if loss is not None:
+            row["losses"][way] = round(loss, 5)
+    else:
+        row["wall_ms_of_rounds"].setdefault(way, []).append(milliseconds)
+        if peak is not None:
+            row["peak_gib"][way] = max(peak, row["peak_gib"].get(way, 0.0))
+    print(network, way, milliseconds, peak or "", loss or "", f"{time.monotonic() - begun:.0f} s", flush=True)
+
+
+def is_slow(row, way):
+    """Whether round 0 was 10 % slower than the fastest of its side."""
+    first = row["round_0_ms"]
+    by_hand = way.startswith("by hand")
+    return first[way] > 1.1 * min(first[other] for other in first if other.startswith("by hand") == by_hand)
+
+
+def fill(row, ways, rounds, end, *, quick, goals, save):
+    """Measures what ``row`` lacks, round by round; returns whether it was all done before ``end``."""
+    first = 1 if row["network"] == "cold-24" else 0
     longest = {}
-    for number in range(rounds):
+    for number in range(first, rounds + 1):
         for way in ways:
-            times = row["wall_ms_of_rounds"].setdefault(way, [])
-            if way in row["missing"] or len(times) > number:
+            done = way in row["round_0_ms"] if number == 0 else len(row["wall_ms_of_rounds"].get(way, [])) >= number
+            if way in row["missing"] or done:
+                continue
+            if goals and number and first == 0 and is_slow(row, way):
                 continue
             if time.monotonic() + longest.get(way, 0.0) > end:
                 return False
             begun = time.monotonic()
-            try:
-                if network == "cold-24":
-                    milliseconds, loss = round(1000 * cold(way, quick=quick), 1), None
-                else:
-                    milliseconds, loss = measure(case, way, learns=not times and not quick)
-            except (ImportError, RuntimeError, ValueError) as error:
-                row["missing"][way] = f"{type(error).__name__}: {error}".partition("\n")[0]
-                print(network, way, row["missing"][way], flush=True)
-                continue
+            measure_once(row, way, number, quick=quick)
             longest[way] = time.monotonic() - begun
-            times.append(milliseconds)
-            if loss is not None:
-                row["losses"][way] = round(loss, 5)
-            print(network, way, milliseconds, loss or "", f"{longest[way]:.0f} s", flush=True)
             settle(row)
             save()
     return True
@@ -379,7 +414,8 @@ def settle(row):
 
 
 def empty_row(network):
-    return {"network": network, "wall_ms": {}, "quartiles": {}, "losses": {}, "missing": {}, "wall_ms_of_rounds": {}}
+    names = ("wall_ms", "quartiles", "peak_gib", "losses", "missing", "round_0_ms", "wall_ms_of_rounds")
+    return {"network": network, **{name: {} for name in names}}
 
 
 def main() -> None:
@@ -425,7 +461,7 @@ def main() -> None:
             rows.append(empty_row(network))
         row = next(row for row in rows if row["network"] == network)
         ways = GOALS[network] if arguments.goals else dict.fromkeys([*GOALS[network], *OTHERS[network]])
-        done = fill(row, tuple(ways), arguments.rounds, end, quick=arguments.quick, save=save)
+        done = fill(row, tuple(ways), arguments.rounds, end, quick=arguments.quick, goals=arguments.goals, save=save)
         print(network, json.dumps(row["wall_ms"]), flush=True)
         if not done:
             print("not all is measured: give the same command again", flush=True)

@@ -49,13 +49,18 @@ def _offline(monkeypatch, tmp_path):
 
 
 def records(file):
-    """Yields the records of a ``.wandb`` file: LevelDB's log after a header of 7 bytes, in blocks of 32 KiB with split records."""
+    """Yields the records of a ``.wandb`` file: LevelDB's log after a header of 7 bytes, in blocks of 32 KiB with split records.
+
+    Ends before a record of which the service has written only the first bytes.
+    """
     data, at, whole = Path(file).read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):
+            return
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a complete record, or its last part
