@@ -359,7 +359,9 @@ def measure_once(row, way, number, *, quick):
             milliseconds = round(1000 * cold(way, quick=quick), 1)
         else:
             case = QUICK if quick else CASES[network]
-            milliseconds, peak, loss = measure(case, way, learns=number == 0 and not quick)
+            # What keeps losses looks at each step, which a launch of several steps does not allow.
+            learns = number == 0 and not quick and "steps a launch" not in way
+            milliseconds, peak, loss = measure(case, way, learns=learns)
     except (ImportError, RuntimeError, ValueError) as error:
         row["missing"][way] = f"{type(error).__name__}: {error}".partition("\n")[0]
         print(network, way, row["missing"][way], flush=True)
