@@ -93,7 +93,7 @@ class Averages:
         self, module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Returns by name (tensor that an optimizer updates, such as an fp32 master; the module's own tensor)."""
-        strategy.settle_module(module)
+        strategy.sharding.settle_module(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         sources: dict[str, tuple[Tensor, Tensor]] = {}
         for optimizer in optimizers:

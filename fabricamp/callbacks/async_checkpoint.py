@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import BackgroundWriter, StagedFolder, write_checkpoint
+from fabricamp.checkpoint.form import form_of
 from fabricamp.errors import CheckpointError
 from fabricamp.strategies.process_group import SideProcessGroup
 
@@ -48,7 +49,7 @@ class AsyncCheckpoint(ModelCheckpoint):
         self._writer = BackgroundWriter()
         self._in_flight = None
         self._unsettled = False
-        all_ranks_write = trainer.strategy.checkpoint_form == "folder"
+        all_ranks_write = form_of(trainer.strategy).all_ranks_write
         self._beside = SideProcessGroup(trainer.strategy) if all_ranks_write else None
 
     def holds_at(self, global_step: int) -> float:

@@ -344,7 +344,7 @@ def end_plugin(strategy: Strategy, *, failed: bool) -> None:
         return
     if not failed:
         strategy.on_rank_zero(lambda: _end(io))
-    elif strategy.is_global_zero:  # the other ranks may be gone
+    elif strategy.rank == 0:  # the other ranks may be gone
         try:
             _end(io)
         except Exception as error:  # noqa: BLE001 - the error that ended the run is raised

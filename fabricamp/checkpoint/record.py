@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.checkpoint_io import load_by, reads_own_files, save_by, wait_for, writes_own_files
-from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
+from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.formats import FORMAT, upgraded
 from fabricamp.errors import CheckpointError, FabricampError
 
@@ -128,12 +127,8 @@ def write_together(path: str, checkpoint: dict[str, Any], strategy: Strategy) ->
     io = strategy.checkpoint_io
     if io is not None and not writes_own_files(io):
         strategy.on_rank_zero(lambda: save_by(io, checkpoint, path))
-    elif strategy.checkpoint_form == "folder":
-        from fabricamp.checkpoint.folder import write_folder
-
-        write_folder(path, checkpoint, strategy)
     else:
-        strategy.on_rank_zero(lambda: write_checkpoint(path, checkpoint))
+        form_of(strategy).write(path, checkpoint, strategy)
 
 
 def read_together(path: str, strategy: Strategy, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -153,18 +148,9 @@ def read_together(path: str, strategy: Strategy, *, weights_only: bool | None = 
 
 
 def _read_for(path: str, strategy: Strategy, *, weights_only: bool | None) -> dict[str, Any]:
-    """Returns the checkpoint as this rank reads it: by the plug-in, from a file, or from a folder without its shards."""
+    """Returns the checkpoint as this rank reads it: by the plug-in, or in the strategy's form."""
     io = strategy.checkpoint_io
     if io is not None and not reads_own_files(io):
         wait_for(io)
         return load_by(io, path, weights_only=weights_only)
-    if strategy.checkpoint_form == "file":
-        return read_checkpoint(path, weights_only=weights_only)
-    path = storage.normalized(path)
-    if not storage.is_folder(path):
-        return read_checkpoint(path, mapped=True, weights_only=weights_only)
-    from fabricamp.checkpoint.folder import check_together, read_without_shards
-
-    checkpoint = read_without_shards(path, weights_only=weights_only)
-    check_together(path, checkpoint, strategy)
-    return checkpoint
+    return form_of(strategy).read(path, strategy, weights_only=weights_only)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fabricamp.checkpoint.foreign import fit_names
+from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparameters
 from fabricamp.checkpoint.plain import PRIVATE, builtin_numbers
 from fabricamp.checkpoint.record import Section, WholeKey
-from fabricamp.checkpoint.shard_loading import sharded_states, sharded_weights
+from fabricamp.checkpoint.shard_loading import sharded_states
 from fabricamp.errors import CheckpointError, FabricampError, WeightsOnlyError
 from fabricamp.strategies.meta_init import leave_meta
 
@@ -72,8 +73,7 @@ class Weights(Section):
 
     def restore(self, checkpoint: dict[str, Any], path: str) -> None:
         """Loads the weights; if the module is sharded, only this rank's shards."""
-        if self.strategy.checkpoint_form == "folder":
-            checkpoint = sharded_weights(checkpoint, path, self.module.state_dict())
+        checkpoint = form_of(self.strategy).place_weights(checkpoint, path, self.module)
         restore_weights(self.module, checkpoint, path)
 
 

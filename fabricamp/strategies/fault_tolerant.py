@@ -14,6 +14,7 @@ import torch
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import FlatGradients, Gradients, Transport
 from fabricamp.strategies.base import Strategy
+from fabricamp.strategies.capabilities import Membership
 from fabricamp.strategies.process_group import checked_timeout, described_module
 from fabricamp.strategies.quorum import Quorum, connect_torchft
 
@@ -32,7 +33,7 @@ _GROUPS = "NUM_REPLICA_GROUPS"
 _LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 
-class FaultTolerant(Strategy):
+class FaultTolerant(Strategy, Membership):
     """Each process is a replica group of torchft; gradients are averaged over the groups that are alive.
 
     If a group dies, the others make the step without it and continue.  When the group is started again, it gets the state of a
@@ -80,11 +81,6 @@ class FaultTolerant(Strategy):
         self._begins_together = False
         self._flat: FlatGradients | None = None
         self._before = 0
-
-    @property
-    def lockstep(self) -> bool:
-        """True: all groups make each step together."""
-        return True
 
     @property
     def train_share(self) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as full_tensor
+from fabricamp.strategies.capabilities import Sharding
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.strategies.fsdp_units import (
     Unit,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
-    from fabricamp.strategies.base import ShardPlan
+    from fabricamp.strategies.capabilities import ShardPlan
 
 
 _CPU: Final = torch.device("cpu")
@@ -53,7 +54,7 @@ _BASES: Final = ("fabricamp", "lightning", "pytorch_lightning")
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class FSDP(ProcessGroupStrategy):
+class FSDP(ProcessGroupStrategy, Sharding):
     """Every process holds a shard of the module; a unit's parameters are gathered when it runs, and gradients are scattered.
 
     The engine is torch's ``fully_shard`` over all processes.  Updates, clipping and loss scaling work on the local shards, with
@@ -83,8 +84,8 @@ class FSDP(ProcessGroupStrategy):
     """
 
     name: ClassVar[str] = "fsdp"
+    shards: ClassVar[bool] = True
     owns_master_weights: ClassVar[bool] = True
-    checkpoint_form: ClassVar[Literal["file", "folder"]] = "folder"
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.checkpoint.checkpoint_io import CheckpointIO, innermost, reads_own_files, writes_own_files
+from fabricamp.checkpoint.form import form_of
 from fabricamp.errors import ConfigError, DuplicateCallbackError, without_address
 from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
@@ -152,7 +153,7 @@ def give_checkpoint_io(io: CheckpointIO | None, strategy: Strategy, callbacks: S
     if writes_own_files(io) and reads_own_files(io):
         return
     name = type(innermost(io) or io).__name__
-    if strategy.checkpoint_form == "folder":
+    if form_of(strategy).all_ranks_write:
         raise ConfigError(
             f"{name} with strategy={strategy.name!r}: each rank writes its own shards, and a CheckpointIO is called on rank 0 "
             "only; leave it out, or give strategy='ddp'"

@@ -83,7 +83,7 @@ def evaluate(trainer: Trainer, module: TrainingModule, source: GivenData, steps:
 @contextlib.contextmanager
 def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Iterator[Session]:
     """Yields an opened session for one trial, with new counters; raises KeyboardInterrupt afterwards if it was interrupted."""
-    if trainer.strategy.heals:
+    if trainer.strategy.membership.heals:
         raise ConfigError(
             f"a search for a batch size or a learning rate with strategy {trainer.strategy.name!r} is not offered: each group "
             "would find its own; search with 'single'"

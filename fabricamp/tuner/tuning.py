@@ -158,7 +158,7 @@ class Tuner:
         return True
 
     def _search(self, options: LearningRateFinder | BatchSizeFinder, module: TrainingModule, source: GivenData) -> None:
-        if self._trainer.strategy.checkpoint_form == "folder":
+        if self._trainer.strategy.sharding.shards:
             name = self._trainer.strategy.name
             raise ConfigError(f"Tuner with strategy={name!r} is not offered: search on a smaller model, with 'single'")
         if isinstance(options, BatchSizeFinder):
