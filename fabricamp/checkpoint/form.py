@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.strategies.base import Strategy
 
 
@@ -28,18 +29,18 @@ class CheckpointForm(ABC):
         """Calls ``write`` on the ranks that write."""
 
     @abstractmethod
-    def write(self, path: str, checkpoint: dict[str, Any], strategy: Strategy) -> None:
+    def write(self, path: str, checkpoint: StateDict, strategy: Strategy) -> None:
         """Writes ``checkpoint``, this rank's own, to ``path``."""
 
     @abstractmethod
-    def read(self, path: str, strategy: Strategy, *, weights_only: bool | None) -> dict[str, Any]:
+    def read(self, path: str, strategy: Strategy, *, weights_only: bool | None) -> StateDict:
         """Returns the checkpoint at ``path`` as this rank needs it; code rebuilds its objects only with ``weights_only`` False.
 
         Raises :class:`CheckpointError` on the ranks that cannot read it.
         """
 
     @abstractmethod
-    def place_weights(self, checkpoint: dict[str, Any], path: str, module: nn.Module) -> dict[str, Any]:
+    def place_weights(self, checkpoint: StateDict, path: str, module: nn.Module) -> StateDict:
         """Returns ``checkpoint``, a result of :meth:`read`, with its weights laid out as those of ``module``."""
 
 
@@ -52,15 +53,15 @@ class OneFile(CheckpointForm):
         """Calls ``write`` on rank 0; an error there is raised on every rank."""
         strategy.on_rank_zero(write)
 
-    def write(self, path: str, checkpoint: dict[str, Any], strategy: Strategy) -> None:
+    def write(self, path: str, checkpoint: StateDict, strategy: Strategy) -> None:
         """Writes the file on rank 0."""
         strategy.on_rank_zero(lambda: write_checkpoint(path, checkpoint))
 
-    def read(self, path: str, strategy: Strategy, *, weights_only: bool | None) -> dict[str, Any]:
+    def read(self, path: str, strategy: Strategy, *, weights_only: bool | None) -> StateDict:
         """Returns the content of the file, or of a folder with full tensors."""
         return read_checkpoint(path, weights_only=weights_only)
 
-    def place_weights(self, checkpoint: dict[str, Any], path: str, module: nn.Module) -> dict[str, Any]:
+    def place_weights(self, checkpoint: StateDict, path: str, module: nn.Module) -> StateDict:
         """Returns ``checkpoint`` itself."""
         return checkpoint
 
@@ -76,13 +77,13 @@ class ShardFolder(CheckpointForm):
         """Calls ``write`` on every rank."""
         write()
 
-    def write(self, path: str, checkpoint: dict[str, Any], strategy: Strategy) -> None:
+    def write(self, path: str, checkpoint: StateDict, strategy: Strategy) -> None:
         """Writes the folder, together with the other ranks."""
         from fabricamp.checkpoint.folder import write_folder
 
         write_folder(path, checkpoint, strategy)
 
-    def read(self, path: str, strategy: Strategy, *, weights_only: bool | None) -> dict[str, Any]:
+    def read(self, path: str, strategy: Strategy, *, weights_only: bool | None) -> StateDict:
         """Returns a folder's content with sharded tensors on the meta device, or a file's, memory-mapped."""
         path = storage.normalized(path)
         if not storage.is_folder(path):
@@ -93,7 +94,7 @@ class ShardFolder(CheckpointForm):
         check_together(path, checkpoint, strategy)
         return checkpoint
 
-    def place_weights(self, checkpoint: dict[str, Any], path: str, module: nn.Module) -> dict[str, Any]:
+    def place_weights(self, checkpoint: StateDict, path: str, module: nn.Module) -> StateDict:
         """Returns ``checkpoint`` with this rank's shards of the weights."""
         return sharded_weights(checkpoint, path, module.state_dict())
 

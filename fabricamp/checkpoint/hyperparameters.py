@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
+from fabricamp._utils.types import StateDict
 from fabricamp.arguments.environment import exposes, resolved
 from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.checkpoint.plain import described, is_config, items_of, resolved_config
@@ -156,7 +157,7 @@ class HyperparametersMixin:
         self.__dict__["_hparams_initial"] = _copied(self.hparams)
         self.__dict__["_hparams_logged"] = logger
 
-    def _add_hyperparameters(self, content: dict[str, Any], *, overrides: bool) -> None:
+    def _add_hyperparameters(self, content: StateDict, *, overrides: bool) -> None:
         hparams = self.hparams
         if is_config(hparams):  # an OmegaConf container can hold plain values only
             hparams = Hyperparameters(_content(hparams))
@@ -167,7 +168,7 @@ class HyperparametersMixin:
                 hparams[name] = value if is_container else _copied(value)
 
 
-def _content(container: Any) -> dict[str, Any]:
+def _content(container: Any) -> StateDict:
     """Returns the content of a dict, Namespace or OmegaConf container as a dict."""
     if isinstance(container, argparse.Namespace):
         return dict(vars(container))

@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from fabricamp._utils.types import StateDict
 from fabricamp.arguments.environment import first_reference
 from fabricamp.checkpoint.hyperparameters import HyperparameterKeys, Hyperparameters, HyperparametersMixin
 from fabricamp.checkpoint.packing import allows_code
@@ -37,7 +38,7 @@ Owner = TypeVar("Owner", bound=HyperparametersMixin)
 
 def build(
     owner: type[Owner],
-    checkpoint: dict[str, Any],
+    checkpoint: StateDict,
     keys: HyperparameterKeys,
     path: str,
     overrides: Mapping[str, Any],
@@ -172,7 +173,7 @@ def _check_references(arguments: Mapping[str, Any], path: str) -> None:
             )
 
 
-def _container(content: dict[str, Any], notes: Any) -> Any:
+def _container(content: StateDict, notes: Any) -> Any:
     """Returns the value of a single argument: an OmegaConf container if it was one and can be rebuilt, else Hyperparameters."""
     was_config = any(note["kind"] == "config" and not note["at"] for note in notes)
     if was_config and not interpolates(content):

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint.objects import ObjectRef, PickledObjects, pickle_into, refusal
 from fabricamp.checkpoint.plain import MAPPINGS, TENSORS, VALUES, check_content, name_of
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
@@ -16,7 +17,7 @@ from fabricamp.ops.shards import is_shard
 from fabricamp.rng import isolate_rng
 
 
-def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
+def pack_objects(state: StateDict, module: nn.Module | None = None) -> StateDict:
     """Returns ``state`` with references in place of its objects, which are pickled now; ``state`` itself if it has none.
 
     An object is a value that ``torch.load(weights_only=True)`` could not load; a tuple, a set or a dict whose keys contain such a
@@ -26,7 +27,7 @@ def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict
     """
     packing = _Packing()
     try:
-        packed: dict[str, Any] = packing.convert(state, "checkpoint")
+        packed: StateDict = packing.convert(state, "checkpoint")
     except RecursionError:  # a list contains itself: the later check of the content reports it
         return state
     if packing.found:
@@ -35,7 +36,7 @@ def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict
     return packed
 
 
-def _full_values(module: nn.Module, state: dict[str, Any]) -> dict[int, Tensor]:
+def _full_values(module: nn.Module, state: StateDict) -> dict[int, Tensor]:
     """Returns the values in ``state`` for tensors of ``module`` with another dtype, by the ids of the module's tensors."""
     values = state.get("state_dict")
     full: dict[int, Tensor] = {}

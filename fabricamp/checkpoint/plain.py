@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fabricamp._utils.types import StateDict
 from fabricamp.arguments.environment import FromEnvironment, Resolved, resolved
 from fabricamp.checkpoint.objects import ObjectRef, PickledObjects
 from fabricamp.errors import CheckpointError
@@ -134,7 +135,7 @@ def _attributes(path: str, item: object) -> list[tuple[str, object]]:
     return [(f"{path}.{name}", part) for name, part in getattr(item, "__dict__", {}).items()]
 
 
-def stages_as_text(state: dict[str, Any]) -> dict[str, Any]:
+def stages_as_text(state: StateDict) -> StateDict:
     """Returns ``state`` with each stage as text: hooks get a stage as a member of an enum, and may keep it in their state.
 
     Containers without a stage are those of ``state`` itself.  Weights and optimizers' states are not searched.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fabricamp._utils.containers import CONTAINERS, tensors_within, with_parts
 from fabricamp._utils.keywords import NamesKeywords
+from fabricamp._utils.types import Batch, Loader
 from fabricamp.arguments.checks import check_count, check_number
 from fabricamp.data.orders import SeededOrder
 from fabricamp.data.samplers import EvalSampler, TrainSampler
@@ -95,7 +96,7 @@ class ResidentLoader(NamesKeywords):
         samples = len(self.sampler) + (0 if self.drop_last else self.batch_size - 1)
         return samples // self.batch_size
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         gather = _gatherer(self._data())
         indices = self.sampler.indices()
         size = self.batch_size
@@ -124,7 +125,7 @@ class ResidentLoader(NamesKeywords):
         return self._placed[self._device]
 
 
-def is_resident(loader: Any) -> bool:
+def is_resident(loader: Loader) -> bool:
     """Whether ``loader`` is a ResidentLoader, or a combined loader of only these."""
     members = getattr(loader, "flattened", [loader])
     return all(isinstance(member, ResidentLoader) for member in members)

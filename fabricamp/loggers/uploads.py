@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from fabricamp._utils.types import StateDict
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.logger_errors import LoggerErrors
 from fabricamp.loggers.write_queue import WriteQueue
@@ -101,11 +102,11 @@ class Uploads:
         self._callbacks: dict[int, Any] = {}
         self._queue: WriteQueue[Saved] = WriteQueue(self._send, most_at_once=1)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         own = ("_callbacks", "_queue")  # of this process only
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         self._clear()
 

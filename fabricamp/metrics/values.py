@@ -22,6 +22,7 @@ from fabricamp.ops.shards import is_shard, whole
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabricamp._utils.types import Batch
     from fabricamp.metrics.slots import MetricTable, Published
     from fabricamp.state import Scope
 
@@ -95,7 +96,7 @@ def _number_in(name: str, batch_size: Tensor) -> Any:
     return int(number) if float(number).is_integer() else number
 
 
-def tell_of_lengths(name: str, batch: Any) -> None:
+def tell_of_lengths(name: str, batch: Batch) -> None:
     """Warns once if the batch size is ambiguous, because the batch's tensors are not equally long."""
     lengths = {tensor.shape[0] for tensor in tensors_within(batch) if tensor.ndim}
     if len(lengths) > 1:
@@ -105,7 +106,7 @@ def tell_of_lengths(name: str, batch: Any) -> None:
         )
 
 
-def batch_length(name: str, batch: Any) -> int:
+def batch_length(name: str, batch: Batch) -> int:
     """Returns the length of the first tensor in ``batch`` (1 for a 0-dim tensor)."""
     first = batch[0] if type(batch) in (tuple, list) and batch else batch
     if type(first) is not Tensor:

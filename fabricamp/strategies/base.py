@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import StateDict, Step
     from fabricamp.gradients.memory import GradientMemory
 
 Value = TypeVar("Value")
@@ -115,7 +116,7 @@ class Strategy(LightningNames, NamesKeywords):
         self.environment = Environment()
         self.device = torch.device("cpu")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns the state without the reference to the last run."""
         return {key: value for key, value in self.__dict__.items() if key != "_session"}
 
@@ -199,9 +200,7 @@ class Strategy(LightningNames, NamesKeywords):
         """Returns the optimizers to step, prepared for the strategy."""
         return optimizers
 
-    def wrap_module(
-        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
-    ) -> Callable[..., Any]:
+    def wrap_module(self, module: nn.Module, step: Step, *, automatic: bool, accumulates: bool = False) -> Step:
         """Returns the callable that replaces ``step`` (``training_step``) in training; evaluation calls ``module``.
 
         With ``automatic`` False (manual optimization) only :meth:`reduce_gradients` exchanges gradients.
@@ -210,7 +209,7 @@ class Strategy(LightningNames, NamesKeywords):
         """
         return step
 
-    def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def rewrap_module(self, step: Step) -> Step:
         """Returns the callable for the next epoch: ``step`` itself unless parameters were frozen or unfrozen.
 
         Every rank calls it at the start of each epoch, after the hooks that may freeze.
@@ -220,7 +219,7 @@ class Strategy(LightningNames, NamesKeywords):
     def share_buffers(self, module: nn.Module) -> None:
         """Broadcasts the buffers that a checkpoint would contain; called before a validation, so it evaluates the saved state."""
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
+    def module_state(self, module: nn.Module) -> StateDict:
         """Returns the module's state dict, the same on every rank except for local shards."""
         return module.state_dict()
 

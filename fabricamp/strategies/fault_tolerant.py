@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from fabricamp._utils.types import Step
     from fabricamp.gradients.memory import GradientMemory
 
 _LOG = logging.getLogger("fabricamp")
@@ -136,9 +137,7 @@ class FaultTolerant(Strategy, Membership):
             )
         self._quorum.share([*module.parameters(), *module.buffers()])
 
-    def wrap_module(
-        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
-    ) -> Callable[..., Any]:
+    def wrap_module(self, module: nn.Module, step: Step, *, automatic: bool, accumulates: bool = False) -> Step:
         """Returns ``step``; raises :class:`ConfigError` for a schedule that could differ between groups."""
         if any(config.reduce_on_plateau for config in getattr(self._session(), "schedulers", ())):
             raise ConfigError(

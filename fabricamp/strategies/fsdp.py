@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fabricamp._utils.types import Step
     from fabricamp.strategies.capabilities import ShardPlan
 
 
@@ -95,7 +98,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         reshard_after_forward: bool | int | Literal["zero2", "zero3"] = True,
         offload: bool = False,
         activation_checkpointing: Sequence[type[nn.Module]] = (),
-        parallelize: Callable[[nn.Module, Any], object] | None = None,
+        parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None,
         tensor_parallel: int = 1,
         timeout: float | timedelta | None = None,
     ) -> None:
@@ -110,12 +113,12 @@ class FSDP(ProcessGroupStrategy, Sharding):
             raise ConfigError("FSDP(offload=True, parallelize=...) is not offered: leave one of them out")
         self.reshard_after_forward = _checked_reshard(reshard_after_forward)
         self._undo: Undo | None = None
-        self._steps: dict[str, Any] = {}
+        self._steps: dict[str, Step | None] = {}
         self._module: nn.Module | None = None
         self._trained: dict[str, bool] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._mesh: Any = None
-        self._meshes: list[Any] = []
+        self._mesh: DeviceMesh | None = None
+        self._meshes: list[DeviceMesh] = []
         self._whole: WholeGradients | None = None
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
@@ -200,7 +203,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
             first_values.give(module.modules())
         return first_values
 
-    def _mesh_of_ranks(self) -> Any:
+    def _mesh_of_ranks(self) -> DeviceMesh:
         """Returns the mesh of the ranks; neighbouring ranks share a copy of the module."""
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -274,8 +277,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
             # The root's parameters are needed again when backward begins; None lets torch keep them gathered.
             after = None
         policy = full if unit.module in plan.kept else half
-        options = {"mesh": self._mesh, "reshard_after_forward": after, "mp_policy": policy, "offload_policy": offload}
-        fully_shard(unit.module, **options)
+        fully_shard(unit.module, mesh=self._mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=offload)
 
     def _wrap_steps(self, module: nn.Module) -> None:
         """Makes each of the user's steps gather the parameters outside of all units, as a forward does."""
@@ -303,6 +305,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         # Machines may have different memory, and all ranks have to exchange alike.
         if not min(self.all_gather_object(fit)):
             return f"; gradients are exchanged after each micro-batch: full gradients would take {_bytes(trained)}"
+        assert self._mesh is not None, "shard_module has made it"
         self._whole = WholeGradients(module, self._mesh)
         return f"; full gradients are accumulated, {_bytes(trained)}, and exchanged at the end of a step"
 
@@ -335,9 +338,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         """Reshards parameters that a forward without a backward has left gathered."""
         _reshard(module)
 
-    def wrap_module(
-        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
-    ) -> Callable[..., Any]:
+    def wrap_module(self, module: nn.Module, step: Step, *, automatic: bool, accumulates: bool = False) -> Step:
         """Returns ``step``, which gathers parameters itself; raises :class:`ConfigError` for manual optimization."""
         if not automatic:
             raise ConfigError(
@@ -346,7 +347,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
             )
         return step
 
-    def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def rewrap_module(self, step: Step) -> Step:
         """Returns ``step``; raises :class:`ConfigError` if parameters were frozen or unfrozen since they were sharded."""
         assert self._module is not None
         _reshard(self._module)  # a validation may have left parameters gathered
@@ -489,12 +490,12 @@ def fits(trained: int, sharing: int, memory: int) -> bool:
 class WholeGradients:
     """A context in which backward keeps full gradients; also saves and restores them for an accumulation in progress."""
 
-    def __init__(self, module: nn.Module, mesh: Any) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         self._module = module
         self._mesh = mesh
-        self._units: list[Any] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
     def __enter__(self) -> None:
         for unit in self._units:
@@ -599,7 +600,7 @@ class Undo:
             restore()
 
 
-def _is_torchs(hook: Any) -> bool:
+def _is_torchs(hook: object) -> bool:
     """Returns whether ``fully_shard`` or activation checkpointing registered the hook."""
     return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_TORCHS)
 

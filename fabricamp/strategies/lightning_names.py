@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.strategies.base import Environment
 
 
@@ -100,12 +101,12 @@ class LightningNames:
         """The precision."""
         return getattr(self._session(), "precision", None)
 
-    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> StateDict:
         """Returns a checkpoint file's content; objects only with ``weights_only=False``.  Read by pytorch-forecasting's Tuner."""
         if zipfile.is_zipfile(checkpoint_path):  # torch compares no checksums
             with zipfile.ZipFile(checkpoint_path) as archive:
                 damaged = archive.testzip()
             if damaged is not None:
                 raise CheckpointError(f"{checkpoint_path} is damaged (the checksum of {damaged} is wrong)")
-        content: dict[str, Any] = torch.load(checkpoint_path, "cpu", weights_only=weights_only is not False)
+        content: StateDict = torch.load(checkpoint_path, "cpu", weights_only=weights_only is not False)
         return content

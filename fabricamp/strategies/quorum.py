@@ -21,6 +21,8 @@ from fabricamp.torch_private import TCPStore
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fabricamp._utils.types import StateDict
+
 _LOG = logging.getLogger("fabricamp")
 _MOST_TRIES: Final = 10
 """Maximal number of failures of a sum in a row; each retry uses the remaining groups."""
@@ -195,7 +197,7 @@ class Quorum(RankSums):
         self.steps = self._manager.current_step()
         return buffers
 
-    def _load_state(self, received: dict[str, Any]) -> None:
+    def _load_state(self, received: StateDict) -> None:
         self._received = received
 
     def _take_received(self) -> dict[str, Any] | None:

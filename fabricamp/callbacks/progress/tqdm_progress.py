@@ -11,6 +11,7 @@ from fabricamp.callbacks.progress.progress_bar import LightningsBar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks._renderers import Task
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
@@ -140,5 +141,5 @@ class TQDMProgressBar(LightningsBar):
         """Returns the values shown beside the bar, those of ``set_postfix`` last; override this method to change them."""
         return {**super().get_metrics(trainer, pl_module), **self._postfix}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), "_own_bars": {}}  # bars do not pickle
