@@ -181,5 +181,5 @@ def _reduced(callback: Any) -> tuple[Any, ...]:
     return _blank, (type(callback)._written_as,), callback.__getstate__()
 
 
-def _blank(kind: Any) -> Any:
+def _blank(kind: object) -> Any:
     return object.__new__(_background_kind(kind))

@@ -64,7 +64,7 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        prediction: Any,
+        prediction: object,
         batch_indices: Sequence[int] | None,
         batch: Batch,
         batch_idx: int,

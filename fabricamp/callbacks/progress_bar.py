@@ -451,7 +451,7 @@ def _changing_values(trainer: Trainer) -> Iterator[tuple[str, float]]:
         yield "scale", verdicts.scale
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """Formats a number with always four significant digits, so the line does not jump."""
     if not isinstance(value, int | float):
         return str(value)

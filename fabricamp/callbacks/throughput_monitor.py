@@ -107,7 +107,7 @@ class StepTimer:
             launches.pop()
         return [(launch, launch.begin.elapsed_time(launch.end) / 1e3) for launch in launches]
 
-    def _begin_at(self, mark: Any) -> None:
+    def _begin_at(self, mark: object) -> None:
         self._start = mark
         self._host = time.perf_counter()
         self._reading = 0.0
@@ -304,7 +304,7 @@ def _memory(trainer: Trainer) -> dict[str, float]:
     }
 
 
-def _counted(name: str, value: Any) -> int:
+def _counted(name: str, value: object) -> int:
     """Returns ``value``; raises :class:`ConfigError` unless it is an int: the host would wait for a tensor."""
     if isinstance(value, Tensor) or not isinstance(value, int):
         raise ConfigError(

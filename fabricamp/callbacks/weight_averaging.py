@@ -284,5 +284,5 @@ def exponential(owner: object, decay: float) -> Rule:
 class _Share(float):
     """Returns the same share at any count; a class instead of a closure, because the callback must pickle."""
 
-    def __call__(self, count: Any) -> float:
+    def __call__(self, count: object) -> float:
         return float(self)

@@ -320,7 +320,7 @@ def load_by(io: CheckpointIO, path: str, *, weights_only: bool | None = None, ma
     return upgraded(translated(content), path)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     return (
         f"a dict with the keys {', '.join(map(repr, value)):.300}"
         if isinstance(value, dict)

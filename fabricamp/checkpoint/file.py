@@ -65,7 +65,7 @@ def write_checkpoint(path: _Path, state: StateDict) -> None:
 
 def read_checkpoint(
     path: _Path | IO[bytes],
-    map_location: Any = "cpu",
+    map_location: object = "cpu",
     *,
     verify: bool = True,
     mapped: bool = False,
@@ -122,7 +122,7 @@ def _seekable(file: IO[bytes]) -> IO[bytes]:
 def _read_file(
     path: str,
     file: IO[bytes],
-    map_location: Any,
+    map_location: object,
     *,
     verify: bool,
     mapped: bool = False,

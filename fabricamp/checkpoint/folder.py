@@ -248,7 +248,7 @@ def _remove_others(target: Path, name: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_folder(path: str, *, verify: bool = True, map_location: Any = "cpu", **options: Any) -> StateDict:
+def read_folder(path: str, *, verify: bool = True, map_location: object = "cpu", **options: Any) -> StateDict:
     """Returns the content of the checkpoint at ``path`` with full tensors; with ``map_location="meta"`` they are not read.
 
     ``options`` are those of :func:`read_checkpoint` about objects.
@@ -269,7 +269,7 @@ def read_folder(path: str, *, verify: bool = True, map_location: Any = "cpu", **
     return full
 
 
-def read_without_shards(path: str, *, map_location: Any = "cpu", verify: bool = True, **options: Any) -> StateDict:
+def read_without_shards(path: str, *, map_location: object = "cpu", verify: bool = True, **options: Any) -> StateDict:
     """Returns the content of ``state.pt`` at ``path``: sharded tensors are on the meta device, ``shards`` has their files.
 
     ``options`` are those of :func:`read_checkpoint` about objects.

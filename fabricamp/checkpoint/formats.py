@@ -109,7 +109,7 @@ def _rename_keys(state: StateDict) -> None:
             amp["scaler"] = with_current_keys(amp["scaler"])
 
 
-def _dicts_at(value: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _dicts_at(value: object, path: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields the dicts at ``path`` within ``value``."""
     if not path:
         if isinstance(value, dict):
@@ -127,7 +127,7 @@ def _dicts_at(value: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from _dicts_at(part, rest)
 
 
-def _named(names: tuple[str, ...], values: list[Any], last: Any = None) -> dict[str, Any]:
+def _named(names: tuple[str, ...], values: list[Any], last: object = None) -> dict[str, Any]:
     """Returns ``values`` by name; ``last`` fills in the last value if it is missing."""
     if len(values) < len(names):
         values = [*values, last]

@@ -54,7 +54,7 @@ class Hyperparameters(dict[str, Any]):
         lines = [(f'"{name}":', self[name]) for name in sorted(self, key=str)]
         return "\n".join(f"{label:{width}} {value}" for label, value in lines)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -188,7 +188,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _exposes_environment(value: Any) -> bool:
+def _exposes_environment(value: object) -> bool:
     """Returns whether ``value`` holds an OmegaConf container with a number or flag from the environment."""
     waiting = [value]
     seen: dict[int, Any] = {}  # holds the values: an id is unique among living objects
@@ -275,7 +275,7 @@ class SavedHyperparameters(NamedTuple):
     private: bool
 
 
-def saved_hyperparameters(owner: Any) -> SavedHyperparameters:
+def saved_hyperparameters(owner: object) -> SavedHyperparameters:
     """Returns the hyper-parameters of ``owner``, a fabricamp or Lightning object.
 
     Lightning's name "kwargs" becomes None: it means that no single argument takes all of them.

@@ -125,7 +125,7 @@ class _InlinePickler(PartsPickler):
         places.update(zip(map(id, fillers), zip(repeat(0), fillers), strict=False))
         self.memo = places
 
-    def _body(self, value: Any) -> bytes:
+    def _body(self, value: object) -> bytes:
         return body(self.pickled(value))
 
 
@@ -156,7 +156,7 @@ def _begin(source: str | IO[bytes]) -> bytes:
             return member.read(len(_BEGIN))
 
 
-def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool) -> StateDict:
+def load_closed(source: str | IO[bytes], map_location: object, *, mapped: bool) -> StateDict:
     """Returns the state that :func:`save` has written, with references; raises ``zipfile.BadZipFile`` if it is damaged."""
     if not isinstance(source, str):
         source.seek(0)

@@ -116,7 +116,7 @@ class Record:
         return [section for section in self._sections if not names or section.name in names]
 
 
-def _put(checkpoint: StateDict, dotted_key: str, value: Any) -> None:
+def _put(checkpoint: StateDict, dotted_key: str, value: object) -> None:
     *outer, last = [str(dotted_key)] if isinstance(dotted_key, WholeKey) else dotted_key.split(".")
     for key in outer:
         checkpoint = checkpoint.setdefault(key, {})

@@ -69,7 +69,7 @@ def sharded_weights(checkpoint: StateDict, path: str, own: Mapping[str, Any]) ->
         return checkpoint
     loader = ShardLoader(checkpoint, path)
 
-    def sharded(value: Any, prefix: str) -> Any:
+    def sharded(value: object, prefix: str) -> Any:
         if not isinstance(value, dict):
             return value
         result = copy.copy(value)  # keeps the attributes that torch sets on a state dict

@@ -165,7 +165,7 @@ class CombinedLoader(NamesKeywords):
         return values if isinstance(self.loaders, list) else tuple(values)
 
 
-def _is_nested(member: Any, mode: str) -> bool:
+def _is_nested(member: object, mode: str) -> bool:
     """Whether ``member`` is a nested collection of loaders combined by ``mode``."""
     return isinstance(member, CombinedLoader) and member.mode == mode
 
@@ -389,7 +389,7 @@ class _Source:
         self._batches = None
 
 
-def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
+def combine(loaders: object, mode: Mode = "max_size_cycle") -> Any:
     """Returns a :class:`CombinedLoader` for a dict, list or tuple of loaders; anything else (a list of batches) unchanged."""
     loaders = own_containers(loaders)
     if not isinstance(loaders, dict | list | tuple) or not loaders:
@@ -407,7 +407,7 @@ def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
     return loaders
 
 
-def _is_loader(member: Any) -> bool:
+def _is_loader(member: object) -> bool:
     """Whether ``member`` is a loader or a collection of only loaders; arrays, tensors and batch classes are not."""
     if isinstance(member, DataLoader | CombinedLoader):
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
@@ -56,7 +56,7 @@ def batch_sizes(loader: Loader) -> list[int] | None:
     return sizes or None
 
 
-def check_limit(limit: Any, name: str, *, optional: bool = False) -> int | float | None:
+def check_limit(limit: object, name: str, *, optional: bool = False) -> int | float | None:
     """Returns ``limit``; raises :class:`ConfigError` unless it is a number of batches (int) or a fraction (float)."""
     if limit is None and optional:
         return None

@@ -228,7 +228,7 @@ def without_first(batches: Any, unread: int) -> Any:
     return batches
 
 
-def end_workers(loader: Loader, batches: Any) -> None:
+def end_workers(loader: Loader, batches: object) -> None:
     """Ends the workers of one pass now, unless they are persistent: a kept traceback would keep them from the garbage collector."""
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None and not cast("DataLoader[Batch]", loader).persistent_workers:

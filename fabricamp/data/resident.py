@@ -156,11 +156,11 @@ def _gathered(data: Tensor, indices: Tensor, size: int) -> Sequence[Tensor]:
     return [samples] if len(indices) <= size else samples.unsafe_split(size)  # autograd does not track them as views
 
 
-def _batch_of(data: Any, indices: Tensor) -> Any:
+def _batch_of(data: object, indices: Tensor) -> Any:
     return with_parts(data, lambda part: _gatherer(part)(indices, len(indices))[0])
 
 
-def _checked(value: Any) -> Any:
+def _checked(value: object) -> Any:
     """Returns ``value``; raises unless it is a tensor with samples along its first dimension, or a collection of these."""
     if not isinstance(value, Tensor):
         if isinstance(value, CONTAINERS) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
@@ -183,7 +183,7 @@ def _checked(value: Any) -> Any:
     return value
 
 
-def _common_size(data: Any) -> int:
+def _common_size(data: object) -> int:
     sizes = [len(tensor) for tensor in tensors_within(data)]
     if not sizes:
         raise ConfigError("ResidentLoader got no tensor; give at least one")

@@ -85,7 +85,7 @@ def lies_on_gpu(batch: Batch) -> bool:
     return next(_recordable(batch, set()), None) is not None
 
 
-def _recordable(item: Any, seen: set[int]) -> Iterator[Any]:
+def _recordable(item: object, seen: set[int]) -> Iterator[Any]:
     """Yields the CUDA tensors in ``item``, and objects with their own ``record_stream``."""
     if isinstance(item, Tensor):
         if item.is_cuda:
@@ -101,7 +101,7 @@ def _recordable(item: Any, seen: set[int]) -> Iterator[Any]:
         yield from _recordable(value, seen)
 
 
-def _values_of(item: Any) -> list[Any]:
+def _values_of(item: object) -> list[Any]:
     if isinstance(item, list | tuple):
         return list(item)
     if isinstance(item, Mapping):

@@ -54,7 +54,7 @@ class LoggerCollection:
             with logger.trouble.guard():
                 logger.log_hyperparams(params)
 
-    def after_save_checkpoint(self, checkpoint_callback: object) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Notifies every logger of a ModelCheckpoint's new file."""
         for logger in self._loggers:
             with logger.trouble.guard():

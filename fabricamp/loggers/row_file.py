@@ -34,7 +34,7 @@ class Content(NamedTuple):
         return Content(self.rows + len(rows), size, digest, (min(steps), max(steps)) if steps else ())
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """Converts a tensor or an array of one value, or a flag, to a number."""
     number: Any = value.item() if hasattr(value, "item") else value
     return float(number) if isinstance(number, bool) else number

@@ -249,7 +249,7 @@ def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | fl
     return flat
 
 
-def showable(value: Any) -> Any:
+def showable(value: object) -> Any:
     """Converts ``value`` to YAML's types; values of other types become their ``str``."""
     if isinstance(value, dict):
         return {key if isinstance(key, str | int) else str(key): showable(item) for key, item in value.items()}

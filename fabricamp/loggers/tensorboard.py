@@ -157,7 +157,7 @@ class TensorBoardLogger(RunFolderLogger):
             for submodule, training in modes:
                 submodule.training = training
 
-    def _trace(self, model: nn.Module, inputs: Any) -> None:
+    def _trace(self, model: nn.Module, inputs: object) -> None:
         kind = next((parameter.device.type for parameter in model.parameters()), "cpu")
         autocast: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         with torch.autocast(kind, **autocast, cache_enabled=False):  # a trace cannot hold cached weights

@@ -59,7 +59,7 @@ class Uploads:
         self._done: dict[str, int] = {}
         self._clear()
 
-    def after_save(self, callback: Any, errors: LoggerErrors) -> None:
+    def after_save(self, callback: object, errors: LoggerErrors) -> None:
         """Records that ``callback`` has a new file; with "all" queues the file."""
         if not self.when:
             return
@@ -78,7 +78,7 @@ class Uploads:
         queue.close(UPLOAD_SECONDS if succeeded else LAST_SECONDS)
         queue.report(errors)
 
-    def _put(self, callback: Any) -> None:
+    def _put(self, callback: object) -> None:
         for saved in self._not_uploaded(callback):
             self._done[saved.path] = saved.changed_at
             self._queue.put(saved)

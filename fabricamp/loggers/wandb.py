@@ -249,7 +249,7 @@ class WandbLogger(Logger):
         """Logs videos: arrays or paths; ``kwargs`` are lists with one item per video (``caption``, ``fps``, ``format``)."""
         self._log_media("video", key, videos, step, kwargs)
 
-    def _log_media(self, kind: str, key: str, given: Any, step: int | None, options: dict[str, list[Any]]) -> None:
+    def _log_media(self, kind: str, key: str, given: object, step: int | None, options: dict[str, list[Any]]) -> None:
         """Logs a list of the package's objects of ``kind``: "image", "audio" or "video"."""
         if not isinstance(given, list) or any(len(values) != len(given) for values in options.values()):
             raise ConfigError(

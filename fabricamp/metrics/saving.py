@@ -116,7 +116,7 @@ def load_objects(objects: dict[str, Any], states: Sequence[dict[str, Any]]) -> N
         metric._computed = None
 
 
-def _state(metric: Any, key: str) -> Any:
+def _state(metric: object, key: str) -> Any:
     value = getattr(metric, key)
     return list(value) if isinstance(value, list) else value  # copied, because reset() empties the list in place
 

@@ -52,7 +52,7 @@ def as_scalar(name: str, value: Tensor) -> Tensor:
     return (whole(value) if is_shard(value) else value).reshape(())
 
 
-def plain_value(name: str, value: Any) -> Tensor | float:
+def plain_value(name: str, value: object) -> Tensor | float:
     """Returns ``value`` as a detached 0-dim tensor or as a Python number; raises :class:`ConfigError` for anything else."""
     if isinstance(value, Tensor):
         return as_scalar(name, value)
@@ -123,7 +123,7 @@ USUAL: Final = torch.float32
 """The dtype of most values, whatever torch's default dtype is: in bf16 a loss would lose digits."""
 
 
-def dtype_of(value: Any) -> torch.dtype:
+def dtype_of(value: object) -> torch.dtype:
     """Returns the dtype in which a value is shown: float64 stays, a metric object keeps its dtype, all others become float32."""
     if is_metric(value):
         value = getattr(value, "_forward_cache", None)

@@ -276,7 +276,7 @@ def _nccl(torchft: Any, timeout: timedelta) -> Any:
     class ProcessGroup(torchft.ProcessGroupNCCL):  # type: ignore[misc]  # torchft is no requirement
         """torchft's, but an error of a sum aborts the communicator at once."""
 
-        def _wrap_work(self, work: Any, opts: object) -> Any:
+        def _wrap_work(self, work: object, opts: object) -> Any:
             return super()._wrap_work(_Sum(work, self.abort), opts)
 
     return ProcessGroup(timeout=timeout)

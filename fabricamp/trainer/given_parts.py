@@ -34,7 +34,7 @@ _BY_DEFAULT: Final[Mapping[str, type[Callback]]] = {
 }
 
 
-def as_callbacks(value: Any) -> list[Callback]:
+def as_callbacks(value: object) -> list[Callback]:
     """Returns the list of callbacks for a callback, a registered name, a sequence of these, or None; raises ConfigError."""
     given = [] if value is None else _listed(value)
     given += _of_installed_packages()
@@ -69,7 +69,7 @@ def _of_installed_packages() -> list[Any]:
     ]
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     """Returns a list of the value, or of its items if it is any sequence: hydra's ``instantiate`` passes its own list class."""
     return [*value] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
@@ -101,14 +101,14 @@ def _by_name(name: str) -> Callback:
     )
 
 
-def as_loggers(value: Any, settings: Settings) -> list[Logger]:
+def as_loggers(value: object, settings: Settings) -> list[Logger]:
     """Returns the list of loggers: None or True: the default logger; False: none; a trial run: one logger that writes nothing."""
     default = value is None or value is True
     found: list[Logger] = [TensorBoardLogger(settings.default_root_dir)] if default else _checked_loggers(value)
     return [DummyLogger()] if found and settings.fast_dev_run else found
 
 
-def _checked_loggers(value: Any) -> list[Logger]:
+def _checked_loggers(value: object) -> list[Logger]:
     given = [] if value is False else _listed(value)
     given = [adopted(one) for one in given]
     for one in given:

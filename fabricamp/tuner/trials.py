@@ -138,7 +138,7 @@ class _ModuleContent:
         for undo in self._undo:
             undo()
 
-    def _save(self, value: Any) -> list[Any]:
+    def _save(self, value: object) -> list[Any]:
         """Saves one object; returns the objects in it, which are still to be saved."""
         if isinstance(value, nn.Module):
             return [vars(value)]

@@ -65,7 +65,7 @@ class ShownBar:
         """Shows this text beside the metrics, from the next refresh on."""
         self._bar._postfix = {"": s} if s else {}
 
-    def write(self, s: str, file: Any = None, end: str = "\n", nolock: bool = False) -> None:
+    def write(self, s: str, file: object = None, end: str = "\n", nolock: bool = False) -> None:
         """Prints above the bar."""
         self._bar.print(s, file=file, end=end)
 
@@ -103,7 +103,7 @@ class _BarOf:
         _ = bar.trainer  # raises before the first run
         return ShownBar(bar, trains=self._trains)
 
-    def __set__(self, bar: TQDMProgressBar, own: Any) -> None:
+    def __set__(self, bar: TQDMProgressBar, own: object) -> None:
         say_once(
             f"{type(bar).__name__} sets {self._name}: only its own methods update that bar; fabricamp shows another one"
         )
