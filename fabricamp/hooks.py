@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, StateDict
     from fabricamp.trainer import Trainer
 
 Calls = tuple["Callable[..., Any]", ...]
@@ -113,11 +114,11 @@ class ModuleHooks:
     def predict_dataloader(self) -> Any:
         """Returns the loader to predict, or a list of loaders."""
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         """Returns the batch, changed before the transfer to the device."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
         """Returns the batch on ``device``; override this hook for batches of your own type.
 
         On a GPU this hook runs one batch ahead, as ``on_before_batch_transfer`` does, and does not see changes that the step makes;
@@ -125,7 +126,7 @@ class ModuleHooks:
         """
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         """Returns the batch, changed on the device (augmentation)."""
         return batch
 
@@ -147,10 +148,10 @@ class ModuleHooks:
     def on_train_epoch_end(self) -> None:
         """After an epoch, while values can still be logged."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         """Before a micro-batch; return -1 to skip the rest of the epoch."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """After a micro-batch."""
 
     def on_validation_start(self) -> None:
@@ -165,10 +166,10 @@ class ModuleHooks:
     def on_validation_epoch_end(self) -> None:
         """After the validation batches, while values can still be logged."""
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a validation batch."""
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a validation batch."""
 
     def on_test_start(self) -> None:
@@ -183,10 +184,10 @@ class ModuleHooks:
     def on_test_epoch_end(self) -> None:
         """After the test batches, while values can still be logged."""
 
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a test batch."""
 
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a test batch."""
 
     def on_predict_start(self) -> None:
@@ -201,10 +202,10 @@ class ModuleHooks:
     def on_predict_epoch_end(self) -> None:
         """After the batches to predict."""
 
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a batch to predict."""
 
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a batch to predict."""
 
     def on_validation_model_zero_grad(self) -> None:
@@ -243,10 +244,10 @@ class ModuleHooks:
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Before an update; gradients are averaged and unscaled, but not clipped yet."""
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         """May add entries to a checkpoint before it is written."""
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """May read entries from a checkpoint while it is restored."""
 
 

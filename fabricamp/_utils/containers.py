@@ -13,7 +13,7 @@ CONTAINERS = (Mapping, list, tuple)
 """The types that :func:`with_parts` looks into, besides data classes."""
 
 
-def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
+def with_parts(value: object, change: Callable[[Any], Any]) -> Any:
     """Returns a copy of ``value``, of the same type, with ``change`` applied to each item; ``value`` itself if none changes."""
     if isinstance(value, (list, tuple)):
         items = [change(item) for item in value]
@@ -56,7 +56,7 @@ def _with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
     return result
 
 
-def own_containers(value: Any) -> Any:
+def own_containers(value: object) -> Any:
     """Returns OmegaConf's lists and mappings as Python's, any other value as it is; hydra's ``instantiate`` passes OmegaConf's."""
     if not type(value).__module__.startswith("omegaconf."):
         return value
@@ -65,7 +65,7 @@ def own_containers(value: Any) -> Any:
     return [own_containers(item) for item in value] if isinstance(value, Sequence) else value
 
 
-def tensors_within(value: Any) -> Iterator[Tensor]:
+def tensors_within(value: object) -> Iterator[Tensor]:
     """Yields the tensors in ``value``, at any depth."""
     if isinstance(value, Tensor):
         yield value

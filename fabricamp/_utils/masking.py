@@ -27,7 +27,7 @@ def masked(command: Sequence[str]) -> list[str]:
     return shown
 
 
-def hidden(value: Any, name: str = "") -> Any:
+def hidden(value: object, name: str = "") -> Any:
     """Returns plain data with ``***`` for strings under a secret name, and for passwords in addresses.
 
     References to environment variables stay.

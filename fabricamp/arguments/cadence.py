@@ -26,7 +26,7 @@ _SECONDS = {
 _UNITS = ("step", "epoch", *_SECONDS)
 
 
-def as_seconds(name: str, value: Any) -> float | None:
+def as_seconds(name: str, value: object) -> float | None:
     """Returns the seconds of a duration: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments; None for None.
 
     Raises :class:`ConfigError` that names the argument ``name``.

@@ -41,12 +41,12 @@ def check_count(name: str, value: Any, *, least: int, endless: bool = False, opt
     return int(value)
 
 
-def check_number(name: str, value: Any, *, least: int, endless: bool = False) -> int:
+def check_number(name: str, value: object, *, least: int, endless: bool = False) -> int:
     """Returns a whole number from ``least``; ``endless`` also allows -1."""
     return check_count(name, value, least=least, endless=endless) or 0
 
 
-def check_flag(name: str, value: Any, *, others: tuple[Any, ...] = ()) -> Any:
+def check_flag(name: str, value: object, *, others: tuple[Any, ...] = ()) -> Any:
     """Returns True, False or one of ``others``."""
     if isinstance(value, bool) or (value in others and not isinstance(value, int)):
         return value
@@ -54,7 +54,7 @@ def check_flag(name: str, value: Any, *, others: tuple[Any, ...] = ()) -> Any:
     raise ConfigError(f"{name}={value!r} is not allowed (allowed: {allowed})")
 
 
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+def check_choice(name: str, value: object, choices: tuple[Any, ...]) -> Any:
     """Returns ``value`` if it is one of ``choices``."""
     if value not in choices:
         known = [choice for choice in choices if isinstance(choice, str)]

@@ -29,7 +29,7 @@ def described(title: str, target: Callable[..., Any]) -> str:
     return "\n".join(lines if len(lines) > 1 else [*lines, "  takes no arguments"])
 
 
-def _meanings(target: Any) -> dict[str, str]:
+def _meanings(target: object) -> dict[str, str]:
     """Returns the descriptions in the section "Args:" of the docstring of ``target``, by argument."""
     _, _, section = (inspect.getdoc(target) or "").partition("\nArgs:\n")
     found: dict[str, str] = {}

@@ -52,7 +52,7 @@ class Resolved(NamedTuple):
     """The content to write to files, with references in place of values from the environment."""
 
 
-def resolved(container: Any, *, throw_on_missing: bool = False, enum_to_str: bool = False) -> Resolved:
+def resolved(container: object, *, throw_on_missing: bool = False, enum_to_str: bool = False) -> Resolved:
     """Returns the content of an OmegaConf container; the options are those of ``OmegaConf.to_container``."""
     from omegaconf import OmegaConf
 
@@ -77,7 +77,7 @@ def exposes(values: Any, written: Any) -> bool:
     return True
 
 
-def first_reference(value: Any) -> str:
+def first_reference(value: object) -> str:
     """Returns the first string in ``value`` that holds a reference, or "" if there is none."""
     if isinstance(value, str):
         return value if _REFERENCE in value else ""
@@ -85,7 +85,7 @@ def first_reference(value: Any) -> str:
     return next(filter(None, map(first_reference, inner)), "")
 
 
-def without_references(value: Any) -> Any:
+def without_references(value: object) -> Any:
     """Returns ``value`` with each :class:`FromEnvironment` replaced by a plain string."""
     if isinstance(value, dict):
         return {key: without_references(item) for key, item in value.items()}
@@ -104,7 +104,7 @@ def _references() -> Iterator[list[str]]:
 
     asked: list[str] = []
 
-    def reference(_config: Any, _parent: Any, _node: Any, _args: Any, texts: tuple[str, ...]) -> str:
+    def reference(_config: object, _parent: object, _node: object, _args: object, texts: tuple[str, ...]) -> str:
         asked.append(f"{_REFERENCE}{','.join(texts)}}}")
         return asked[-1]
 
@@ -161,7 +161,7 @@ def _interpolated(node: Any, key: Any, value: Any, raw: str, asked: list[str]) -
     return Resolved(_marked(value, written if _REFERENCE in written else asked[-1]), written)
 
 
-def _marked(value: Any, reference: str) -> Any:
+def _marked(value: object, reference: str) -> Any:
     if isinstance(value, dict):
         return {key: _marked(item, reference) for key, item in value.items()}
     if isinstance(value, list):

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from types import CodeType, FunctionType
-from typing import Any, Final
+from typing import Final
 
 from fabricamp._utils import lightning_alias
 from fabricamp.errors import ConfigError
@@ -71,7 +71,7 @@ def _calls(kinds: Iterable[type], name: str) -> bool:
     )
 
 
-def _codes_of(value: Any) -> Iterator[CodeType]:
+def _codes_of(value: object) -> Iterator[CodeType]:
     parts = [getattr(value, part, None) for part in ("__func__", "func", "fget", "fset")]
     for part in (value, *parts):
         function = inspect.unwrap(part) if callable(part) else None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricamp import ops
+from fabricamp._utils.types import StateDict
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import is_shard, local
 from fabricamp.optimizers.refusals import owned_parameters
@@ -93,7 +94,7 @@ class Averages:
         self, module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Returns by name (tensor that an optimizer updates, such as an fp32 master; the module's own tensor)."""
-        strategy.settle_module(module)
+        strategy.sharding.settle_module(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         sources: dict[str, tuple[Tensor, Tensor]] = {}
         for optimizer in optimizers:
@@ -212,7 +213,7 @@ def mean(count: Any) -> Any:
     return 1 / (count + 1)
 
 
-def in_state(module: nn.Module, state: dict[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
+def in_state(module: nn.Module, state: StateDict, values: Mapping[str, Tensor]) -> StateDict:
     """Returns a copy of the module's state dict ``state`` in which ``values`` replace the tensors of these names."""
     result = copy.copy(state)
     by_id = {id(tensor): values[name] for name, tensor in _tensors(module) if name in values}

@@ -24,6 +24,7 @@ from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, progress_in, 
 from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
     from fabricamp.checkpoint import CheckpointIO
     from fabricamp.trainer import Trainer
@@ -164,7 +165,7 @@ class KeptFiles:
         """Returns the names of all files."""
         return {*self.files, *self.scores, self.best, self.last, self.spare} - {""}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns plain values for a checkpoint, under Lightning's keys if the meaning is the same."""
         return {
             "files": list(self.files),
@@ -176,7 +177,7 @@ class KeptFiles:
         }
 
     @staticmethod
-    def from_state_dict(state: dict[str, Any]) -> KeptFiles:
+    def from_state_dict(state: StateDict) -> KeptFiles:
         """Restores the result of :meth:`state_dict`, or Lightning's state, which has no list of files."""
         scores = {str(path): float(score) for path, score in state["best_k_models"].items()}
         best = str(state["best_model_path"])
@@ -382,12 +383,12 @@ class Lineage:
         wanted = set(attempts)
         return Lineage(self.attempt, {attempt: step for attempt, step in self.earlier.items() if attempt in wanted})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the lineage as plain values, for a checkpoint."""
         return {"attempt": self.attempt, "earlier_attempts": dict(self.earlier)}
 
     @staticmethod
-    def from_state_dict(state: dict[str, Any]) -> Lineage:
+    def from_state_dict(state: StateDict) -> Lineage:
         """Restores :meth:`state_dict`; empty if the state is Lightning's or from a version without a lineage."""
         earlier = {str(name): int(step) for name, step in state.get("earlier_attempts", {}).items()}
         return Lineage(str(state.get("attempt", "")), earlier)

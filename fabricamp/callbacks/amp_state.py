@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fabricamp._utils.types import Batch, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.precision import Precision
     from fabricamp.precision.step_results import StepResults
@@ -43,7 +44,7 @@ class AmpState(Callback):
     _skipped = 0
     _overflowed_at = -1
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns the attributes without the reference to the current run."""
         return {**self.__dict__, "_trainer": None}
 
@@ -64,7 +65,7 @@ class AmpState(Callback):
         return math.inf
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Logs at the same steps as the Trainer, and reports new overflows."""
         step = trainer.global_step

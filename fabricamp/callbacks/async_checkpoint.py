@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fabricamp.callbacks.base import ends_everywhere
 from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.checkpoint import BackgroundWriter, StagedFolder, write_checkpoint
+from fabricamp.checkpoint.form import form_of
 from fabricamp.errors import CheckpointError
 from fabricamp.strategies.process_group import SideProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp._utils.types import Batch, StateDict
     from fabricamp.callbacks._checkpoint_files import SavePlan
     from fabricamp.callbacks.base import Callback
     from fabricamp.module import TrainingModule
@@ -48,7 +50,7 @@ class AsyncCheckpoint(ModelCheckpoint):
         self._writer = BackgroundWriter()
         self._in_flight = None
         self._unsettled = False
-        all_ranks_write = trainer.strategy.checkpoint_form == "folder"
+        all_ranks_write = form_of(trainer.strategy).all_ranks_write
         self._beside = SideProcessGroup(trainer.strategy) if all_ranks_write else None
 
     def holds_at(self, global_step: int) -> float:
@@ -56,7 +58,7 @@ class AsyncCheckpoint(ModelCheckpoint):
         return super().holds_at(global_step)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Publishes a finished write, then saves if a save is due."""
         writer = self._writer
@@ -101,19 +103,19 @@ class AsyncCheckpoint(ModelCheckpoint):
             super()._execute(trainer, plan)
             return
 
-        def start_file(path: str, state: dict[str, Any]) -> None:
-            def write(copied: dict[str, Any]) -> None:
+        def start_file(path: str, state: StateDict) -> None:
+            def write(copied: StateDict) -> None:
                 trainer.delivery.barrier(copied.get("global_step", 0))
                 write_checkpoint(path, copied)
                 plan.rotate()
 
             writer.start(state, write)
 
-        def start_folder(path: str, state: dict[str, Any]) -> None:
+        def start_folder(path: str, state: StateDict) -> None:
             assert side_group is not None
             folder = StagedFolder(path, state, side_group)
 
-            def write(copied: dict[str, Any]) -> None:
+            def write(copied: StateDict) -> None:
                 side_group.on_rank_zero(lambda: trainer.delivery.barrier(folder.step))
                 folder.write(copied)
                 side_group.on_rank_zero(plan.rotate)
@@ -179,5 +181,5 @@ def _reduced(callback: Any) -> tuple[Any, ...]:
     return _blank, (type(callback)._written_as,), callback.__getstate__()
 
 
-def _blank(kind: Any) -> Any:
+def _blank(kind: object) -> Any:
     return object.__new__(_background_kind(kind))

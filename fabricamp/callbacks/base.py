@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -50,11 +51,11 @@ class Callback(NamesKeywords):
         """Returns whether the state under ``key``, from a run with other arguments, also belongs to this callback."""
         return False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state to keep in a checkpoint: tensors, numbers, strings, lists and dicts."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores the state that :meth:`state_dict` returned."""
 
     def setup(self, trainer: Trainer, pl_module: TrainingModule, stage: str) -> None:
@@ -90,11 +91,11 @@ class Callback(NamesKeywords):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after an epoch, and after the validation that belongs to it."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
         """Called before a micro-batch; the batch is on the device."""
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Called after a micro-batch; ``outputs`` is what ``training_step`` returned."""
 
@@ -120,7 +121,7 @@ class Callback(NamesKeywords):
         """Called after the validation batches, while values can still be logged."""
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a validation batch."""
 
@@ -129,7 +130,7 @@ class Callback(NamesKeywords):
         trainer: Trainer,
         pl_module: TrainingModule,
         outputs: Any,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -148,7 +149,7 @@ class Callback(NamesKeywords):
         """Called after the test batches, while values can still be logged."""
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a test batch."""
 
@@ -157,7 +158,7 @@ class Callback(NamesKeywords):
         trainer: Trainer,
         pl_module: TrainingModule,
         outputs: Any,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -176,7 +177,7 @@ class Callback(NamesKeywords):
         """Called after the batches to predict."""
 
     def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a batch to predict."""
 
@@ -185,7 +186,7 @@ class Callback(NamesKeywords):
         trainer: Trainer,
         pl_module: TrainingModule,
         outputs: Any,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -203,10 +204,10 @@ class Callback(NamesKeywords):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: TrainingModule, optimizer: Optimizer) -> None:
         """Called before an update; gradients are averaged and unscaled, but not clipped yet."""
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: StateDict) -> None:
         """Called before a checkpoint is written; may add to it."""
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: StateDict) -> None:
         """Called while a checkpoint is restored; may read from it."""
 
     def evaluation_context(self, trainer: Trainer, pl_module: TrainingModule) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabricamp.arguments.checks import check_choice, check_kind, check_number
 from fabricamp.callbacks.base import Callback
@@ -10,6 +10,7 @@ from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -69,7 +70,7 @@ class BatchSizeFinder(Callback):
             "(max_epochs), call Tuner(trainer).scale_batch_size(module), raise trainer.fit_loop.max_epochs and fit again"
         )
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: StateDict) -> None:
         """Sets the size that the run began with."""
         size = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("batch_size")
         if size is not None:
@@ -77,6 +78,6 @@ class BatchSizeFinder(Callback):
             for setting in setting_refs(self.batch_arg_name, pl_module, trainer.datamodule):
                 setting.value = size
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the size that was found."""
         return {} if self.optimal_batch_size is None else {"batch_size": self.optimal_batch_size}

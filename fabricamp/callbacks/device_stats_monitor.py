@@ -14,6 +14,7 @@ from fabricamp.errors import ConfigError, NotInstalledError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fabricamp._utils.types import Batch
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -58,7 +59,7 @@ class DeviceStatsMonitor(Callback):
         """Returns inf: the memory is read as it is, so no launch has to end for it."""
         return math.inf
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
         """Logs before each step whose metrics are logged, under the same step number."""
         step = trainer.global_step
         self._step = step if is_due(trainer, step + 1) else None
@@ -66,14 +67,14 @@ class DeviceStatsMonitor(Callback):
             self._log(trainer, "on_train_batch_start", step)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Logs after the same batch."""
         if self._step is not None:
             self._log(trainer, "on_train_batch_end", self._step)
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Logs before each ``log_every_n_steps``-th batch of a loader."""
         self._log_evaluation(trainer, "on_validation_batch_start", batch_idx)
@@ -83,7 +84,7 @@ class DeviceStatsMonitor(Callback):
         trainer: Trainer,
         pl_module: TrainingModule,
         outputs: Any,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -91,7 +92,7 @@ class DeviceStatsMonitor(Callback):
         self._log_evaluation(trainer, "on_validation_batch_end", batch_idx)
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Logs before each ``log_every_n_steps``-th batch of a loader."""
         self._log_evaluation(trainer, "on_test_batch_start", batch_idx)
@@ -101,7 +102,7 @@ class DeviceStatsMonitor(Callback):
         trainer: Trainer,
         pl_module: TrainingModule,
         outputs: Any,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -131,7 +132,7 @@ class EarlyStopping(Callback):
         """The key of this callback's state; contains metric and mode, so a Trainer may have several."""
         return f"{type(self).__qualname__}{{'monitor': {self.monitor!r}, 'mode': {self.mode!r}}}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the best value so far, the checks since then (both under Lightning's keys) and the reason of a stop."""
         return {
             "wait_count": self.wait_count,
@@ -143,7 +144,7 @@ class EarlyStopping(Callback):
             "stopping_reason_message": self.stopping_reason_message,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continues counting from this state; keeps the constructor's patience, so a resumed run can be given more."""
         self.wait_count = int(state_dict["wait_count"])
         self.stopped_epoch = int(state_dict["stopped_epoch"])

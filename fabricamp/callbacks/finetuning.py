@@ -22,6 +22,7 @@ from fabricamp.precision.torch_updates import demands_closure
 from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -61,11 +62,11 @@ class BaseFinetuning(Callback):
         self._trainer: Trainer | None = None
         self._module: Callable[[], TrainingModule | None] = lambda: None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns the attributes without references to the current run."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_trainer", "_module")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         BaseFinetuning.__init__(self)
         self.__dict__.update(state)
 
@@ -199,11 +200,11 @@ class BaseFinetuning(Callback):
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
         self._record(trainer, pl_module)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the parameter groups, with parameters by name, and the names of trainable parameters."""
         return self._state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores the parameter groups, before the optimizers' states are loaded."""
         self._state = dict(state_dict)
         self._restore()
@@ -310,11 +311,11 @@ class BackboneFinetuning(BaseFinetuning):
         self.rounding = rounding
         self.previous_backbone_lr: float | None = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the parameter groups and the backbone's learning rate."""
         return {**self._state, "previous_backbone_lr": self.previous_backbone_lr} if self._state else {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores the parameter groups and the backbone's learning rate."""
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "previous_backbone_lr"})

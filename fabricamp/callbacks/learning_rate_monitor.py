@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.base import Callback
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -84,7 +85,7 @@ class LearningRateMonitor(Callback):
         """Returns inf: the host knows the learning rates, so no launch has to end for them."""
         return math.inf
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
         """Logs before each step at which metrics are flushed, under the same step number."""
         step = trainer.global_step + 1
         if step < self._next_step:

@@ -10,6 +10,7 @@ from fabricamp.checkpoint.hyperparameters import setting_refs
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -76,13 +77,13 @@ class LearningRateFinder(Callback):
             "Tuner(trainer).lr_find(module), raise trainer.fit_loop.max_epochs and fit again"
         )
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: StateDict) -> None:
         """Sets the rate that the run began with."""
         self.found = checkpoint.get("callbacks", {}).get(self.state_key, {})
         if self.found:
             for setting in setting_refs(self.found["name"], pl_module, trainer.datamodule):
                 setting.value = self.found["rate"]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the name and the rate that were set."""
         return dict(self.found)

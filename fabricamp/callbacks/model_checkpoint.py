@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
+    from fabricamp._utils.types import Batch, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -182,7 +183,7 @@ class ModelCheckpoint(RotationMethods):
         about = {"monitor": self.monitor, "mode": self.mode, "cadence": cadence, "filename": self.filename}
         return f"{type(self).__qualname__}{about}"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the kept files; a checkpoint that is being written is already among the files in its own state."""
         kept = self._writing or self._adopted()
         return {
@@ -194,7 +195,7 @@ class ModelCheckpoint(RotationMethods):
             **self._assigned,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores the files that are in ``dirpath`` or in the checkpoint's folder; removes only files that this callback wrote."""
         self.dirpath = self.dirpath or state_dict["dirpath"]
         self._judged_step = int(state_dict.get("judged_step", -1))
@@ -278,7 +279,7 @@ class ModelCheckpoint(RotationMethods):
         return max(self._cadence.next_look, global_step + 1)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Saves if the interval of steps or time has passed."""
         step = trainer.global_step
@@ -471,7 +472,7 @@ class ModelCheckpoint(RotationMethods):
         finally:
             self._writing = None
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: StateDict) -> None:
         """Marks a checkpoint that this callback writes with the id of the current attempt."""
         if self._writing is None and not self._rotating:
             return

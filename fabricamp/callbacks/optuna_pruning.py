@@ -12,6 +12,7 @@ from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -87,10 +88,10 @@ class OptunaPruning(Callback):
                     self._trial.report(value, step)
         self._reported |= values
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the reported values."""
         return {"reported": dict(self._reported)} if self._reported else {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Reports the saved values to the trial of the resumed run."""
         self._report(state_dict["reported"])

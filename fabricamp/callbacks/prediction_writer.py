@@ -12,6 +12,7 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fabricamp._utils.types import Batch
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -63,9 +64,9 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        prediction: Any,
+        prediction: object,
         batch_indices: Sequence[int] | None,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
@@ -105,7 +106,7 @@ class BasePredictionWriter(Callback):
         trainer: Trainer,
         pl_module: TrainingModule,
         outputs: Any,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -14,6 +14,7 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from fabricamp._utils.types import Batch, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -85,10 +86,10 @@ class ProgressBar(Callback):
         self._num_lines = 0
         self._last_line = -math.inf
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**vars(self), "_trainer": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         # Attributes of earlier versions that are properties now.
         names = {"is_enabled": "_enabled", "refresh_rate": "_refresh_rate"}
         vars(self).update({names.get(name, name): value for name, value in state.items()})
@@ -236,7 +237,7 @@ class ProgressBar(Callback):
         return math.inf
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Draws if a refresh is due."""
         if monotonic() < self._due:
@@ -311,7 +312,7 @@ class ProgressBar(Callback):
         trainer: Trainer,
         pl_module: TrainingModule,
         outputs: Any,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -450,7 +451,7 @@ def _changing_values(trainer: Trainer) -> Iterator[tuple[str, float]]:
         yield "scale", verdicts.scale
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """Formats a number with always four significant digits, so the line does not jump."""
     if not isinstance(value, int | float):
         return str(value)

@@ -18,6 +18,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -83,12 +84,12 @@ class StochasticWeightAveraging(Callback):
         self._max_epochs = 0
         self._forget()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns the attributes without those of the current run."""
         own = ("_averages", "_saved", "_scheduler", "_trainer")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         self._forget()
 
@@ -194,7 +195,7 @@ class StochasticWeightAveraging(Callback):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the progress of averaging; :meth:`on_save_checkpoint` adds the average itself."""
         averages = self._averages
         scheduler = self._scheduler
@@ -206,7 +207,7 @@ class StochasticWeightAveraging(Callback):
             "scheduler_state": copy.deepcopy(scheduler.state_dict()),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores the progress and the average, before the schedule's state is loaded."""
         self._latest_epoch = state_dict["latest_update_epoch"]
         if state_dict.get("average_model_state") is not None:
@@ -215,7 +216,7 @@ class StochasticWeightAveraging(Callback):
             self._check(self._trainer, self._trainer.module)
             self._anneal(self._trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: StateDict) -> None:
         """Adds the average to the callback's state."""
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         if own and self._averages is not None:

@@ -25,6 +25,7 @@ from fabricamp.torch_private import stream_in_use
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from fabricamp._utils.types import Batch
     from fabricamp.data import Feed
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
@@ -106,7 +107,7 @@ class StepTimer:
             launches.pop()
         return [(launch, launch.begin.elapsed_time(launch.end) / 1e3) for launch in launches]
 
-    def _begin_at(self, mark: Any) -> None:
+    def _begin_at(self, mark: object) -> None:
         self._start = mark
         self._host = time.perf_counter()
         self._reading = 0.0
@@ -195,14 +196,14 @@ class ThroughputMonitor(Callback):
         """Returns inf: a launch of several steps is timed as a unit."""
         return math.inf
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
         """Starts to count FLOPs in the first batch."""
         if self.flops_per_batch is None and self._pace is not None:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Ends the count of FLOPs, or records the time of a step."""
         pace = self._pace
@@ -303,7 +304,7 @@ def _memory(trainer: Trainer) -> dict[str, float]:
     }
 
 
-def _counted(name: str, value: Any) -> int:
+def _counted(name: str, value: object) -> int:
     """Returns ``value``; raises :class:`ConfigError` unless it is an int: the host would wait for a tensor."""
     if isinstance(value, Tensor) or not isinstance(value, int):
         raise ConfigError(
@@ -313,7 +314,7 @@ def _counted(name: str, value: Any) -> int:
     return value
 
 
-def _length(batch: Any) -> int:
+def _length(batch: Batch) -> int:
     first = next(tensors_within(batch), None)
     if first is None:
         raise ConfigError(

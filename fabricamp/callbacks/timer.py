@@ -14,6 +14,7 @@ from fabricamp.state import RunningStage
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    from fabricamp._utils.types import Batch, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -112,7 +113,7 @@ class Timer(Callback):
         return math.inf
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Checks the time after each micro-batch."""
         if self._interval == "step":
@@ -122,11 +123,11 @@ class Timer(Callback):
         """Checks the time after each epoch."""
         self._check(trainer)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the seconds that training took so far."""
         return {"time_elapsed": {"train": self.time_elapsed()}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores the seconds that training took, also from Lightning's file."""
         self._before = float(state_dict.get("time_elapsed", {}).get("train", 0.0))
 

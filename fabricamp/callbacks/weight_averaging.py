@@ -18,6 +18,7 @@ from fabricamp.errors import ConfigError, UnknownArgumentError, nearest
 from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import Batch, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -80,12 +81,12 @@ class WeightAveraging(Callback):
         """Returns whether to update after this step or, with ``epoch_idx``, after this epoch; both count from 0."""
         return step_idx is not None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns the attributes without those of the current run."""
         own = ("_averages", "_raw", "_saved", "_applied_at_update", "_module")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         self._forget()
 
@@ -137,7 +138,7 @@ class WeightAveraging(Callback):
             self._averages.follow(pl_module, trainer.optimizers, trainer.strategy)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Updates the average after a step, if ``should_update`` says so."""
         step = trainer.global_step
@@ -178,21 +179,21 @@ class WeightAveraging(Callback):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the last step and epoch considered, and the applied steps at the last update if steps may be skipped."""
         applied = None if self._averages is None else self._averages.applied
-        state: dict[str, Any] = {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
+        state: StateDict = {"latest_update_step": self._latest_step, "latest_update_epoch": self._latest_epoch}
         if applied is not None:
             state["applied_steps"] = applied
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores the result of :meth:`state_dict`."""
         self._latest_step = state_dict["latest_update_step"]
         self._latest_epoch = state_dict.get("latest_update_epoch", self._latest_epoch)
         self._applied_at_update = state_dict.get("applied_steps")
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: StateDict) -> None:
         """Saves the average as ``state_dict``, and the weights as ``current_model_state``."""
         averages = self._average_of(pl_module)
         if averages is None:
@@ -204,7 +205,7 @@ class WeightAveraging(Callback):
             "n_averaged": torch.tensor(int(averages.count), dtype=torch.int64, device="cpu")
         }
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: StateDict) -> None:
         """Loads the weights in a fit; any other run with a checkpoint uses the average."""
         if trainer.state.fn is not TrainerFn.FITTING:
             self._forget()
@@ -283,5 +284,5 @@ def exponential(owner: object, decay: float) -> Rule:
 class _Share(float):
     """Returns the same share at any count; a class instead of a closure, because the callback must pickle."""
 
-    def __call__(self, count: Any) -> float:
+    def __call__(self, count: object) -> float:
         return float(self)

@@ -20,6 +20,7 @@ from fabricamp.ops.shards import local
 from fabricamp.torch_private import with_part
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
     from fabricamp.strategies.process_group import SideProcessGroup
 
 
@@ -33,7 +34,7 @@ class HostCopy:
         self._buffers: list[_Buffer] = []
         self._events: list[torch.cuda.Event] = []
 
-    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+    def take(self, state: StateDict) -> StateDict:
         """Returns a copy of ``state`` with every tensor on the host; shared memory and views are preserved.
 
         The values have arrived after :meth:`wait`.  Raises :class:`CheckpointError` for values that a checkpoint cannot hold.
@@ -52,7 +53,7 @@ class HostCopy:
             event.synchronize()
 
 
-def on_host(state: dict[str, Any]) -> dict[str, Any]:
+def on_host(state: StateDict) -> StateDict:
     """Returns ``state`` with all tensors in host memory: the file then loads without a GPU.
 
     Tensors on the meta device, which stand for tensors stored elsewhere, are kept.
@@ -77,7 +78,7 @@ class _Copies:
         self.devices: list[torch.device] = []
 
     @torch.no_grad()
-    def copy_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def copy_state(self, state: StateDict) -> StateDict:
         memo: dict[int, Any] = {
             id(tensor): tensor if tensor.is_meta else self._copy_tensor(tensor)
             for tensor in tensors_in(state, stored=True)
@@ -140,11 +141,11 @@ class BackgroundWriter:
         """Whether a write has failed and :meth:`wait` has not reported it yet."""
         return self._failure is not None
 
-    def start(self, state: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+    def start(self, state: StateDict, write: Callable[[StateDict], None]) -> None:
         """Copies ``state`` and calls ``write`` with the copy in the thread; call :meth:`wait` for the previous write first."""
         self.write_copy(self.take(state), write)
 
-    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+    def take(self, state: StateDict) -> StateDict:
         """Returns the copy of ``state`` for :meth:`write_copy`; raises :class:`CheckpointError` if host memory is too small."""
         assert self._thread is None, "at most one write is in flight"
         try:
@@ -160,7 +161,7 @@ class BackgroundWriter:
         """Waits until the values of the last :meth:`take` have arrived in host memory."""
         self._copy.wait()
 
-    def write_copy(self, copied: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+    def write_copy(self, copied: StateDict, write: Callable[[StateDict], None]) -> None:
         """Calls ``write`` in the thread with the copy of :meth:`take`, once its values have arrived."""
         # A daemon thread, which Python does not join at exit: if nobody has waited by then, an error ended the run.
         self._thread = threading.Thread(
@@ -182,7 +183,7 @@ class BackgroundWriter:
         if failure is not None:
             raise CheckpointError(f"the checkpoint was not written: {type(failure).__name__}: {failure}") from failure
 
-    def _run(self, copied: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+    def _run(self, copied: StateDict, write: Callable[[StateDict], None]) -> None:
         try:
             self._copy.wait()
             write(copied)
@@ -197,7 +198,7 @@ class StagedFolder:
     ``own`` has this rank's shards of ``state``, on rank 0 also all other values; pass a copy of it to :meth:`write`.
     """
 
-    def __init__(self, path: str, state: dict[str, Any], side_group: SideProcessGroup) -> None:
+    def __init__(self, path: str, state: StateDict, side_group: SideProcessGroup) -> None:
         from fabricamp.checkpoint.shards import split
 
         unsharded, self._shards = split(state)
@@ -209,7 +210,7 @@ class StagedFolder:
             "parts": [local(shard) for shard in self._shards.values()],
         }
 
-    def write(self, copied: dict[str, Any]) -> None:
+    def write(self, copied: StateDict) -> None:
         """Writes the folder from a copy of ``own``; every rank calls it in a thread."""
         from fabricamp.checkpoint.folder import write_split
 

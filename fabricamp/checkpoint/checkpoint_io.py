@@ -32,6 +32,7 @@ from fabricamp.errors import CheckpointError, CheckpointNotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.strategies.base import Strategy
 
 
@@ -39,11 +40,11 @@ class CheckpointIO(ABC):
     """The base of plug-ins that write and read checkpoints."""
 
     @abstractmethod
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: StateDict, path: Any, storage_options: Any = None) -> None:
         """Writes ``checkpoint``, a dict in Lightning's layout, at ``path``; called on rank 0."""
 
     @abstractmethod
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> StateDict:
         """Returns the checkpoint at ``path``; called on every rank."""
 
     @abstractmethod
@@ -57,7 +58,7 @@ class CheckpointIO(ABC):
 class TorchCheckpointIO(CheckpointIO):
     """Writes and reads fabricamp's files, as a Trainer without a plug-in does."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: StateDict, path: Any, storage_options: Any = None) -> None:
         """Writes ``checkpoint`` beside ``path``, verifies it and renames it; there are no ``storage_options``."""
         if storage_options is not None:
             raise TypeError(
@@ -65,7 +66,7 @@ class TorchCheckpointIO(CheckpointIO):
             )
         write_checkpoint(path, checkpoint)
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> StateDict:
         """Returns the verified content of the file at ``path``."""
         return read_checkpoint(path, "cpu" if map_location is None else map_location, weights_only=weights_only)
 
@@ -97,7 +98,7 @@ class WrappingCheckpointIO(CheckpointIO):
         """Lets the other plug-in save."""
         self._called.save_checkpoint(*args, **kwargs)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> StateDict:
         """Lets the other plug-in load."""
         return self._called.load_checkpoint(*args, **kwargs)
 
@@ -123,17 +124,17 @@ class AsyncCheckpointIO(WrappingCheckpointIO):
 
     _writer: BackgroundWriter | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns the state without the thread."""
         return {key: value for key, value in vars(self).items() if key != "_writer"}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: StateDict, path: Any, storage_options: Any = None) -> None:
         """Starts a write, once the previous one has ended."""
         # Passed on only if it is given: a plug-in may lack this argument.
         options = {} if storage_options is None else {"storage_options": storage_options}
         self.start(checkpoint, lambda copied: self._called.save_checkpoint(copied, path, **options))
 
-    def start(self, checkpoint: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+    def start(self, checkpoint: StateDict, write: Callable[[StateDict], None]) -> None:
         """Calls ``write`` in the thread with a copy of ``checkpoint``."""
         self.wait()
         self._writer = self._writer or BackgroundWriter()
@@ -144,7 +145,7 @@ class AsyncCheckpointIO(WrappingCheckpointIO):
             unpack_own(copied)  # here, not in the thread: code of the program may consume the run's random numbers
         self._writer.write_copy(copied, write)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> StateDict:
         """Loads, once the write in flight has ended."""
         self.wait()
         return super().load_checkpoint(*args, **kwargs)
@@ -212,7 +213,7 @@ def is_asynchronous(io: CheckpointIO | None) -> bool:
     return False
 
 
-def save_by(io: CheckpointIO, checkpoint: dict[str, Any], path: str) -> None:
+def save_by(io: CheckpointIO, checkpoint: StateDict, path: str) -> None:
     """Lets the plug-in save ``checkpoint`` at ``path``, in the background if it is an :class:`AsyncCheckpointIO`.
 
     A local file gets its name only when it is complete: the plug-in writes to a temporary path in the same folder.  If it wrote
@@ -230,7 +231,7 @@ _BESIDE = "_fabricamp_writes_one_file"
 """The attribute that notes whether a plug-in writes one local file, at the path that it is given."""
 
 
-def _save(io: CheckpointIO, checkpoint: dict[str, Any], path: str) -> None:
+def _save(io: CheckpointIO, checkpoint: StateDict, path: str) -> None:
     remote = storage.is_remote(path)
     if not remote:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -281,9 +282,7 @@ def remove_by(io: CheckpointIO | None, path: str) -> None:
         io.remove_checkpoint(path)
 
 
-def load_by(
-    io: CheckpointIO, path: str, *, weights_only: bool | None = None, map_location: Any = "cpu"
-) -> dict[str, Any]:
+def load_by(io: CheckpointIO, path: str, *, weights_only: bool | None = None, map_location: Any = "cpu") -> StateDict:
     """Returns the checkpoint that the plug-in loads, with fabricamp's keys.
 
     ``weights_only`` is passed only to a plug-in that takes it.  Raises :class:`CheckpointError` for any error of the plug-in, and
@@ -321,7 +320,7 @@ def load_by(
     return upgraded(translated(content), path)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     return (
         f"a dict with the keys {', '.join(map(repr, value)):.300}"
         if isinstance(value, dict)
@@ -344,7 +343,7 @@ def end_plugin(strategy: Strategy, *, failed: bool) -> None:
         return
     if not failed:
         strategy.on_rank_zero(lambda: _end(io))
-    elif strategy.is_global_zero:  # the other ranks may be gone
+    elif strategy.rank == 0:  # the other ranks may be gone
         try:
             _end(io)
         except Exception as error:  # noqa: BLE001 - the error that ended the run is raised

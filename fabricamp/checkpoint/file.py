@@ -16,6 +16,7 @@ from typing import IO, Any, TypeVar, cast
 import torch
 
 from fabricamp._utils.files import create, sync
+from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import object_files, storage
 from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.checksum import ChecksumFile, check_members, is_sealed
@@ -40,7 +41,7 @@ _Path = str | os.PathLike[str]
 Value = TypeVar("Value")
 
 
-def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
+def write_checkpoint(path: _Path, state: StateDict) -> None:
     """Writes ``state`` to a temporary file beside ``path``, flushes it to disk, verifies it, and renames it to ``path``.
 
     ``path`` may be a URL that fsspec opens.  If ``state["private"]`` is true, only the owner can read a local file.  Raises
@@ -64,13 +65,13 @@ def write_checkpoint(path: _Path, state: dict[str, Any]) -> None:
 
 def read_checkpoint(
     path: _Path | IO[bytes],
-    map_location: Any = "cpu",
+    map_location: object = "cpu",
     *,
     verify: bool = True,
     mapped: bool = False,
     weights_only: bool | None = None,
     keep_objects: bool = False,
-) -> dict[str, Any]:
+) -> StateDict:
     """Returns the checkpoint at ``path`` with current keys: a file or folder of fabricamp (any format), Lightning or apex.
 
     ``path`` may also be an open file, or a BytesIO: a checkpoint that a program changed and saved into one is read too.
@@ -121,14 +122,14 @@ def _seekable(file: IO[bytes]) -> IO[bytes]:
 def _read_file(
     path: str,
     file: IO[bytes],
-    map_location: Any,
+    map_location: object,
     *,
     verify: bool,
     mapped: bool = False,
     may_be_changed: bool = False,
     weights_only: bool | None,
     keep_objects: bool,
-) -> dict[str, Any]:
+) -> StateDict:
     sealed = False
     try:
         is_zip = zipfile.is_zipfile(file)
@@ -319,7 +320,7 @@ def _remove_abandoned(folder: Path) -> None:
             name.unlink()
 
 
-def _check_unchanged(state: dict[str, Any], path: str, *, sealed: bool) -> None:
+def _check_unchanged(state: StateDict, path: str, *, sealed: bool) -> None:
     written = state.pop(CHECKSUM, None)
     if written is None:
         return

@@ -38,6 +38,7 @@ from fabricamp.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.strategies.base import Strategy
 
 SHARDS: Final = "shards"
@@ -45,7 +46,7 @@ SHARDS: Final = "shards"
 _NAME: Final = re.compile(r"shards-[0-9a-f]{16}")
 
 
-def write_folder(path: str | os.PathLike[str], state: dict[str, Any], strategy: Strategy) -> None:
+def write_folder(path: str | os.PathLike[str], state: StateDict, strategy: Strategy) -> None:
     """Writes ``state`` with its sharded tensors as a folder at ``path``; every rank calls it with its own state.
 
     All values except sharded tensors are rank 0's.  Raises :class:`CheckpointError` on every rank if one rank cannot write; the
@@ -55,7 +56,7 @@ def write_folder(path: str | os.PathLike[str], state: dict[str, Any], strategy: 
     write_split(path, unsharded, shards, strategy)
 
 
-def write_whole(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+def write_whole(path: str | os.PathLike[str], state: StateDict) -> None:
     """Writes ``state`` with full tensors as a folder at ``path``, from which ranks can read local shards of weights and states."""
     from fabricamp.strategies.base import Strategy
 
@@ -68,7 +69,7 @@ def write_whole(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def write_split(
-    path: str | os.PathLike[str], unsharded: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy
+    path: str | os.PathLike[str], unsharded: StateDict, shards: dict[str, torch.Tensor], strategy: Strategy
 ) -> None:
     """Writes the result of :func:`split` as :func:`write_folder` does; only rank 0 needs ``unsharded``."""
     path = storage.normalized(path)
@@ -92,7 +93,7 @@ def write_split(
 
 
 def _write_once(
-    writer: _FolderWriter, unsharded: dict[str, Any], shards: dict[str, torch.Tensor], strategy: Strategy
+    writer: _FolderWriter, unsharded: StateDict, shards: dict[str, torch.Tensor], strategy: Strategy
 ) -> None:
     path = str(writer.target)
     folder = Path(strategy.on_rank_zero(lambda: str(writer.begin(unsharded))))
@@ -128,7 +129,7 @@ class _FolderWriter:
         self._handle: int | None = None  # of the open folder: detects that another one took its name
         self._ended = False
 
-    def begin(self, unsharded: dict[str, Any]) -> Path:
+    def begin(self, unsharded: StateDict) -> Path:
         """Creates and returns the folder that tensors are written into."""
         check_content(unsharded, stored=True)
         with _explained_errors(self.target):
@@ -149,7 +150,7 @@ class _FolderWriter:
         with _explained_errors(self.target):
             return files_of(self._folder)
 
-    def end(self, unsharded: dict[str, Any], files: dict[str, int]) -> None:
+    def end(self, unsharded: StateDict, files: dict[str, int]) -> None:
         """Completes the checkpoint after all ranks have written and checked their files: writes ``state.pt`` and renames."""
         with _explained_errors(self.target):
             sync(self._folder)
@@ -247,7 +248,7 @@ def _remove_others(target: Path, name: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_folder(path: str, *, verify: bool = True, map_location: Any = "cpu", **options: Any) -> dict[str, Any]:
+def read_folder(path: str, *, verify: bool = True, map_location: object = "cpu", **options: Any) -> StateDict:
     """Returns the content of the checkpoint at ``path`` with full tensors; with ``map_location="meta"`` they are not read.
 
     ``options`` are those of :func:`read_checkpoint` about objects.
@@ -263,12 +264,12 @@ def read_folder(path: str, *, verify: bool = True, map_location: Any = "cpu", **
     _with_path_in_errors(path, lambda: read_shards(folder, _by_names_on_disk(state, targets), files))
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     by_id = {id(meta): targets[name].to(device) for name, meta in stored.items()}
-    full: dict[str, Any] = replaced(state, by_id)
+    full: StateDict = replaced(state, by_id)
     del full[SHARDS]
     return full
 
 
-def read_without_shards(path: str, *, map_location: Any = "cpu", verify: bool = True, **options: Any) -> dict[str, Any]:
+def read_without_shards(path: str, *, map_location: object = "cpu", verify: bool = True, **options: Any) -> StateDict:
     """Returns the content of ``state.pt`` at ``path``: sharded tensors are on the meta device, ``shards`` has their files.
 
     ``options`` are those of :func:`read_checkpoint` about objects.
@@ -280,13 +281,13 @@ def read_without_shards(path: str, *, map_location: Any = "cpu", verify: bool = 
     return state
 
 
-def check_together(path: str, state: dict[str, Any], strategy: Strategy) -> None:
+def check_together(path: str, state: StateDict, strategy: Strategy) -> None:
     """Raises :class:`CheckpointError` if a tensor file is damaged; each rank checks its share of the files."""
     folder, files = _shard_files(state, path)
     _with_path_in_errors(path, lambda: check_shards(folder, files, _files_checked_by(strategy)))
 
 
-def read_into(path: str, state: dict[str, Any], targets: dict[str, torch.Tensor]) -> None:
+def read_into(path: str, state: StateDict, targets: dict[str, torch.Tensor]) -> None:
     """Reads tensors of the checkpoint at ``path`` into ``targets``, by their key paths joined by slashes."""
     folder, files = _shard_files(state, path)
     _with_path_in_errors(path, lambda: read_shards(folder, _by_names_on_disk(state, targets), files))
@@ -323,7 +324,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _shard_files(state: dict[str, Any], path: str) -> tuple[Path, dict[str, int]]:
+def _shard_files(state: StateDict, path: str) -> tuple[Path, dict[str, int]]:
     """Returns the folder of a checkpoint's tensors, and its files with sizes; refuses names that lead out of the checkpoint."""
     shards = state.get(SHARDS)
     name = shards.get("folder") if isinstance(shards, dict) else None
@@ -335,7 +336,7 @@ def _shard_files(state: dict[str, Any], path: str) -> tuple[Path, dict[str, int]
     return Path(path) / name, files
 
 
-def _by_names_on_disk(state: dict[str, Any], targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _by_names_on_disk(state: StateDict, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns ``targets`` by the names under which the checkpoint's format wrote these tensors."""
     result = {}
     renamed: dict[str, str] = state[SHARDS].get("renamed", {})

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fabricamp._utils.types import StateDict
 from fabricamp.errors import CheckpointError
 
 VERSION = "pytorch-lightning_version"
@@ -21,7 +22,7 @@ _LAYOUT = "2.6.0"
 _APEX = frozenset({"model", "optimizer", "amp"})
 
 
-def translated(state: dict[str, Any]) -> dict[str, Any]:
+def translated(state: StateDict) -> StateDict:
     """Returns ``state`` with fabricamp's keys if Lightning or apex wrote it, else ``state`` itself.
 
     Raises :class:`CheckpointError` if it has their keys, but not their layout.
@@ -39,14 +40,14 @@ def translated(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _from_lightning(state: dict[str, Any]) -> dict[str, Any]:
+def _from_lightning(state: StateDict) -> StateDict:
     """Returns a Lightning checkpoint with fabricamp's keys.
 
     Lightning counts optimizer steps; a manual loop with several optimizers is assumed to step in every batch.
     """
     result = {**state, "source": "lightning"}
     loop = state.get("loops", {}).get("fit_loop", {})
-    position: dict[str, Any] = {"epoch": state.get("epoch", 0)}
+    position: StateDict = {"epoch": state.get("epoch", 0)}
     if "epoch_progress" in loop:
         epochs = loop["epoch_progress"]["current"]
         batches = loop["epoch_loop.batch_progress"]
@@ -72,7 +73,7 @@ def _from_lightning(state: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _from_apex(state: dict[str, Any]) -> dict[str, Any]:
+def _from_apex(state: StateDict) -> StateDict:
     optimizers = state["optimizer"]
     return {
         "source": "apex",
@@ -82,7 +83,7 @@ def _from_apex(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_apex_scalers(amp: dict[str, Any]) -> dict[str, Any]:
+def _of_apex_scalers(amp: StateDict) -> dict[str, Any]:
     scalers = {
         int(number[1]): value for name, value in amp.items() if (number := re.fullmatch(r"loss_scaler(\d+)", name))
     }
@@ -112,7 +113,7 @@ def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:
     }
 
 
-def fit_names(weights: dict[str, Any], names: set[str]) -> dict[str, Any]:
+def fit_names(weights: StateDict, names: set[str]) -> StateDict:
     """Returns ``weights`` renamed to ``names``: without DistributedDataParallel's ``module.``, and with a submodule's prefix.
 
     An apex script saves its network, which may be ``self.net`` of a TrainingModule.  If no prefix fits, names stay the same.
@@ -124,7 +125,7 @@ def fit_names(weights: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {f"{fitting[0]}{name}": value for name, value in weights.items()} if fitting else weights
 
 
-def apex_scales(amp: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def apex_scales(amp: StateDict) -> dict[str, dict[str, Any]]:
     """Returns apex's ``amp.state_dict()``: the scale of each loss, and the number of steps since its last change.
 
     ``amp`` is a Precision's ``state_dict()``; without dynamic scaling there is one constant scale.

@@ -9,6 +9,8 @@ from fabricamp.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from fabricamp._utils.types import StateDict
+
 FORMAT: Final = 3
 """The current format.  A change of the layout raises this number and adds a step to :data:`_STEPS`."""
 
@@ -44,7 +46,7 @@ Rows are applied in this order, so a path has the names that the rows above it g
 """
 
 
-def upgraded(state: dict[str, Any], path: str) -> dict[str, Any]:
+def upgraded(state: StateDict, path: str) -> StateDict:
     """Returns ``state``, read from ``path``, in the current format; files of other libraries are returned unchanged.
 
     Raises :class:`CheckpointError` if a later version wrote it, or if its layout does not match its format number.
@@ -68,7 +70,7 @@ def upgraded(state: dict[str, Any], path: str) -> dict[str, Any]:
     return state
 
 
-def _name_fields(state: dict[str, Any]) -> None:
+def _name_fields(state: StateDict) -> None:
     """Converts format 0: step statuses and descriptions of logged values were lists, in its first files without the last item."""
     scaler = state.get("amp", {}).get("scaler")
     if scaler is not None:
@@ -82,12 +84,12 @@ def _name_fields(state: dict[str, Any]) -> None:
                 row["published"] = [_named(_PUBLISHED, values, -1) for values in row["published"]]
 
 
-def _count_epochs(state: dict[str, Any]) -> None:
+def _count_epochs(state: StateDict) -> None:
     """Converts format 1: its key "epoch" was the number of finished epochs; Lightning's is the index of the current epoch."""
     state.setdefault("loops", {}).setdefault("fit", {})["epoch"] = state.get("epoch", 0)
 
 
-def _rename_keys(state: dict[str, Any]) -> None:
+def _rename_keys(state: StateDict) -> None:
     """Converts format 2: the same values under other keys.
 
     A value that has another layout stays as it is: it is a plug-in's own, or the section that restores it raises.
@@ -107,7 +109,7 @@ def _rename_keys(state: dict[str, Any]) -> None:
             amp["scaler"] = with_current_keys(amp["scaler"])
 
 
-def _dicts_at(value: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _dicts_at(value: object, path: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields the dicts at ``path`` within ``value``."""
     if not path:
         if isinstance(value, dict):
@@ -125,7 +127,7 @@ def _dicts_at(value: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield from _dicts_at(part, rest)
 
 
-def _named(names: tuple[str, ...], values: list[Any], last: Any = None) -> dict[str, Any]:
+def _named(names: tuple[str, ...], values: list[Any], last: object = None) -> dict[str, Any]:
     """Returns ``values`` by name; ``last`` fills in the last value if it is missing."""
     if len(values) < len(names):
         values = [*values, last]

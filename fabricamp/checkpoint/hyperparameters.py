@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
+from fabricamp._utils.types import StateDict
 from fabricamp.arguments.environment import exposes, resolved
 from fabricamp.arguments.private_methods import refuse_private_methods
 from fabricamp.checkpoint.plain import described, is_config, items_of, resolved_config
@@ -53,7 +54,7 @@ class Hyperparameters(dict[str, Any]):
         lines = [(f'"{name}":', self[name]) for name in sorted(self, key=str)]
         return "\n".join(f"{label:{width}} {value}" for label, value in lines)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
@@ -156,7 +157,7 @@ class HyperparametersMixin:
         self.__dict__["_hparams_initial"] = _copied(self.hparams)
         self.__dict__["_hparams_logged"] = logger
 
-    def _add_hyperparameters(self, content: dict[str, Any], *, overrides: bool) -> None:
+    def _add_hyperparameters(self, content: StateDict, *, overrides: bool) -> None:
         hparams = self.hparams
         if is_config(hparams):  # an OmegaConf container can hold plain values only
             hparams = Hyperparameters(_content(hparams))
@@ -167,7 +168,7 @@ class HyperparametersMixin:
                 hparams[name] = value if is_container else _copied(value)
 
 
-def _content(container: Any) -> dict[str, Any]:
+def _content(container: Any) -> StateDict:
     """Returns the content of a dict, Namespace or OmegaConf container as a dict."""
     if isinstance(container, argparse.Namespace):
         return dict(vars(container))
@@ -187,7 +188,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _exposes_environment(value: Any) -> bool:
+def _exposes_environment(value: object) -> bool:
     """Returns whether ``value`` holds an OmegaConf container with a number or flag from the environment."""
     waiting = [value]
     seen: dict[int, Any] = {}  # holds the values: an id is unique among living objects
@@ -274,7 +275,7 @@ class SavedHyperparameters(NamedTuple):
     private: bool
 
 
-def saved_hyperparameters(owner: Any) -> SavedHyperparameters:
+def saved_hyperparameters(owner: object) -> SavedHyperparameters:
     """Returns the hyper-parameters of ``owner``, a fabricamp or Lightning object.
 
     Lightning's name "kwargs" becomes None: it means that no single argument takes all of them.

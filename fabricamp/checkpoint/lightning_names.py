@@ -69,11 +69,11 @@ def _name_of(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
-def _is_fabricamps(value: Any) -> bool:
+def _is_fabricamps(value: object) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] == "fabricamp"
 
 
-def refuse_unnamed(value: Any) -> None:
+def refuse_unnamed(value: object) -> None:
     """Raises :class:`CheckpointError` if ``value``, about to be pickled, is fabricamp's and Lightning has no equal of it."""
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         if _is_fabricamps(value) and _name_of(value) not in lightnings_names():
@@ -140,12 +140,12 @@ class Pickler(pickle.Pickler):
         self._buffer = io.BytesIO()
         super().__init__(self._buffer, protocol=PROTOCOL)
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """Refuses what Lightning could not rebuild; called for each value that is none of Python's own."""
         refuse_unnamed(value)
         return NotImplemented
 
-    def dumped(self, value: Any) -> bytes:
+    def dumped(self, value: object) -> bytes:
         """Returns the bytes of ``value``."""
         self.dump(value)
         return renamed(self._buffer.getvalue())

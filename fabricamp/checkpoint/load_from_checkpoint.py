@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from fabricamp._utils.types import StateDict
 from fabricamp.arguments.environment import first_reference
 from fabricamp.checkpoint.hyperparameters import HyperparameterKeys, Hyperparameters, HyperparametersMixin
 from fabricamp.checkpoint.packing import allows_code
@@ -37,12 +38,12 @@ Owner = TypeVar("Owner", bound=HyperparametersMixin)
 
 def build(
     owner: type[Owner],
-    checkpoint: dict[str, Any],
+    checkpoint: StateDict,
     keys: HyperparameterKeys,
     path: str,
     overrides: Mapping[str, Any],
     types: Iterable[type] = (),
-    hparams_file: Any = None,
+    hparams_file: object = None,
     *,
     weights_only: bool | None = None,
 ) -> Owner:
@@ -172,7 +173,7 @@ def _check_references(arguments: Mapping[str, Any], path: str) -> None:
             )
 
 
-def _container(content: dict[str, Any], notes: Any) -> Any:
+def _container(content: StateDict, notes: Any) -> Any:
     """Returns the value of a single argument: an OmegaConf container if it was one and can be rebuilt, else Hyperparameters."""
     was_config = any(note["kind"] == "config" and not note["at"] for note in notes)
     if was_config and not interpolates(content):
@@ -249,7 +250,7 @@ def _classes_of(annotations: Mapping[str, Any], known: dict[str, Any]) -> list[t
     return classes
 
 
-def _classes_in(hint: Any) -> Iterator[type]:
+def _classes_in(hint: object) -> Iterator[type]:
     for candidate in (hint, typing.get_origin(hint)):
         if isinstance(candidate, type):
             yield candidate
@@ -265,7 +266,7 @@ class _Rebuilder:
     missing: dict[str, str]
     imports: bool
 
-    def rebuild(self, value: Any, at: tuple[Any, ...]) -> Any:
+    def rebuild(self, value: object, at: tuple[Any, ...]) -> Any:
         """Returns the value with the keys ``at`` in its original type; the plain value, recorded as missing, if that fails."""
         kind, name = self.notes.get(at, ("", ""))
         if kind in _NAME_ALONE:
@@ -283,12 +284,12 @@ class _Rebuilder:
             return self._rebuild_as_type(value, at, kind, name)
         return value
 
-    def check_resolved(self, value: Any, at: tuple[Any, ...]) -> None:
+    def check_resolved(self, value: object, at: tuple[Any, ...]) -> None:
         """Records a part of an OmegaConf container as missing if it could not be resolved when it was saved."""
         if interpolates(value):
             self._add_missing(at, f"{value!r:.200}, which OmegaConf could not resolve when it was saved")
 
-    def _rebuild_as_type(self, value: Any, at: tuple[Any, ...], kind: str, name: str) -> Any:
+    def _rebuild_as_type(self, value: object, at: tuple[Any, ...], kind: str, name: str) -> Any:
         typed = _OF_A_TYPE[kind]
         named = self._type_named(name, typed.fits)
         if named is None:
@@ -339,7 +340,7 @@ def _path(kind: type, value: str) -> Any:
     return kind(value) if issubclass(kind, PurePath) else Path(value)
 
 
-def _config(value: Any) -> Any:
+def _config(value: object) -> Any:
     """Returns an OmegaConf container; the plain value if it has interpolations, or if OmegaConf is not installed."""
     try:
         from omegaconf import OmegaConf
@@ -348,7 +349,7 @@ def _config(value: Any) -> Any:
     return OmegaConf.create(value) if isinstance(value, dict | list) and not interpolates(value) else value
 
 
-def interpolates(value: Any) -> bool:
+def interpolates(value: object) -> bool:
     """Returns whether ``value`` has an OmegaConf interpolation: no file may make OmegaConf look up values or call resolvers."""
     if isinstance(value, str):
         return "${" in value

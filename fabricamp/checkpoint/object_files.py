@@ -40,6 +40,8 @@ from fabricamp.torch_private import WeightsOnlyUnpickler, load_zipfile, open_zip
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fabricamp._utils.types import StateDict
+
 KEY: Final = "fabricamp_objects"
 """The first key of a state with objects, as torch sees it."""
 
@@ -66,7 +68,7 @@ _HEADER: Final = re.compile(re.escape(_BEGIN) + (re.escape(pickle.LONG1 + b"\x08
 # -- writing -------------------------------------------------------------------------------------------------------------------
 
 
-def save(state: dict[str, Any], file: IO[bytes]) -> None:
+def save(state: StateDict, file: IO[bytes]) -> None:
     """Writes ``state`` as ``torch.save`` does, with the objects of its references in their places."""
     references = [*objects_in(state).values()]
     # Those of a file of version 0.2.0 keep their form: their bytes have other references to tensors.
@@ -77,7 +79,7 @@ def save(state: dict[str, Any], file: IO[bytes]) -> None:
         torch.save(state, file)
 
 
-def without_key(state: dict[str, Any]) -> dict[str, Any]:
+def without_key(state: StateDict) -> StateDict:
     """Returns ``state``, if plain torch has loaded it, without the key of a file's objects; raises if the key is the user's own."""
     if KEY not in state:
         return state
@@ -123,7 +125,7 @@ class _InlinePickler(PartsPickler):
         places.update(zip(map(id, fillers), zip(repeat(0), fillers), strict=False))
         self.memo = places
 
-    def _body(self, value: Any) -> bytes:
+    def _body(self, value: object) -> bytes:
         return body(self.pickled(value))
 
 
@@ -154,7 +156,7 @@ def _begin(source: str | IO[bytes]) -> bytes:
             return member.read(len(_BEGIN))
 
 
-def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool) -> dict[str, Any]:
+def load_closed(source: str | IO[bytes], map_location: object, *, mapped: bool) -> StateDict:
     """Returns the state that :func:`save` has written, with references; raises ``zipfile.BadZipFile`` if it is damaged."""
     if not isinstance(source, str):
         source.seek(0)
@@ -170,7 +172,7 @@ def load_closed(source: str | IO[bytes], map_location: Any, *, mapped: bool) -> 
         raise
     except Exception as error:  # the pickle may hold anything
         raise zipfile.BadZipFile(f"its plain values cannot be read: {type(error).__name__}") from error
-    return cast("dict[str, Any]", state)
+    return cast("StateDict", state)
 
 
 class _References(dict[int, Any]):
@@ -206,9 +208,9 @@ class _ClosedUnpickler(WeightsOnlyUnpickler):
         self._pickled = PickledObjects()
         self.memo = _References(self._pickled, objects_at, count)
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> StateDict:
         """Returns the state with references."""
-        state: dict[str, Any] = super().load()  # type: ignore[no-untyped-call]
+        state: StateDict = super().load()  # type: ignore[no-untyped-call]
         _, _, _, _, names, digest, storages, first, *tensors = state.pop(KEY)
         for number in storages:
             tensors[number] = whole_tensor(tensors[number])

@@ -273,13 +273,13 @@ class _Pickler(PartsPickler):
 
         return re.sub(pattern, get, opcodes, flags=re.DOTALL)
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if lightning_alias.is_installed():
             refuse_unnamed(value)
         reduced = reduced_without_boundary(value) if isinstance(value, nn.Module) else None
         return NotImplemented if reduced is None else reduced
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: object) -> int | None:
         if isinstance(value, Tensor):
             if is_shard(value):
                 raise CheckpointError("it holds a sharded tensor, and this rank has only its local shard")
@@ -336,7 +336,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._pickled = pickled
 
-    def persistent_load(self, number: Any) -> Any:
+    def persistent_load(self, number: object) -> Any:
         return self._pickled.stored(number)
 
     def find_class(self, module: str, name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint.objects import ObjectRef, PickledObjects, pickle_into, refusal
 from fabricamp.checkpoint.plain import MAPPINGS, TENSORS, VALUES, check_content, name_of
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
@@ -16,7 +17,7 @@ from fabricamp.ops.shards import is_shard
 from fabricamp.rng import isolate_rng
 
 
-def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict[str, Any]:
+def pack_objects(state: StateDict, module: nn.Module | None = None) -> StateDict:
     """Returns ``state`` with references in place of its objects, which are pickled now; ``state`` itself if it has none.
 
     An object is a value that ``torch.load(weights_only=True)`` could not load; a tuple, a set or a dict whose keys contain such a
@@ -26,7 +27,7 @@ def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict
     """
     packing = _Packing()
     try:
-        packed: dict[str, Any] = packing.convert(state, "checkpoint")
+        packed: StateDict = packing.convert(state, "checkpoint")
     except RecursionError:  # a list contains itself: the later check of the content reports it
         return state
     if packing.found:
@@ -35,7 +36,7 @@ def pack_objects(state: dict[str, Any], module: nn.Module | None = None) -> dict
     return packed
 
 
-def _full_values(module: nn.Module, state: dict[str, Any]) -> dict[int, Tensor]:
+def _full_values(module: nn.Module, state: StateDict) -> dict[int, Tensor]:
     """Returns the values in ``state`` for tensors of ``module`` with another dtype, by the ids of the module's tensors."""
     values = state.get("state_dict")
     full: dict[int, Tensor] = {}
@@ -55,7 +56,7 @@ class _Packing:
         # By id, so a container that occurs twice in the state is one object after a load too.
         self._converted: dict[int, Any] = {}
 
-    def convert(self, value: Any, path: str) -> Any:
+    def convert(self, value: object, path: str) -> Any:
         kind = type(value)
         # Strategies write shards separately.  An ObjectRef occurs if a packed state is packed again.
         if kind in VALUES or kind in TENSORS or kind is ObjectRef or is_shard(value):
@@ -86,7 +87,7 @@ class _Packing:
         return changed
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     try:
         check_content(value, stored=True)
     except CheckpointError:
@@ -94,12 +95,12 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def objects_in(state: Any) -> dict[str, ObjectRef]:
+def objects_in(state: object) -> dict[str, ObjectRef]:
     """Returns the references in ``state`` by key path."""
     return {path: container[key] for path, container, key in _places(state)}
 
 
-def unpack_objects(state: Any, path: str, *, weights_only: bool | None) -> None:
+def unpack_objects(state: object, path: str, *, weights_only: bool | None) -> None:
     """Replaces the references in a state read from ``path`` by the objects, in place.
 
     ``weights_only`` False allows code to rebuild them.  True and None allow torch's own types, and those that the program gave to
@@ -108,13 +109,13 @@ def unpack_objects(state: Any, path: str, *, weights_only: bool | None) -> None:
     _put_back(state, path, weights_only=not allows_code(weights_only))
 
 
-def unpack_own(state: Any) -> None:
+def unpack_own(state: object) -> None:
     """Replaces the references in a copy of this process's state by the objects; always allowed, as no file is involved."""
     with isolate_rng():
         _put_back(state, "the copy of the state", weights_only=False)
 
 
-def _put_back(state: Any, path: str, *, weights_only: bool) -> None:
+def _put_back(state: object, path: str, *, weights_only: bool) -> None:
     try:
         places = _places(state)
     except CheckpointError as error:
@@ -135,7 +136,7 @@ def allows_code(weights_only: bool | None) -> bool:
     return weights_only is False and not forbidden
 
 
-def _loaded(pickled: PickledObjects, path: str, state: Any, *, weights_only: bool) -> list[Any]:
+def _loaded(pickled: PickledObjects, path: str, state: object, *, weights_only: bool) -> list[Any]:
     try:
         return pickled.load(weights_only=weights_only)
     except CheckpointError as error:
@@ -148,19 +149,19 @@ def _loaded(pickled: PickledObjects, path: str, state: Any, *, weights_only: boo
         raise _not_here(path, state, error) from error
 
 
-def described_objects(state: Any) -> list[str]:
+def described_objects(state: object) -> list[str]:
     """Returns key path and class of each object in ``state``."""
     return [f"{path}: {reference.name}" for path, reference in objects_in(state).items()]
 
 
-def _not_here(path: str, state: Any, error: Exception) -> CheckpointObjectsError:
+def _not_here(path: str, state: object, error: Exception) -> CheckpointObjectsError:
     return CheckpointObjectsError(
         f"{path} holds objects ({', '.join(described_objects(state)):.500}) that cannot be rebuilt here "
         f"({type(error).__name__}: {error!s:.300}); import or define their classes as when they were saved"
     )
 
 
-def _places(state: Any) -> list[tuple[str, Any, Any]]:
+def _places(state: object) -> list[tuple[str, Any, Any]]:
     """Returns (key path, container, key) of each reference, in the order of the state."""
     found: list[tuple[str, Any, Any]] = []
     seen: set[int] = set()

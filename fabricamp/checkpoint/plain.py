@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fabricamp._utils.types import StateDict
 from fabricamp.arguments.environment import FromEnvironment, Resolved, resolved
 from fabricamp.checkpoint.objects import ObjectRef, PickledObjects
 from fabricamp.errors import CheckpointError
@@ -134,7 +135,7 @@ def _attributes(path: str, item: object) -> list[tuple[str, object]]:
     return [(f"{path}.{name}", part) for name, part in getattr(item, "__dict__", {}).items()]
 
 
-def stages_as_text(state: dict[str, Any]) -> dict[str, Any]:
+def stages_as_text(state: StateDict) -> StateDict:
     """Returns ``state`` with each stage as text: hooks get a stage as a member of an enum, and may keep it in their state.
 
     Containers without a stage are those of ``state`` itself.  Weights and optimizers' states are not searched.
@@ -175,7 +176,7 @@ class Described(NamedTuple):
     """One note per value that was more than plain data: ``at`` (its keys), ``kind`` and ``type``, as text."""
 
 
-def plain(value: Any, *, private: bool = False) -> Any:
+def plain(value: object, *, private: bool = False) -> Any:
     """Returns ``value`` as plain data: tensors, numbers, strings, None, and lists, tuples, sets and dicts of these.
 
     OmegaConf containers, namespaces, dataclasses, partials and other mappings become dicts; enums and paths become strings; arrays
@@ -185,7 +186,7 @@ def plain(value: Any, *, private: bool = False) -> Any:
     return described(value, private=private).values
 
 
-def described(value: Any, *, private: bool = False, objects: bool = False) -> Described:
+def described(value: object, *, private: bool = False, objects: bool = False) -> Described:
     """Returns ``value`` as :func:`plain` does, with notes of the original types in it.
 
     With ``objects``, what would become its name alone (an object, a class, a function, a partial) stays as it is.
@@ -210,7 +211,7 @@ def builtin_numbers(value: Any) -> Any:
     return value.item() if is_scalar else value
 
 
-def items_of(value: Any) -> list[Any]:
+def items_of(value: object) -> list[Any]:
     """Returns the items of a collection, a namespace, a dataclass or a partial; empty for any other value."""
     kind = _kind_of(value)
     if kind is None or kind.name in ("config", "array"):
@@ -235,7 +236,7 @@ class _Position:
     def note(self, kind: str, name: str) -> None:
         self.notes.append({"at": self.at, "kind": kind, "type": name})
 
-    def below(self, container: Any, key: Any) -> _Position:
+    def below(self, container: object, key: object) -> _Position:
         return _Position((*self.at, key), self.notes, self.within | {id(container)}, self.private, self.objects)
 
 
@@ -249,13 +250,13 @@ class _Kind(NamedTuple):
     type_name: Callable[[Any], str] = lambda value: name_of(type(value))
 
 
-def name_of(value: Any) -> str:
+def name_of(value: object) -> str:
     """Returns module and name of a class or function; for any other object, those of its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__ or 'builtins'}.{named.__qualname__}"
 
 
-def _plain(value: Any, position: _Position) -> Any:
+def _plain(value: object, position: _Position) -> Any:
     simple = _simple(value)
     if simple is not _OTHER:
         return simple
@@ -280,7 +281,7 @@ def _plain(value: Any, position: _Position) -> Any:
     return content
 
 
-def _kind_of(value: Any) -> _Kind | None:
+def _kind_of(value: object) -> _Kind | None:
     return next((kind for kind in _KINDS if kind.holds(value)), None)
 
 
@@ -309,13 +310,13 @@ def _builtin_number(value: numbers.Complex) -> int | float | complex:
     return float(value) if isinstance(value, numbers.Real) else complex(value)
 
 
-def is_config(value: Any) -> bool:
+def is_config(value: object) -> bool:
     """Returns whether ``value`` is an OmegaConf container."""
     omegaconf = sys.modules.get("omegaconf")  # if it was never imported, no value is an OmegaConf container
     return omegaconf is not None and omegaconf.OmegaConf.is_config(value)
 
 
-def resolved_config(value: Any) -> Resolved:
+def resolved_config(value: object) -> Resolved:
     """Returns the content of an OmegaConf container; unresolved if it cannot be resolved (a resolver is missing)."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -341,7 +342,7 @@ def _mapping(value: Mapping[Any, Any]) -> dict[Any, Any] | None:
     return None if _OTHER in keys else dict(zip(keys, value.values(), strict=True))
 
 
-def _key(key: Any) -> Any:
+def _key(key: object) -> Any:
     if isinstance(key, enum.Enum) and isinstance(key, str | int):
         return _mixed_in(key)
     return _simple(key)

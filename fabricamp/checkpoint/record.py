@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.checkpoint_io import load_by, reads_own_files, save_by, wait_for, writes_own_files
-from fabricamp.checkpoint.file import read_checkpoint, write_checkpoint
+from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.formats import FORMAT, upgraded
 from fabricamp.errors import CheckpointError, FabricampError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.strategies.base import Strategy
 
 
@@ -36,14 +36,14 @@ class Section:
     per_rank: ClassVar[bool] = False
     """Whether each rank has its own values, saved as a list over ranks; otherwise only rank 0's values are saved."""
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns values by dotted keys, as in ``{"loops.fit.metrics": ...}``; every rank calls it, and it may use collectives.
 
         With several ranks, values saved per rank are in host memory.
         """
         raise NotImplementedError
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Restores its values from the complete ``checkpoint`` read from ``path``; keys may be missing in other trainers' files.
 
         :meth:`Record.restore` turns any error into a :class:`CheckpointError` that names ``path`` and the section.
@@ -60,11 +60,11 @@ class Part(Section):
     """The object's key in the checkpoint, dotted where it is in an inner dict."""
     part: Any
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns the object's ``state_dict()`` under its key."""
         return {self.place: {} if self.part is None else self.part.state_dict()}
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Passes the saved state to ``load_state_dict`` unless that state is missing or empty."""
         state: Any = checkpoint
         for key in self.place.split("."):
@@ -80,7 +80,7 @@ class Record:
         self._strategy = strategy
         self._sections = sections
 
-    def save(self, *names: str) -> dict[str, Any]:
+    def save(self, *names: str) -> StateDict:
         """Returns a checkpoint of the named sections, or of all if none is named; every rank calls it."""
         from fabricamp import __version__
 
@@ -94,7 +94,7 @@ class Record:
                 _put(checkpoint, dotted_key, value)
         return checkpoint
 
-    def restore(self, checkpoint: dict[str, Any], path: str, *names: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str, *names: str) -> None:
         """Restores the named sections, or all if none is named, from the ``checkpoint`` read from ``path``.
 
         A result of :meth:`save` that an earlier version kept by itself is converted in place first.
@@ -116,33 +116,29 @@ class Record:
         return [section for section in self._sections if not names or section.name in names]
 
 
-def _put(checkpoint: dict[str, Any], dotted_key: str, value: Any) -> None:
+def _put(checkpoint: StateDict, dotted_key: str, value: object) -> None:
     *outer, last = [str(dotted_key)] if isinstance(dotted_key, WholeKey) else dotted_key.split(".")
     for key in outer:
         checkpoint = checkpoint.setdefault(key, {})
     checkpoint[last] = value
 
 
-def write_together(path: str, checkpoint: dict[str, Any], strategy: Strategy) -> None:
+def write_together(path: str, checkpoint: StateDict, strategy: Strategy) -> None:
     """Writes ``checkpoint`` in the strategy's form, a file by rank 0 or a folder by all ranks; every rank calls it with its own."""
     io = strategy.checkpoint_io
     if io is not None and not writes_own_files(io):
         strategy.on_rank_zero(lambda: save_by(io, checkpoint, path))
-    elif strategy.checkpoint_form == "folder":
-        from fabricamp.checkpoint.folder import write_folder
-
-        write_folder(path, checkpoint, strategy)
     else:
-        strategy.on_rank_zero(lambda: write_checkpoint(path, checkpoint))
+        form_of(strategy).write(path, checkpoint, strategy)
 
 
-def read_together(path: str, strategy: Strategy, *, weights_only: bool | None = None) -> dict[str, Any]:
+def read_together(path: str, strategy: Strategy, *, weights_only: bool | None = None) -> StateDict:
     """Returns the checkpoint on every rank; if one rank cannot read it, all ranks raise that rank's :class:`CheckpointError`.
 
     ``weights_only`` False allows code to rebuild its objects.  If the strategy shards the module, its tensors are not read yet: a
     file is memory-mapped, a folder's are on the meta device.
     """
-    checkpoint: dict[str, Any] = {}
+    checkpoint: StateDict = {}
     problem = None
     try:
         checkpoint = _read_for(path, strategy, weights_only=weights_only)
@@ -152,19 +148,10 @@ def read_together(path: str, strategy: Strategy, *, weights_only: bool | None = 
     return checkpoint
 
 
-def _read_for(path: str, strategy: Strategy, *, weights_only: bool | None) -> dict[str, Any]:
-    """Returns the checkpoint as this rank reads it: by the plug-in, from a file, or from a folder without its shards."""
+def _read_for(path: str, strategy: Strategy, *, weights_only: bool | None) -> StateDict:
+    """Returns the checkpoint as this rank reads it: by the plug-in, or in the strategy's form."""
     io = strategy.checkpoint_io
     if io is not None and not reads_own_files(io):
         wait_for(io)
         return load_by(io, path, weights_only=weights_only)
-    if strategy.checkpoint_form == "file":
-        return read_checkpoint(path, weights_only=weights_only)
-    path = storage.normalized(path)
-    if not storage.is_folder(path):
-        return read_checkpoint(path, mapped=True, weights_only=weights_only)
-    from fabricamp.checkpoint.folder import check_together, read_without_shards
-
-    checkpoint = read_without_shards(path, weights_only=weights_only)
-    check_together(path, checkpoint, strategy)
-    return checkpoint
+    return form_of(strategy).read(path, strategy, weights_only=weights_only)

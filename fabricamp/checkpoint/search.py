@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import storage
 from fabricamp.checkpoint.checkpoint_io import CheckpointIO, load_by, reads_own_files
 from fabricamp.checkpoint.file import read_checkpoint
@@ -71,7 +72,7 @@ class Candidates:
             yield from (path for _, path in sorted(readable, reverse=True))
 
 
-def read_header(path: str, io: CheckpointIO | None = None, *, weights_only: bool | None = None) -> dict[str, Any]:
+def read_header(path: str, io: CheckpointIO | None = None, *, weights_only: bool | None = None) -> StateDict:
     """Returns the content of a checkpoint with tensors on the meta device: their values are not read, and objects stay closed.
 
     ``weights_only`` False is for files of other trainers, whose objects are among the plain values.  A plug-in (``io``) that loads
@@ -82,7 +83,7 @@ def read_header(path: str, io: CheckpointIO | None = None, *, weights_only: bool
     return read_checkpoint(path, map_location="meta", verify=False, weights_only=weights_only)
 
 
-def progress_in(header: dict[str, Any]) -> tuple[int, int, int]:
+def progress_in(header: StateDict) -> tuple[int, int, int]:
     """Returns a checkpoint's counters of finished steps, batches and epochs; 0 for a counter that is not in the file."""
     loops = header.get("loops", {})
     position = loops.get("fit", {}) if isinstance(loops, dict) else {}

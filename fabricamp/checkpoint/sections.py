@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fabricamp.checkpoint.foreign import fit_names
+from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparameters
 from fabricamp.checkpoint.plain import PRIVATE, builtin_numbers
 from fabricamp.checkpoint.record import Section, WholeKey
-from fabricamp.checkpoint.shard_loading import sharded_states, sharded_weights
+from fabricamp.checkpoint.shard_loading import sharded_states
 from fabricamp.errors import CheckpointError, FabricampError, WeightsOnlyError
 from fabricamp.strategies.meta_init import leave_meta
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.data import DataModule
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Conversion
@@ -57,11 +59,11 @@ class Weights(Section):
     objects: bool = False
     """Whether hyper-parameters without a plain form are saved as objects, and not as their names."""
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns full weights, equal on every rank, or this rank's shards if the module is sharded; and hyper-parameters."""
         module = self.module
         datamodule = self.datamodule
-        values: dict[str, Any] = {"state_dict": self.conversion.full_state(self.strategy.module_state(module))}
+        values: StateDict = {"state_dict": self.conversion.full_state(self.strategy.module_state(module))}
         values |= MODULE.entries(module, objects=self.objects)
         if datamodule is not None:
             values |= DATA.entries(datamodule, objects=self.objects)
@@ -70,10 +72,9 @@ class Weights(Section):
             values[PRIVATE] = True
         return values
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Loads the weights; if the module is sharded, only this rank's shards."""
-        if self.strategy.checkpoint_form == "folder":
-            checkpoint = sharded_weights(checkpoint, path, self.module.state_dict())
+        checkpoint = form_of(self.strategy).place_weights(checkpoint, path, self.module)
         restore_weights(self.module, checkpoint, path)
 
 
@@ -86,7 +87,7 @@ class DataModuleState(Section):
     datamodule: Any
     """A DataModule of fabricamp's or Lightning's, or None."""
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns its ``state_dict()`` under both keys."""
         state = {} if self.datamodule is None else self.datamodule.state_dict()
         values = {"data.datamodule": state}
@@ -94,22 +95,20 @@ class DataModuleState(Section):
             values[WholeKey(type(self.datamodule).__qualname__)] = state
         return values
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Passes the saved state to ``load_state_dict`` unless it is missing or empty."""
         state = None if self.datamodule is None else data_state(checkpoint, type(self.datamodule))
         if state:
             self.datamodule.load_state_dict(state)
 
 
-def data_state(checkpoint: dict[str, Any], kind: type) -> Any:
+def data_state(checkpoint: StateDict, kind: type) -> Any:
     """Returns the saved state of a DataModule of class ``kind``; None if the file has none."""
     # fabricamp's key first: a class may have been renamed since.
     return checkpoint.get("data", {}).get("datamodule") or checkpoint.get(kind.__qualname__)
 
 
-def restore_weights(
-    module: TrainingModule, checkpoint: dict[str, Any], path: str, *, strict: bool | None = None
-) -> None:
+def restore_weights(module: TrainingModule, checkpoint: StateDict, path: str, *, strict: bool | None = None) -> None:
     """Loads the weights; those of an apex script's network go into the submodule that they fit.
 
     ``strict`` None means the module's ``strict_loading``.
@@ -162,11 +161,11 @@ class Optimizers(Section):
 
     optimizers: Sequence[Optimizer]
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns their state dicts."""
         return {"optimizer_states": [_with_builtin_numbers(optimizer.state_dict()) for optimizer in self.optimizers]}
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Loads the states; raises if their number differs, or if elementwise state has another shape than its parameter."""
         states = checkpoint.get("optimizer_states")
         if states is None:
@@ -182,7 +181,7 @@ class Optimizers(Section):
             _check_shapes(optimizer, number, path)
 
 
-def _with_builtin_numbers(state: dict[str, Any]) -> dict[str, Any]:
+def _with_builtin_numbers(state: StateDict) -> StateDict:
     """Returns an optimizer's state with Python's numbers in its groups: a hook may have set a rate that NumPy computed."""
     if "param_groups" not in state:  # an optimizer of another kind
         return state
@@ -198,13 +197,13 @@ class Schedules(Section):
     configs: Sequence[Any]
     step: Callable[[Any, Any], None]
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns the schedulers' state dicts, empty for a scheduler without one: a scheduler may be any object."""
         schedulers = [config.scheduler for config in self.configs]
         states = [scheduler.state_dict() if hasattr(scheduler, "state_dict") else {} for scheduler in schedulers]
         return {"lr_schedulers": builtin_numbers(states)}
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Loads the states; raises if their number differs; a file without schedulers (apex's) changes nothing.
 
         Epoch schedulers are stepped if Lightning wrote the file at the end of an epoch: Lightning steps them after it.

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import StateDict
+
 
 class ShardLoader:
     """Collects tensors of ``checkpoint``, as read from ``path``, and reads those that are still on disk together."""
 
-    def __init__(self, checkpoint: dict[str, Any], path: str) -> None:
+    def __init__(self, checkpoint: StateDict, path: str) -> None:
         self._checkpoint = checkpoint
         self._path = path
         self._to_read: dict[str, Tensor] = {}
@@ -58,7 +60,7 @@ class ShardLoader:
             read_into(storage.normalized(self._path), self._checkpoint, self._to_read)
 
 
-def sharded_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def sharded_weights(checkpoint: StateDict, path: str, own: Mapping[str, Any]) -> StateDict:
     """Returns ``checkpoint`` with its weights sharded like the module's ``own``; unchanged if none of ``own`` is sharded.
 
     Tensors that callbacks keep under weights' names (averages) are sharded the same way.
@@ -67,7 +69,7 @@ def sharded_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any
         return checkpoint
     loader = ShardLoader(checkpoint, path)
 
-    def sharded(value: Any, prefix: str) -> Any:
+    def sharded(value: object, prefix: str) -> Any:
         if not isinstance(value, dict):
             return value
         result = copy.copy(value)  # keeps the attributes that torch sets on a state dict
@@ -84,11 +86,11 @@ def sharded_weights(checkpoint: dict[str, Any], path: str, own: Mapping[str, Any
 
 
 def sharded_states(
-    checkpoint: dict[str, Any], path: str, optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+    checkpoint: StateDict, path: str, optimizers: Sequence[Optimizer], states: Sequence[StateDict]
+) -> list[StateDict]:
     """Returns the optimizers' ``states`` with the tensors of a sharded parameter sharded like that parameter."""
     loader = ShardLoader(checkpoint, path)
-    result: list[dict[str, Any]] = []
+    result: list[StateDict] = []
     for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
         parameters = owned_parameters(optimizer)
         indices = [index for group in state["param_groups"] for index in group["params"]]
@@ -109,10 +111,10 @@ def sharded_states(
     return result
 
 
-def sharded_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, Tensor]) -> dict[str, Any]:
+def sharded_gradients(checkpoint: StateDict, path: str, own: Mapping[str, Tensor]) -> StateDict:
     """Returns the gradients of a checkpoint's accumulation in progress, sharded like the parameters."""
     loader = ShardLoader(checkpoint, path)
-    saved: dict[str, Any] = checkpoint["loops"]["fit"]["accumulation"]["gradients"]
+    saved: StateDict = checkpoint["loops"]["fit"]["accumulation"]["gradients"]
     gradients = {
         name: loader.shard(f"loops/fit/accumulation/gradients/{name}", value, own.get(name))
         for name, value in saved.items()
@@ -121,7 +123,7 @@ def sharded_gradients(checkpoint: dict[str, Any], path: str, own: Mapping[str, T
     return gradients
 
 
-def full_gradient(checkpoint: dict[str, Any], path: str, name: str, saved: Tensor) -> Tensor:
+def full_gradient(checkpoint: StateDict, path: str, name: str, saved: Tensor) -> Tensor:
     """Returns the gradient ``saved`` of a checkpoint's accumulation in progress; if it is still on disk, reads the full tensor."""
     if not saved.is_meta:
         return saved

@@ -91,7 +91,7 @@ def stored_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield name, value
 
 
-def _joined(name: str, key: Any) -> str:
+def _joined(name: str, key: object) -> str:
     return f"{name}{SEPARATOR}{key}" if name else str(key)
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp._utils.containers import own_containers
 from fabricamp._utils.keywords import NamesKeywords
+from fabricamp._utils.types import Loader, StateDict
 from fabricamp.arguments.checks import check_choice
 from fabricamp.data.lengths import known_length, loader_length
 from fabricamp.data.position import (
@@ -164,7 +165,7 @@ class CombinedLoader(NamesKeywords):
         return values if isinstance(self.loaders, list) else tuple(values)
 
 
-def _is_nested(member: Any, mode: str) -> bool:
+def _is_nested(member: object, mode: str) -> bool:
     """Whether ``member`` is a nested collection of loaders combined by ``mode``."""
     return isinstance(member, CombinedLoader) and member.mode == mode
 
@@ -234,7 +235,7 @@ class _Source:
     A round is one pass over the loader.
     """
 
-    def __init__(self, loader: Any, epoch: int, *, cycles: bool, entered: dict[str, Any], again: bool) -> None:
+    def __init__(self, loader: Loader, epoch: int, *, cycles: bool, entered: StateDict, again: bool) -> None:
         self.loader = loader
         self.entered = entered
         """The position at which the present round was entered; after the end of a loader that does not cycle, that end."""
@@ -336,8 +337,9 @@ class _Source:
                 self.entered = {**state, "rounds": 1, "batches": self.entered.get("batches", 0) + self._read}
                 if state:
                     returned.update(self.entered)
-            nested = isinstance(self.loader, CombinedLoader) and self.loader.mode == "max_size"
-            return self.loader.nothing() if nested else None
+            if isinstance(self.loader, CombinedLoader) and self.loader.mode == "max_size":
+                return self.loader.nothing()
+            return None
         self.rounds += 1
         if state:
             returned.update({**state, "rounds": self.rounds})
@@ -372,7 +374,7 @@ class _Source:
             position["rng_states"] = drawn
         return position
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> StateDict:
         """Returns the position of the pass."""
         if self.ended and not self._cycles:
             return self.entered
@@ -387,7 +389,7 @@ class _Source:
         self._batches = None
 
 
-def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
+def combine(loaders: object, mode: Mode = "max_size_cycle") -> Any:
     """Returns a :class:`CombinedLoader` for a dict, list or tuple of loaders; anything else (a list of batches) unchanged."""
     loaders = own_containers(loaders)
     if not isinstance(loaders, dict | list | tuple) or not loaders:
@@ -405,7 +407,7 @@ def combine(loaders: Any, mode: Mode = "max_size_cycle") -> Any:
     return loaders
 
 
-def _is_loader(member: Any) -> bool:
+def _is_loader(member: object) -> bool:
     """Whether ``member`` is a loader or a collection of only loaders; arrays, tensors and batch classes are not."""
     if isinstance(member, DataLoader | CombinedLoader):
         return True
@@ -417,12 +419,12 @@ def _is_loader(member: Any) -> bool:
     return hasattr(member, "__iter__") and not computed
 
 
-def leaves_of(loader: Any) -> list[Any]:
+def leaves_of(loader: Loader) -> list[Any]:
     """Returns the flattened loaders of a CombinedLoader; for any other loader, a list of only that loader."""
     return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
 
 
-def exact_length(loader: Any) -> int | float:
+def exact_length(loader: Loader) -> int | float:
     """Returns the number of batches if it is exact, else inf: the len of a loader over an IterableDataset is an estimate."""
     members = loader.members if isinstance(loader, CombinedLoader) else [loader]
     if any(isinstance(member, DataLoader) and isinstance(member.dataset, IterableDataset) for member in members):

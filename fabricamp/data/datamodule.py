@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp._utils.containers import own_containers
 from fabricamp._utils.keywords import refuse_others
+from fabricamp._utils.types import Batch, StateDict
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.file import name_of_source
 from fabricamp.checkpoint.hyperparameters import DATA, HyperparametersMixin
@@ -128,23 +129,23 @@ class DataModule(HyperparametersMixin):
         """Returns a loader, or a list of loaders, to predict on."""
         raise self._not_defined("predict_dataloader")
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         """Returns the batch, possibly changed, while it is still on the host."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
         """Returns the batch on ``device``; override this method for types that :func:`move_to_device` does not know."""
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         """Returns the batch, possibly changed, on the device."""
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state that a checkpoint keeps: tensors, numbers, strings, lists and dicts."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restores the state that :meth:`state_dict` returned."""
 
     def __str__(self) -> str:
@@ -175,7 +176,7 @@ class DataModule(HyperparametersMixin):
         )
 
 
-def _size(loader: Any) -> str:
+def _size(loader: DataLoader[Batch]) -> str:
     """Returns the number of samples in words; a dataset without a length has none."""
     dataset = loader.dataset
     return f"size={len(dataset)}" if isinstance(dataset, Sized) else "size=NA"

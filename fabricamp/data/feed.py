@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
     from contextlib import AbstractContextManager
 
+    from fabricamp._utils.types import Batch, Loader, StateDict
+
 _END = object()
 
 
@@ -66,10 +68,10 @@ class Feed:
 
     def __init__(
         self,
-        loader: Any,
+        loader: Loader,
         *,
         limit: float = math.inf,
-        prepare: Callable[[Any], Any] | None = None,
+        prepare: Callable[[Batch], Batch] | None = None,
         finish: Callable[[Any], Any] | None = None,
         device: torch.device | None = None,
         prefetch: int = 0,
@@ -123,10 +125,10 @@ class Feed:
         self._resume: dict[str, Any] | None = None  # where the next pass begins, if not at the beginning
         self._resumed_at_end = False  # the resume point is after the last batch of a pass
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return self.starting_at(0)
 
-    def starting_at(self, count: int) -> Iterator[Any]:
+    def starting_at(self, count: int) -> Iterator[Batch]:
         """Returns a pass without its first ``count`` batches, which are skipped unread if fabricamp draws the order, else read."""
         self.close()
         self.last = False
@@ -145,7 +147,7 @@ class Feed:
         """Makes later passes read each batch within a context of ``reading``."""
         starting_at = self.starting_at
 
-        def watched(batches: Iterator[Any]) -> Iterator[Any]:
+        def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
             while True:
                 with reading():
                     batch = next(batches, _END)
@@ -210,7 +212,7 @@ class Feed:
             self.last = False
             self._end()
 
-    def _prefetched(self, total: float, *, counted: bool) -> Iterator[Any]:
+    def _prefetched(self, total: float, *, counted: bool) -> Iterator[Batch]:
         """Yields batches that were prepared ahead of their steps."""
         staging = Staging(self._device, self._prepare, hooked=self._hooked)
         batches = self._open(total, counted=counted, ahead=self._prefetch, prepare=staging.put)
@@ -222,7 +224,7 @@ class Feed:
             self._handed_out = number
             yield batch
 
-    def _one_ahead(self, total: float) -> Iterator[Any]:
+    def _one_ahead(self, total: float) -> Iterator[Batch]:
         """Yields batches of a loader without an exact length: the next batch is read, unprepared, to know which is the last."""
         batches = self._open(total, counted=False, ahead=1)
         for number, (raw, last) in enumerate(self._read_ahead(batches, 1), self._skipped + 1):
@@ -234,8 +236,8 @@ class Feed:
             yield batch
 
     def _open(
-        self, total: float, *, counted: bool, ahead: int, prepare: Callable[[Any], Any] | None = None
-    ) -> Iterator[Any]:
+        self, total: float, *, counted: bool, ahead: int, prepare: Callable[[Batch], Batch] | None = None
+    ) -> Iterator[Batch]:
         """Opens the loader and returns its batches, prepared by ``prepare``.
 
         A resumed pass leaves every generator as it is: an uninterrupted run consumed the RNG draws of opening, skipped and
@@ -302,7 +304,7 @@ class Feed:
             return self._combined.starting_at(self._entered)
         return without_first(self._combined.batches(), batches)
 
-    def _checked(self, total: float, *, counted: bool, prepare: Callable[[Any], Any] | None) -> Iterator[Any]:
+    def _checked(self, total: float, *, counted: bool, prepare: Callable[[Batch], Batch] | None) -> Iterator[Batch]:
         """Returns at most ``total`` batches; raises if fewer come than ``len()`` announced, or if the iterator is used up."""
         source = self._source
         if total < math.inf:
@@ -319,7 +321,7 @@ class Feed:
             batches = map(prepare, batches)
         return itertools.chain(batches, self._check_count(counter, total if counted else 0))
 
-    def _first_of(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _first_of(self, source: Iterator[Batch]) -> Iterator[Batch]:
         """Yields the first batch of a pass; records the position before it, with the RNG draws of the pass's order."""
         for batch in itertools.islice(source, 1):  # reading the first batch draws the order
             if self._combined is None:
@@ -328,7 +330,7 @@ class Feed:
                 self._first_positions = list(self._source.positions(0))
             yield batch
 
-    def _last_of_limit(self, read: int) -> Iterator[Any]:
+    def _last_of_limit(self, read: int) -> Iterator[Batch]:
         """Yields the last batch of a pass that a limit ends; nothing if the loader is already exhausted."""
         self._limit_snapshot = self._snapshot(read)
         batch = next(self._source, _END)
@@ -338,7 +340,7 @@ class Feed:
             self._limit_snapshot = None
             self._ends_with_loader = True
 
-    def _check_count(self, counter: Iterator[int], announced: float) -> Iterator[Any]:
+    def _check_count(self, counter: Iterator[int], announced: float) -> Iterator[Batch]:
         """Yields no batch; checks after the last one how many there were."""
         count = next(counter)
         if count < announced:
@@ -353,7 +355,7 @@ class Feed:
             )
         yield from ()
 
-    def _read_ahead(self, batches: Iterator[Any], ahead: int) -> Iterator[tuple[Any, bool]]:
+    def _read_ahead(self, batches: Iterator[Batch], ahead: int) -> Iterator[tuple[Any, bool]]:
         """Yields (batch, whether it is the last), reading ``ahead`` batches ahead; raises an error in place of its batch."""
         queue = self._queue
         read = len(queue)  # a resumed pass has read batches in _open
@@ -374,7 +376,7 @@ class Feed:
         if failure is not None:
             raise failure
 
-    def _read(self, batches: Iterator[Any], read: int) -> None:
+    def _read(self, batches: Iterator[Batch], read: int) -> None:
         """Reads one batch into the queue, with the snapshot after the ``read`` batches before it, unless a count is enough."""
         # The first batch needs none: the position before it is the one that the pass was entered at.
         snapshot = self._snapshot(read) if read and not self.counts_alone else {}
@@ -402,7 +404,7 @@ class Feed:
 
     # -- the resume point --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, batches: int, *, within: bool = False) -> dict[str, Any]:
+    def state_dict(self, batches: int, *, within: bool = False) -> StateDict:
         """Returns the resume point after ``batches`` batches of the pass, on this rank.
 
         0 batches: the resume point is between two passes; with ``within``, it is in the pass whose order is drawn and whose first
@@ -411,7 +413,7 @@ class Feed:
         if self._loaded is not None and batches:
             return self._loaded
         samplers = map(own_sampler, self._members)
-        state: dict[str, Any] = {
+        state: StateDict = {
             "batches": batches,
             "generators": states_of(generators_of(self._members)),
             "orders": [None if sampler is None else sampler.order.state_dict() for sampler in samplers],
@@ -452,7 +454,7 @@ class Feed:
             return [position_of(self._loader, self._entered[0], read)]
         return self._entered if self._source is None else list(self._source.positions(read))
 
-    def load_state_dict(self, state: dict[str, Any]) -> int:
+    def load_state_dict(self, state: StateDict) -> int:
         """Makes the next pass begin at ``state``; returns the number of batches before it, in this run's batch size."""
         restore_states(generators_of(self._members), state["generators"])
         positions = state["positions"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
@@ -12,10 +12,13 @@ from fabricamp.data.samplers import EvalSampler, TrainSampler
 from fabricamp.errors import ArgumentTypeError, ConfigError, DistributedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sized
+
+    from fabricamp._utils.types import Loader
     from fabricamp.strategies.base import Strategy
 
 
-def loader_length(loader: Any, name: str) -> int | float:
+def loader_length(loader: Loader, name: str) -> int | float:
     """Returns the number of batches, inf for a loader without a length; raises if there are none or if it is no loader.
 
     ``name`` is the argument for the error message (``train_dataloaders``, ``val_dataloaders`` ...).  Returns 0 only for an
@@ -33,15 +36,15 @@ def loader_length(loader: Any, name: str) -> int | float:
     return length
 
 
-def known_length(loader: Any) -> int | float:
-    """Returns ``len(loader)``; inf if it has none."""
+def known_length(loader: object) -> int | float:
+    """Returns ``len(loader)``, of a loader or a dataset; inf if it has none."""
     try:
-        return len(loader)
+        return len(cast("Sized", loader))
     except (TypeError, NotImplementedError):
         return math.inf
 
 
-def batch_sizes(loader: Any) -> list[int] | None:
+def batch_sizes(loader: Loader) -> list[int] | None:
     """Returns the batch size of each loader that ``loader`` is combined from; None if any of them is unknown."""
     sizes = []
     for member in getattr(loader, "flattened", [loader]):
@@ -53,7 +56,7 @@ def batch_sizes(loader: Any) -> list[int] | None:
     return sizes or None
 
 
-def check_limit(limit: Any, name: str, *, optional: bool = False) -> int | float | None:
+def check_limit(limit: object, name: str, *, optional: bool = False) -> int | float | None:
     """Returns ``limit``; raises :class:`ConfigError` unless it is a number of batches (int) or a fraction (float)."""
     if limit is None and optional:
         return None
@@ -91,7 +94,7 @@ def limit_batches(length: float, limit: float, name: str) -> int | float:
     return wanted
 
 
-def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: Any = None) -> None:
+def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: Loader | None = None) -> None:
     """Raises :class:`DistributedError` on every rank if the ranks would train on different numbers of batches.
 
     With ``loader``, also if its :class:`TrainSampler` has another number of samples or another seed on another rank.
@@ -118,7 +121,7 @@ def check_equal_lengths(strategy: Strategy, length: float, name: str, loader: An
         )
 
 
-def _check_iterable(loader: Any, name: str) -> None:
+def _check_iterable(loader: object, name: str) -> None:
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise ArgumentTypeError(
             f"{name}: {type(loader).__name__} is a dataset; wrap it: DataLoader(dataset, batch_size=...)"
@@ -131,7 +134,7 @@ def _check_iterable(loader: Any, name: str) -> None:
         )
 
 
-def _all_elsewhere(loader: Any) -> bool:
+def _all_elsewhere(loader: Loader) -> bool:
     sampler = getattr(loader, "sampler", None)
     return isinstance(sampler, EvalSampler) and sampler.dataset_size > 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import (
@@ -29,14 +29,16 @@ from fabricamp.errors import ConfigError
 from fabricamp.rng import seed_worker, seeds_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sized
+
+    from fabricamp._utils.types import Loader
 
 MOST_AHEAD = 2
 """The largest number of batches that are read and moved ahead of the current step."""
 
 
 def wire_loader(
-    loader: Any,
+    loader: Loader,
     *,
     train: bool,
     rank: int,
@@ -88,6 +90,7 @@ def wire_loader(
     if sampler is None and overfit:
         sampler = _in_order(loader, overfit, speaks=rank == 0)
     if sampler is not None:  # a DataLoader to rebuild
+        assert isinstance(loader, DataLoader)
         new_sampler: TrainSampler | EvalSampler
         if train:
             new_sampler = _train_sampler(
@@ -105,7 +108,9 @@ def wire_loader(
             return loader
         else:
             block = (loader.batch_size or 1) if in_batches else 1
-            new_sampler = EvalSampler(len(loader.dataset), rank=data_rank, world_size=data_ranks, block=block)
+            new_sampler = EvalSampler(
+                len(cast("Sized", loader.dataset)), rank=data_rank, world_size=data_ranks, block=block
+            )
         return _rebuilt(loader, new_sampler, rank, device)
     if per_sample_seed and train:
         raise ConfigError(
@@ -124,7 +129,7 @@ def wire_loader(
     return loader
 
 
-def set_epoch(loader: Any, epoch: int) -> None:
+def set_epoch(loader: Loader, epoch: int) -> None:
     """Calls ``set_epoch`` on the loader, its samplers, batch samplers and datasets, on those that have it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [loader, batch_sampler, getattr(batch_sampler, "sampler", None)]
@@ -138,7 +143,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
             set_epoch(member, epoch)
 
 
-def set_sampler_epoch(loader: Any, epoch: int) -> None:
+def set_sampler_epoch(loader: Loader, epoch: int) -> None:
     """Calls ``set_epoch`` on the samplers of ``loader`` alone: an evaluation may shuffle, but reads the same data each time."""
     for leaf in leaves_of(loader):
         samplers = [getattr(leaf, "sampler", None), getattr(getattr(leaf, "batch_sampler", None), "sampler", None)]
@@ -148,7 +153,7 @@ def set_sampler_epoch(loader: Any, epoch: int) -> None:
                 own_set_epoch(epoch)
 
 
-def release_workers(loader: Any) -> None:
+def release_workers(loader: Loader) -> None:
     """Ends the persistent workers of ``loader``; its next pass starts new ones."""
     if isinstance(loader, CombinedLoader):
         for member in loader.members:
@@ -157,14 +162,14 @@ def release_workers(loader: Any) -> None:
         loader._iterator = None
 
 
-def draw_a_pass(loader: Any) -> None:
+def draw_a_pass(loader: Loader) -> None:
     """Consumes the random numbers that the beginning of a pass consumes: torch's base seed of the workers, for each DataLoader."""
     for leaf in leaves_of(loader):
         if isinstance(leaf, DataLoader):
             draw_seed(leaf)
 
 
-def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
+def _plain_sampler(loader: Loader) -> RandomSampler | SequentialSampler | None:
     """Returns the sampler to replace: torch's Random- or SequentialSampler over the complete dataset; None for any other."""
     if type(loader) is not DataLoader:
         return None
@@ -177,7 +182,7 @@ def _plain_sampler(loader: Any) -> RandomSampler | SequentialSampler | None:
     return sampler if len(sampler.data_source) == len(loader.dataset) else None
 
 
-def _in_order(loader: Any, overfit: float, *, speaks: bool) -> SequentialSampler | None:
+def _in_order(loader: Loader, overfit: float, *, speaks: bool) -> SequentialSampler | None:
     """Returns a sampler in the order of the dataset, to replace the loader's own sampler; None if the loader does not shuffle.
 
     ``speaks`` reports the replacement.  Raises :class:`ConfigError` for a loader that may shuffle and cannot be rebuilt.
@@ -306,13 +311,13 @@ def _can_persist(loader: DataLoader[Any]) -> bool:
     return loader.num_workers > 0 and not knows_epoch and loader.collate_fn is default_collate
 
 
-def _kind(loader: Any) -> str:
+def _kind(loader: Loader) -> str:
     """Returns the type names of ``loader``, its dataset and its sampler, for messages."""
     parts = [getattr(loader, "dataset", None), getattr(loader, "sampler", None)]
     return " with ".join(type(part).__name__ for part in (loader, *parts) if part is not None)
 
 
-def _share_out(loader: Any, rank: int, world_size: int, *, train: bool) -> bool:
+def _share_out(loader: Loader, rank: int, world_size: int, *, train: bool) -> bool:
     """Sets this rank's share of a :class:`Sharded` or :class:`LengthGroups` in ``loader``; returns whether there is one."""
     for part in (getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)):
         if isinstance(part, Sharded | LengthGroups):
@@ -321,7 +326,7 @@ def _share_out(loader: Any, rank: int, world_size: int, *, train: bool) -> bool:
     return False
 
 
-def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: bool) -> None:
+def _say_used_as_it_is(loader: Loader, *, unshared: bool, overfit: bool, train: bool) -> None:
     dataset = getattr(loader, "dataset", None)
     if unshared and not train and isinstance(loader, DataLoader) and isinstance(dataset, IterableDataset):
         # In training, look_for_doubles compares the first batches of the ranks.
@@ -342,7 +347,7 @@ def _say_used_as_it_is(loader: Any, *, unshared: bool, overfit: bool, train: boo
         )
 
 
-def _shards_itself(loader: Any) -> bool:
+def _shards_itself(loader: Loader) -> bool:
     """Whether one of the loader's samplers seems to shard by rank."""
     parts = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     parts += [getattr(part, "sampler", None) for part in parts]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import RandomSampler
+
+from fabricamp._utils.types import StateDict
 
 DRAWN = "drawn"
 SEEDED = "seeded"
@@ -56,11 +58,11 @@ class SeededOrder:
     def enter(self, start: int, draws: Sequence[Draw]) -> None:
         """Does nothing: the order follows from the epoch alone."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state with which another process can continue in this order."""
         return {"rule": self.rule, "seed": self.seed}
 
-    def load_state_dict(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
+    def load_state_dict(self, state: StateDict, draws: Sequence[Draw] = ()) -> None:
         """Restores the state that :meth:`state_dict` returned."""
         self.seed = int(state["seed"])
 
@@ -156,7 +158,7 @@ class DrawnOrder:
         if self._entered and self._apart is not None:
             self._apart = self._entered[0].state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state with which another process can continue in this order."""
         return {
             "rule": self.rule,
@@ -164,7 +166,7 @@ class DrawnOrder:
             "state": self._generator.get_state() if self._apart is None else self._apart,
         }
 
-    def load_state_dict(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
+    def load_state_dict(self, state: StateDict, draws: Sequence[Draw] = ()) -> None:
         """Restores the state that :meth:`state_dict` returned in a pass with the recorded ``draws``, except for the generator.
 
         The run restores the generator with all others.  If a single process drew the pass and several ranks resume it, the draws

@@ -19,13 +19,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from fabricamp._utils.types import Batch, Loader, StateDict
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.orders import Draw
 from fabricamp.data.resident import ResidentLoader
@@ -40,28 +41,28 @@ BEGUN = "begun"
 # -- how a position in a loader can be reached -----------------------------------------------------------------------------------
 
 
-def own_sampler(loader: Any) -> TrainSampler | None:
+def own_sampler(loader: Loader) -> TrainSampler | None:
     """Returns the loader's :class:`TrainSampler`, with which a pass can begin at any position; None if it has none."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, TrainSampler) else None
 
 
-def is_enterable(loader: Any) -> bool:
+def is_enterable(loader: Loader) -> bool:
     """Whether a pass can begin at any position without reading the batches before it."""
     return own_sampler(loader) is not None or _groups_of(loader) is not None
 
 
-def _groups_of(loader: Any) -> LengthGroups | None:
+def _groups_of(loader: Loader) -> LengthGroups | None:
     batch_sampler = getattr(loader, "batch_sampler", None)
     return batch_sampler if type(loader) is DataLoader and isinstance(batch_sampler, LengthGroups) else None
 
 
-def is_stateful(loader: Any) -> bool:
+def is_stateful(loader: Loader) -> bool:
     """Whether ``loader`` keeps its own position: it or its stream has ``state_dict`` and ``load_state_dict``."""
     return _stateful_part(loader) is not None
 
 
-def _stateful_part(loader: Any) -> Any:
+def _stateful_part(loader: Loader) -> Any:
     parts = [loader]
     # With workers, the copies of the stream are in their processes, and their positions are not known here.
     if isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
@@ -72,32 +73,33 @@ def _stateful_part(loader: Any) -> Any:
     return None
 
 
-def continues_after_limit(loader: Any) -> bool:
+def continues_after_limit(loader: Loader) -> bool:
     """Whether the next pass may continue where a limit ended the one before, as with a stream."""
     return is_stateful(loader) and own_sampler(loader) is None
 
 
-def is_read_past(loader: Any) -> bool:
+def is_read_past(loader: Loader) -> bool:
     """Whether a position in ``loader`` can only be reached by reading the batches before it."""
     return not is_enterable(loader) and not is_stateful(loader) and type(loader) not in (list, tuple)
 
 
-def draws_while_reading(loader: Any) -> bool:
+def draws_while_reading(loader: Loader) -> bool:
     """Whether reading a batch may consume random numbers of this process, and a resumed pass can repeat these draws."""
     if not is_enterable(loader):
         return is_stateful(loader)
     if isinstance(loader, ResidentLoader):
         return loader.transform is not None
-    draws_nothing = isinstance(loader.dataset, TensorDataset | SeededDataset) and loader.collate_fn is default_collate
-    return loader.num_workers == 0 and not draws_nothing
+    plain = cast("DataLoader[Batch]", loader)  # as every other loader with a sampler of fabricamp's
+    draws_nothing = isinstance(plain.dataset, TensorDataset | SeededDataset) and plain.collate_fn is default_collate
+    return plain.num_workers == 0 and not draws_nothing
 
 
 # -- the position ----------------------------------------------------------------------------------------------------------------
 
 
-def position_of(loader: Any, entered: dict[str, Any], read: int) -> dict[str, Any]:
+def position_of(loader: Loader, entered: StateDict, read: int) -> StateDict:
     """Returns the position of a pass that began at ``entered`` and has yielded ``read`` batches since."""
-    position: dict[str, Any] = {"batches": entered.get("batches", 0) + read}
+    position: StateDict = {"batches": entered.get("batches", 0) + read}
     sampler = own_sampler(loader)
     if sampler is not None:
         position["samples"] = entered.get("samples", 0) + read * _samples_of_a_batch(loader, sampler)
@@ -112,12 +114,12 @@ def position_of(loader: Any, entered: dict[str, Any], read: int) -> dict[str, An
     return position
 
 
-def draws_of(position: dict[str, Any]) -> list[Draw]:
+def draws_of(position: StateDict) -> list[Draw]:
     """Returns the RNG draws in ``position`` that the order of the pass came from."""
     return [Draw(**draw) for draw in position.get("draws", ())]
 
 
-def enter(loader: Any, position: dict[str, Any]) -> int:
+def enter(loader: Loader, position: StateDict) -> int:
     """Makes the next pass over ``loader`` begin at ``position``.
 
     Returns how many batches the caller has to read and drop for it.
@@ -145,7 +147,7 @@ def enter(loader: Any, position: dict[str, Any]) -> int:
     return 0
 
 
-def batches_before(loader: Any, position: dict[str, Any]) -> int:
+def batches_before(loader: Loader, position: StateDict) -> int:
     """Returns the number of ``loader``'s batches before ``position``, also for one from another batch size or world size."""
     sampler = own_sampler(loader)
     groups = _groups_of(loader)
@@ -159,31 +161,33 @@ def batches_before(loader: Any, position: dict[str, Any]) -> int:
     else:
         return int(position.get("batches", 0))
     # The loader's own len() counts: it leaves out what is before the start.
-    whole = len(loader)
+    sized = cast("Sized", loader)
+    whole = len(sized)
     present_start = order.start
     order.start = start
-    left = len(loader)
+    left = len(sized)
     order.start = present_start
     return whole - left
 
 
-def _samples(loader: Any, sampler: TrainSampler, position: dict[str, Any]) -> int:
+def _samples(loader: Loader, sampler: TrainSampler, position: StateDict) -> int:
     """Returns the number of samples before ``position``; another program's checkpoint may only have the number of batches."""
     return int(position.get("samples", position.get("batches", 0) * _samples_of_a_batch(loader, sampler)))
 
 
-def _samples_of_a_batch(loader: Any, sampler: TrainSampler) -> int:
-    return (loader.batch_size or 1) * sampler.world_size
+def _samples_of_a_batch(loader: Loader, sampler: TrainSampler) -> int:
+    batch_size = cast("DataLoader[Batch]", loader).batch_size
+    return (batch_size or 1) * sampler.world_size
 
 
-def _batches_of_all_ranks(groups: LengthGroups, position: dict[str, Any]) -> int:
+def _batches_of_all_ranks(groups: LengthGroups, position: StateDict) -> int:
     return int(position.get("batches_of_all_ranks", position.get("batches", 0) * groups.num_replicas))
 
 
 # -- the opening and the end of a pass -------------------------------------------------------------------------------------------
 
 
-def begin(loader: Any, *, again: bool) -> Any:
+def begin(loader: Loader, *, again: bool) -> Any:
     """Returns a new pass over ``loader``; ``again``: the run has begun an earlier pass, in this or in an earlier process.
 
     Torch draws a seed when it starts workers.  Persistent workers that a resumed run starts again draw none from the run's
@@ -207,10 +211,10 @@ def begin(loader: Any, *, again: bool) -> Any:
         loader.generator = generator
 
 
-def keeps_workers(loader: Any) -> bool:
+def keeps_workers(loader: Loader) -> TypeGuard[DataLoader[Batch]]:
     """Whether a loader's workers persist across epochs because each sample is seeded by itself."""
     sampler = own_sampler(loader)
-    return sampler is not None and sampler.tags and bool(loader.persistent_workers)
+    return sampler is not None and sampler.tags and cast("DataLoader[Batch]", loader).persistent_workers
 
 
 def draw_seed(loader: DataLoader[Any]) -> None:
@@ -224,10 +228,10 @@ def without_first(batches: Any, unread: int) -> Any:
     return batches
 
 
-def end_workers(loader: Any, batches: Any) -> None:
+def end_workers(loader: Loader, batches: object) -> None:
     """Ends the workers of one pass now, unless they are persistent: a kept traceback would keep them from the garbage collector."""
     shut_down = getattr(batches, "_shutdown_workers", None)
-    if shut_down is not None and not loader.persistent_workers:
+    if shut_down is not None and not cast("DataLoader[Batch]", loader).persistent_workers:
         shut_down()
 
 

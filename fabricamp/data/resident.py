@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fabricamp._utils.containers import CONTAINERS, tensors_within, with_parts
 from fabricamp._utils.keywords import NamesKeywords
+from fabricamp._utils.types import Batch, Loader
 from fabricamp.arguments.checks import check_count, check_number
 from fabricamp.data.orders import SeededOrder
 from fabricamp.data.samplers import EvalSampler, TrainSampler
@@ -95,7 +96,7 @@ class ResidentLoader(NamesKeywords):
         samples = len(self.sampler) + (0 if self.drop_last else self.batch_size - 1)
         return samples // self.batch_size
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         gather = _gatherer(self._data())
         indices = self.sampler.indices()
         size = self.batch_size
@@ -124,7 +125,7 @@ class ResidentLoader(NamesKeywords):
         return self._placed[self._device]
 
 
-def is_resident(loader: Any) -> bool:
+def is_resident(loader: Loader) -> bool:
     """Whether ``loader`` is a ResidentLoader, or a combined loader of only these."""
     members = getattr(loader, "flattened", [loader])
     return all(isinstance(member, ResidentLoader) for member in members)
@@ -155,11 +156,11 @@ def _gathered(data: Tensor, indices: Tensor, size: int) -> Sequence[Tensor]:
     return [samples] if len(indices) <= size else samples.unsafe_split(size)  # autograd does not track them as views
 
 
-def _batch_of(data: Any, indices: Tensor) -> Any:
+def _batch_of(data: object, indices: Tensor) -> Any:
     return with_parts(data, lambda part: _gatherer(part)(indices, len(indices))[0])
 
 
-def _checked(value: Any) -> Any:
+def _checked(value: object) -> Any:
     """Returns ``value``; raises unless it is a tensor with samples along its first dimension, or a collection of these."""
     if not isinstance(value, Tensor):
         if isinstance(value, CONTAINERS) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
@@ -182,7 +183,7 @@ def _checked(value: Any) -> Any:
     return value
 
 
-def _common_size(data: Any) -> int:
+def _common_size(data: object) -> int:
     sizes = [len(tensor) for tensor in tensors_within(data)]
     if not sizes:
         raise ConfigError("ResidentLoader got no tensor; give at least one")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
+from fabricamp._utils.types import StateDict
 from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, DrawnOrder, Order, numbers
 
 
@@ -68,7 +69,7 @@ class TrainSampler(Sampler[Any]):
         self.resume({"rule": SEEDED, "seed": self._earlier_seed})
         self.read_past = self.order.rule == DRAWN
 
-    def resume(self, state: dict[str, Any], draws: Sequence[Draw] = ()) -> None:
+    def resume(self, state: StateDict, draws: Sequence[Draw] = ()) -> None:
         """Continues with the order that returned ``state``, whatever the number of ranks in that run."""
         order = self._orders.get(state["rule"])
         if order is not None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabricamp._utils.containers import tensors_within
 from fabricamp._utils.keywords import NamesKeywords
+from fabricamp._utils.types import Batch, Loader
 from fabricamp.data.feed import Feed
 from fabricamp.errors import ConfigError
 from fabricamp.strategies.base import Strategy
@@ -41,7 +42,7 @@ class Sharded(NamesKeywords, IterableDataset[Any]):
         self._world_size = 1
         self._whole_rounds = False
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         workers = 1 if info is None else info.num_workers
         worker = 0 if info is None else info.id
@@ -69,7 +70,7 @@ class Sharded(NamesKeywords, IterableDataset[Any]):
         self._whole_rounds = train
 
 
-def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy, *, among_ranks: bool) -> None:
+def look_for_doubles(feed: Feed, loader: Loader, strategy: Strategy, *, among_ranks: bool) -> None:
     """Makes the first pass of ``feed`` raise :class:`ConfigError` if two ranks or two workers begin with the same batch.
 
     Checks streams that are not a :class:`Sharded`.  A batch of all-equal numbers is never counted as the same.  ``among_ranks``:
@@ -84,7 +85,7 @@ def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy, *, among_ranks
     starting_at = feed.starting_at
     is_first = True
 
-    def first_pass(count: int) -> Iterator[Any]:
+    def first_pass(count: int) -> Iterator[Batch]:
         nonlocal is_first
         if not is_first:
             return starting_at(count)
@@ -95,7 +96,7 @@ def look_for_doubles(feed: Feed, loader: Any, strategy: Strategy, *, among_ranks
     feed.starting_at = first_pass  # type: ignore[method-assign]  # of this instance
 
 
-def _compared(batches: Iterator[Any], workers: int, strategy: Strategy | None, name: str) -> Iterator[Any]:
+def _compared(batches: Iterator[Batch], workers: int, strategy: Strategy | None, name: str) -> Iterator[Batch]:
     """Yields ``batches``, and compares the first one with those of the other ranks and workers."""
     first = next(batches, None)
     digests = [None if first is None else _digest(first)]
@@ -124,7 +125,7 @@ def _doubles(what: str, name: str) -> ConfigError:
     )
 
 
-def _digest(batch: Any) -> bytes | None:
+def _digest(batch: Batch) -> bytes | None:
     """Returns a hash of ``batch``; None if all its numbers are equal or it cannot be pickled."""
     digest = hashlib.sha256()
     tensors = [tensor.detach() for tensor in tensors_within(batch) if tensor.layout is torch.strided]

@@ -17,6 +17,8 @@ from fabricamp.torch_private import stream_in_use
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp._utils.types import Batch
+
 _FLAT: Final = (list, tuple)
 _TENSORS: Final = {Tensor}
 _SMALL: Final = 2**16
@@ -25,7 +27,7 @@ _SMALL: Final = 2**16
 _PLAIN = (str, bytes, int, float, bool, type, type(None))
 
 
-def move_to_device(batch: Any, device: torch.device) -> Any:
+def move_to_device(batch: Batch, device: torch.device) -> Any:
     """Returns ``batch`` with every tensor in it on ``device``; ``batch`` itself if nothing has to move.
 
     Walks mappings, lists, tuples, namedtuples and dataclasses, and keeps their types.  Calls ``to(device)`` on other objects that
@@ -46,13 +48,13 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     return with_parts(batch, functools.partial(move_to_device, device=device))
 
 
-def record_stream(batch: Any, stream: torch.cuda.Stream) -> None:
+def record_stream(batch: Batch, stream: torch.cuda.Stream) -> None:
     """Records for the allocator that ``stream`` uses the tensors in ``batch``, so that their memory is not reused too early."""
     for item in _recordable(batch, set()):
         item.record_stream(stream)
 
 
-def is_small(batch: Any) -> bool:
+def is_small(batch: Batch) -> bool:
     """Whether ``batch`` is a dense CPU tensor, or a flat list, tuple or dict of these, with at most 64 KiB in total."""
     kind = type(batch)
     tensors: Iterable[Any]
@@ -70,7 +72,7 @@ def is_small(batch: Any) -> bool:
     return size <= _SMALL
 
 
-def lies_on_gpu(batch: Any) -> bool:
+def lies_on_gpu(batch: Batch) -> bool:
     """Whether ``batch`` contains a CUDA tensor or an object with ``record_stream``."""
     if type(batch) in (list, tuple):  # a fast path for the usual form: a tenth of the time
         for tensor in batch:
@@ -83,7 +85,7 @@ def lies_on_gpu(batch: Any) -> bool:
     return next(_recordable(batch, set()), None) is not None
 
 
-def _recordable(item: Any, seen: set[int]) -> Iterator[Any]:
+def _recordable(item: object, seen: set[int]) -> Iterator[Any]:
     """Yields the CUDA tensors in ``item``, and objects with their own ``record_stream``."""
     if isinstance(item, Tensor):
         if item.is_cuda:
@@ -99,7 +101,7 @@ def _recordable(item: Any, seen: set[int]) -> Iterator[Any]:
         yield from _recordable(value, seen)
 
 
-def _values_of(item: Any) -> list[Any]:
+def _values_of(item: object) -> list[Any]:
     if isinstance(item, list | tuple):
         return list(item)
     if isinstance(item, Mapping):
@@ -127,7 +129,7 @@ class Staging:
             # What `prepare` reads (a module's buffers) was written on the stream of the step, before its first batch.
             self._side.wait_stream(stream_in_use(self._side.device))
 
-    def put(self, batch: Any) -> list[Any]:
+    def put(self, batch: Batch) -> list[Any]:
         """Prepares a batch; returns a list for :meth:`take`."""
         side = self._side
         prepare = self._prepare

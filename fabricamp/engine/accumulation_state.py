@@ -86,7 +86,7 @@ class AccumulationState(Section):
             return
         assert self.update is not None
         accumulation = loop["accumulation"]
-        if self._strategy.checkpoint_form == "folder":
+        if self._strategy.sharding.shards:
             accumulation = _for_shards(checkpoint, path, self._module, self._strategy)
         problem = _restored(accumulation, self._module, self.update, self._strategy)
         self._state.open_batches = 0 if problem else int(loop["open_batches"])
@@ -106,7 +106,7 @@ def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dic
     accumulation = update.accumulation_state()
     if accumulation is None:
         return None
-    whole = strategy.whole_gradients()
+    whole = strategy.sharding.whole_gradients()
     if whole:  # full gradients that are not scattered to shards yet: each rank has its own, outside of .grad
         return {
             **accumulation,
@@ -164,7 +164,7 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
         ranks = len(accumulation["params_with_grad"])
         # Gradients on the meta device have their values in the folder's shards, not in the file that was read.
         in_shards = any(gradient.is_meta for gradient in accumulation["gradients"].values())
-        whole = strategy.places_of_whole_gradients() if ranks == strategy.world_size else {}
+        whole = strategy.sharding.places_of_whole_gradients() if ranks == strategy.world_size else {}
         if in_shards and whole:
             return {**accumulation, "gradients": sharded_gradients(checkpoint, path, whole), "whole": True}
         averaged = {}
@@ -190,7 +190,7 @@ def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Upda
     parameters: dict[str, Tensor] = dict(module.named_parameters())
     gradients = accumulation["gradients"]
     if accumulation.get("whole"):
-        parameters = strategy.places_of_whole_gradients()
+        parameters = strategy.sharding.places_of_whole_gradients()
     elif not accumulation.get("sharded"):
         gradients = {name: _unstacked(stacked, rank) for name, stacked in gradients.items()}
     for name, gradient in gradients.items():
@@ -202,7 +202,7 @@ def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Upda
         return problem
     strategy.note_window(begun=True)
     if accumulation.get("whole"):
-        strategy.take_whole_gradients(gradients)
+        strategy.sharding.take_whole_gradients(gradients)
         return ""
     names = accumulation["params_with_grad"][strategy.rank] if same_ranks else gradients
     offsets = accumulation.get("offsets", {})

@@ -50,7 +50,7 @@ def resolve_checkpoint(
         _refuse_a_misspelt_word(trainer, ckpt_path)
         begins_anew = ckpt_path is None and trainer.state.fitting
         # With an elastic strategy (``heals``) a restarted replica gets its state from the others.
-        if begins_anew and not trainer.strategy.heals and trainer.local_rank == 0 and restarts():
+        if begins_anew and not trainer.strategy.membership.heals and trainer.local_rank == 0 and restarts():
             _LOG.warning("torchrun has restarted this run from the beginning; ckpt_path='auto' would resume it")
         return ckpt_path, None
     if ckpt_path == "auto" and not trainer.state.fitting:

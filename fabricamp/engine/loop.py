@@ -389,7 +389,7 @@ class TrainingLoop:
     def _finish_last_steps(self) -> None:
         """Waits for the step statuses and logged values of the last steps, and acts on them."""
         if not self.state.should_stop:  # a limit ended the run, which the other ranks have reached too
-            self.parts.strategy.end_steps()
+            self.parts.strategy.membership.end_steps()
         if self.update.overflow_policy is not None:
             self.update.overflow_policy.finish()
         self.metrics.drain()

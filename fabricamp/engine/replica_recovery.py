@@ -33,7 +33,7 @@ def join_groups(
     was given.  Raises :class:`ConfigError` for manual optimization and for ``sync_batchnorm``, which do not work across groups.
     """
     strategy = session.strategy
-    if not strategy.heals:
+    if not strategy.membership.heals:
         return path, checkpoint
     if not session.module.automatic_optimization:
         raise ConfigError(
@@ -54,7 +54,7 @@ def join_groups(
             return _packed({"path": PEER, "checkpoint": _present(session)})
         return _packed({"path": path, "checkpoint": given})
 
-    received = strategy.join(state)
+    received = strategy.membership.join(state)
     runs = True
     if received is None:
         return path, given

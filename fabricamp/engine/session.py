@@ -16,9 +16,9 @@ import torch
 from fabricamp._utils import lightning_alias
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.checkpoint_io import end_plugin, writes_own_files
+from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.packing import described_objects, pack_objects
 from fabricamp.checkpoint.plain import stages_as_text
-from fabricamp.checkpoint.shard_loading import sharded_weights
 from fabricamp.data import draw_a_pass, release_workers, set_epoch, set_sampler_epoch
 from fabricamp.engine.checkpoint_sections import CALLBACKS, POSITION, TRAINING, WEIGHTS_ONLY, record_of
 from fabricamp.engine.compiled import Compilation
@@ -219,8 +219,7 @@ class Session:
         """Reads the checkpoint and loads its weights into the fp32 module, from which master weights are taken."""
         if self.checkpoint is None:
             self.checkpoint = read_together(path, self.strategy, weights_only=weights_only)
-        if self.strategy.checkpoint_form == "folder":
-            self.checkpoint = sharded_weights(self.checkpoint, path, self.module.state_dict())
+        self.checkpoint = form_of(self.strategy).place_weights(self.checkpoint, path, self.module)
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
         call_hook(self.module, "on_load_checkpoint", self.checkpoint)
         # The DataModule's state too: configure_optimizers may ask for loaders, to learn the number of steps.
@@ -545,10 +544,8 @@ class Session:
         if write is None:
             self.strategy.on_rank_zero(lambda: self.delivery.barrier(self.trainer.state.global_step))
             write_together(filepath, checkpoint, self.strategy)
-        elif self.strategy.checkpoint_form == "folder":
-            write(filepath, checkpoint)
         else:
-            self.strategy.on_rank_zero(lambda: write(filepath, checkpoint))
+            form_of(self.strategy).on_writers(self.strategy, lambda: write(filepath, checkpoint))
 
     def _with_objects_pickled(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Returns ``checkpoint`` with its objects pickled on rank 0; the other ranks write sharded tensors alone."""
@@ -592,7 +589,7 @@ class Session:
         give_back(self._channels_last)
         if not failed:
             # An interrupted process has little time left, and a checkpoint: it does not gather full weights.
-            self.strategy.unshard_module(self.module, whole=not self.trainer.state.interrupted)
+            self.strategy.sharding.unshard_module(self.module, whole=not self.trainer.state.interrupted)
         revert_syncbn_model(self.module, self._synchronised_norms)
         if not failed:
             self.metrics.close()

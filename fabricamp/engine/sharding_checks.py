@@ -36,11 +36,12 @@ _REFUSED = {
 
 def shard_module(session: Session, *, filled_later: bool) -> None:
     """Shards the module if the strategy does so, and logs the result; raises :class:`ConfigError` for what cannot be sharded."""
-    if session.strategy.checkpoint_form != "folder":
+    sharding = session.strategy.sharding
+    if not sharding.shards:
         return
     _check(session)
     plan = _plan(session, filled_later=filled_later)
-    session.run_summary.say(session.strategy.shard_module(session.module, plan))
+    session.run_summary.say(sharding.shard_module(session.module, plan))
 
 
 def check_saving(session: Session) -> None:
@@ -51,7 +52,7 @@ def check_saving(session: Session) -> None:
             f"save_checkpoint after step {state.global_step}, within a launch of several steps: the weights are those of the "
             "last; let the callback's holds_at return the step, or give CudaGraph(steps=1)"
         )
-    if session.closed and session.strategy.checkpoint_form == "folder":
+    if session.closed and session.strategy.sharding.shards:
         raise CheckpointError(
             f"save_checkpoint after a run with strategy={session.strategy.name!r}: its shards were freed at its end; call it "
             "in a hook such as on_fit_end, or use a ModelCheckpoint. On rank 0 the module has the whole weights: "

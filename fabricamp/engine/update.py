@@ -129,14 +129,15 @@ class Update:
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns an epoch's batches for the loop; an elastic strategy (``heals``) begins each step before its batch is read."""
-        return self._beginning_steps(batches) if self._parts.strategy.heals else batches
+        return self._beginning_steps(batches) if self._parts.strategy.membership.heals else batches
 
     def _beginning_steps(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Lets the strategy begin each step before its first batch is read, when the run's state is as in a checkpoint."""
+        membership = self._parts.strategy.membership
         end = object()
         while True:
             if self._state.open_batches == 0 and not self._parts.feed.last:
-                self._parts.strategy.begin_step()
+                membership.begin_step()
             batch = next(batches, end)
             if batch is end:
                 return

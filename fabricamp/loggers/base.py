@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fabricamp._utils.types import StateDict
+
 
 class Logger(NamesKeywords):
     """Logs the values of each flush; called on rank 0 only (:meth:`join` on every rank), never in the middle of a step.
@@ -107,11 +109,11 @@ class Logger(NamesKeywords):
         threads.  A checkpoint waits for at most 30 seconds, then is written anyway.
         """
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the position in the log, for a checkpoint, as plain values."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Removes the values logged after that position, if ``state_dict`` is from this log."""
 
     def finalize(self, status: str) -> None:

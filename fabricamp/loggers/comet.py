@@ -23,6 +23,8 @@ from fabricamp.loggers.write_queue import Call, WriteQueue
 if TYPE_CHECKING:
     from torch import nn
 
+    from fabricamp._utils.types import StateDict
+
 __all__ = ["CometLogger"]
 
 LAST_SECONDS = 30.0
@@ -141,11 +143,11 @@ class CometLogger(Logger):
         """Adopts rank 0's key."""
         self._experiment_key = identity
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the experiment's key."""
         return {"experiment_key": self._experiment_key}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Sets the key in ``state_dict``, to continue its experiment, if no key was given and no experiment is open yet."""
         key = state_dict.get("experiment_key")
         if key and not self._given and self._experiment is None:
@@ -241,11 +243,11 @@ class CometLogger(Logger):
 
     # -- pickles -----------------------------------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         own = ("_lock", "_queue", "_process")  # see _set_up_process
         return {name: value for name, value in self.__dict__.items() if name not in own} | {"_experiment": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         self._set_up_process()
 

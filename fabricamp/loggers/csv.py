@@ -7,9 +7,9 @@ import io
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fabricamp._utils.files import sync
+from fabricamp._utils.types import StateDict
 from fabricamp.loggers.append_file import AppendFile
 from fabricamp.loggers.row_file import Content, RowFileLogger, Rows
 
@@ -50,7 +50,7 @@ class CSVLogger(RowFileLogger):
     def _extent(self, content: Content, rows: Rows) -> dict[str, int]:
         return {"rows": content.rows + len(rows)}
 
-    def _take_back(self, content: Content, state_dict: dict[str, Any]) -> None:
+    def _take_back(self, content: Content, state_dict: StateDict) -> None:
         if content.rows <= state_dict["rows"]:
             return
         rows = _read(self.metrics_file)[1][: state_dict["rows"]]

@@ -19,10 +19,10 @@ class Silent:
         """Does nothing."""
         return self
 
-    def __getitem__(self, key: Any) -> Silent:
+    def __getitem__(self, key: object) -> Silent:
         return self
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         """Keeps nothing."""
 
 

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from fabricamp._utils.types import StateDict
 from fabricamp.loggers.row_file import STEP, Content, RowFileLogger, Rows
 
 
@@ -46,7 +47,7 @@ class JSONLinesLogger(RowFileLogger):
     def _extent(self, content: Content, rows: Rows) -> dict[str, int]:
         return {"bytes": content.size + len(_text(rows))}
 
-    def _take_back(self, content: Content, state_dict: dict[str, Any]) -> None:
+    def _take_back(self, content: Content, state_dict: StateDict) -> None:
         size = state_dict["bytes"]
         if content.size > size and zlib.crc32(self.metrics_file.read_bytes()[:size]) == state_dict["digest"]:
             os.truncate(self.metrics_file, size)

@@ -12,6 +12,8 @@ from fabricamp.loggers.base import Logger
 if TYPE_CHECKING:
     from torch import nn
 
+    from fabricamp._utils.types import StateDict
+
 BARRIER_SECONDS = 30.0
 """How long a checkpoint waits for the loggers."""
 
@@ -52,7 +54,7 @@ class LoggerCollection:
             with logger.trouble.guard():
                 logger.log_hyperparams(params)
 
-    def after_save_checkpoint(self, checkpoint_callback: object) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Notifies every logger of a ModelCheckpoint's new file."""
         for logger in self._loggers:
             with logger.trouble.guard():
@@ -62,7 +64,7 @@ class LoggerCollection:
         """Returns the position in each log."""
         states = []
         for logger in self._loggers:
-            state: dict[str, Any] = {}
+            state: StateDict = {}
             with logger.trouble.guard():
                 state = logger.state_dict()
             states.append({"logger": type(logger).__qualname__, "state": state})

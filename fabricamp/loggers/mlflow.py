@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fabricamp._utils.say_once import say_once
+from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import plain
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger, give_numbers_of_its_own
@@ -162,11 +163,11 @@ class MLFlowLogger(Logger):
             self._made = False
             self._asked = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the run's id."""
         return {"run_id": self._run_id} if self._run_id is not None and writes() else {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continues that run, if it is in this experiment and no ``run_id`` was given."""
         run_id = state_dict.get("run_id")
         if run_id is not None and run_id != self._run_id and not self._given and writes():
@@ -341,11 +342,11 @@ class MLFlowLogger(Logger):
             steps = [item.step for item in items if isinstance(item, _Item) and item.metrics]
             self.trouble.lose(len(steps), steps)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         own = ("_mlflow_client", "_lock", "_queue", "_begun")  # one of each per process
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         self._clear()
 

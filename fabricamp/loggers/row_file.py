@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from fabricamp._utils.types import StateDict
 from fabricamp.arguments.checks import check_number
 from fabricamp.loggers.append_file import AppendFile
 from fabricamp.loggers.dummy import Silent
@@ -33,7 +34,7 @@ class Content(NamedTuple):
         return Content(self.rows + len(rows), size, digest, (min(steps), max(steps)) if steps else ())
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """Converts a tensor or an array of one value, or a flag, to a number."""
     number: Any = value.item() if hasattr(value, "item") else value
     return float(number) if isinstance(number, bool) else number
@@ -90,14 +91,14 @@ class RowFileLogger(RunFolderLogger):
             queue.write_soon()
             queue.report(self.trouble)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the length of the log, in the file and in memory, and its digest."""
         if not writes():
             return {}
         content, rows = self._backlog.state()
         return {**self._extent(content, rows), "digest": self._digest(rows, content.digest)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Drops the rows after ``state_dict``, if the file begins with its rows: the resumed run logs the others again."""
         if state_dict and writes():
             self._backlog.update_position(lambda: self._cut(state_dict), patient=True)
@@ -151,7 +152,7 @@ class RowFileLogger(RunFolderLogger):
         self._look()
         self._file.sync()
 
-    def _cut(self, state_dict: dict[str, Any]) -> Content:
+    def _cut(self, state_dict: StateDict) -> Content:
         self._take_back(self._look(), state_dict)
         return self._look()
 
@@ -163,7 +164,7 @@ class RowFileLogger(RunFolderLogger):
         """Appends ``rows`` to the file."""
         raise NotImplementedError
 
-    def _take_back(self, content: Content, state_dict: dict[str, Any]) -> None:
+    def _take_back(self, content: Content, state_dict: StateDict) -> None:
         """Cuts the file to the length in ``state_dict`` (see :meth:`_extent`), if its beginning has the same digest."""
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ import torch
 
 from fabricamp._utils.files import replace_text
 from fabricamp._utils.first_rank import started_rank
+from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import plain, storage
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
@@ -204,10 +205,10 @@ class RunFolderLogger(Logger):
 
         self._backlog.call_soon(write)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**self.__dict__, "_waiting": self._waiting.unrequested()}  # one thread per process
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         root = self.__dict__.pop("_root", None)
         if root is not None:  # a pickle of version 0.1.0, whose root includes the name
@@ -248,7 +249,7 @@ def flattened(params: Mapping[str, Any], above: str = "") -> dict[str, bool | fl
     return flat
 
 
-def showable(value: Any) -> Any:
+def showable(value: object) -> Any:
     """Converts ``value`` to YAML's types; values of other types become their ``str``."""
     if isinstance(value, dict):
         return {key if isinstance(key, str | int) else str(key): showable(item) for key, item in value.items()}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.tensorboard import SummaryWriter
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.loggers.event_file import EventFile
 
 _OWN = ("save_dir", "name", "version", "log_graph", "prefix", "default_hp_metric", "sub_dir")
@@ -156,7 +157,7 @@ class TensorBoardLogger(RunFolderLogger):
             for submodule, training in modes:
                 submodule.training = training
 
-    def _trace(self, model: nn.Module, inputs: Any) -> None:
+    def _trace(self, model: nn.Module, inputs: object) -> None:
         kind = next((parameter.device.type for parameter in model.parameters()), "cpu")
         autocast: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         with torch.autocast(kind, **autocast, cache_enabled=False):  # a trace cannot hold cached weights
@@ -185,7 +186,7 @@ class TensorBoardLogger(RunFolderLogger):
         """Logs a text, shown as Markdown."""
         self.experiment.add_text(name, text, step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the event file's name and its length in bytes, including events that wait in memory."""
         _ = self.experiment
         if self._file is None:
@@ -194,7 +195,7 @@ class TensorBoardLogger(RunFolderLogger):
         files: Any = importlib.import_module("fabricamp.loggers.event_file")
         return {"file": position.file, "bytes": position.bytes + sum(map(files.size_of, waiting))}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Hides the events after that position in this folder; the hyper-parameters are there already."""
         if not state_dict or not writes():
             return
@@ -245,5 +246,5 @@ class TensorBoardLogger(RunFolderLogger):
         self._writer = None
         self._file = None  # one file per process
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), "_writer": None, "_file": None}

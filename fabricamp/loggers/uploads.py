@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from fabricamp._utils.types import StateDict
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.logger_errors import LoggerErrors
 from fabricamp.loggers.write_queue import WriteQueue
@@ -58,7 +59,7 @@ class Uploads:
         self._done: dict[str, int] = {}
         self._clear()
 
-    def after_save(self, callback: Any, errors: LoggerErrors) -> None:
+    def after_save(self, callback: object, errors: LoggerErrors) -> None:
         """Records that ``callback`` has a new file; with "all" queues the file."""
         if not self.when:
             return
@@ -77,7 +78,7 @@ class Uploads:
         queue.close(UPLOAD_SECONDS if succeeded else LAST_SECONDS)
         queue.report(errors)
 
-    def _put(self, callback: Any) -> None:
+    def _put(self, callback: object) -> None:
         for saved in self._not_uploaded(callback):
             self._done[saved.path] = saved.changed_at
             self._queue.put(saved)
@@ -101,11 +102,11 @@ class Uploads:
         self._callbacks: dict[int, Any] = {}
         self._queue: WriteQueue[Saved] = WriteQueue(self._send, most_at_once=1)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         own = ("_callbacks", "_queue")  # of this process only
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         self._clear()
 

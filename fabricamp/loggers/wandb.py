@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.loggers.uploads import Saved
 
 LAST_SECONDS = 30.0
@@ -248,7 +249,7 @@ class WandbLogger(Logger):
         """Logs videos: arrays or paths; ``kwargs`` are lists with one item per video (``caption``, ``fps``, ``format``)."""
         self._log_media("video", key, videos, step, kwargs)
 
-    def _log_media(self, kind: str, key: str, given: Any, step: int | None, options: dict[str, list[Any]]) -> None:
+    def _log_media(self, kind: str, key: str, given: object, step: int | None, options: dict[str, list[Any]]) -> None:
         """Logs a list of the package's objects of ``kind``: "image", "audio" or "video"."""
         if not isinstance(given, list) or any(len(values) != len(given) for values in options.values()):
             raise ConfigError(
@@ -285,11 +286,11 @@ class WandbLogger(Logger):
         folder: str = found.download(root=None if save_dir is None else str(save_dir))
         return folder
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the run's id."""
         return {"id": self.version}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Continues that run, if no id was given and no run is open yet."""
         if state_dict.get("id") and not self._id_given and self._experiment is None and self._attach_id is None:
             self._id = state_dict["id"]
@@ -390,7 +391,7 @@ class WandbLogger(Logger):
                 self._unreachable = str(error)
             raise ConnectionError(str(error)) from error
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         run = self._experiment  # stays in this process; the other one attaches by its id
         attach_id = self._attach_id if run is None else getattr(run, "_attach_id", None)
         own = {"_experiment": None, "_attach_id": attach_id, "_id": self.version, "_opened_by": None, "_queue": None}

@@ -24,6 +24,7 @@ from fabricamp.state import RunningStage, Scope
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.metrics.slots import Published
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
@@ -366,7 +367,7 @@ class Metrics(Recording):
         self.due = _NOTHING_DUE
         self.take_published(shown, first)
 
-    def state_dict(self, objects: dict[str, Any]) -> dict[str, Any]:
+    def state_dict(self, objects: dict[str, Any]) -> StateDict:
         """Returns this rank's values for a checkpoint; waits for pending flushes, which every rank reads here.
 
         ``objects`` are the torchmetrics objects of the module by name; their own states are saved separately.

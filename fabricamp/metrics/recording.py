@@ -44,7 +44,7 @@ class Recording:
         self._asynchronous = False
         self._keep_outside_graphs: Callable[..., None] | None = None
 
-    def keep(self, call: tuple[Any, ...], value: Any, batch_size: int | None = None) -> None:
+    def keep(self, call: tuple[Any, ...], value: object, batch_size: int | None = None) -> None:
         """Stores ``value`` for the next flush, the end of the epoch, or both; ``call`` has the fields of :class:`Arguments`.
 
         The value is copied without its autograd graph, so it may change after the call.
@@ -90,7 +90,7 @@ class Recording:
             self._asynchronous = table.device.type == "cuda"
         return table
 
-    def _find_slot(self, arguments: Arguments, value: Any, batch_size: int | None) -> Slot:
+    def _find_slot(self, arguments: Arguments, value: object, batch_size: int | None) -> Slot:
         """Returns the slot of a new call, or of a call from another hook or dataloader than before."""
         state = self._state
         check_arguments(arguments, state)
@@ -183,7 +183,7 @@ class Recording:
         else:
             self._keep_number(slot, value, batch_size)
 
-    def _keep_metric(self, slot: Slot, metric: Any) -> None:
+    def _keep_metric(self, slot: Slot, metric: object) -> None:
         if metric is not slot.metric:
             raise _mixed(slot, type(metric))
         if slot.step is not None:

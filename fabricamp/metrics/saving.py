@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fabricamp._utils.types import StateDict
 from fabricamp.errors import CheckpointError
 from fabricamp.metrics.exchange import RankValues
 from fabricamp.metrics.slots import MetricTable, Published
 from fabricamp.metrics.values import is_metric
 
 
-def save_table(table: MetricTable, objects: dict[int, str]) -> dict[str, Any]:
+def save_table(table: MetricTable, objects: dict[int, str]) -> StateDict:
     """Returns the values of ``table``'s cells; ``objects`` names torchmetrics objects by their ids."""
     return {
         "slots": [
@@ -92,7 +93,7 @@ def find_objects(module: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in module.named_modules() if is_metric(part)}
 
 
-def save_objects(objects: dict[str, Any]) -> dict[str, Any]:
+def save_objects(objects: dict[str, Any]) -> StateDict:
     """Returns the states of those ``objects`` that have been updated."""
     return {
         name: {"update_count": metric.update_count, "states": {key: _state(metric, key) for key in metric._defaults}}
@@ -115,7 +116,7 @@ def load_objects(objects: dict[str, Any], states: Sequence[dict[str, Any]]) -> N
         metric._computed = None
 
 
-def _state(metric: Any, key: str) -> Any:
+def _state(metric: object, key: str) -> Any:
     value = getattr(metric, key)
     return list(value) if isinstance(value, list) else value  # copied, because reset() empties the list in place
 

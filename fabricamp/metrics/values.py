@@ -22,6 +22,7 @@ from fabricamp.ops.shards import is_shard, whole
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabricamp._utils.types import Batch
     from fabricamp.metrics.slots import MetricTable, Published
     from fabricamp.state import Scope
 
@@ -51,7 +52,7 @@ def as_scalar(name: str, value: Tensor) -> Tensor:
     return (whole(value) if is_shard(value) else value).reshape(())
 
 
-def plain_value(name: str, value: Any) -> Tensor | float:
+def plain_value(name: str, value: object) -> Tensor | float:
     """Returns ``value`` as a detached 0-dim tensor or as a Python number; raises :class:`ConfigError` for anything else."""
     if isinstance(value, Tensor):
         return as_scalar(name, value)
@@ -95,7 +96,7 @@ def _number_in(name: str, batch_size: Tensor) -> Any:
     return int(number) if float(number).is_integer() else number
 
 
-def tell_of_lengths(name: str, batch: Any) -> None:
+def tell_of_lengths(name: str, batch: Batch) -> None:
     """Warns once if the batch size is ambiguous, because the batch's tensors are not equally long."""
     lengths = {tensor.shape[0] for tensor in tensors_within(batch) if tensor.ndim}
     if len(lengths) > 1:
@@ -105,7 +106,7 @@ def tell_of_lengths(name: str, batch: Any) -> None:
         )
 
 
-def batch_length(name: str, batch: Any) -> int:
+def batch_length(name: str, batch: Batch) -> int:
     """Returns the length of the first tensor in ``batch`` (1 for a 0-dim tensor)."""
     first = batch[0] if type(batch) in (tuple, list) and batch else batch
     if type(first) is not Tensor:
@@ -122,7 +123,7 @@ USUAL: Final = torch.float32
 """The dtype of most values, whatever torch's default dtype is: in bf16 a loss would lose digits."""
 
 
-def dtype_of(value: Any) -> torch.dtype:
+def dtype_of(value: object) -> torch.dtype:
     """Returns the dtype in which a value is shown: float64 stays, a metric object keeps its dtype, all others become float32."""
     if is_metric(value):
         value = getattr(value, "_forward_cache", None)

@@ -308,7 +308,7 @@ class OptLevel(Precision):
             # A second fit starts with a fresh scale and without the last step statuses of the fit before.
             self._scale_by(scale_for(self.level, self._device, self._nan_policy))
             self._has_trained = False
-        masters = self._full if self.level.master_weights and not strategy.owns_master_weights else None
+        masters = self._full if self.level.master_weights and not strategy.sharding.owns_master_weights else None
         scaling = Scaling(
             strategy=strategy,
             name=self.name,

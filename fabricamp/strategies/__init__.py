@@ -9,6 +9,7 @@ from fabricamp.arguments.not_offered import lightnings, part_of
 from fabricamp.errors import ConfigError, without_address
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.strategies.base import STRATEGIES, Environment, Strategy
+from fabricamp.strategies.capabilities import Membership, Sharding
 from fabricamp.strategies.ddp import DDP
 from fabricamp.strategies.ddp_strategy import DDPStrategy
 from fabricamp.strategies.delayed_ddp import DelayedDDP
@@ -27,7 +28,9 @@ __all__ = [
     "Environment",
     "FaultTolerant",
     "Gradients",
+    "Membership",
     "ProcessGroupStrategy",
+    "Sharding",
     "SingleDeviceStrategy",
     "Strategy",
     "strategy_from",

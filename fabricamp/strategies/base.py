@@ -1,17 +1,16 @@
 """The interface of a strategy: the processes of a run, and the exchange of gradients and values between them.
 
-:class:`Strategy` is also the strategy of one process.
+:class:`Strategy` is also the strategy of one process.  In this order: the class variables that say how a strategy works; the ranks;
+what a strategy overrides, in the order of a run; the exchange of values.  What only some strategies can do is in
+``strategies/capabilities.py``, Lightning's names are in ``strategies/lightning_names.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-import zipfile
 from dataclasses import dataclass
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -20,18 +19,29 @@ from torch import Tensor
 import fabricamp._utils.first_rank  # noqa: F401 - sets the rank that lightning-utilities' functions look at
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.registry import Registry
-from fabricamp.errors import CheckpointError, ConfigError, DistributedError, FabricampError, nearest, reworded
+from fabricamp.errors import ConfigError, DistributedError, FabricampError, nearest, reworded
 from fabricamp.gradients.flat import IN_PLACE, Gradients
+from fabricamp.strategies.capabilities import (
+    FIXED,
+    UNSHARDED,
+    Membership,
+    Sharding,
+    adopt_capabilities,
+    earlier_member,
+)
+from fabricamp.strategies.capabilities import ShardPlan as ShardPlan
+from fabricamp.strategies.lightning_names import LightningNames
 from fabricamp.torch_private import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import StateDict, Step
     from fabricamp.gradients.memory import GradientMemory
 
 Value = TypeVar("Value")
@@ -51,28 +61,20 @@ class Environment:
     name: str = "single"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardPlan:
-    """The settings of a run for a sharding strategy, mainly the dtypes of parameters."""
+class Strategy(LightningNames, NamesKeywords):
+    """One process on one device; the base class of the other strategies.
 
-    compute_dtype: torch.dtype | None = None
-    """The dtype in which parameters are gathered; None: their own."""
-    stored_dtype: torch.dtype | None = None
-    """Trained parameters are cast to it before sharding; None: they keep their dtype (as masters at O2 and O5)."""
-    kept: Collection[nn.Module] = ()
-    """The parameters of these modules themselves (without submodules) are gathered in their own dtype."""
-    accumulates: bool = False
-    """Whether steps have several micro-batches."""
-    filled_later: bool = False
-    """Whether weights of a checkpoint are loaded later; parameters then need no first values."""
+    A strategy that shards the module has :class:`~fabricamp.strategies.Sharding` among its bases, one whose processes come and go
+    has :class:`~fabricamp.strategies.Membership`.
 
-
-class Strategy(NamesKeywords):
-    """One process on one device; the base class of the other strategies."""
+    Example:
+        >>> strategy = Strategy()
+        >>> strategy.rank, strategy.world_size, strategy.lockstep
+        (0, 1, False)
+    """
 
     name: ClassVar[str] = "single"
     distributed: ClassVar[bool] = False
-    owns_master_weights: ClassVar[bool] = False
     asks_for_parameters: ClassVar[bool] = False
     """Whether :meth:`reduce_gradients` gets a gradient memory in automatic optimization too."""
 
@@ -84,12 +86,6 @@ class Strategy(NamesKeywords):
 
     averages_weights: ClassVar[bool] = True
     """Whether losses may have weights; gradients are then divided by the sum of the weights over the ranks."""
-
-    heals: ClassVar[bool] = False
-    """Whether processes join and leave during a run; one that joins gets the others' state (:meth:`join`)."""
-
-    checkpoint_form: ClassVar[Literal["file", "folder"]] = "file"
-    """A file that rank 0 writes, or a folder to which every rank writes its own shards."""
 
     offload: bool = False
     """Whether the updated parameters are in host memory, on any device."""
@@ -112,19 +108,36 @@ class Strategy(NamesKeywords):
     The type is Any because strategies are a lower layer than checkpoints, and import nothing from there, not even for types.
     """
 
-    _session: Callable[[], object] = staticmethod(lambda: None)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        adopt_capabilities(cls)
 
     def __init__(self) -> None:
         self.environment = Environment()
         self.device = torch.device("cpu")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns the state without the reference to the last run."""
         return {key: value for key, value in self.__dict__.items() if key != "_session"}
 
-    def attach(self, session: object) -> None:
-        """Stores a weak reference to the run, for the properties with module and optimizers; the Trainer calls it."""
-        self._session = weakref.ref(session)
+    if not TYPE_CHECKING:  # the type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns a capability's member, for callbacks written for earlier versions, which ask the strategy for it."""
+            try:
+                return earlier_member(self.sharding, self.membership, name)
+            except AttributeError:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the module is sharded over the ranks: the strategy itself if it can do that."""
+        return self if isinstance(self, Sharding) else UNSHARDED
+
+    @property
+    def membership(self) -> Membership:
+        """How processes join and leave during a run: the strategy itself if it lets them."""
+        return self if isinstance(self, Membership) else FIXED
 
     # -- the ranks -----------------------------------------------------------------------------------------------------------------
 
@@ -140,26 +153,6 @@ class Strategy(NamesKeywords):
     def rank(self) -> int:
         """The number of this process among all."""
         return self.environment.rank
-
-    @property
-    def global_rank(self) -> int:
-        """The number of this process among all."""
-        return self.environment.rank
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this process on its node."""
-        return self.environment.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """The number of this node."""
-        return self.environment.node_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.environment.rank == 0
 
     @property
     def world_size(self) -> int:
@@ -184,31 +177,14 @@ class Strategy(NamesKeywords):
     @property
     def lockstep(self) -> bool:
         """Whether all processes have to make each step together; the others wait if one leaves it out."""
-        return self.world_size > 1
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        return self.device
+        return self.world_size > 1 or self.membership.heals
 
     @property
     def store(self) -> Store | None:
         """The key-value store of the rendezvous, None for one process; each thread needs its own ``clone()``."""
         return None
 
-    @property
-    def strategy_name(self) -> str:
-        """The strategy's name."""
-        return self.name
-
     # -- the module, in the order of a run -----------------------------------------------------------------------------------------
-
-    def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
-        """Shards the module's parameters over the ranks; returns a line for the log, empty if nothing is sharded.
-
-        Called after ``configure_model``, before weights of a checkpoint are loaded.
-        """
-        return ""
 
     def place_module(self, module: nn.Module) -> None:
         """Moves the module to the device."""
@@ -224,9 +200,7 @@ class Strategy(NamesKeywords):
         """Returns the optimizers to step, prepared for the strategy."""
         return optimizers
 
-    def wrap_module(
-        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
-    ) -> Callable[..., Any]:
+    def wrap_module(self, module: nn.Module, step: Step, *, automatic: bool, accumulates: bool = False) -> Step:
         """Returns the callable that replaces ``step`` (``training_step``) in training; evaluation calls ``module``.
 
         With ``automatic`` False (manual optimization) only :meth:`reduce_gradients` exchanges gradients.
@@ -235,7 +209,7 @@ class Strategy(NamesKeywords):
         """
         return step
 
-    def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def rewrap_module(self, step: Step) -> Step:
         """Returns the callable for the next epoch: ``step`` itself unless parameters were frozen or unfrozen.
 
         Every rank calls it at the start of each epoch, after the hooks that may freeze.
@@ -245,15 +219,9 @@ class Strategy(NamesKeywords):
     def share_buffers(self, module: nn.Module) -> None:
         """Broadcasts the buffers that a checkpoint would contain; called before a validation, so it evaluates the saved state."""
 
-    def settle_module(self, module: nn.Module) -> None:
-        """Removes gathered copies, so ``module`` holds the parameters that optimizers update; called before they are written."""
-
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
+    def module_state(self, module: nn.Module) -> StateDict:
         """Returns the module's state dict, the same on every rank except for local shards."""
         return module.state_dict()
-
-    def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
-        """Undoes :meth:`shard_module` after a run; with ``whole`` rank 0 then has the full parameters, else no rank has."""
 
     def teardown(self) -> None:
         """Undoes :meth:`setup_environment`."""
@@ -265,19 +233,6 @@ class Strategy(NamesKeywords):
         if self.name == "single":
             return ""
         return f"strategy {self.name!r} is not captured; give strategy='delayed_ddp', or 'single' with devices=1"
-
-    def join(self, state: Callable[[], Tensor]) -> Tensor | None:
-        """Joins processes that may leave and return; returns the state to continue the fit from, None to keep the own state.
-
-        ``state`` returns this run's state, for a process that joins later; it is called between two steps, from another thread.
-        """
-        return None
-
-    def begin_step(self) -> None:
-        """Called before the first batch of each step is read."""
-
-    def end_steps(self) -> None:
-        """Called after the last step of a fit that reached its limit."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context that keeps gradients local, for every micro-batch of a step except the last."""
@@ -297,20 +252,6 @@ class Strategy(NamesKeywords):
         :attr:`asks_for_parameters`).
         """
         return IN_PLACE if memory is None else memory.local()
-
-    def whole_gradients(self) -> dict[str, Tensor]:
-        """Returns the full gradients of an accumulation in progress that are not scattered to shards yet, by name.
-
-        Each is stacked over the ranks, with one entry per rank.
-        """
-        return {}
-
-    def places_of_whole_gradients(self) -> dict[str, Tensor]:
-        """Returns tensors like those of :meth:`whole_gradients`, without values; empty if full gradients are not kept."""
-        return {}
-
-    def take_whole_gradients(self, stacked: dict[str, Tensor]) -> None:
-        """Resumes an accumulation from the result of :meth:`whole_gradients` on the same number of ranks."""
 
     # -- exchange of values --------------------------------------------------------------------------------------------------------
 
@@ -374,51 +315,6 @@ class Strategy(NamesKeywords):
         problems = [error for error in gathered if error is not None]
         if problems:
             raise reworded(problems[0], "; ".join(dict.fromkeys(map(str, problems)))) from problem
-
-    # -- Lightning's names for parts of the run ------------------------------------------------------------------------------------
-
-    @property
-    def lightning_module(self) -> Any:
-        """The module of the running, or last, fit, validate, test or predict; None before the first."""
-        return getattr(self._session(), "module", None)
-
-    def connect(self, model: nn.Module) -> None:
-        """Makes ``model`` the Trainer's module until the next run: called by darts for a module that it has loaded."""
-        connected = SimpleNamespace(module=model)
-        self._session = lambda: connected
-
-    @property
-    def model(self) -> Any:
-        """The module."""
-        return self.lightning_module
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that ``configure_optimizers`` returned."""
-        return getattr(self._session(), "optimizers", [])
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        # rl4co's active search and pina's SwitchOptimizer assign it; masters, buckets and states belong to the old optimizers.
-        raise ConfigError(
-            "strategy.optimizers cannot be replaced in a run; return all optimizers from configure_optimizers and step the one "
-            "in use by hand (automatic_optimization = False), or start a second fit"
-        )
-
-    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict[str, Any]:
-        """Returns a checkpoint file's content; objects only with ``weights_only=False``.  Read by pytorch-forecasting's Tuner."""
-        if zipfile.is_zipfile(checkpoint_path):  # torch compares no checksums
-            with zipfile.ZipFile(checkpoint_path) as archive:
-                damaged = archive.testzip()
-            if damaged is not None:
-                raise CheckpointError(f"{checkpoint_path} is damaged (the checksum of {damaged} is wrong)")
-        content: dict[str, Any] = torch.load(checkpoint_path, "cpu", weights_only=weights_only is not False)
-        return content
-
-    @property
-    def precision_plugin(self) -> Any:
-        """The precision."""
-        return getattr(self._session(), "precision", None)
 
 
 def _portable(error: FabricampError) -> FabricampError:

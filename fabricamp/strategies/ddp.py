@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fabricamp._utils.types import Step
     from fabricamp.gradients.memory import GradientMemory
     from fabricamp.strategies.ddp_strategy import DDPStrategy as DDPStrategy
 
@@ -91,9 +92,7 @@ class DDP(ProcessGroupStrategy):
         self._frozen: dict[str, nn.Parameter] = {}
         self._flats: dict[tuple[int, ...], FlatGradients] = {}
 
-    def wrap_module(
-        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
-    ) -> Callable[..., Any]:
+    def wrap_module(self, module: nn.Module, step: Step, *, automatic: bool, accumulates: bool = False) -> Step:
         """Returns the callable for training: torch's wrapper, or in manual optimization the step itself."""
         self._check_mode(automatic=automatic, accumulates=accumulates)
         if automatic:
@@ -153,7 +152,7 @@ class DDP(ProcessGroupStrategy):
             self._wrapper.register_comm_hook(*self.comm_hook)
         return self._wrapper
 
-    def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def rewrap_module(self, step: Step) -> Step:
         """Returns the callable for the next epoch: a new wrapper if any rank froze or unfroze parameters, else ``step``."""
         if self._forward is None:
             return step
@@ -287,7 +286,7 @@ class DDP(ProcessGroupStrategy):
 class _Forward(nn.Module):
     """The module inside torch's wrapper; its forward is the step, so the user's own forward stays unchanged."""
 
-    def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, step: Step) -> None:
         super().__init__()
         self.module = module
         # Bypasses nn.Module's __setattr__, which would register a compiled step (a module) a second time.
@@ -297,7 +296,7 @@ class _Forward(nn.Module):
 class AfterBroadcast:
     """A step that first broadcasts rank 0's buffers, as torch's wrapper does; for manual optimization."""
 
-    def __init__(self, step: Callable[..., Any], module: nn.Module, exchange: Exchange) -> None:
+    def __init__(self, step: Step, module: nn.Module, exchange: Exchange) -> None:
         self._step = step
         self._module = module
         self._exchange = exchange

@@ -7,7 +7,7 @@ In this order: the options; a run's module (:meth:`~DelayedDDP.wrap_module`); th
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -30,12 +30,14 @@ from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.unused_parameters import UnusedParamsReport, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
+    from fabricamp._utils.types import Step
     from fabricamp.gradients.memory import GradientMemory
 
 _MOST_LISTS = 8
@@ -79,7 +81,7 @@ class DelayedDDP(ProcessGroupStrategy):
         message_size: int | None = None,
         allreduce_trigger_params: Sequence[Tensor | str] | None = None,
         num_allreduce_streams: int = 1,
-        allreduce_communicators: tuple[Sequence[Any], Sequence[Any]] | None = None,
+        allreduce_communicators: tuple[Sequence[ProcessGroup], Sequence[torch.cuda.Stream]] | None = None,
         retain_allreduce_buffers: bool = False,
         allreduce_always_fp32: bool = False,
         allreduce_dtype: torch.dtype | None = None,
@@ -149,9 +151,7 @@ class DelayedDDP(ProcessGroupStrategy):
 
     # -- a run's module ----------------------------------------------------------------------------------------------------------
 
-    def wrap_module(
-        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
-    ) -> Callable[..., Any]:
+    def wrap_module(self, module: nn.Module, step: Step, *, automatic: bool, accumulates: bool = False) -> Step:
         """Returns the callable for training: ``step``, or in manual optimization a step that first broadcasts the buffers."""
         if not (automatic or self.delay_allreduce):
             raise ConfigError(
@@ -181,7 +181,7 @@ class DelayedDDP(ProcessGroupStrategy):
         self._shared = module
         return step
 
-    def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def rewrap_module(self, step: Step) -> Step:
         """Lays the buffers out again if parameters were frozen or unfrozen on any rank; returns ``step``."""
         if self._module is None or self.world_size == 1:
             return step

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeGuard, cast
+from typing import TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.gradients.buckets import Bucket, Piece, RankSums, plan_messages
@@ -85,10 +86,10 @@ def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
-def marked(name: str, device: torch.device) -> AbstractContextManager[Any]:
+def marked(name: str, device: torch.device) -> AbstractContextManager[object]:
     """Returns a context that profilers show as ``name``: an NVTX range on a GPU, else a range of torch's profiler."""
     if device.type == "cuda":
-        return cast("AbstractContextManager[Any]", torch.cuda.nvtx.range(name))
+        return cast("AbstractContextManager[object]", torch.cuda.nvtx.range(name))
     return torch.profiler.record_function(name)
 
 
@@ -136,7 +137,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def checked_triggers(triggers: object) -> list[Any]:
+def checked_triggers(triggers: object) -> list[Tensor | str]:
     """Returns parameters, or names of parameters, as a list; raises :class:`ConfigError` for an empty or wrong one."""
     if triggers is None:
         return []
@@ -149,7 +150,9 @@ def checked_triggers(triggers: object) -> list[Any]:
     )
 
 
-def checked_communicators(communicators: object, num_streams: int) -> tuple[list[Any], list[Any]] | None:
+def checked_communicators(
+    communicators: object, num_streams: int
+) -> tuple[list[ProcessGroup], list[torch.cuda.Stream]] | None:
     """Returns (groups, streams) of ``num_streams`` entries each; raises :class:`ConfigError` for other values."""
     if communicators is None:
         return None
@@ -164,7 +167,7 @@ def checked_communicators(communicators: object, num_streams: int) -> tuple[list
     )
 
 
-def indices_of_triggers(triggers: Sequence[Any], module: nn.Module, parameters: Sequence[Tensor]) -> list[int]:
+def indices_of_triggers(triggers: Sequence[Tensor | str], module: nn.Module, parameters: Sequence[Tensor]) -> list[int]:
     """Returns the positions of ``triggers`` in ``parameters``, without those that are not in it.
 
     Raises :class:`ConfigError` for names and tensors that are no parameters of ``module``.

@@ -14,6 +14,7 @@ import torch
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.flat import FlatGradients, Gradients, Transport
 from fabricamp.strategies.base import Strategy
+from fabricamp.strategies.capabilities import Membership
 from fabricamp.strategies.process_group import checked_timeout, described_module
 from fabricamp.strategies.quorum import Quorum, connect_torchft
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from fabricamp._utils.types import Step
     from fabricamp.gradients.memory import GradientMemory
 
 _LOG = logging.getLogger("fabricamp")
@@ -32,7 +34,7 @@ _GROUPS = "NUM_REPLICA_GROUPS"
 _LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 
 
-class FaultTolerant(Strategy):
+class FaultTolerant(Strategy, Membership):
     """Each process is a replica group of torchft; gradients are averaged over the groups that are alive.
 
     If a group dies, the others make the step without it and continue.  When the group is started again, it gets the state of a
@@ -80,11 +82,6 @@ class FaultTolerant(Strategy):
         self._begins_together = False
         self._flat: FlatGradients | None = None
         self._before = 0
-
-    @property
-    def lockstep(self) -> bool:
-        """True: all groups make each step together."""
-        return True
 
     @property
     def train_share(self) -> tuple[int, int]:
@@ -140,9 +137,7 @@ class FaultTolerant(Strategy):
             )
         self._quorum.share([*module.parameters(), *module.buffers()])
 
-    def wrap_module(
-        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
-    ) -> Callable[..., Any]:
+    def wrap_module(self, module: nn.Module, step: Step, *, automatic: bool, accumulates: bool = False) -> Step:
         """Returns ``step``; raises :class:`ConfigError` for a schedule that could differ between groups."""
         if any(config.reduce_on_plateau for config in getattr(self._session(), "schedulers", ())):
             raise ConfigError(

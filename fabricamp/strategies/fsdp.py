@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as full_tensor
+from fabricamp.strategies.capabilities import Sharding
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
 from fabricamp.strategies.fsdp_units import (
     Unit,
@@ -45,7 +46,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from datetime import timedelta
 
-    from fabricamp.strategies.base import ShardPlan
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fabricamp._utils.types import Step
+    from fabricamp.strategies.capabilities import ShardPlan
 
 
 _CPU: Final = torch.device("cpu")
@@ -53,7 +57,7 @@ _BASES: Final = ("fabricamp", "lightning", "pytorch_lightning")
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class FSDP(ProcessGroupStrategy):
+class FSDP(ProcessGroupStrategy, Sharding):
     """Every process holds a shard of the module; a unit's parameters are gathered when it runs, and gradients are scattered.
 
     The engine is torch's ``fully_shard`` over all processes.  Updates, clipping and loss scaling work on the local shards, with
@@ -83,8 +87,8 @@ class FSDP(ProcessGroupStrategy):
     """
 
     name: ClassVar[str] = "fsdp"
+    shards: ClassVar[bool] = True
     owns_master_weights: ClassVar[bool] = True
-    checkpoint_form: ClassVar[Literal["file", "folder"]] = "folder"
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class FSDP(ProcessGroupStrategy):
         reshard_after_forward: bool | int | Literal["zero2", "zero3"] = True,
         offload: bool = False,
         activation_checkpointing: Sequence[type[nn.Module]] = (),
-        parallelize: Callable[[nn.Module, Any], object] | None = None,
+        parallelize: Callable[[nn.Module, DeviceMesh], object] | None = None,
         tensor_parallel: int = 1,
         timeout: float | timedelta | None = None,
     ) -> None:
@@ -109,12 +113,12 @@ class FSDP(ProcessGroupStrategy):
             raise ConfigError("FSDP(offload=True, parallelize=...) is not offered: leave one of them out")
         self.reshard_after_forward = _checked_reshard(reshard_after_forward)
         self._undo: Undo | None = None
-        self._steps: dict[str, Any] = {}
+        self._steps: dict[str, Step | None] = {}
         self._module: nn.Module | None = None
         self._trained: dict[str, bool] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._mesh: Any = None
-        self._meshes: list[Any] = []
+        self._mesh: DeviceMesh | None = None
+        self._meshes: list[DeviceMesh] = []
         self._whole: WholeGradients | None = None
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
@@ -199,7 +203,7 @@ class FSDP(ProcessGroupStrategy):
             first_values.give(module.modules())
         return first_values
 
-    def _mesh_of_ranks(self) -> Any:
+    def _mesh_of_ranks(self) -> DeviceMesh:
         """Returns the mesh of the ranks; neighbouring ranks share a copy of the module."""
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -273,8 +277,7 @@ class FSDP(ProcessGroupStrategy):
             # The root's parameters are needed again when backward begins; None lets torch keep them gathered.
             after = None
         policy = full if unit.module in plan.kept else half
-        options = {"mesh": self._mesh, "reshard_after_forward": after, "mp_policy": policy, "offload_policy": offload}
-        fully_shard(unit.module, **options)
+        fully_shard(unit.module, mesh=self._mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=offload)
 
     def _wrap_steps(self, module: nn.Module) -> None:
         """Makes each of the user's steps gather the parameters outside of all units, as a forward does."""
@@ -302,6 +305,7 @@ class FSDP(ProcessGroupStrategy):
         # Machines may have different memory, and all ranks have to exchange alike.
         if not min(self.all_gather_object(fit)):
             return f"; gradients are exchanged after each micro-batch: full gradients would take {_bytes(trained)}"
+        assert self._mesh is not None, "shard_module has made it"
         self._whole = WholeGradients(module, self._mesh)
         return f"; full gradients are accumulated, {_bytes(trained)}, and exchanged at the end of a step"
 
@@ -334,9 +338,7 @@ class FSDP(ProcessGroupStrategy):
         """Reshards parameters that a forward without a backward has left gathered."""
         _reshard(module)
 
-    def wrap_module(
-        self, module: nn.Module, step: Callable[..., Any], *, automatic: bool, accumulates: bool = False
-    ) -> Callable[..., Any]:
+    def wrap_module(self, module: nn.Module, step: Step, *, automatic: bool, accumulates: bool = False) -> Step:
         """Returns ``step``, which gathers parameters itself; raises :class:`ConfigError` for manual optimization."""
         if not automatic:
             raise ConfigError(
@@ -345,7 +347,7 @@ class FSDP(ProcessGroupStrategy):
             )
         return step
 
-    def rewrap_module(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def rewrap_module(self, step: Step) -> Step:
         """Returns ``step``; raises :class:`ConfigError` if parameters were frozen or unfrozen since they were sharded."""
         assert self._module is not None
         _reshard(self._module)  # a validation may have left parameters gathered
@@ -488,12 +490,12 @@ def fits(trained: int, sharing: int, memory: int) -> bool:
 class WholeGradients:
     """A context in which backward keeps full gradients; also saves and restores them for an accumulation in progress."""
 
-    def __init__(self, module: nn.Module, mesh: Any) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         self._module = module
         self._mesh = mesh
-        self._units: list[Any] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
     def __enter__(self) -> None:
         for unit in self._units:
@@ -598,7 +600,7 @@ class Undo:
             restore()
 
 
-def _is_torchs(hook: Any) -> bool:
+def _is_torchs(hook: object) -> bool:
     """Returns whether ``fully_shard`` or activation checkpointing registered the hook."""
     return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(_TORCHS)
 

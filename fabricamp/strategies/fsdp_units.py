@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -192,7 +192,7 @@ def refuse_second_order(units: Sequence[Unit]) -> Callable[[], None]:
     return remove
 
 
-def _watch(refuse: Callable[[Tensor], None], _module: nn.Module, _inputs: Any, output: Any) -> None:
+def _watch(refuse: Callable[[Tensor], None], _module: nn.Module, _inputs: object, output: object) -> None:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     for tensor in (output,) if type(output) is Tensor else tensors_within(output):

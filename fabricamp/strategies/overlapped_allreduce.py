@@ -9,7 +9,7 @@ import functools
 import operator
 import weakref
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ class Lane(NamedTuple):
 
 def lanes_for(
     count: int,
-    communicators: tuple[Sequence[Any], Sequence[Any]] | None,
+    communicators: tuple[Sequence[dist.ProcessGroup], Sequence[torch.cuda.Stream]] | None,
     device: torch.device,
     *,
     default: bool,

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -138,7 +138,7 @@ class ProcessGroupStrategy(Strategy):
 
     def broadcast(self, value: Value, src: int = 0) -> Value:
         """Returns rank ``src``'s ``value`` (anything that pickles) on every rank."""
-        box: list[Any] = [value if self.rank == src else None]
+        box: list[Value | None] = [value if self.rank == src else None]
         dist.broadcast_object_list(box, src=src, device=self.device if self.device.type == "cuda" else None)
         return cast("Value", box[0])
 
@@ -156,9 +156,9 @@ class ProcessGroupStrategy(Strategy):
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """Returns ``value`` (anything that pickles) of every rank, in rank order."""
-        values: list[Any] = [None] * self.world_size
+        values: list[Value | None] = [None] * self.world_size
         dist.all_gather_object(values, value)  # has no argument for the device: with NCCL it uses the current GPU
-        return values
+        return cast("list[Value]", values)
 
     def barrier(self, name: str = "") -> None:
         """Waits for every rank; raises :class:`DistributedError` with ``name`` if a rank does not come.
@@ -246,19 +246,19 @@ class SideProcessGroup(Strategy):
     def __init__(self, strategy: Strategy) -> None:
         super().__init__()
         self.environment = strategy.environment
-        self.group: Any = dist.new_group(backend="gloo", timeout=strategy.timeout)
+        self.group = dist.new_group(backend="gloo", timeout=strategy.timeout)
 
     def broadcast(self, value: Value, src: int = 0) -> Value:
         """Returns rank ``src``'s ``value`` (anything that pickles) on every rank."""
-        box: list[Any] = [value if self.rank == src else None]
+        box: list[Value | None] = [value if self.rank == src else None]
         dist.broadcast_object_list(box, src=src, group=self.group)
         return cast("Value", box[0])
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """Returns ``value`` (anything that pickles) of every rank, in rank order."""
-        values: list[Any] = [None] * self.world_size
+        values: list[Value | None] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
-        return values
+        return cast("list[Value]", values)
 
     def leave(self) -> None:
         """Destroys the group."""

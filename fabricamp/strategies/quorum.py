@@ -21,6 +21,8 @@ from fabricamp.torch_private import TCPStore
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fabricamp._utils.types import StateDict
+
 _LOG = logging.getLogger("fabricamp")
 _MOST_TRIES: Final = 10
 """Maximal number of failures of a sum in a row; each retry uses the remaining groups."""
@@ -195,7 +197,7 @@ class Quorum(RankSums):
         self.steps = self._manager.current_step()
         return buffers
 
-    def _load_state(self, received: dict[str, Any]) -> None:
+    def _load_state(self, received: StateDict) -> None:
         self._received = received
 
     def _take_received(self) -> dict[str, Any] | None:
@@ -274,7 +276,7 @@ def _nccl(torchft: Any, timeout: timedelta) -> Any:
     class ProcessGroup(torchft.ProcessGroupNCCL):  # type: ignore[misc]  # torchft is no requirement
         """torchft's, but an error of a sum aborts the communicator at once."""
 
-        def _wrap_work(self, work: Any, opts: object) -> Any:
+        def _wrap_work(self, work: object, opts: object) -> Any:
             return super()._wrap_work(_Sum(work, self.abort), opts)
 
     return ProcessGroup(timeout=timeout)

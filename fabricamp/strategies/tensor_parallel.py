@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 TENSOR: str = "tp"
 """The name of the mesh dimension over which layers are split, as in torch's examples."""
@@ -35,7 +36,9 @@ def checked_tensor_parallel(parallelize: object, tensor_parallel: object) -> int
     return number
 
 
-def split_layers(module: nn.Module, mesh: Any, parallelize: Callable[[nn.Module, Any], object]) -> Callable[[], None]:
+def split_layers(
+    module: nn.Module, mesh: DeviceMesh, parallelize: Callable[[nn.Module, DeviceMesh], object]
+) -> Callable[[], None]:
     """Splits layers of ``module`` over ``mesh`` by ``parallelize``; returns a function that restores changed attributes.
 
     The attributes are plain values, such as a number of heads.  Raises :class:`ConfigError` if nothing was split, or if shards
@@ -59,7 +62,7 @@ def split_layers(module: nn.Module, mesh: Any, parallelize: Callable[[nn.Module,
     return restore
 
 
-def _check_even(name: str, parameter: Any, mesh: Any) -> None:
+def _check_even(name: str, parameter: Any, mesh: DeviceMesh) -> None:
     for placement in parameter.placements if is_shard(parameter) else ():
         if placement.is_shard() and parameter.shape[placement.dim] % mesh.size():
             raise ConfigError(

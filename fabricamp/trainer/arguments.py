@@ -35,11 +35,11 @@ Arguments = ParamSpec("Arguments")
 # -- checks of one argument alone ----------------------------------------------------------------------------------------------
 
 
-def _trial_batches(name: str, value: Any) -> int:
+def _trial_batches(name: str, value: object) -> int:
     return int(value) if isinstance(value, bool) else check_number(name, value, least=0)
 
 
-def check_accumulation(name: str, value: Any) -> int:
+def check_accumulation(name: str, value: object) -> int:
     """Returns a whole number from 1; for a dict of epochs raises ConfigError that names GradientAccumulationScheduler."""
     if isinstance(value, dict):
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_accumulation(name: str, value: Any) -> int:
     return check_number(name, value, least=1)
 
 
-def check_prefetch(name: str, value: Any) -> int:
+def check_prefetch(name: str, value: object) -> int:
     """Returns the number of batches to move ahead of their steps, 0 to ``MOST_AHEAD``."""
     number = check_number(name, value, least=0)
     if number > MOST_AHEAD:
@@ -56,24 +56,24 @@ def check_prefetch(name: str, value: Any) -> int:
     return number
 
 
-def check_limit_of(name: str, value: Any) -> int | float:
+def check_limit_of(name: str, value: object) -> int | float:
     """Returns a number of batches (int) or a fraction of them (float); None means all."""
     limit = check_limit(value, name, optional=True)
     return 1.0 if limit is None else limit
 
 
-def _overfit(name: str, value: Any) -> int | float:
+def _overfit(name: str, value: object) -> int | float:
     return check_limit(value, name) or 0
 
 
-def _objects(name: str, value: Any) -> bool:
+def _objects(name: str, value: object) -> bool:
     """Returns whether checkpoints hold objects; None: as in Lightning, in a script that imports Lightning's names from here."""
     if value is None:
         return lightning_alias.is_installed()
     return bool(check_flag(name, value))
 
 
-def check_weights_only(entry: str, value: Any) -> bool | None:
+def check_weights_only(entry: str, value: object) -> bool | None:
     """Returns the permission to rebuild objects in a checkpoint: only False gives it, and None means True."""
     if value is not None and not isinstance(value, bool):
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_weights_only(entry: str, value: Any) -> bool | None:
     return value
 
 
-def _folder(name: str, value: Any) -> str:
+def _folder(name: str, value: object) -> str:
     if value is None:
         return str(Path.cwd())
     if not isinstance(value, (str, Path)):
@@ -264,7 +264,7 @@ def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[i
     return schedule
 
 
-def check_cadence(interval: Any, epochs: Any) -> None:
+def check_cadence(interval: object, epochs: object) -> None:
     """Raises :class:`ConfigError` for a ``val_check_interval`` and a ``check_val_every_n_epoch`` that cannot work."""
     if isinstance(interval, (str, dict, timedelta)):
         times = validation_times(interval)

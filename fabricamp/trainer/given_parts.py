@@ -17,6 +17,7 @@ from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
 from fabricamp.callbacks.model_summary import ModelSummary
 from fabricamp.callbacks.progress_bar import ProgressBar
 from fabricamp.checkpoint.checkpoint_io import CheckpointIO, innermost, reads_own_files, writes_own_files
+from fabricamp.checkpoint.form import form_of
 from fabricamp.errors import ConfigError, DuplicateCallbackError, without_address
 from fabricamp.lightning.given import adopted, runs_as_it_is
 from fabricamp.loggers.base import Logger
@@ -33,7 +34,7 @@ _BY_DEFAULT: Final[Mapping[str, type[Callback]]] = {
 }
 
 
-def as_callbacks(value: Any) -> list[Callback]:
+def as_callbacks(value: object) -> list[Callback]:
     """Returns the list of callbacks for a callback, a registered name, a sequence of these, or None; raises ConfigError."""
     given = [] if value is None else _listed(value)
     given += _of_installed_packages()
@@ -68,7 +69,7 @@ def _of_installed_packages() -> list[Any]:
     ]
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     """Returns a list of the value, or of its items if it is any sequence: hydra's ``instantiate`` passes its own list class."""
     return [*value] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
@@ -100,14 +101,14 @@ def _by_name(name: str) -> Callback:
     )
 
 
-def as_loggers(value: Any, settings: Settings) -> list[Logger]:
+def as_loggers(value: object, settings: Settings) -> list[Logger]:
     """Returns the list of loggers: None or True: the default logger; False: none; a trial run: one logger that writes nothing."""
     default = value is None or value is True
     found: list[Logger] = [TensorBoardLogger(settings.default_root_dir)] if default else _checked_loggers(value)
     return [DummyLogger()] if found and settings.fast_dev_run else found
 
 
-def _checked_loggers(value: Any) -> list[Logger]:
+def _checked_loggers(value: object) -> list[Logger]:
     given = [] if value is False else _listed(value)
     given = [adopted(one) for one in given]
     for one in given:
@@ -152,7 +153,7 @@ def give_checkpoint_io(io: CheckpointIO | None, strategy: Strategy, callbacks: S
     if writes_own_files(io) and reads_own_files(io):
         return
     name = type(innermost(io) or io).__name__
-    if strategy.checkpoint_form == "folder":
+    if form_of(strategy).all_ranks_write:
         raise ConfigError(
             f"{name} with strategy={strategy.name!r}: each rank writes its own shards, and a CheckpointIO is called on rank 0 "
             "only; leave it out, or give strategy='ddp'"

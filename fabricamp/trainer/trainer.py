@@ -227,8 +227,8 @@ class Trainer(TrainerProperties):
     def fit(
         self,
         model: TrainingModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
@@ -258,7 +258,7 @@ class Trainer(TrainerProperties):
     def validate(
         self,
         model: TrainingModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
@@ -287,7 +287,7 @@ class Trainer(TrainerProperties):
     def test(
         self,
         model: TrainingModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
@@ -316,7 +316,7 @@ class Trainer(TrainerProperties):
     def predict(
         self,
         model: TrainingModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         datamodule: DataModule | None = None,
         return_predictions: bool | None = True,
         ckpt_path: str | Path | None = None,
@@ -347,8 +347,8 @@ class Trainer(TrainerProperties):
         self,
         fn: TrainerFn,
         module: TrainingModule | None,
-        train: Any,
-        evaluation: Any,
+        train: object,
+        evaluation: object,
         datamodule: DataModule | None,
         ckpt_path: str | Path | None,
         weights_only: bool | None = None,
@@ -455,7 +455,7 @@ class Trainer(TrainerProperties):
             )
         self._opened.save_checkpoint(str(filepath), weights_only=weights_only, write=write)
 
-    def replace_schedules(self, scheduler: Any) -> None:
+    def replace_schedules(self, scheduler: object) -> None:
         """Replaces all schedulers by ``scheduler``, which steps once per epoch; call it in hooks up to ``on_train_epoch_start``."""
         self._opened.replace_schedules(scheduler)
 

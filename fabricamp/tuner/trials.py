@@ -83,7 +83,7 @@ def evaluate(trainer: Trainer, module: TrainingModule, source: GivenData, steps:
 @contextlib.contextmanager
 def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Iterator[Session]:
     """Yields an opened session for one trial, with new counters; raises KeyboardInterrupt afterwards if it was interrupted."""
-    if trainer.strategy.heals:
+    if trainer.strategy.membership.heals:
         raise ConfigError(
             f"a search for a batch size or a learning rate with strategy {trainer.strategy.name!r} is not offered: each group "
             "would find its own; search with 'single'"
@@ -138,7 +138,7 @@ class _ModuleContent:
         for undo in self._undo:
             undo()
 
-    def _save(self, value: Any) -> list[Any]:
+    def _save(self, value: object) -> list[Any]:
         """Saves one object; returns the objects in it, which are still to be saved."""
         if isinstance(value, nn.Module):
             return [vars(value)]

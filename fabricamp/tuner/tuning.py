@@ -62,9 +62,9 @@ class Tuner:
     def lr_find(
         self,
         model: TrainingModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        dataloaders: Any = None,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
+        dataloaders: object = None,
         datamodule: DataModule | None = None,
         method: str = "fit",
         min_lr: float = 1e-8,
@@ -108,9 +108,9 @@ class Tuner:
     def scale_batch_size(
         self,
         model: TrainingModule,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        dataloaders: Any = None,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
+        dataloaders: object = None,
         datamodule: DataModule | None = None,
         method: str = "fit",
         mode: str = "power",
@@ -158,7 +158,7 @@ class Tuner:
         return True
 
     def _search(self, options: LearningRateFinder | BatchSizeFinder, module: TrainingModule, source: GivenData) -> None:
-        if self._trainer.strategy.checkpoint_form == "folder":
+        if self._trainer.strategy.sharding.shards:
             name = self._trainer.strategy.name
             raise ConfigError(f"Tuner with strategy={name!r} is not offered: search on a smaller model, with 'single'")
         if isinstance(options, BatchSizeFinder):
@@ -169,7 +169,13 @@ class Tuner:
             module.trainer = self._trainer
 
     def _check(
-        self, method: str, model: TrainingModule, train: Any, val: Any, others: Any, datamodule: DataModule | None
+        self,
+        method: str,
+        model: TrainingModule,
+        train: object,
+        val: object,
+        others: object,
+        datamodule: DataModule | None,
     ) -> tuple[TrainingModule, GivenData]:
         check_choice("method", method, tuple(one.value for one in TrainerFn))
         if method == "fit" and others is not None:

@@ -34,11 +34,13 @@ class Disk:
     def __init__(self):
         self.go = threading.Event()
         self.writing = threading.Event()
+        self.thread = None
         self.at_once = 0
         self.most_at_once = 0
         self.failure = None
 
     def __call__(self, path, state):
+        self.thread = threading.current_thread()
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.writing.set()
@@ -49,6 +51,12 @@ class Disk:
             write_checkpoint(path, state)
         finally:
             self.at_once -= 1
+
+    def join(self):
+        """Waits until the writer's thread has ended, behind a save whose predecessors have ended."""
+        assert self.writing.wait(30)
+        self.thread.join()
+        self.writing.clear()
 
 
 @pytest.fixture
@@ -87,7 +95,7 @@ def test_training_goes_on_while_the_file_is_written(make_trainer, folder, disk):
     assert not folder.exists()
     assert checkpoint.best_model_path == "", "published after the write"
     disk.go.set()
-    checkpoint._writer._thread.join()
+    disk.join()
     trainer.step()
     checkpoint.on_train_end(trainer, None)
     assert names(folder) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
@@ -100,7 +108,7 @@ def test_what_was_written_is_published_at_the_next_step(make_trainer, folder, di
     disk.go.set()
     for _ in range(5):
         trainer.step()
-    checkpoint._writer._thread.join()
+    disk.join()
     trainer.step()
     assert checkpoint.best_model_path == str(folder / "epoch=0-step=5.ckpt")
 
@@ -124,12 +132,12 @@ def test_a_failure_surfaces_at_the_next_step_and_the_old_files_stay(make_trainer
     disk.go.set()
     for _ in range(2):
         trainer.step()
-    checkpoint._writer._thread.join()
+    disk.join()
     trainer.step()
     good = checkpoint.best_model_path
     disk.failure = failure
     trainer.step()
-    checkpoint._writer._thread.join()
+    disk.join()
     with pytest.raises(CheckpointError, match="quota"):
         trainer.step()
     assert names(folder) == ["epoch=0-step=2.ckpt"]
@@ -173,7 +181,7 @@ def test_ctrl_c_saves_what_the_write_in_flight_did_not(make_trainer, folder, dis
     disk.failure = CheckpointError("quota")
     for _ in range(2):
         trainer.step()
-    checkpoint._writer._thread.join()
+    disk.join()
     with pytest.warns(RuntimeWarning, match="quota"):
         trainer.interrupt()
     assert read_checkpoint(checkpoint.last_model_path)["global_step"] == 2

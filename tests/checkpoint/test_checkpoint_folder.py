@@ -27,11 +27,11 @@ from fabricamp.checkpoint.folder import read_without_shards, write_folder
 from fabricamp.checkpoint.shard_loading import sharded_weights
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.strategies import Strategy
+from fabricamp.strategies import Sharding, Strategy
 
 
-class Sharding(Strategy):
-    checkpoint_form = "folder"
+class Sharded(Strategy, Sharding):
+    shards = True
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def state(mesh):
 
 
 def written(path, state):
-    write_together(str(path), state, Sharding())
+    write_together(str(path), state, Sharded())
     return path
 
 
@@ -152,7 +152,7 @@ def test_a_write_that_fails_leaves_what_stands_there(state, tmp_path):
     with pytest.raises(CheckpointError, match=r"file.ckpt is a file, and a sharded checkpoint is a folder"):
         written(tmp_path / "file.ckpt", state)
     with pytest.raises(CheckpointError, match="a folder of this machine"):
-        write_folder("memory://a.ckpt", state, Sharding())
+        write_folder("memory://a.ckpt", state, Sharded())
     check(read_checkpoint(path))
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a.ckpt", "file.ckpt"]
     assert len(list(path.iterdir())) == 2

@@ -146,18 +146,20 @@ def test_two_hundred_times():
 def requests(rank=0, world_size=2):
     strategy = Strategy()
     strategy.environment = Environment(rank=rank, world_size=world_size)
-    return LoopRequests(RunState(), strategy)
+    state = RunState()
+    return LoopRequests(state, strategy), state
 
 
 def test_who_does_not_come_is_named():
     store = dist.HashStore()
-    first, second = requests(0), requests(1)
+    first, first_state = requests(0)
+    second, second_state = requests(1)
     first._timeout = 0.2
-    first._state.ask("max_time")
+    first_state.ask("max_time")
     first.spread()
     for one in (first, second, first):
         one.poll(store)
-    assert second._state.should_stop
+    assert second_state.should_stop
     with pytest.raises(
         DistributedError, match=r"rank 0 asked to stop \(max_time\).*rank 1 did not reach it: not within 0.2 s"
     ):
@@ -169,20 +171,21 @@ def test_who_does_not_come_is_named():
 
 def test_a_rank_that_has_ended_is_past_everything_but_its_own_end():
     store = dist.HashStore()
-    first, second = requests(0), requests(1)
-    first._state.ask("because")
+    first, first_state = requests(0)
+    second, second_state = requests(1)
+    first_state.ask("because")
     first.spread()
     first.poll(store)
     second.leave(store)
     first.poll(store)
     assert not first.all_ask(3.0)
-    assert not first._state.agreed
+    assert not first_state.agreed
     # A rank that stopped at this boundary and left before this rank polled counts as asking.
-    second._state.agreed, second._asks_at = True, 4.0
+    second_state.agreed, second._asks_at = True, 4.0
     second.leave(store)
     first.poll(store)
     assert first.all_ask(4.0)
-    assert (first._state.agreed, first._state.stop_reason) == (True, "because")
+    assert (first_state.agreed, first_state.stop_reason) == (True, "because")
 
 
 def test_nobody_pays_for_what_nobody_asks():
@@ -195,7 +198,8 @@ def test_nobody_pays_for_what_nobody_asks():
             self.asked += 1
             return super().check(keys)
 
-    store, one = Counting(), requests()
+    store = Counting()
+    one, _ = requests()
     one.poll(store)
     assert store.asked == 1
     assert not one.urgent

@@ -11,6 +11,7 @@ from fabricamp.callbacks.progress.progress_bar import LightningsBar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks._renderers import Task
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
@@ -64,7 +65,7 @@ class ShownBar:
         """Shows this text beside the metrics, from the next refresh on."""
         self._bar._postfix = {"": s} if s else {}
 
-    def write(self, s: str, file: Any = None, end: str = "\n", nolock: bool = False) -> None:
+    def write(self, s: str, file: object = None, end: str = "\n", nolock: bool = False) -> None:
         """Prints above the bar."""
         self._bar.print(s, file=file, end=end)
 
@@ -102,7 +103,7 @@ class _BarOf:
         _ = bar.trainer  # raises before the first run
         return ShownBar(bar, trains=self._trains)
 
-    def __set__(self, bar: TQDMProgressBar, own: Any) -> None:
+    def __set__(self, bar: TQDMProgressBar, own: object) -> None:
         say_once(
             f"{type(bar).__name__} sets {self._name}: only its own methods update that bar; fabricamp shows another one"
         )
@@ -140,5 +141,5 @@ class TQDMProgressBar(LightningsBar):
         """Returns the values shown beside the bar, those of ``set_postfix`` last; override this method to change them."""
         return {**super().get_metrics(trainer, pl_module), **self._postfix}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), "_own_bars": {}}  # bars do not pickle

@@ -1,0 +1,112 @@
+"""Lightning's names of a strategy: for callbacks and scripts written for Lightning."""
+
+from __future__ import annotations
+
+import weakref
+import zipfile
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fabricamp.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from fabricamp._utils.types import StateDict
+    from fabricamp.strategies.base import Environment
+
+
+class LightningNames:
+    """The properties of Lightning's strategies, over those of :class:`~fabricamp.strategies.Strategy`."""
+
+    name: ClassVar[str]
+    environment: Environment
+    device: torch.device
+
+    _session: Callable[[], object] = staticmethod(lambda: None)
+
+    def attach(self, session: object) -> None:
+        """Stores a weak reference to the run, for the properties with module and optimizers; the Trainer calls it."""
+        self._session = weakref.ref(session)
+
+    @property
+    def strategy_name(self) -> str:
+        """The strategy's name."""
+        return self.name
+
+    # -- the ranks -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process among all."""
+        return self.environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its node."""
+        return self.environment.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this node."""
+        return self.environment.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.environment.rank == 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.device
+
+    # -- parts of the run ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module of the running, or last, fit, validate, test or predict; None before the first."""
+        return getattr(self._session(), "module", None)
+
+    def connect(self, model: nn.Module) -> None:
+        """Makes ``model`` the Trainer's module until the next run: called by darts for a module that it has loaded."""
+        connected = SimpleNamespace(module=model)
+        self._session = lambda: connected
+
+    @property
+    def model(self) -> Any:
+        """The module."""
+        return self.lightning_module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that ``configure_optimizers`` returned."""
+        return getattr(self._session(), "optimizers", [])
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        # rl4co's active search and pina's SwitchOptimizer assign it; masters, buckets and states belong to the old optimizers.
+        raise ConfigError(
+            "strategy.optimizers cannot be replaced in a run; return all optimizers from configure_optimizers and step the one "
+            "in use by hand (automatic_optimization = False), or start a second fit"
+        )
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision."""
+        return getattr(self._session(), "precision", None)
+
+    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> StateDict:
+        """Returns a checkpoint file's content; objects only with ``weights_only=False``.  Read by pytorch-forecasting's Tuner."""
+        if zipfile.is_zipfile(checkpoint_path):  # torch compares no checksums
+            with zipfile.ZipFile(checkpoint_path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise CheckpointError(f"{checkpoint_path} is damaged (the checksum of {damaged} is wrong)")
+        content: StateDict = torch.load(checkpoint_path, "cpu", weights_only=weights_only is not False)
+        return content
