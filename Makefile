@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
-.PHONY: help setup demo test quick lint layers types format docs site aliases release libraries examples matrix installed
+.PHONY: help setup demo test kernels processes programs pages whole quick lint layers types format docs site aliases release libraries examples matrix installed
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -54,11 +54,30 @@ demo: $(DEMO_IS_IN) ## trains the digits example; ends with a table of what came
 	@$(BIN)/python examples/digits/train.py
 
 # What forks processes cannot share one with what uses a GPU.  Three workers for two cores: for a fifth of its time a test waits.
-test: $(STAMP) ## the whole suite
-	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 3 --dist worksteal
+SUITE = OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 3 --dist worksteal
+# Slow tests that depend on few files are in tests/parts.py; .ci/run makes those whose files have changed.
+PART = $(SUITE) $$($(BIN)/python tests/parts.py $@)
+
+test: $(STAMP) ## the suite without its slow parts: kernels, processes, programs, pages
+	@$(BIN)/python tests/parts.py say
+	$(SUITE) $$($(BIN)/python tests/parts.py left-out)
 ifdef HAS_GPU
 	$(PYTEST) -m "gpu or gpu2"
 endif
+
+kernels: $(STAMP) ## tests of the kernels: compiled for every architecture, and run on a CPU
+	$(PART)
+
+processes: $(STAMP) ## tests of processes that are started from a shell, interrupted, killed and lost
+	$(PART)
+
+programs: $(STAMP) ## tests of programs for Lightning and apex, each in an interpreter of its own
+	$(PART)
+
+pages: $(STAMP) ## tests of README, docs, site and examples, which run in a short form
+	$(PART)
+
+whole: test kernels processes programs pages ## every test
 
 # BASE=main: what a branch has changed, commits too.  Ends by itself after a minute: `make test` has the rest.
 BASE ?= HEAD

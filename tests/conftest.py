@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -42,6 +43,11 @@ hypothesis.settings.load_profile("any machine")
 # Otherwise each process that a test starts would compile the package's sources again, and this process the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Interpreters that tests start need half the time (tests/startup/sitecustomize.py).
+_STARTUP = str(Path(__file__).with_name("startup"))
+if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
 
 # A shell that starts the tests in the background ignores SIGINT, and processes started here would inherit that; tests of Ctrl-C
 # need it.

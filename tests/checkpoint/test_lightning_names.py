@@ -23,6 +23,7 @@ from fabricamp.checkpoint.hyperparameters import Hyperparameters
 from fabricamp.checkpoint.lightning_names import Pickler, Unpickler
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.state import RunningStage, TrainerFn, TrainerStatus
+from tests.distributed.scripts import PATHS
 
 VALUES = {
     "hparams": Hyperparameters(lr=0.1, net=Hyperparameters(width=3), fn=torch.relu),
@@ -31,7 +32,6 @@ VALUES = {
     "types": [fabricamp.LightningModule, fabricamp.Trainer, ModelCheckpoint, fabricamp.seed_everything],
     "within": partial(dict, kind=fabricamp.Callback),
 }
-ROOT = Path(__file__).parents[2]
 
 # Both programs run with the names of an installed Lightning, or of the alias, and have to print equal values.
 READS = """
@@ -139,7 +139,7 @@ def test_what_the_program_allows_under_lightnings_name_stays_allowed():
 
 def run(code, *arguments, door=False, path=()):
     command = [sys.executable, *(["-m", "fabricamp.lightning"] if door else []), code, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), PATHS])}
     subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=300)
 
 

@@ -24,6 +24,7 @@ import traceback
 import warnings
 
 import rich
+import torch._dynamo  # noqa: F401  every forked process would import it, for seconds
 
 from tests.distributed.orphans import end_with
 from tests.distributed.scripts import variables_for

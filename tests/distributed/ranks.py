@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # every forked process would import it, for seconds
 import torch.distributed as dist
 
 from tests.distributed.orphans import end_with

@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["end", "finish", "start", "variables_for", "wait_for_line", "without_names"]
+__all__ = ["PATHS", "end", "finish", "start", "variables_for", "wait_for_line", "without_names"]
 
 ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "startup")])
+"""PYTHONPATH of started interpreters: the package, and what makes their start short."""
 _FOREIGN = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "SLURM_", "PYTEST_", "FABRICAMP_", "COV_")
 
 
@@ -32,7 +34,7 @@ def start(folder, *command, **variables):
 def variables_for(variables):
     """Returns the environment of a script: this process's without variables of tests and jobs, updated by ``variables``."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    inherited |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    inherited |= {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", **variables}
     inherited.pop("PYTHONUNBUFFERED", None)  # the lines of two workers would mix
     return inherited
 

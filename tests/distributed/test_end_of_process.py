@@ -16,6 +16,7 @@ from torch.nn import BatchNorm1d, Linear, Sequential
 
 from fabricamp.strategies import DDP, DelayedDDP
 from tests.distributed.ranks import run_ranks
+from tests.distributed.scripts import PATHS
 from tests.small import Classifier, loader, quiet_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -284,7 +285,7 @@ if ranks:
 
 
 def run_script(text, *arguments, timeout=200):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(text), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, check=False)
 

@@ -24,6 +24,7 @@ from fabricamp.utilities.grads import grad_norm
 from tests.distributed import sharded
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import OPTIMIZERS, Cell, Net, alone, fitted, flat, sharding, too_far
+from tests.shared import once, shared_folder
 from tests.small import loader, quiet_trainer
 
 # Together with sharded.CELLS, these contain every pair of values of neighbouring options.
@@ -247,16 +248,19 @@ def interrupted(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fsdp")
+    return shared_folder(tmp_path_factory, "fsdp")
 
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    fitted(CELLS[0], "single", 8, save=folder / "single.ckpt")
-    export(folder / "single.ckpt", f"{folder}/parts/")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return run_ranks(on_two_ranks, 2, folder, timeout=400.0)
+    def run():
+        fitted(CELLS[0], "single", 8, save=folder / "single.ckpt")
+        export(folder / "single.ckpt", f"{folder}/parts/")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run_ranks(on_two_ranks, 2, folder, timeout=400.0)
+
+    return once(folder, run)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

@@ -17,6 +17,7 @@ from fabricamp.strategies import FSDP, fsdp
 from fabricamp.strategies.fsdp import fits
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import Net, SaveAt, flat
+from tests.shared import once, shared_folder
 from tests.small import loader, quiet_trainer
 
 WINDOWS = [("O0", "FusedAdam"), ("O1", "FusedLAMB")]
@@ -178,14 +179,17 @@ def on_two_ranks(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("features")
+    return shared_folder(tmp_path_factory, "features")
 
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return run_ranks(on_two_ranks, 2, folder, timeout=400.0)
+    def run():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run_ranks(on_two_ranks, 2, folder, timeout=400.0)
+
+    return once(folder, run)
 
 
 def test_averages_are_those_of_whole_weights_and_go_on(ranks, folder):

@@ -20,6 +20,7 @@ from fabricamp.utilities.grads import grad_norm
 from tests.distributed import sharded
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import Cell, alone, too_far
+from tests.shared import once, shared_folder
 from tests.small import loader, quiet_trainer
 
 CELLS = [
@@ -110,15 +111,18 @@ def looked_at(strategy, batch_size):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("tensor")
+    return shared_folder(tmp_path_factory, "tensor")
 
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    fitted(CELLS[1], "single", 8, callbacks=[Draws()], save=folder / "single.ckpt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return run_ranks(on_four_ranks, 4, folder, timeout=200.0)
+    def run():
+        fitted(CELLS[1], "single", 8, callbacks=[Draws()], save=folder / "single.ckpt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run_ranks(on_four_ranks, 4, folder, timeout=200.0)
+
+    return once(folder, run)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.scripts import PATHS
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [ROOT / "examples" / "cluster" / name for name in ("imagenet.sbatch", "torchrun.sh")]
 
@@ -30,7 +32,7 @@ def test_the_example_has_the_arguments(script):
 
 @pytest.mark.slow
 def test_torchrun_trains_on_this_machine(tmp_path):
-    variables = {"GPUS": "2", "PORT": "0", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    variables = {"GPUS": "2", "PORT": "0", "PYTHON": sys.executable, "PYTHONPATH": PATHS}
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     words = ["bash", str(SCRIPTS[1]), "--accelerator=cpu", "--quick"]

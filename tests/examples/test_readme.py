@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.distributed.forked import start_forked
-from tests.distributed.scripts import finish
+from tests.distributed.scripts import PATHS, finish
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -90,7 +90,7 @@ def run_in_a_shell(command, folder):
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PATHS,
         "COLUMNS": "120",
     }
     words = {"shell": True, "cwd": folder, "env": environment, "stdin": subprocess.DEVNULL}

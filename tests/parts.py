@@ -1,0 +1,172 @@
+"""Parts of the suite with a goal of their own in the Makefile: slow tests that depend on few files.
+
+    python tests/parts.py left-out     # options of pytest for `make test`
+    python tests/parts.py say          # what `make test` leaves out
+    python tests/parts.py changed      # the goals that .ci/run makes
+    python tests/parts.py NAME         # the test files of a part
+
+A part is made by ``.ci/run`` if one of its inputs, or of its tests, differs from the base: $CI_BASE, or where the branch left
+origin/main, or the parent of HEAD.  If git does not know the base (a clone without history), every part is made.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """``tests`` are files and folders that `make test` leaves out; ``inputs`` are what else they depend on, most of all."""
+
+    tests: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+PARTS = {
+    "kernels": Part(  # compiled for every architecture, and run on a CPU
+        ("tests/kernels", "tests/ops", "tests/apex/test_amp_C.py", "tests/apex/test_amp_kernels.py"),
+        ("fabricamp/ops", "tests/cuda_on_cpu"),
+    ),
+    "processes": Part(  # started from a shell, killed, interrupted, lost
+        (
+            "tests/callbacks/test_checkpoint_ownership.py",
+            "tests/distributed/test_elastic.py",
+            "tests/distributed/test_end_of_process.py",
+            "tests/distributed/test_faults.py",
+            "tests/distributed/test_odd_ends.py",
+            "tests/distributed/test_signals.py",
+            "tests/distributed/test_stop_agreement.py",
+            "tests/distributed/test_trainer_interrupts.py",
+            "tests/distributed/test_trainer_launch.py",
+            "tests/kill",
+            "tests/launch",
+        ),
+        (
+            "fabricamp/callbacks/async_checkpoint.py",
+            "fabricamp/checkpoint",
+            "fabricamp/launch",
+            "fabricamp/strategies",
+            "fabricamp/trainer",
+            "fabricamp/watchdog",
+            "tests/distributed",
+        ),
+    ),
+    "programs": Part(  # written for Lightning and apex, each in an interpreter of its own
+        (
+            "tests/apex/test_amp_resume.py",
+            "tests/apex/test_entry_point.py",
+            "tests/apex/test_import_forms.py",
+            "tests/apex/test_install.py",
+            "tests/apex/test_parallel_wrapper.py",
+            "tests/apex/test_same_curve.py",
+            "tests/apex/test_scripts_of_the_field.py",
+            "tests/checkpoint/test_lightning_names.py",
+            "tests/checkpoint/test_objects_elsewhere.py",
+            "tests/lightning/test_door.py",
+            "tests/lightning/test_lightning_repros.py",
+            "tests/lightning/test_names.py",
+            "tests/lightning/test_objects_in_files.py",
+        ),
+        (
+            "fabricamp/apex",
+            "fabricamp/checkpoint",
+            "fabricamp/lightning",
+            "tests/apex",
+            "tests/lightning",
+            "tools/aliases.toml",
+        ),
+    ),
+    "pages": Part(  # what README, tutorial and examples show, run as their readers do
+        (
+            "tests/examples/test_audio.py",
+            "tests/examples/test_cluster.py",
+            "tests/examples/test_contrastive.py",
+            "tests/examples/test_ddp_benchmark.py",
+            "tests/examples/test_diffusion.py",
+            "tests/examples/test_digits.py",
+            "tests/examples/test_end_to_end_benchmark.py",
+            "tests/examples/test_finetune.py",
+            "tests/examples/test_forecasting.py",
+            "tests/examples/test_from_apex.py",
+            "tests/examples/test_from_lightning.py",
+            "tests/examples/test_gan.py",
+            "tests/examples/test_gnn.py",
+            "tests/examples/test_gpt.py",
+            "tests/examples/test_imagenet.py",
+            "tests/examples/test_notebook.py",
+            "tests/examples/test_readme.py",
+            "tests/examples/test_render.py",
+            "tests/examples/test_resume.py",
+            "tests/examples/test_rl.py",
+            "tests/examples/test_segmentation.py",
+            "tests/site/test_site.py",
+            "tests/site/test_tutorial.py",
+        ),
+        (
+            "README.md",
+            "benchmarks",
+            "docs",
+            "examples",
+            "fabricamp/commands",
+            "fabricamp/config.py",
+            "fabricamp/trainer",
+        ),
+    ),
+    "installed": Part(  # no tests of its own: tools/matrix.py runs some in a clean environment
+        (),
+        ("MANIFEST.in", "tests/test_packaging.py", "tools/matrix.py"),
+    ),
+}
+FOR_ALL = ("Makefile", "constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/parts.py", "tests/startup")
+"""Inputs of every part."""
+
+
+def git(*words):
+    """Returns what git prints, stripped; None if it fails."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def base():
+    """Returns the commit to compare with, None if git does not know one."""
+    given = os.environ.get("CI_BASE")
+    if given:
+        return git("rev-parse", "--verify", "--quiet", f"{given}^{{commit}}")
+    left = git("merge-base", "HEAD", "origin/main")
+    if left is not None and left != git("rev-parse", "HEAD"):
+        return left
+    return git("rev-parse", "--verify", "--quiet", "HEAD^")
+
+
+def changed():
+    """Returns the names of parts whose inputs or tests differ from the base; all if that cannot be known."""
+    commit = base()
+    if commit is None:
+        return list(PARTS)
+    # `git diff --quiet` prints nothing and fails where something differs, and where it cannot tell.
+    return [
+        name
+        for name, part in PARTS.items()
+        if git("diff", "--quiet", commit, "--", *part.tests, *part.inputs, *FOR_ALL) is None
+    ]
+
+
+def main(word):
+    if word == "left-out":
+        print(*(f"--ignore={path}" for part in PARTS.values() for path in part.tests))
+    elif word == "say":
+        print("left out here:", ", ".join(f"make {name}" for name, part in PARTS.items() if part.tests))
+    elif word == "changed":
+        print(*changed())
+    else:
+        print(*PARTS[word].tests)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
