@@ -40,8 +40,11 @@ class Copies:
         if _are_small(targets) and runs_kernels(targets[0].device):
             self._kernel = kernel("copies", "copies", (), targets[0].device)
         self._kinds = list(map(_kind, targets))
-        self._strides = list(map(Tensor.stride, targets))
-        self._addresses = [target.data_ptr() for target in targets] if self._kernel is not None else []
+        self._strides: list[tuple[int, ...]] = []
+        self._addresses: list[int] = []
+        if self._kernel is not None:
+            self._strides = list(map(Tensor.stride, targets))
+            self._addresses = list(map(Tensor.data_ptr, targets))
         self._sizes = [target.nbytes for target in targets]
         self._unused = (0,) * (3 * (_MOST - len(targets)))
 
