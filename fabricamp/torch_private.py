@@ -152,6 +152,16 @@ current_stream_is_capturing: Final[Callable[[], bool]] = getattr(
 """Returns whether a CUDA graph is being captured, needed in every step: the public function around it takes twice as long."""
 
 
+def _are_at(tensors: list[torch.Tensor], addresses: list[int], positions: list[int]) -> bool:
+    return [tensors[position].data_ptr() for position in positions] == [addresses[position] for position in positions]
+
+
+are_at: Final[Callable[[list[torch.Tensor], list[int], list[int]], bool]] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _are_at
+)
+"""Returns whether the ``tensors`` at these positions are at these addresses, in one call; builds for CPUs do not have it."""
+
+
 def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
     """Removes a failed capture from the allocator; torch does not.
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fabricamp.engine.parts import FitParts
     from fabricamp.engine.update import LossWeights
+    from fabricamp.precision.update_plan import UpdatePlan
 
 
 class ManualUpdate(Update):
@@ -28,6 +29,8 @@ class ManualUpdate(Update):
     def __init__(self, parts: FitParts) -> None:
         super().__init__(parts)
         self._clips: dict[Optimizer, Clip] = {}
+        self._plans: dict[Optimizer, UpdatePlan] = {}
+        """The update of each optimizer, from its first step on."""
         self._not_stepped = set(parts.optimizers)
         self._accumulates = False  # whether a training_step has ended with gradients that no step used
         self._scales = parts.precision.state_dict().get("loss_scale", 1.0) != 1.0
@@ -73,12 +76,14 @@ class ManualUpdate(Update):
         result = closure() if closure is not None else None
         if self._scales and self.loss is None and not self._accumulates:
             self._check_unscaled(optimizer)
-        precision = self._parts.precision
-        gradients = self._parts.strategy.reduce_gradients(precision.gradients(optimizer))
+        plan = self._plans.get(optimizer)
+        if plan is None:
+            plan = self._parts.precision.plan(optimizer, self._parts.strategy, None)
+            self._plans[optimizer] = plan
         if self._hooks.before_step:
-            precision.step(optimizer, gradients, look=partial(self._run_hooks, optimizer))
+            plan.step_shown(partial(self._run_hooks, optimizer))
         else:
-            precision.step(optimizer, gradients, self._clips.pop(optimizer, None))
+            plan.step(self._clips.pop(optimizer, None))
         self.stepped = True
         self._not_stepped.discard(optimizer)
         return result

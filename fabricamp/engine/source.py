@@ -7,6 +7,7 @@ loaders, makes a feed of each, and replaces loaders in epochs that reload them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from dataclasses import dataclass
 from types import CodeType
@@ -27,6 +28,7 @@ from fabricamp.data import (
     release_workers,
     wire_loader,
 )
+from fabricamp.data.transfer import move_to_device
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import ModuleHooks, overrides
 from fabricamp.lightning.given import own_loader
@@ -327,7 +329,9 @@ class DataSource:
         steps: list[Callable[[Any], Any]] = []
         if before.overridden:
             steps.append(lambda batch: before.owner.on_before_batch_transfer(batch, dataloader_idx))
-        if transfer is not None:
+        if transfer is not None and not transfer.overridden:
+            steps.append(functools.partial(move_to_device, device=device))
+        elif transfer is not None:
             steps.append(lambda batch: transfer.owner.transfer_batch_to_device(batch, device, dataloader_idx))
         if overrides(self._precision, "convert_input", Precision):
             steps.append(self._precision.convert_input)

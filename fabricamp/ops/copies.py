@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +17,8 @@ _BYTES: Final = 2**16
 """Most bytes of all tensors together: torch copies larger ones at the speed of memory, and its launches do not matter then."""
 _BLOCKS: Final = 8
 _THREADS: Final = 256
+_kind: Final = operator.attrgetter("__class__", "device", "dtype", "shape")
+"""What source and target have in common, beside their strides, to be copied as bytes: a subclass may have no memory of its own."""
 
 
 class Copies:
@@ -37,14 +40,22 @@ class Copies:
         if _are_small(targets) and runs_kernels(targets[0].device):
             self._kernel = kernel("copies", "copies", (), targets[0].device)
         self._kinds = list(map(_kind, targets))
-        self._addresses = [target.data_ptr() for target in targets] if self._kernel is not None else []
+        self._strides: list[tuple[int, ...]] = []
+        self._addresses: list[int] = []
+        if self._kernel is not None:
+            self._strides = list(map(Tensor.stride, targets))
+            self._addresses = list(map(Tensor.data_ptr, targets))
         self._sizes = [target.nbytes for target in targets]
         self._unused = (0,) * (3 * (_MOST - len(targets)))
 
     def __call__(self, sources: Sequence[Tensor]) -> None:
         """Copies each of ``sources`` into its target (of the same shape), without waiting."""
         run = self._kernel
-        if run is None or [_kind(source) for source in sources] != self._kinds:
+        if (
+            run is None
+            or list(map(_kind, sources)) != self._kinds
+            or list(map(Tensor.stride, sources)) != self._strides
+        ):
             self._copy_by_torch(sources)
             return
         numbers = self._unused
@@ -65,10 +76,3 @@ def _are_small(targets: Sequence[Tensor]) -> bool:
     if any(type(target) is not Tensor or target.layout is not torch.strided for target in targets):
         return False
     return sum(target.nbytes for target in targets) <= _BYTES and all(map(is_dense, targets))
-
-
-def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]] | None:
-    """Returns what source and target must have in common to be copied as bytes; None for a subclass without memory of its own."""
-    if type(tensor) is not Tensor:
-        return None
-    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()

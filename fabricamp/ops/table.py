@@ -31,6 +31,7 @@ Beside the matrix, device memory holds the row of each chunk (int32), a counter 
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -51,6 +52,9 @@ THREADS: Final = 512
 _SIZE: Final = 1
 _INFO: Final = 2
 _COLUMNS: Final = 3  # lines before the columns: first chunk, size, info
+_CHANGING: Final = slice(
+    _INFO, _COLUMNS + 1
+)  # the lines that change between steps: alignment, and addresses of column 0
 _ALIGNMENT: Final = 16
 _MOST_TABLES: Final = 32
 _dtype: Final = operator.attrgetter("dtype")
@@ -87,14 +91,16 @@ class Table:
         self._chunk_size = chunk_size or CHUNK_SIZE
         self._dense_copies: list[dict[int, _DenseCopy]] = [{} for _ in columns]
         """For each column: the dense copies, by row."""
-        self._has_dense_copies = False
+        self.has_dense_copies = False
+        """Whether a tensor has a dense copy: the table then needs the tensor, else the addresses of its tensors only."""
         self._anchors = anchors(self._columns)
         self._layouts = Layouts(self._anchors)
         self._kinds: dict[Kind, int] = {}
         self._kernels: dict[tuple[str, str], bridge.Kernel] = {}
-        self._partial: Tensor | None = None
         self._numbers: Tensor | None = None
         self._scalars: tuple[tuple[float | Tensor, ...], ...] = ()
+        self.has_scalars = False
+        """Whether :meth:`set_scalars` was called, and not :meth:`forget_scalars` since."""
         self._device_scalars: Tensor | None = None
 
         count = len(self._columns[0])
@@ -158,7 +164,7 @@ class Table:
             dense_copies[row] = _DenseCopy(tensor.detach(), dense)
             addresses[row] = dense.data_ptr()
         self._dense_copies[index] = dense_copies
-        self._has_dense_copies = any(self._dense_copies)
+        self.has_dense_copies = any(self._dense_copies)
 
     def _describe(self) -> None:
         """Writes line ``_INFO``: each row's kind, alignment and group."""
@@ -177,11 +183,6 @@ class Table:
         self._lines[_INFO] = self._kinds_and_groups | (aligned.all(axis=0).astype(np.int64) << 8)
         if len(self._kinds) != before:
             self._kernels.clear()  # they are compiled for the kinds
-
-    def _upload(self) -> None:
-        # A capture has a matrix of its own, of which nothing is uploaded yet.
-        changing = slice(_INFO, _COLUMNS + 1) if self._eager is None else slice(None)
-        upload(self._lines[changing], self._uploaded[changing])
 
     # -- column 0, new in every step ---------------------------------------------------------------------------------------------
 
@@ -241,7 +242,10 @@ class Table:
         self._set_addresses(0)
         self._describe()
         self._columns[0] = []  # the table keeps no gradient alive
-        self._upload()
+        if self._eager is None:
+            upload(self._lines[_CHANGING], self._uploaded[_CHANGING])
+        else:  # a capture has a matrix of its own, of which nothing is uploaded yet
+            upload(self._lines, self._uploaded)
         self._dtypes = []
         self.present = None
         if -1 in pointers:
@@ -263,14 +267,14 @@ class Table:
         self._lines[_COLUMNS] = column
         aligned = self._others_aligned & (column % _ALIGNMENT == 0)
         self._lines[_INFO] = self._kinds_and_groups | (aligned.astype(np.int64) << 8)
-        self._upload()
+        upload(self._lines[_CHANGING], self._uploaded[_CHANGING])
         self._pointers = pointers
 
     def release(self) -> None:
         """Drops the gradients that have a dense copy; the next :meth:`refresh` reads everything again."""
         if self._dense_copies[0]:
             self._dense_copies[0] = {}
-            self._has_dense_copies = any(self._dense_copies)
+            self.has_dense_copies = any(self._dense_copies)
             self._pointers = []
             self._dtypes = []
 
@@ -289,6 +293,7 @@ class Table:
                 self._device_scalars = lasting_memory(shape, torch.float64, self.device)
             upload(np.asarray(scalars, np.float64), self._device_scalars)
             self._scalars = scalars
+        self.has_scalars = True
         if host_only:
             return
         for row, group in enumerate(groups):
@@ -315,6 +320,7 @@ class Table:
     def forget_scalars(self) -> None:
         """Makes the next :meth:`set_scalars` upload the scalars even if they have not changed."""
         self._scalars = ()
+        self.has_scalars = False
 
     # -- a launch --------------------------------------------------------------------------------------------------------------
 
@@ -330,7 +336,7 @@ class Table:
 
         The kernel may write the columns from ``first_written`` on: their dense copies are copied back.
         """
-        has_dense_copies = self._has_dense_copies
+        has_dense_copies = self.has_dense_copies
         if has_dense_copies:
             for copies in self._dense_copies:
                 for copy in copies.values():
@@ -380,12 +386,10 @@ class Table:
         """Returns the row of a chunk."""
         return int(np.searchsorted(self._lines[0], chunk, side="right")) - 1
 
-    @property
+    @functools.cached_property
     def partial(self) -> Tensor:
         """Memory for one fp32 number per chunk."""
-        if self._partial is None:
-            self._partial = torch.empty(self._chunks, dtype=torch.float32, device=self.device)
-        return self._partial
+        return torch.empty(self._chunks, dtype=torch.float32, device=self.device)
 
     def numbers(self, count: int) -> Tensor:
         """Returns memory for ``count`` fp64 numbers, in which one launch of an op leaves its results for the next launch."""
@@ -394,11 +398,6 @@ class Table:
         return self._numbers
 
     # -- for the cache of table_of ---------------------------------------------------------------------------------------------
-
-    @property
-    def has_dense_copies(self) -> bool:
-        """Whether a tensor has a dense copy: the table then needs the tensor, else the addresses of its tensors only."""
-        return self._has_dense_copies
 
     def drop_tensors(self) -> None:
         """Drops the references to the tensors; their addresses stay valid until their memory is freed."""

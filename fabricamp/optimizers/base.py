@@ -26,7 +26,7 @@ from fabricamp.ops.table import Table
 from fabricamp.ops.uploads import is_capturing
 from fabricamp.optimizers import refusals
 from fabricamp.optimizers.refusals import UnsupportedError, owned_parameters
-from fabricamp.optimizers.rows import LAST, DeviceParams, RowsCacheKey, set_scalars, zero_gradients
+from fabricamp.optimizers.rows import LAST, DeviceParams, GroupScalars, RowsCacheKey, zero_gradients
 from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state
 from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks, profiler_enabled
 
@@ -75,6 +75,12 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     _own_state: ops.StepState | None = None
     _watched: WatchedState | None = None  # the state whose tensors the rows hold, and the count of its changes then
     _changes = 0
+    _scalars: GroupScalars  # made with the rows
+    _option_values: Callable[[Any], tuple[Any, ...]]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls._option_values = operator.attrgetter(*cls.options)
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         _check(type(self).__name__, params, defaults)
@@ -151,6 +157,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             parts = self._build(parameters, gradients, copies, flags)
             self._parts = parts
             self._rows_key = RowsCacheKey(parameters, parts, copies, flags)
+            self._scalars = GroupScalars(type(self)._rule)
             self._copies = copies
             self._flags = flags
             self._watch()
@@ -165,7 +172,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             except (RuntimeError, ValueError):  # a sparse gradient has no address, a wrapper has address 0
                 refusals.refuse_unreadable(self, gradients, "gradient")
                 raise
-        set_scalars(parts, self._rule, self.param_groups)
+        self._scalars.upload(parts, self._rule, self.param_groups, self._option_values(self))
         self._explicit = explicit
 
     def _holds_state(self, parts: Sequence[DeviceParams], parameters: Sequence[Tensor]) -> bool:
@@ -348,7 +355,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
         The rest of :meth:`gather` is for gradients at new addresses; those of a graph do not move.
         """
-        self._before_rows()
+        if type(self)._before_rows is not FusedOptimizer._before_rows:
+            self._before_rows()
         parts = self._parts
         state = self._watched
         if parts is None or self._rows_key is None or state is None:
@@ -357,7 +365,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             return False
         if not self._rows_key.are_parameters(list(chain.from_iterable(map(_params, self.param_groups)))):
             return False  # a parameter was put into a group, or taken out of it
-        set_scalars(parts, self._rule, self.param_groups)
+        self._scalars.upload(parts, self._rule, self.param_groups, self._option_values(self))
         return True
 
     def numbers(self, groups: Sequence[dict[str, Any]]) -> list[float | Tensor]:

@@ -19,6 +19,7 @@ from fabricamp.ops.statistics import sum_squares
 from fabricamp.ops.table import Table
 from fabricamp.ops.uploads import is_capturing
 from fabricamp.optimizers.refusals import is_wrapper
+from fabricamp.torch_private import are_at
 
 Value = TypeVar("Value")
 Column = Sequence[Tensor | None]
@@ -189,6 +190,7 @@ class RowsCacheKey:
         if by_address:
             self._addressed = [local(one) for one in (*self._parameters, *(copies or ())) if one is not None]
         self._pointers = addresses(self._addressed)
+        self._positions = list(range(len(self._addressed)))
         self._copies = copies
         self._flags = flags
 
@@ -205,7 +207,7 @@ class RowsCacheKey:
             copies is self._copies
             and flags is self._flags
             and self.are_parameters(parameters)
-            and addresses(self._addressed) == self._pointers
+            and are_at(self._addressed, self._pointers, self._positions)
             and all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None)))
         )
 
@@ -232,6 +234,57 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
         else:
             for gradient in gradients:
                 gradient.zero_()
+
+
+class GroupScalars:
+    """The scalars of an optimizer's groups in the tables of its rows; after a change of a number they are computed and uploaded.
+
+    ``rule`` is the method that returns the rule of a group.
+    """
+
+    def __init__(self, rule: Callable[..., Rule]) -> None:
+        # The package's rules read the group and the optimizer's options; a rule of another class may read anything.
+        self._compares = rule.__module__.startswith("fabricamp.")
+        # Of the last call; empty if a value was no plain number, such as a tensor or a list, whose content may change in place.
+        self._numbers: list[Any] = []
+        self._types: list[type] = []
+
+    def upload(
+        self,
+        parts: Sequence[DeviceParams],
+        rule: Callable[[dict[str, Any]], Rule],
+        groups: Sequence[dict[str, Any]],
+        options: Iterable[Any],
+    ) -> None:
+        """Calls :func:`set_scalars`, unless all numbers are those of the last call and every table still has them.
+
+        ``options``: the optimizer's own numbers, which its rules read beside those of a group.
+        """
+        numbers = list(options)
+        for group in groups:
+            for name, value in group.items():
+                if type(value) is tuple:
+                    numbers += value
+                elif name not in _NO_NUMBERS:
+                    numbers.append(value)
+        types = list(map(type, numbers))
+        # Types first: a number equals a tensor of its value, and the host would wait for the tensor.
+        unchanged = types == self._types and numbers == self._numbers
+        for part in parts:
+            unchanged = unchanged and (part.table is None or part.table.has_scalars)
+        if unchanged:
+            return
+        set_scalars(parts, rule, groups)
+        if self._compares and _PLAIN.issuperset(types):
+            self._numbers = numbers
+            self._types = types
+        else:
+            self._numbers = []
+            self._types = []
+
+
+_NO_NUMBERS: Final = frozenset({"params", "param_names"})
+_PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 
 
 def set_scalars(

@@ -111,6 +111,16 @@ class UpdatePlan:
         if self._close is not None:
             self._close(loss)
 
+    def step(self, clip: Clip | None) -> None:
+        """Runs the update alone: manual optimization clips as the step asks, and ends the training step later."""
+        gradients = self.reduce(self._precision.gradients(self.optimizer))
+        self._precision.step(self.optimizer, gradients, clip)
+
+    def step_shown(self, look: Callable[[], Clip | None]) -> None:
+        """As :meth:`step`, but ``look`` sees and edits unscaled gradients before, and returns how to clip them."""
+        gradients = self.reduce(self._precision.gradients(self.optimizer))
+        self._precision.step(self.optimizer, gradients, look=look)
+
     def exchange(self) -> Gradients:
         """Averages the gradients over the ranks, or completes their exchange; returns where they are."""
         if not self.exchanges:
@@ -147,6 +157,14 @@ class FusedPlan(UpdatePlan):
         self._launch(gradients, self.clip, loss)
         if self._close is not None and (loss is None or not self._closes):
             self._close(loss)
+
+    def step(self, clip: Clip | None) -> None:
+        """Runs the update alone: manual optimization clips as the step asks, and ends the training step later."""
+        gradients = IN_PLACE
+        if self.exchanges:
+            gradients = self.reduce(self._precision.gradients(self.optimizer))
+        self._launch(gradients, clip, None)
+        self.after()
 
 
 # -- full precision ----------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ A graph gets the *view* of a batch: the batch with a :class:`HookEntry` in place
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _FLAT: Final = (list, tuple)
 _TENSORS: Final = {Tensor}
+_STRIDED: Final = {torch.strided}
+_layout: Final = attrgetter("layout")
 _PLAIN: Final = (bool, int, float, str, bytes, type(None))
 
 
@@ -33,6 +36,9 @@ def signature(batch: Any) -> Hashable:
                 f"the batch holds a tensor of layout {batch.layout}, which has no strides; give dense tensors"
             )
         return batch.shape, batch.dtype, batch.stride()
+    if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS and set(map(_layout, batch)) == _STRIDED:
+        # The usual form, as below but without a call per tensor.
+        return type(batch), tuple([(one.shape, one.dtype, one.stride()) for one in batch])
     if isinstance(batch, list | tuple):
         return type(batch), tuple([signature(one) for one in batch])
     if isinstance(batch, Mapping):

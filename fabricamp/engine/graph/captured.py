@@ -64,6 +64,8 @@ class Captured:
     def __init__(self, module: nn.Module, inputs: Any, log_replay: LogReplay) -> None:
         self.outputs: Any = None
         self.replays = 0
+        self._counts = False
+        """Whether the host counts anything for a replay; set by the capture."""
         self._copy_inputs = Copies(tensors_of(inputs))
         self.log_replay = log_replay
         self._graph = torch.cuda.CUDAGraph()
@@ -93,6 +95,7 @@ class Captured:
             raise
         self.log_replay.record()
         self.metric_states.record()
+        self._counts = bool(self.log_replay.cells) or self.metric_states.repeats
 
     def undo(self) -> None:
         """Restores the host's state from before the capture; called if its first replay does not happen.
@@ -118,7 +121,7 @@ class Captured:
 
     def after_replay(self, *, first: bool) -> Any:
         """Does the host's work after a replay (the capture has done that of the ``first``); returns copies of the outputs."""
-        if not first:
+        if not first and self._counts:
             self.count()
         return None if self.outputs is None else copied(self.outputs)
 

@@ -404,6 +404,11 @@ class MetricStates:
         """Records how often the step updated each metric."""
         self._updates = [after - before for after, before in zip(self._counts(), self._counts_before, strict=True)]
 
+    @property
+    def repeats(self) -> bool:
+        """Whether :meth:`repeat` has anything to do: the step updated a metric."""
+        return any(self._updates)
+
     def undo(self) -> None:
         """Restores counts and states from before the capture."""
         for metric, count in zip(self._metrics, self._counts_before, strict=True):

@@ -143,7 +143,9 @@ class GraphUpdate(Update):
         """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
         self._check_optimizer()
         role = Role(self._accumulate, self.loss is None, self._ends_accumulation(batch_idx, last))
-        view = batch if self.why_eager else self._view(batch)
+        view = batch
+        if self._options.hook_entries and not self.why_eager:
+            view = self._view(batch)
         key = None if self.why_eager else self._key_of(view, role)
         step = None if key is None else self._replayable(key)
         # Both may be collectives: every rank calls them, also a rank that runs this micro-batch eagerly.
