@@ -56,13 +56,13 @@ class Diary(Callback):
 
 
 class Manual(Classifier):
-    """Steps by itself, in every second batch."""
+    """Steps by itself, in two of three batches."""
 
     automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         self.manual_backward(super().training_step(batch, batch_idx))
-        if batch_idx % 2:
+        if batch_idx % 3 < 2:
             self.optimizers().step()
             self.optimizers().zero_grad()
 
