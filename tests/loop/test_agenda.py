@@ -140,6 +140,8 @@ def plans(draw):
         "log_every_n_steps": draw(st.integers(1, 6)),
         "check_val_every_n_epoch": draw(st.sampled_from([1, 1, 2, None])),
     }
+    if 0 < options["max_steps"] < (options["min_steps"] or 0):
+        options["min_steps"] = None
     plan = {"batches": draw(st.integers(1, 9)), "asks": draw(st.integers(0, 12))}
     plan["kind"] = draw(st.sampled_from([Classifier, Classifier, Manual, Silent]))
     if plan["kind"] is not Manual:
@@ -395,6 +397,7 @@ def test_a_run_cut_at_any_entry_goes_on_as_the_straight_one(at, hook, tmp_path):
     straight, expected, _ = resumable(tmp_path / "straight")
     before, _, keeper = resumable(tmp_path / "cut", signals=Signals(at, hook))
     after, weights, _ = resumable(tmp_path / "cut", ckpt_path=keeper.best_model_path or None)
+    assert [note[0] for note in before].count("batch") == at
     # What the cut run noted after its checkpoint is noted again.
     assert len(before) + len(after) >= len(straight)
     assert before == straight[: len(before)]
