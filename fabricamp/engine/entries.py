@@ -19,7 +19,7 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
     from fabricamp.engine.update import Update
     from fabricamp.trainer.arguments import Settings
 

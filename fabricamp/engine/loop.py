@@ -1,12 +1,14 @@
 """The training loop: fit -> epoch -> micro-batch; ``update.py`` runs a single micro-batch.
 
-In reading order: :meth:`TrainingLoop.run` with the beginning and the end of an epoch; ``_run_epoch``, which is the hot path; then
-validation.  What else happens after some micro-batches, and what ends training, are entries of the agenda (``entries.py``).
+In reading order: :class:`FitParts`, the parts of a fit; :meth:`TrainingLoop.run` with the beginning and the end of an epoch;
+``_run_epoch``, which is the hot path; then validation.  What else happens after some micro-batches, and what ends training, are
+entries of the agenda (``entries.py``).
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.autograd.graph import get_gradient_edge
@@ -21,15 +23,56 @@ from fabricamp.hooks import call_all, call_hook
 from fabricamp.state import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.autograd.graph import GradientEdge
+    from torch.optim import Optimizer
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.data import Feed
+    from fabricamp.engine.optimizer_setup import SchedulerConfig
+    from fabricamp.engine.resume import ResumePoint
     from fabricamp.engine.update import Update
-    from fabricamp.hooks import Calls
+    from fabricamp.hooks import Calls, Hooks
+    from fabricamp.metrics import Metrics
+    from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Clip, Precision
+    from fabricamp.state import RunState
+    from fabricamp.strategies.base import Strategy
+    from fabricamp.trainer.arguments import Settings
+    from fabricamp.watchdog import LoopRequests, StopAgreement
 
 _LOG = logging.getLogger("fabricamp")
+
+
+@dataclass(slots=True, kw_only=True)
+class FitParts:
+    """The parts of a fit."""
+
+    module: TrainingModule
+    state: RunState
+    strategy: Strategy
+    precision: Precision
+    metrics: Metrics
+    hooks: Hooks
+    agreement: StopAgreement
+    requests: LoopRequests
+    feed: Feed
+    loader: Any
+    step: Callable[..., Any]
+    optimizers: list[Optimizer]
+    schedulers: list[SchedulerConfig]
+    clip: Clip | None
+    settings: Settings
+    """The Trainer's settings; some of them may change during a fit."""
+    length: float
+    """The number of micro-batches of an epoch; inf if unknown."""
+    validate: Callable[[], bool] | None
+    resume_point: ResumePoint
+    together: Callable[[Iterable[Any]], Iterator[Any]]
+    """Makes the ranks begin a pass over their batches together."""
+    meet_at_end_of_data: Callable[[int], None]
+    renew: Callable[[FitParts], None]
+    """Called before each epoch: replaces the loaders if the epoch reloads them."""
 
 
 class TrainingLoop:

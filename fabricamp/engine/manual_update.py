@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
     from fabricamp.engine.update import LossWeights
 
 

@@ -28,7 +28,7 @@ from fabricamp.engine.graph.group_update import GroupUpdate
 from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, refused
 from fabricamp.engine.graph.update import GraphUpdate
 from fabricamp.engine.logger_setup import join_loggers, kept_of, log_hyperparams
-from fabricamp.engine.loop import TrainingLoop
+from fabricamp.engine.loop import FitParts, TrainingLoop
 from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
 from fabricamp.engine.model_checks import warn_of_oversights
 from fabricamp.engine.optimizer_setup import (
@@ -38,7 +38,6 @@ from fabricamp.engine.optimizer_setup import (
     check_optimizers,
     parse_optimizers,
 )
-from fabricamp.engine.parts import FitParts
 from fabricamp.engine.performance import give_back
 from fabricamp.engine.prediction_record import PredictionRecord, open_record
 from fabricamp.engine.profiling import profile_evaluation, profile_fit, profile_train_feed

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.flat import Gradients
     from fabricamp.gradients.memory import GradientMemory

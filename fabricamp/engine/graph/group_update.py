@@ -37,7 +37,7 @@ from fabricamp.hooks import overrides
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
 
 _LOG = logging.getLogger("fabricamp")

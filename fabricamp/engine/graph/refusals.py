@@ -20,7 +20,7 @@ from fabricamp.precision.torch_updates import demands_closure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
 
 
 def refused(reason: str) -> ConfigError:
