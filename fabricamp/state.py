@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import sys
 import time
-from typing import Any
+from typing import Any, Generic, Self, TypeVar, cast
+
+from fabricamp.agenda import Agenda
 
 REQUEUES = ("SIGUSR1", "SIGUSR2")
 INTERRUPTIONS = ("interrupted", "SIGTERM", *REQUEUES)
@@ -78,6 +80,23 @@ class Scope(enum.Enum):
     PREDICT = "predict_step"
 
 
+Value = TypeVar("Value")
+
+
+class _OfAgenda(Generic[Value]):
+    """A descriptor for a position that the run's agenda holds under the same name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: RunState | None, owner: type | None = None) -> Value:
+        return cast("Value", self if state is None else getattr(state.agenda, self._name))
+
+    def __set__(self, state: RunState, value: Value) -> None:
+        setattr(state.agenda, self._name, value)
+        state.agenda.look()
+
+
 class RunState:
     """Counters and the stop flag of one Trainer; the host knows them without asking the GPU.
 
@@ -90,9 +109,14 @@ class RunState:
 
     ``should_stop``: this rank asks to end training, for ``stop_reason``.  ``agreed``: all ranks ask to end it at this boundary.
     ``interruption`` names the signal that interrupted the run.
+
+    ``agenda`` says after which micro-batch the loop has to act next; ``hold_at``, ``hold_evaluated``, ``passed`` and ``committed``
+    are its positions.
     """
 
     __slots__ = (
+        "_asks",
+        "agenda",
         "agreed",
         "ahead",
         "batch",
@@ -101,23 +125,18 @@ class RunState:
         "batches_done",
         "capturing",
         "closed_at",
-        "committed",
         "dataloader_idx",
         "epoch",
         "epoch_ended",
         "evaluated",
         "fn",
         "global_step",
-        "hold_at",
-        "hold_evaluated",
         "interruption",
         "num_dataloaders",
         "open_batches",
-        "passed",
         "peak_bytes",
         "runs_as",
         "scope",
-        "should_stop",
         "skipped_before",
         "stage",
         "started",
@@ -128,6 +147,18 @@ class RunState:
         "validated_at",
         "validations",
     )
+
+    committed = _OfAgenda[int]()
+    hold_at = _OfAgenda[int]()
+    hold_evaluated = _OfAgenda[int]()
+    passed = _OfAgenda[float]()
+    agenda: Agenda
+
+    def __new__(cls) -> Self:
+        """Makes the agenda here: pickles of earlier versions restore its positions by name, and do not call ``__init__``."""
+        state = super().__new__(cls)
+        state.agenda = Agenda()
+        return state
 
     def __init__(self) -> None:
         self.fn: TrainerFn | None = None
@@ -150,7 +181,7 @@ class RunState:
         self.runs_as = ""  # "graph" or "eager" if a CUDA graph was asked for, else empty
         self.dataloader_idx = 0
         self.num_dataloaders = 1
-        self.should_stop = False
+        self._asks = False
         self.agreed = False
         self.stop_reason = ""
         self.stop_explanation = ""
@@ -161,16 +192,8 @@ class RunState:
         self.validated_at = -1
         # The ``batches_done`` when the hooks of an epoch's end last ran: a resumed run calls those that did not run.
         self.closed_at = -1
-        # Micro-batches already launched or prefetched for a launch; the run cannot stop before them.
-        self.committed = 0
         # Finished batches of the running validation within fit.
         self.evaluated = NOT_VALIDATING
-        # The main thread waits at this number of micro-batches, then of validation batches, until the ranks have agreed where to
-        # stop (watchdog/stop.py).
-        self.hold_at = sys.maxsize
-        self.hold_evaluated = sys.maxsize
-        # The last boundary that this rank passed without asking to stop (watchdog/requests.py).
-        self.passed = -1.0
         self.started = time.monotonic()
 
     def __repr__(self) -> str:
@@ -262,6 +285,16 @@ class RunState:
     def cut(self) -> bool:
         """Whether the run ends without the hooks of its epoch's end: after a signal, or by ``nan_policy="stop"``."""
         return self.interrupted or self.stop_reason == NON_FINITE
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether this rank asks to end training; may be set in any thread."""
+        return self._asks
+
+    @should_stop.setter
+    def should_stop(self, asks: bool) -> None:
+        self._asks = asks
+        self.agenda.look()
 
     def ask(self, reason: str) -> None:
         """Asks all ranks to end training; may be called from any thread."""

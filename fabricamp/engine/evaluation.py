@@ -171,10 +171,10 @@ class EvaluationLoop:
         state = self._state
         if self._in_fit:
             state.evaluated += 1
-            reached = state.evaluated >= state.hold_evaluated
+            reached = state.evaluated >= state.agenda.hold_evaluated
         else:
             state.batches_done += 1
-            reached = state.batches_done >= state.hold_at
+            reached = state.batches_done >= state.agenda.hold_at
         self.cut_short = reached and self._agreement.hold()
         return self.cut_short
 

@@ -1,36 +1,78 @@
 """The training loop: fit -> epoch -> micro-batch; ``update.py`` runs a single micro-batch.
 
-In reading order: :meth:`TrainingLoop.run` with the beginning and the end of an epoch; ``_run_epoch``, which is the hot path; then
-the work that most steps skip (validation, flushes) and the conditions that end training.
+In reading order: :class:`FitParts`, the parts of a fit; :meth:`TrainingLoop.run` with the beginning and the end of an epoch;
+``_run_epoch``, which is the hot path; then validation.  What else happens after some micro-batches, and what ends training, are
+entries of the agenda (``entries.py``).
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from fabricamp._utils import lightning_alias
+from fabricamp.agenda import PassEnd
 from fabricamp.data import set_epoch
-from fabricamp.engine.validation_cadence import ValidationCadence
+from fabricamp.engine.entries import Deadline, Flush, Interruption, Stop, Validation
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import call_all, call_hook
 from fabricamp.state import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.autograd.graph import GradientEdge
+    from torch.optim import Optimizer
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.data import Feed
+    from fabricamp.engine.optimizer_setup import SchedulerConfig
+    from fabricamp.engine.resume import ResumePoint
     from fabricamp.engine.update import Update
-    from fabricamp.hooks import Calls
+    from fabricamp.hooks import Calls, Hooks
+    from fabricamp.metrics import Metrics
+    from fabricamp.module import TrainingModule
+    from fabricamp.precision.base import Clip, Precision
+    from fabricamp.state import RunState
+    from fabricamp.strategies.base import Strategy
+    from fabricamp.trainer.arguments import Settings
+    from fabricamp.watchdog import LoopRequests, StopAgreement
 
 _LOG = logging.getLogger("fabricamp")
+
+
+@dataclass(slots=True, kw_only=True)
+class FitParts:
+    """The parts of a fit."""
+
+    module: TrainingModule
+    state: RunState
+    strategy: Strategy
+    precision: Precision
+    metrics: Metrics
+    hooks: Hooks
+    agreement: StopAgreement
+    requests: LoopRequests
+    feed: Feed
+    loader: Any
+    step: Callable[..., Any]
+    optimizers: list[Optimizer]
+    schedulers: list[SchedulerConfig]
+    clip: Clip | None
+    settings: Settings
+    """The Trainer's settings; some of them may change during a fit."""
+    length: float
+    """The number of micro-batches of an epoch; inf if unknown."""
+    validate: Callable[[], bool] | None
+    resume_point: ResumePoint
+    together: Callable[[Iterable[Any]], Iterator[Any]]
+    """Makes the ranks begin a pass over their batches together."""
+    meet_at_end_of_data: Callable[[int], None]
+    renew: Callable[[FitParts], None]
+    """Called before each epoch: replaces the loaders if the epoch reloads them."""
 
 
 class TrainingLoop:
@@ -44,18 +86,18 @@ class TrainingLoop:
         self._step = parts.step
         self._batch_start = parts.hooks("on_train_batch_start")
         self._batch_end = parts.hooks("on_train_batch_end")
-        self._settings = parts.limits.settings
-        self._validates = parts.validate is not None
-        self._validation_is_due = self._due_by_batches
-        self._validation_is_counted = self._due_by_batches
-        times = parts.limits.validation_times
-        if times is not None:
-            epochs = self._settings.check_val_every_n_epoch or 1
-            cadence = ValidationCadence(times, epochs, parts.state, parts.strategy)
-            self._validation_is_due = cadence.is_due
-            self._validation_is_counted = cadence.follows
-        self._work_due_at: float = 0
-        """The step from which :meth:`_after_step` has something to do."""
+        self._settings = parts.settings
+        self._flush = Flush(parts, update)
+        self._deadline = Deadline(parts, update)
+        self._validation = Validation(parts, lambda: self._validate())  # noqa: PLW0108 - a profiler replaces the method
+        self._stop = Stop(parts, update, self._end_as_in_lightning)
+        self._interruption = Interruption(parts)
+        self._agenda = parts.state.agenda
+        self._agenda.add(self._flush)
+        if self._settings.max_time is not None:
+            self._agenda.add(self._deadline)
+        self._agenda.add(self._validation, self._stop, self._interruption)
+        self._agenda.begin(parts.state, update.batches_to)
         self._accumulate_grad_nodes: list[GradientEdge] = []
         self._warned_of_no_step = False
         self._idle = False
@@ -83,7 +125,7 @@ class TrainingLoop:
         if state.batch_idx == 0:
             self._restore_rng()
         self.parts.agreement.begin()
-        while self._epochs_remain() and not self._interrupted_between_epochs():
+        while self._epochs_remain() and not self._interruption.is_here():
             self._begin_epoch(epoch_start)
             complete = self._catch_up()
             if complete is None:
@@ -106,16 +148,12 @@ class TrainingLoop:
     def _epochs_remain(self) -> bool:
         """Whether there is an epoch to run, or to finish: a resumed run may have been cut after an epoch's last step."""
         state = self.state
-        if not self._done():
+        if not self._stop.is_done(in_epoch=False):
             return True
         max_epochs = self._settings.max_epochs
         within_epoch = state.batch_idx > 0 and (max_epochs < 0 or state.epoch < max_epochs)
         end_hooks_have_run = state.closed_at == state.batches_done
         return within_epoch and not end_hooks_have_run
-
-    def _interrupted_between_epochs(self) -> bool:
-        """Whether a signal received since the last batch ends the run here."""
-        return self.state.batches_done >= self.state.hold_at and self.parts.agreement.hold()
 
     # -- an epoch ----------------------------------------------------------------------------------------------------------------
 
@@ -125,6 +163,7 @@ class TrainingLoop:
         state.scope = Scope.TRAIN_EPOCH
         self.parts.resume_point.begin_epoch()
         self.parts.renew(self.parts)
+        self._validation.read_settings()
         set_epoch(self.parts.loader, state.epoch)
         if state.batch_idx == 0:
             call_all(hooks)
@@ -160,30 +199,31 @@ class TrainingLoop:
             return None
         at_end = feed.last or state.batch_idx >= feed.limit
         validated = state.validated_at == state.batches_done
-        if self._validates and not validated and self._validation_is_due(at_end) and self._validate():
+        if not validated and self._validation.act(last=at_end) is not None:
             return False
-        return at_end if self._done(in_epoch=True) else None
+        return at_end if self._stop.is_done(in_epoch=True) else None
 
     def _restore_rng(self) -> None:
-        """In a resumed run, once: restores RNG states, and calls ``_after_step`` if the run was cut between a step and the call."""
+        """In a resumed run, once: restores RNG states, and does the work of a step after which the run was cut before the work."""
         self.metrics.muted = False
         if self.parts.resume_point.restore_rng_once():
-            self._after_step()
+            self._flush.work()
+            self._deadline.work()
 
     def _run_epoch(self) -> bool:
         """Runs the micro-batches of an epoch; returns whether the epoch is complete: no batch of it is left.
 
-        The pass ends in one of five ways: the loader has no more batches, a hook skips the others, a validation is cut short, a
-        limit or a request ends training after a step, or a signal ends it after any micro-batch.
+        The pass ends if the loader has no more batches, a hook skips the others, or an entry of the agenda says so.
         """
         state = self.state
-        settings = self._settings
+        agenda = self._agenda
         feed = self.parts.feed
         update = self.update
         state.scope = Scope.TRAIN_STEP
         first = state.batch_idx
         steps_before = state.global_step
         update.begin_epoch(first)
+        agenda.renew()
         state.batches = enumerate(update.read(self.parts.together(feed.starting_at(first))), first)
         # A resumed epoch may have been saved after its last batch: then no batch is left, and the epoch only has to be finished.
         last = first > 0
@@ -201,29 +241,15 @@ class TrainingLoop:
             state.batches_done += 1
             for hook in self._batch_end:
                 hook(outputs, batch, batch_idx)
-            stepped = update.stepped
-            if stepped and state.global_step >= self._work_due_at:
-                self._after_step()
-            if state.batches_done < state.committed:  # the next step is in the same launch: nothing runs in between
-                update.stepped = False
-                continue
-            if self._validates and self._validation_is_due(last) and self._validate():
-                last = False  # the validation was cut short: a resumed run begins with it
-                break
-            # A checkpoint written before this line marks this step's work as unfinished: a resumed run does it first
-            # (_restore_rng).
-            update.stepped = False
-            if stepped or last:
-                # A limit or a request (should_stop, on any rank) ends training only where a step has ended, or the epoch.
-                at_max_steps = 0 <= settings.max_steps <= state.global_step
-                if (at_max_steps or state.should_stop) and self._done(in_epoch=True):
-                    if not (at_max_steps or state.cut) and lightning_alias.is_installed():
-                        self._end_as_in_lightning()
+            if last or state.batches_done >= agenda.next:
+                end = agenda.run(last)
+                if end is PassEnd.CUT_SHORT:
+                    last = False  # a resumed run begins with the validation that was cut short
+                if end is not None:
                     break
-                state.passed = state.batches_done
-            # A signal may end training within an accumulation, too: after the micro-batch that the ranks have agreed on.
-            if state.batches_done >= state.hold_at and self.parts.agreement.hold():
-                break
+            elif update.stepped:
+                agenda.passed = state.batches_done
+            update.stepped = False
         # No warning for a resumed epoch: its steps may have been made before the cut.
         self._check_epoch(steps_before, ended=last and first == 0)
         state.batch = None
@@ -235,7 +261,7 @@ class TrainingLoop:
         skips = False
         for hook in self._batch_start:
             skips = hook(batch, batch_idx) == -1 or skips
-        if skips and self.state.batches_done < self.state.committed:
+        if skips and self.state.batches_done < self._agenda.committed:
             raise ConfigError(
                 "on_train_batch_start returned -1, and the rest of a launch of several steps cannot be skipped; let the callback's "
                 "holds_at return the step before, or give CudaGraph(steps=1)"
@@ -293,40 +319,11 @@ class TrainingLoop:
             state.batch_idx = 0
         state.epoch_ended = False
 
-    # -- after some steps --------------------------------------------------------------------------------------------------------
-
-    def _after_step(self) -> None:
-        """Does what most steps skip: takes values that have arrived, starts a flush, checks the deadline."""
-        step = self.state.global_step
-        deadline = self.parts.limits.deadline
-        every = self._settings.log_every_n_steps or math.inf
-        self.metrics.poll(step)
-        if step % every == 0:
-            self.metrics.flush(step)
-            if self.update.overflow_policy is not None:
-                self.update.overflow_policy.report_skips()
-        self._work_due_at = min(self.metrics.due, step - step % every + every)
-        if deadline is not None:
-            self._work_due_at = step + 1
-            if time.monotonic() >= deadline:
-                self.state.ask("max_time")
-
-    def _due_by_batches(self, last: bool) -> bool:
-        """Whether a validation is due after this micro-batch, by a number of batches; ``last``: it is the epoch's last one."""
-        state = self.state
-        every = self.parts.limits.validate_every
-        every_epochs = self._settings.check_val_every_n_epoch
-        if every_epochs is None:  # counted over the epochs
-            return state.batches_done % every == 0
-        if (state.epoch + 1) % every_epochs:
-            return False
-        if every == math.inf:  # the loader has no length
-            return last
-        return state.batch_idx % every == 0
+    # -- validation --------------------------------------------------------------------------------------------------------------
 
     def validation_follows(self) -> bool:
         """Whether a validation follows the present micro-batch (for its end hooks); leaves out validations that are due by time."""
-        return self._validates and self._validation_is_counted(self.parts.feed.last)
+        return self._validation.follows()
 
     def _validate(self) -> bool:
         """Runs validation; returns whether a stop cut it short."""
@@ -355,36 +352,10 @@ class TrainingLoop:
             self.metrics.flush(state.global_step)
         every_epochs = self._settings.check_val_every_n_epoch or 1
         is_validated = state.validated_at == state.batches_done
-        if self._validates and not is_validated and (state.epoch + 1) % every_epochs == 0:
+        if self.parts.validate is not None and not is_validated and (state.epoch + 1) % every_epochs == 0:
             self._validate()
 
-    def _done(self, *, in_epoch: bool = False) -> bool:
-        """Whether training ends at this boundary: after a step (``in_epoch``), or between two epochs.
-
-        If not, notes that this rank has passed the boundary.
-        """
-        state = self.state
-        settings = self._settings
-        requests = self.parts.requests
-        # The boundary between two epochs comes after that of the last step, and before the next step's.
-        boundary = state.batches_done + (0.0 if in_epoch else 0.5)
-        if 0 <= settings.max_steps <= state.global_step:
-            return True
-        # This limit ends no epoch, even if it was lowered within one.
-        if not in_epoch and 0 <= settings.max_epochs <= state.epoch:
-            return True
-        if state.should_stop:
-            if state.cut:  # a signal or nan_policy="stop": every rank stops here, without another agreement
-                return True
-            if state.global_step < settings.min_steps or state.epoch < settings.min_epochs:
-                requests.spread()
-                lightning_alias.say_difference(
-                    "steps while a stop waits for min_steps or min_epochs are logged every log_every_n_steps; Lightning logs each"
-                )
-            elif state.agreed or requests.all_ask(boundary):
-                return True
-        state.passed = boundary
-        return False
+    # -- the end -----------------------------------------------------------------------------------------------------------------
 
     def _finish_last_steps(self) -> None:
         """Waits for the step statuses and logged values of the last steps, and acts on them."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
     from fabricamp.engine.update import LossWeights
     from fabricamp.precision.update_plan import UpdatePlan
 
@@ -34,6 +34,10 @@ class ManualUpdate(Update):
         self._not_stepped = set(parts.optimizers)
         self._accumulates = False  # whether a training_step has ended with gradients that no step used
         self._scales = parts.precision.state_dict().get("loss_scale", 1.0) != 1.0
+
+    def batches_to(self, steps: float) -> float:
+        """Returns the fewest micro-batches in which ``steps`` steps can be made: the user decides which of them make one."""
+        return steps
 
     def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs the user's ``training_step``; counts as one step if any optimizer stepped in it."""

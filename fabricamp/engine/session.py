@@ -28,7 +28,7 @@ from fabricamp.engine.graph.group_update import GroupUpdate
 from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, refused
 from fabricamp.engine.graph.update import GraphUpdate
 from fabricamp.engine.logger_setup import join_loggers, kept_of, log_hyperparams
-from fabricamp.engine.loop import TrainingLoop
+from fabricamp.engine.loop import FitParts, TrainingLoop
 from fabricamp.engine.manual_update import ClosureUpdate, ManualUpdate
 from fabricamp.engine.model_checks import warn_of_oversights
 from fabricamp.engine.optimizer_setup import (
@@ -38,7 +38,6 @@ from fabricamp.engine.optimizer_setup import (
     check_optimizers,
     parse_optimizers,
 )
-from fabricamp.engine.parts import FitParts, limits_of
 from fabricamp.engine.performance import give_back
 from fabricamp.engine.prediction_record import PredictionRecord, open_record
 from fabricamp.engine.profiling import profile_evaluation, profile_fit, profile_train_feed
@@ -317,7 +316,7 @@ class Session:
 
     def _fit_parts(self) -> FitParts:
         """Returns the loop's parts; asks for the training loader before the validation loaders."""
-        length = self.data.num_training_batches
+        length = self._epoch_length()
         self.run_summary.workers(self.data.train_loader)
         self.run_summary.rows()
         evaluate = bool(self.data.evaluation_loaders("val")) and overrides(
@@ -338,13 +337,25 @@ class Session:
             optimizers=self.optimizers,
             schedulers=self.schedulers,
             clip=self.settings.clip,
-            limits=limits_of(self.settings, length, self.trainer.state.started),
+            settings=self.settings,
+            length=length,
             validate=self._validate if evaluate else None,
             resume_point=self.resume_point,
             together=self.watchdog.together,
             meet_at_end_of_data=self.watchdog.meet_at_end_of_data,
             renew=self._renew,
         )
+
+    def _epoch_length(self) -> float:
+        """Returns the micro-batches of an epoch, inf if unknown; raises if an epoch would never make a step."""
+        length = self.data.num_training_batches
+        accumulate = self.settings.accumulate_grad_batches
+        if self.settings.partial_window == "drop" and 0 < length < accumulate:
+            raise ConfigError(
+                f"partial_window='drop' with {length} batches an epoch and accumulate_grad_batches={accumulate} would never make a "
+                "step; give 'step' or 'carry', or accumulate fewer"
+            )
+        return length
 
     def _train_feed(self) -> Feed:
         return profile_train_feed(self.trainer, self.data.feed(self.data.train_loader, self.data.num_training_batches))
@@ -367,7 +378,7 @@ class Session:
             return
         parts.loader = self.data.train_loader
         parts.feed = self._train_feed()
-        parts.limits = limits_of(self.settings, self.data.num_training_batches, self.trainer.state.started)
+        parts.length = self._epoch_length()
         self.resume_point.use(parts.feed)
 
     def _update(self, parts: FitParts) -> Update:
@@ -569,6 +580,7 @@ class Session:
         """Ends what runs beside the loops, and calls ``teardown`` unless the run ``failed``."""
         self.closed = True
         self.watchdog.close()
+        self.trainer.state.agenda.end()
         self.graphs.close(failed=failed)
         self.data.close()
         if failed:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.flat import Gradients
     from fabricamp.gradients.memory import GradientMemory
@@ -58,7 +58,7 @@ class Update:
     def __init__(self, parts: FitParts) -> None:
         automatic = parts.module.automatic_optimization
         precision = parts.precision
-        settings = parts.limits.settings
+        settings = parts.settings
         self.stepped = False
         self.empty_steps = 0
         """Steps since the epoch began or was resumed in which no micro-batch had a loss: they are counted, but update nothing."""
@@ -117,7 +117,7 @@ class Update:
 
     def begin_epoch(self, batch_idx: int) -> None:
         """Prepares for an epoch whose next batch is ``batch_idx``: 0, or more in a resumed epoch."""
-        settings = self._parts.limits.settings
+        settings = self._parts.settings
         self.empty_steps = 0
         if settings.accumulation_schedule is not None:
             self._accumulate = settings.accumulate_grad_batches
@@ -126,6 +126,11 @@ class Update:
         # An accumulation need not begin at a multiple of _accumulate: it may be carried over from the last epoch, or a resumed run
         # may start between two multiples, as the number of ranks or the batch size changed.
         self._offset = 1 + (self._state.open_batches - batch_idx) % self._accumulate
+
+    def batches_to(self, steps: float) -> float:
+        """Returns the number of micro-batches to the end of ``steps`` more steps, if the epoch does not end before."""
+        before_last = -(self._state.batch_idx + self._offset) % self._accumulate
+        return before_last + 1 + (steps - 1) * self._accumulate
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns an epoch's batches for the loop; an elastic strategy (``heals``) begins each step before its batch is read."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fabricamp.engine.runner import Runner
+    from fabricamp.state import RunState
 
 Value = TypeVar("Value")
 
@@ -30,15 +31,18 @@ class _Setting(Generic[Value]):
 
     def __set__(self, trainer: TrainerLimits, value: Value) -> None:
         setattr(trainer._runner.settings, self._name, CHECKS[self._name](self._name, value))
+        trainer.state.agenda.look()  # a running fit has to ask anew when it ends, logs and validates
 
 
 class TrainerLimits:
     """The Trainer's limits: when training ends, the share of the data to use, and how often validation and logging happen."""
 
+    state: RunState
     _runner: Runner
 
     max_epochs = _Setting[int](
-        "The epoch at which training ends; -1 for no limit.  May be set in a running fit, as the next three."
+        "The epoch at which training ends; -1 for no limit.  May be set in a running fit, as the next three, "
+        "``log_every_n_steps``, ``val_check_interval`` and ``check_val_every_n_epoch``."
     )
     max_steps = _Setting[int]("The step at which training ends; -1 for no limit.")
     min_epochs = _Setting[int]("The epochs that training lasts at least: a stop request waits for them.")
@@ -95,6 +99,7 @@ class TrainerLimits:
     def val_check_interval(self, value: Any) -> None:
         check_cadence(value, self.check_val_every_n_epoch)
         self._runner.settings.val_check_interval = value
+        self.state.agenda.look()
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
@@ -105,6 +110,7 @@ class TrainerLimits:
     def check_val_every_n_epoch(self, value: int | None) -> None:
         check_cadence(self.val_check_interval, value)
         self._runner.settings.check_val_every_n_epoch = value
+        self.state.agenda.look()
 
     @property
     def num_sanity_val_steps(self) -> float:

@@ -107,7 +107,7 @@ class Parts:
         self.optimizers = [optimizer(self.module.parameters())]
         self.schedulers = list(schedulers)
         settings = SimpleNamespace(most_accumulated=accumulate, detect_anomaly=False, cuda_graph=CudaGraph())
-        self.limits = SimpleNamespace(settings=settings)
+        self.settings = settings
         self._callbacks = callbacks
 
     def hooks(self, name):

@@ -25,7 +25,8 @@ from fabricamp.callbacks import (
 )
 from fabricamp.callbacks.base import waits_between_steps
 from fabricamp.data import Feed, ResidentLoader
-from fabricamp.engine.graph.group_update import GroupReader, HostAgenda
+from fabricamp.engine.entries import CallbackHolds, Flush, Stop, Validation
+from fabricamp.engine.graph.group_update import GroupReader
 from fabricamp.engine.graph.lr_table import LrTable
 from fabricamp.engine.graph.refusals import group_refusal
 from fabricamp.engine.optimizer_setup import SchedulerConfig
@@ -53,12 +54,26 @@ def test_steps_are_a_whole_number():
 
 
 def parts_of(**given):
+    """Returns the parts of a fit whose agenda has the entries that bound a launch."""
     options = {"log_every_n_steps": 50, "max_steps": -1, "min_steps": 0, "check_val_every_n_epoch": 1}
-    validate_every, times = given.pop("validate_every", math.inf), given.pop("times", None)
-    limits = SimpleNamespace(
-        settings=SimpleNamespace(**{**options, **given}), validate_every=validate_every, validation_times=times
+    others = {"val_check_interval": 1.0, "limit_val_batches": 1, "fast_dev_run": 0}
+    length = given.pop("length", math.inf)
+    holds = given.pop("holds", [])
+    parts = SimpleNamespace(
+        state=RunState(),
+        settings=SimpleNamespace(**{**options, **others, **given}),
+        length=length,
+        metrics=None,
+        requests=None,
     )
-    return SimpleNamespace(state=RunState(), limits=limits, validate=lambda: False)
+    parts.validate = parts.strategy = None
+    if "val_check_interval" in given:
+        parts.validate = bool
+    parts.feed = SimpleNamespace(length=length)
+    agenda = parts.state.agenda
+    agenda.add(Flush(parts, None), Validation(parts, bool), Stop(parts, None, bool), CallbackHolds(parts, holds))
+    agenda.begin(parts.state, float)
+    return parts
 
 
 PLANS = st.fixed_dictionaries(
@@ -84,14 +99,23 @@ def test_no_boundary_falls_inside_a_launch_and_all_steps_are_made(plan):
     most, length = plan["most"], plan["epoch"]
     names = {name: plan[name] for name in ("max_steps", "min_steps", "check_val_every_n_epoch", "times")}
     across = plan["check_val_every_n_epoch"] is None
-    every = 7 if across and plan["validate"] == math.inf else plan["validate"]
-    parts = parts_of(log_every_n_steps=plan["log"], validate_every=every, **names)
-    state, cadence = parts.state, Cadence(plan["save"], None)
+    every = plan["validate"]
+    if across and every == math.inf:
+        every = 7
+    if every == math.inf or (every > length and not across):
+        every = length
+    names["val_check_interval"] = every
+    if names.pop("times") is not None:
+        names["val_check_interval"] = f"{plan['times'].steps} steps" if plan["times"].steps else "1 epoch"
+    cadence = Cadence(plan["save"], None)
+    holds = [lambda step: max(cadence.next_look, step + 1)]
+    parts = parts_of(log_every_n_steps=plan["log"], length=length, holds=holds, **names)
+    state = parts.state
     begin = min(plan["begin"], 3 * length - 1, plan["max_steps"] - 1 if plan["max_steps"] > 0 else 10**6)
     state.global_step = state.batches_done = begin
     state.epoch, state.batch_idx = divmod(begin, length)
     cadence.start(begin)
-    agenda = HostAgenda(parts, most, [lambda step: max(cadence.next_look, step + 1)])
+    reader = reader_of(parts, most)
     end = min(3 * length, plan["max_steps"] if plan["max_steps"] > 0 else 10**6)
 
     def is_boundary(step):
@@ -107,7 +131,7 @@ def test_no_boundary_falls_inside_a_launch_and_all_steps_are_made(plan):
         return step % plan["log"] == 0 or validates or saves or limits
 
     while state.global_step < end:
-        count = agenda.launch_size(length)
+        count = reader.launch_size()
         assert count in (1, most)
         places = range(state.global_step + 1, state.global_step + count + 1)
         assert not any(is_boundary(step) for step in places[:-1])
@@ -123,8 +147,8 @@ def test_no_boundary_falls_inside_a_launch_and_all_steps_are_made(plan):
 
 @pytest.mark.parametrize("length", [math.inf, 7])
 def test_a_loader_of_unknown_length_or_a_short_one_is_read_step_by_step(length):
-    assert HostAgenda(parts_of(), 8, []).launch_size(length) == 1
-    assert HostAgenda(parts_of(), 7, []).launch_size(length) == (7 if length == 7 else 1)
+    assert reader_of(parts_of(length=length), 8).launch_size() == 1
+    assert reader_of(parts_of(length=length), 7).launch_size() == (7 if length == 7 else 1)
 
 
 # -- the batches of a launch ------------------------------------------------------------------------------------------------------
@@ -132,7 +156,7 @@ def test_a_loader_of_unknown_length_or_a_short_one_is_read_step_by_step(length):
 
 def reader_of(parts, most, generator=None):
     rng_state = (generator or torch.Generator()).get_state
-    return GroupReader(parts, HostAgenda(parts, most, []), ready=lambda: True, key_of=len, rng_state=rng_state)
+    return GroupReader(parts, most, ready=lambda: True, key_of=len, rng_state=rng_state)
 
 
 def read(batches, most, *, limit=math.inf):
@@ -412,7 +436,7 @@ class Parts:
         self.optimizers = [(optimizer or FusedAdam)(self.module.parameters())]
         make = torch.optim.lr_scheduler.StepLR
         self.schedulers = [SchedulerConfig(make(self.optimizers[0], 1), **one) for one in schedulers]
-        self.limits = SimpleNamespace(settings=SimpleNamespace(most_accumulated=accumulate))
+        self.settings = SimpleNamespace(most_accumulated=accumulate)
         self.feed = SimpleNamespace(length=length, hooks_between=transfers)
         self.hooks = SimpleNamespace(module=lambda name: [1] if name in type(self.module).__dict__ else [])
 

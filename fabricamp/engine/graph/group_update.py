@@ -6,8 +6,8 @@ work of each step (hooks, counters, logs) at the step's batch::
     host     read 4 | launch, work of step 1 | read 4 more | work of step 2 | of step 3 | of step 4 | launch, work of step 5 ...
     device            step 1     step 2     step 3     step 4                                         step 5     step 6 ...
 
-In order: :class:`GroupUpdate` runs the batches.  :class:`GroupReader` reads those of a launch together.  :class:`HostAgenda` says
-whether the host has to act (log, validate, save, stop) before all steps of a launch are done; then they are launched one by one.
+In order: :class:`GroupUpdate` runs the batches.  :class:`GroupReader` reads those of a launch together.  If an entry of the agenda
+(log, validate, save, stop) comes before all steps of a launch are done, they are launched one by one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.data import ResidentLoader
+from fabricamp.engine.entries import CallbackHolds
 from fabricamp.engine.graph.batches import BatchIndex, copied, signature
 from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import CapturedGroup, hyperparameter_upload
@@ -34,16 +35,16 @@ from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.hooks import overrides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
 
 _LOG = logging.getLogger("fabricamp")
 
 
 class GroupUpdate(GraphUpdate):
-    """Launches several steps at once if :class:`HostAgenda` allows it, and others one by one.
+    """Launches several steps at once if the agenda allows it, and others one by one.
 
     Single steps run as in :class:`GraphUpdate`.  Once their shape has a graph (a ``CapturedStep``), the steps of a launch are
     captured in one more graph (a ``CapturedGroup``), which does the host's work of each step as the single graph does.
@@ -62,10 +63,11 @@ class GroupUpdate(GraphUpdate):
         super().__init__(parts, session)
         callbacks = session.trainer.callbacks
         hooked = [one for one in callbacks if any(overrides(one, name, Callback) for name in BATCH_HOOKS)]
+        parts.state.agenda.add(CallbackHolds(parts, [callback.holds_at for callback in hooked]))
         generator = torch.cuda.default_generators[parts.strategy.device.index or 0]
         self._reader = GroupReader(
             parts,
-            HostAgenda(parts, self._options.steps, [callback.holds_at for callback in hooked]),
+            self._options.steps,
             ready=self._is_ready_for_groups,
             key_of=self._common_key,
             rng_state=generator.get_state,
@@ -275,14 +277,14 @@ class BatchGroup(NamedTuple):
 class GroupReader:
     """Yields batches to the loop one by one, and keeps those of one launch until :meth:`take`.
 
-    ``ready`` returns whether steps can be launched together now.  ``key_of`` is called with the batches that were read together.
-    ``rng_state`` returns the state of the generator of the steps' random numbers.
+    ``most`` is the number of steps of a full launch.  ``ready`` returns whether steps can be launched together now.  ``key_of`` is
+    called with the batches that were read together.  ``rng_state`` returns the state of the generator of the steps' random numbers.
     """
 
     def __init__(
         self,
         parts: FitParts,
-        agenda: HostAgenda,
+        most: int,
         *,
         ready: Callable[[], bool],
         key_of: Callable[[list[Any]], Any],
@@ -290,7 +292,7 @@ class GroupReader:
     ) -> None:
         self._parts = parts
         self._state = parts.state
-        self._agenda = agenda
+        self._most = most
         self._ready = ready
         self._key_of = key_of
         self._rng_state = rng_state
@@ -302,14 +304,21 @@ class GroupReader:
         self._group = None
         return group
 
+    def launch_size(self, ahead: int = 0) -> int:
+        """Returns the number of steps of the next launch, or of the launch ``ahead`` steps later: ``most``, or else 1."""
+        state = self._state
+        batches_left = self._parts.feed.length - state.batch_idx - ahead
+        if not self._most <= batches_left < math.inf:
+            return 1
+        return self._most if state.agenda.free_steps(ahead) >= self._most else 1
+
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields ``batches``, which come from the feed; sets the feed's ``last`` for the batch that is yielded."""
-        length = self._parts.feed.length
         read_ahead: BatchGroup | None = None
         while True:
-            count = self._agenda.launch_size(length) if self._ready() else 1
+            count = self.launch_size() if self._ready() else 1
             if count > 1 or read_ahead is not None:
-                read_ahead, may_go_on = yield from self._yield_group(batches, count, length, read_ahead)
+                read_ahead, may_go_on = yield from self._yield_group(batches, count, read_ahead)
                 if not may_go_on:
                     return
                 continue
@@ -319,7 +328,7 @@ class GroupReader:
             yield batch
 
     def _yield_group(
-        self, batches: Iterator[Any], count: int, length: float, read_ahead: BatchGroup | None
+        self, batches: Iterator[Any], count: int, read_ahead: BatchGroup | None
     ) -> Generator[Any, None, tuple[BatchGroup | None, bool]]:
         """Yields the batches of a launch, or those that were ``read_ahead`` for a launch that is not made.
 
@@ -333,13 +342,13 @@ class GroupReader:
         steps = len(group.batches)
         if count == steps and group.failure is None:
             self._group = group
-            state.committed = state.batches_done + steps
+            state.agenda.committed = state.batches_done + steps
         for number, batch in enumerate(group.batches, 1):
             feed.last = group.last and number == steps
             yield batch
             # The launch has been made, at its first batch: the host reads the next batches while the device runs it.
             reads_ahead = number == 1 < count and feed.counts_alone and not state.should_stop
-            if reads_ahead and self._agenda.launch_size(length, ahead=count - 1) == count:
+            if reads_ahead and self.launch_size(ahead=count - 1) == count:
                 read_ahead = self._read(batches, count)
         if group.failure is not None:
             raise group.failure
@@ -364,63 +373,3 @@ class GroupReader:
             )
         key = self._key_of(read) if len(read) == count else None
         return BatchGroup(read, key, last, failure)
-
-
-# -- how many steps until the host has to act --------------------------------------------------------------------------------------
-
-
-class HostAgenda:
-    """Knows the steps of a fit after which the host has to act: it logs, validates, saves, stops, or runs a callback's hooks.
-
-    ``most``: the number of steps of a full launch.  ``holds``: functions that take a step and return the next step after which a
-    callback's hooks must run before a further step does.
-    """
-
-    def __init__(self, parts: FitParts, most: int, holds: Sequence[Callable[[int], float]]) -> None:
-        self._parts = parts
-        self._state = parts.state
-        self._settings = parts.limits.settings
-        self._most = most
-        self._holds = holds
-
-    def launch_size(self, length: float, ahead: int = 0) -> int:
-        """Returns the number of steps of the next launch, or of the launch ``ahead`` steps later: ``most``, or else 1.
-
-        ``length``: the number of batches of the epoch; inf if unknown.
-        """
-        state = self._state
-        settings = self._settings
-        batches_left = length - state.batch_idx - ahead
-        if not self._most <= batches_left < math.inf:
-            return 1
-        step = state.global_step + ahead
-        distances = [
-            _to_multiple(step, settings.log_every_n_steps),
-            self._to_validation(ahead),
-            *(hold(step) - step for hold in self._holds),
-        ]
-        distances += [limit - step for limit in (settings.max_steps, settings.min_steps) if limit > step]
-        return self._most if min(distances) >= self._most else 1
-
-    def _to_validation(self, ahead: int) -> float:
-        """Returns the number of steps before the next validation; leaves out validations by time and at the end of an epoch.
-
-        Both are checked between launches anyway.
-        """
-        limits = self._parts.limits
-        state = self._state
-        every_epochs = self._settings.check_val_every_n_epoch
-        if self._parts.validate is None:
-            return math.inf
-        if limits.validation_times is not None:
-            return _to_multiple(state.global_step + ahead, limits.validation_times.steps)
-        if every_epochs is None:  # val_check_interval counts batches across epochs
-            return _to_multiple(state.batches_done + ahead, limits.validate_every)
-        if (state.epoch + 1) % every_epochs:
-            return math.inf
-        return _to_multiple(state.batch_idx + ahead, limits.validate_every)
-
-
-def _to_multiple(done: int, every: float) -> float:
-    """Returns the number of steps from ``done`` to the next multiple of ``every``; inf if ``every`` is 0 or inf (never)."""
-    return every - done % every if 0 < every < math.inf else math.inf

@@ -20,7 +20,7 @@ from fabricamp.precision.torch_updates import demands_closure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
 
 
 def refused(reason: str) -> ConfigError:
@@ -31,7 +31,7 @@ def refused(reason: str) -> ConfigError:
 def graph_refusal(parts: FitParts) -> str:
     """Returns why the steps of this fit cannot be captured, and what to change; an empty string if they can be."""
     strategy = parts.strategy
-    reason = reason_against(strategy.device.type, strategy, parts.limits.settings)
+    reason = reason_against(strategy.device.type, strategy, parts.settings)
     if reason:
         return reason
     if not parts.module.automatic_optimization:
@@ -86,7 +86,7 @@ BATCH_HOOKS: Final = ("on_train_batch_start", "on_train_batch_end")
 
 def group_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
     """Returns why steps of this fit cannot be launched together, and what to change; an empty string if they can be."""
-    settings = parts.limits.settings
+    settings = parts.settings
     feed = parts.feed
     refusals = {
         "several processes launch step by step": parts.strategy.world_size > 1,

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fabricamp.engine.parts import FitParts
+    from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.memory import GradientMemory
 
