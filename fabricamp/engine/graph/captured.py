@@ -40,10 +40,11 @@ from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generato
 from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
 from fabricamp.ops.copies import Copies
+from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.torch_private import end_failed_capture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -146,6 +147,8 @@ class CapturedStep(Captured):
         self.upload: Callable[[], bool] = lambda: True
         """Prepares the optimizer's hyper-parameters, and returns whether the graph may be replayed with them; see
         :func:`hyperparameter_upload`."""
+        self.handed: list[tuple[Tensor, Tensor | None]] = []
+        """Each parameter of an optimizer that steps outside of the graph, with the graph's gradient for it; set by the capture."""
         self._role = role
         self._memory = memory
         self._flat = None if memory is None else memory.flat
@@ -201,6 +204,11 @@ class CapturedStep(Captured):
         """Puts the graph's gradients into ``.grad``, unless they are there; an eager step or a validation may have put others."""
         if not all(map(operator.is_, map(_grad_of, self._parameters), self._gradients)):
             self._put(self._gradients)
+
+    def hand_gradients(self) -> None:
+        """Puts the graph's gradients into ``.grad`` of the parameters that the optimizer updates, which may be masters."""
+        for parameter, gradient in self.handed:
+            parameter.grad = gradient
 
     def _put(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -404,3 +412,27 @@ def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
         return same_objects and constants() == constants_before
 
     return are_unchanged
+
+
+def same_parameters(optimizer: Any) -> Callable[[], bool]:
+    """Returns the check before a replay whose optimizer steps outside of the graph: whether it still has the same parameters."""
+    before = owned_parameters(optimizer)
+
+    def are_unchanged() -> bool:
+        now = owned_parameters(optimizer)
+        return len(now) == len(before) and all(map(operator.is_, now, before))
+
+    return are_unchanged
+
+
+def kept_gradient(optimizer: Any, handed: Sequence[tuple[Tensor, Tensor | None]]) -> str:
+    """Returns the key of optimizer state that shares memory with a gradient of ``handed``; an empty string if none does.
+
+    Such a state changes with the next replay, which writes its gradients to the same memory.
+    """
+    addresses = {gradient.untyped_storage().data_ptr() for _, gradient in handed if gradient is not None}
+    for parameter, _ in handed:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in addresses:
+                return str(key)
+    return ""
