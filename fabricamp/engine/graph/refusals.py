@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import Tensor
 
 from fabricamp._utils import lightning_alias
@@ -71,23 +72,25 @@ def _refusal_of(optimizer: Any, parts: FitParts) -> str:
 def reason_outside(parts: FitParts) -> str:
     """Returns why the optimizer's own ``step`` runs after each replay, outside of the graph; an empty string if it is captured.
 
-    It is captured if a replay has the bits of an eager step whatever a schedule does: a fused optimizer uploads its numbers, and
-    torch's optimizers with ``capturable=True`` read an lr tensor and their step count on the device.
+    It is captured where a replay has the bits of an eager step.  The package's fused optimizers upload their numbers.  torch's with
+    ``capturable=True`` count their steps on the device, and its SGD counts none; their numbers are constants of the graph, so a
+    schedule needs an lr tensor.
     """
     optimizer = parts.optimizers[0]
     if is_fused(optimizer):
         return ""
     groups = optimizer.param_groups
-    if not all(group.get("capturable") for group in groups):
+    counts_on_device = type(optimizer) is torch.optim.SGD or all(group.get("capturable") for group in groups)
+    if not counts_on_device:
         return (
             "it reads numbers on the host, such as lr and its step count, and a graph would keep those of the capture"
         )
     if parts.schedulers and not all(isinstance(group["lr"], Tensor) for group in groups):
         return "its lr is a number, which a schedule changes, and a graph would keep that of the capture"
-    if parts.precision.verdicts is not None and not reads_found_inf(optimizer):
-        return (
-            f"precision {parts.precision.name!r} may skip a step, which it does not do on the device without fused=True"
-        )
+    # torch's fused SGD with dampening cannot skip its first step on the device.
+    skips_on_device = reads_found_inf(optimizer) and not any(group.get("dampening") for group in groups)
+    if parts.precision.verdicts is not None and not skips_on_device:
+        return f"precision {parts.precision.name!r} may skip a step, and the host has to decide that for this optimizer"
     return ""
 
 
