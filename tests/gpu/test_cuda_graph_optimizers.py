@@ -25,6 +25,8 @@ OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "SGD fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
     "SGD dampening": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1, "fused": True}),
+    "SGD tensor": (torch.optim.SGD, {"momentum": 0.9, "lr": "tensor"}),
+    "SGD fused tensor": (torch.optim.SGD, {"momentum": 0.9, "fused": True, "lr": "tensor"}),
     "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, **EPS}),
     "NAdam": (torch.optim.NAdam, EPS),
     "Adagrad": (torch.optim.Adagrad, EPS),

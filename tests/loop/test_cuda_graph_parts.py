@@ -176,7 +176,8 @@ def skipping(level="O2"):
         (torch.optim.AdamW, {}, {}, "it reads numbers on the host"),
         (torch.optim.AdamW, {"fused": True}, {}, "it reads numbers on the host"),
         (torch.optim.SGD, {"momentum": 0.9}, {}, ""),
-        (torch.optim.SGD, {"momentum": 0.9, "lr": torch.tensor(0.1)}, SCHEDULED, ""),
+        (torch.optim.SGD, {"momentum": 0.9, "lr": torch.tensor(0.1), "fused": True}, SCHEDULED, ""),
+        (torch.optim.SGD, {"momentum": 0.9, "lr": torch.tensor(0.1)}, {}, "it reads its lr tensor on the host"),
         (torch.optim.SGD, {"momentum": 0.9, "fused": True}, {"precision": skipping()}, ""),
         (
             torch.optim.SGD,

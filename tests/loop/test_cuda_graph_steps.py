@@ -455,7 +455,7 @@ BY_STEP = {"schedulers": [{"interval": "step"}]}
             [],
             "AdamW.step runs after each replay, outside of the graph: it reads numbers",
         ),
-        ({"optimizer": lambda ones: torch.optim.SGD(ones, lr=torch.tensor(0.1)), **BY_STEP}, [], ""),
+        ({"optimizer": lambda ones: torch.optim.SGD(ones, lr=torch.tensor(0.1), fused=True), **BY_STEP}, [], ""),
         (
             {"optimizer": lambda ones: FusedAdam(ones, lr=torch.tensor(0.1)), **BY_STEP},
             [],

@@ -148,7 +148,8 @@ class CapturedStep(Captured):
         """Prepares the optimizer's hyper-parameters, and returns whether the graph may be replayed with them; see
         :func:`hyperparameter_upload`."""
         self.handed: list[tuple[Tensor, Tensor | None]] = []
-        """Each parameter of an optimizer that steps outside of the graph, with the graph's gradient for it; set by the capture."""
+        """Each parameter that an optimizer outside of the graph updates (it may be a master), with the graph's gradient for it;
+        empty if the optimizer is in the graph."""
         self._role = role
         self._memory = memory
         self._flat = None if memory is None else memory.flat
@@ -197,6 +198,8 @@ class CapturedStep(Captured):
         """Runs the step on the device; ``.grad`` has the graph's gradients afterwards."""
         super().launch(batch)
         self.show_gradients()
+        for parameter, gradient in self.handed:
+            parameter.grad = gradient
         if self._memory is not None and self._presence_after is not None:
             self._memory.presence = self._presence_after
 
@@ -204,11 +207,6 @@ class CapturedStep(Captured):
         """Puts the graph's gradients into ``.grad``, unless they are there; an eager step or a validation may have put others."""
         if not all(map(operator.is_, map(_grad_of, self._parameters), self._gradients)):
             self._put(self._gradients)
-
-    def hand_gradients(self) -> None:
-        """Puts the graph's gradients into ``.grad`` of the parameters that the optimizer updates, which may be masters."""
-        for parameter, gradient in self.handed:
-            parameter.grad = gradient
 
     def _put(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):

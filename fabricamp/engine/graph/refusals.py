@@ -85,7 +85,10 @@ def reason_outside(parts: FitParts) -> str:
         return (
             "it reads numbers on the host, such as lr and its step count, and a graph would keep those of the capture"
         )
-    if parts.schedulers and not all(isinstance(group["lr"], Tensor) for group in groups):
+    has_tensors = [isinstance(group["lr"], Tensor) for group in groups]
+    if any(has_tensors) and not all(group.get("fused") or group.get("capturable") for group in groups):
+        return "it reads its lr tensor on the host, and a graph would keep the value of the capture"
+    if parts.schedulers and not all(has_tensors):
         return "its lr is a number, which a schedule changes, and a graph would keep that of the capture"
     # torch's fused SGD with dampening cannot skip its first step on the device.
     skips_on_device = reads_found_inf(optimizer) and not any(group.get("dampening") for group in groups)

@@ -438,7 +438,6 @@ class GraphUpdate(Update):
     def _run_optimizer(self, step: CapturedStep, *, first: bool) -> None:
         """Steps the optimizer with the gradients of a replay."""
         assert self.plan is not None
-        step.hand_gradients()
         self.plan.finish()
         if first and (key := kept_gradient(self._optimizer, step.handed)):
             name = type(self._optimizer).__name__
