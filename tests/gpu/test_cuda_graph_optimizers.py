@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -98,12 +100,15 @@ class Watch(Callback):
         self.replays = 0 if update is None else sum(step.replays for step in update._steps.values())
 
 
-def trained(make, graph, level="O0", *, schedule=True, spikes=False, module=None, callbacks=(), **options):
+def batches(*, spikes=False):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(STEPS * 8, 8, generator=generator)
     if spikes:
         x[8 * 3] = x[8 * 25] = float("inf")
-    loader = DataLoader(TensorDataset(x, torch.randint(0, 4, (STEPS * 8,), generator=generator)), batch_size=8)
+    return DataLoader(TensorDataset(x, torch.randint(0, 4, (STEPS * 8,), generator=generator)), batch_size=8)
+
+
+def trained(make, graph, level="O0", *, schedule=True, spikes=False, module=None, callbacks=(), **options):
     watch = Watch()
     trainer = quiet_trainer(
         accelerator="gpu",
@@ -116,7 +121,7 @@ def trained(make, graph, level="O0", *, schedule=True, spikes=False, module=None
     )
     module = module or Net(make, schedule=schedule)
     torch.manual_seed(3)
-    trainer.fit(module, loader)
+    trainer.fit(module, batches(spikes=spikes))
     return trainer, module, watch
 
 
@@ -250,6 +255,34 @@ def test_parameters_and_numbers_that_change_in_a_run(level, name):
     ]
     same(*runs)
     assert runs[1][2].replays > 5
+
+
+class Losses(Callback):
+    """Holds no step back, so steps may be launched together."""
+
+    def holds_at(self, global_step):
+        return math.inf
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        """Looks at nothing."""
+
+
+def test_several_steps_a_launch_where_betas_change_in_each_step():
+    """It is known only after a few captures, as the lr is a tensor."""
+
+    def weights(graph):
+        module = Net(maker("AdamW tensor"))
+        options = {"accelerator": "gpu", "devices": 1, "max_epochs": 1, "cuda_graph": graph, "callbacks": [Losses()]}
+        torch.manual_seed(3)
+        quiet_trainer(log_every_n_steps=STEPS, **options).fit(module, batches())
+        return list(module.parameters())
+
+    with pytest.raises(
+        ConfigError, match=r"CudaGraph\(steps=4\): AdamW has to step after each replay: a schedule or hook"
+    ):
+        weights(CudaGraph(warmup=4, steps=4))
+    eager = weights(False)
+    assert all(map(torch.equal, eager, weights(CudaGraph(warmup=4, steps=4, required=False))))
 
 
 def test_auto_trains_with_a_plain_optimizer_and_says_how(caplog):

@@ -42,6 +42,7 @@ OPTIMIZERS = {
 class Net(Classifier):
     def __init__(self, name, spike):
         super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(16))  # has no masters
         self.name = name
         self.spike = spike
 

@@ -233,7 +233,7 @@ class GroupUpdate(GraphUpdate):
 
     def _step_outside(self, reason: str) -> None:
         """Also launches step by step: the optimizer's own step runs between two steps."""
-        self._launch_singly(reason)
+        self._launch_singly(f"{type(self._optimizer).__name__} has to step after each replay: {reason}")
         super()._step_outside(reason)
 
     def _drop(self, *, waits: bool = True) -> None:

@@ -212,7 +212,7 @@ class GraphUpdate(Update):
             return
         if not (self.steps_outside or is_fused(self._optimizer) or stale.upload()):
             self._captures_in_a_row = 0
-            self._step_outside("a schedule or hook changes a number in its param_groups in each step")
+            self._step_outside("a schedule or hook changes betas or another number in its groups in each step")
         else:
             name = stale.constants.changed()
             what = f"the attribute {name!r}" if name else "a tensor that the step uses"
