@@ -429,8 +429,10 @@ def kept_gradient(optimizer: Any, handed: Sequence[tuple[Tensor, Tensor | None]]
     Such a state changes with the next replay, which writes its gradients to the same memory.
     """
     addresses = {gradient.untyped_storage().data_ptr() for _, gradient in handed if gradient is not None}
+    addresses.discard(0)  # of empty tensors
     for parameter, _ in handed:
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in addresses:
+            # Tensors of other classes, such as quantized ones, may have no storage, and were computed from the gradient.
+            if type(value) is Tensor and value.untyped_storage().data_ptr() in addresses:
                 return str(key)
     return ""

@@ -85,7 +85,7 @@ def reason_outside(parts: FitParts) -> str:
         return (
             "it reads numbers on the host, such as lr and its step count, and a graph would keep those of the capture"
         )
-    has_tensors = [isinstance(group["lr"], Tensor) for group in groups]
+    has_tensors = [isinstance(group.get("lr"), Tensor) for group in groups]
     if any(has_tensors) and not all(group.get("fused") or group.get("capturable") for group in groups):
         return "it reads its lr tensor on the host, and a graph would keep the value of the capture"
     if parts.schedulers and not all(has_tensors):
@@ -123,11 +123,10 @@ def group_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
     settings = parts.limits.settings
     feed = parts.feed
     outside = reason_outside(parts)
-    name = type(parts.optimizers[0]).__name__
+    if outside:
+        name = type(parts.optimizers[0]).__name__
+        return f"{name}.step runs after each replay, outside of the graph: {outside}; take FusedAdam or FusedSGD"
     refusals = {
-        f"{name}.step runs after each replay, outside of the graph: {outside}; take FusedAdam or FusedSGD": bool(
-            outside
-        ),
         "several processes launch step by step": parts.strategy.world_size > 1,
         "accumulate_grad_batches above 1 is replayed batch by batch": settings.most_accumulated > 1,
         "the loader does not say how many batches an epoch has; give one with a length, such as a ResidentLoader": (
