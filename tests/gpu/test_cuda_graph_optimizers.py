@@ -223,6 +223,24 @@ def test_an_optimizer_that_keeps_gradients_is_refused():
     assert "keeps a gradient" in runs[1][2].update.why_eager
 
 
+class Sparse(Net):
+    def __init__(self, make):
+        super().__init__(make, schedule=False)
+        self.table = nn.Embedding(4, 8, sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x + self.table(y), y), batch_idx)
+
+
+def test_sparse_gradients_after_a_replay_are_refused():
+    with pytest.raises(ConfigError, match="Adagrad steps after each replay, and a replay hands it no sparse gradients"):
+        trained(None, GRAPH, module=Sparse(maker("Adagrad")))
+    runs = [trained(None, graph, module=Sparse(maker("Adagrad"))) for graph in (False, "auto")]
+    for left, right in zip(runs[0][1].parameters(), runs[1][1].parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
 class Adds(Callback):
     """Unfreezes the head and gives it to the optimizer in the middle of the run, and changes numbers."""
 

@@ -420,6 +420,11 @@ class GraphUpdate(Update):
         if self.steps_outside:
             assert self.plan is not None
             self._handed = self.plan.prepare(loss)
+            if any(gradient is not None and gradient.is_sparse for _, gradient in self._handed):
+                name = type(self._optimizer).__name__
+                raise NotCapturableError(
+                    f"{name} steps after each replay, and a replay hands it no sparse gradients; leave out sparse=True"
+                )
         elif self._hooks.plain_step is None:
             self._launch_update(loss, batch_idx)
         else:
