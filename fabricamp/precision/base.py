@@ -9,7 +9,7 @@ from torch import Tensor
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.registry import Registry
 from fabricamp.gradients.flat import IN_PLACE, Gradients
-from fabricamp.precision.update_plan import Stages, UpdatePlan
+from fabricamp.precision.update_plan import Stages, UpdatePlan, is_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,6 +124,19 @@ class Precision(NamesKeywords):
             clip = look()
             gradients = IN_PLACE
         stages.step(gradients, clip, run, loss)
+
+    @property
+    def splits_steps(self) -> bool:
+        """Whether :meth:`prepare_step` and :meth:`finish_step` do the same as :meth:`step`: not if a subclass overrides that."""
+        return is_own(self, "step", Precision)
+
+    def prepare_step(self, optimizer: Optimizer, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+        """Writes the gradients into ``.grad`` that ``optimizer.step`` reads: the part of :meth:`step` that a graph captures."""
+        self._stages(optimizer).prepare(gradients, clip, loss)
+
+    def finish_step(self, optimizer: Optimizer) -> None:
+        """Steps the optimizer with these gradients, or skips: the rest of :meth:`step`."""
+        self._stages(optimizer).finish()
 
     def refresh_masters(self) -> None:
         """Copies the module's weights into the masters; call it after in-place edits of the weights."""

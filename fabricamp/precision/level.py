@@ -26,7 +26,7 @@ from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.precision.master_weights import MasterWeights
 from fabricamp.precision.opt_levels import resolve
 from fabricamp.precision.step_results import StepResults
-from fabricamp.precision.update_plan import FusedPlan, ScaledStages, Scaling, Stages, UpdatePlan
+from fabricamp.precision.update_plan import FusedPlan, ScaledStages, Scaling, Stages, UpdatePlan, is_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -404,6 +404,21 @@ class OptLevel(Precision):
             stages.step(gradients, clip, run, loss)
         if torch.is_autocast_enabled(self._device.type):
             torch.clear_autocast_cache()  # manual optimization steps inside the user's step: cached half weights are outdated
+
+    @property
+    def splits_steps(self) -> bool:
+        """Whether :meth:`prepare_step` and :meth:`finish_step` do the same as :meth:`step`: not if a subclass overrides that."""
+        return is_own(self, "step", OptLevel)
+
+    def prepare_step(self, optimizer: Optimizer, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+        """Writes unscaled and clipped gradients into ``.grad`` of the updated parameters, outside of the step's autocast."""
+        with self._outside[0], self._outside[1]:
+            super().prepare_step(optimizer, gradients, clip, loss)
+
+    def finish_step(self, optimizer: Optimizer) -> None:
+        """Steps the optimizer with these gradients, or skips; then rounds the masters into the module."""
+        with self._outside[0], self._outside[1]:
+            super().finish_step(optimizer)
 
     # -- state -------------------------------------------------------------------------------------------------------------------
 

@@ -176,6 +176,12 @@ class ParamGradMap:
             for _, master in self.master_pairs:
                 master.grad = None
 
+    def drop_half_grads(self) -> None:
+        """Drops ``.grad`` of the parameters that have masters, once the masters' gradients are written."""
+        for model_param, master in self.master_pairs:
+            if model_param is not master:
+                model_param.grad = None
+
     def release(self) -> None:
         """Puts the module's own parameters back into the optimizer, with the optimizer state of their masters."""
         self.clear()

@@ -29,11 +29,13 @@ logger = logging.getLogger("fabricamp")
 
 def may_skip(optimizer: Optimizer) -> bool:
     """Returns whether ``optimizer`` can skip its next step on the device; creates the optimizer state that this needs."""
-    # torch's protocol: with fused=True, ``step`` reads ``found_inf`` on the device.
-    reads_found_inf = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-        group.get("fused", True) for group in optimizer.param_groups
-    )
-    return reads_found_inf and _prepare_to_skip(optimizer)
+    return reads_found_inf(optimizer) and _prepare_to_skip(optimizer)
+
+
+def reads_found_inf(optimizer: Optimizer) -> bool:
+    """Returns whether ``optimizer.step`` reads ``found_inf`` on the device: torch's protocol, which needs ``fused=True``."""
+    supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return supports and all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def _prepare_to_skip(optimizer: Optimizer) -> bool:

@@ -21,6 +21,9 @@ an optimizer without kernels lacks a gradient on this rank of several.  Three ki
                                              ``configure_gradient_clipping``: ``.grad`` has unscaled ones before the step
 ===========================================  ========================================================================
 
+For an optimizer whose step a CUDA graph cannot hold, :meth:`UpdatePlan.prepare` is captured and :meth:`UpdatePlan.finish` runs
+after each replay: together they are ``run`` and ``after``, cut before ``optimizer.step``.
+
 The parts of this file: the plan, which also calls the ``step`` of another package's precision; the stages in full precision;
 the stages of gradients that are scaled, half, or checked.
 """
@@ -121,6 +124,20 @@ class UpdatePlan:
         gradients = self.reduce(self._precision.gradients(self.optimizer))
         self._precision.step(self.optimizer, gradients, look=look)
 
+    def prepare(self, loss: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """Launches all of :meth:`run` but the optimizer's own step; returns each updated parameter with the ``.grad`` for it.
+
+        Only if the precision :attr:`~fabricamp.precision.Precision.splits_steps`, and for an optimizer that is not fused.
+        """
+        self._precision.prepare_step(self.optimizer, self.exchange(), self.clip, loss)
+        if self._close is not None:
+            self._close(loss)
+        return [(parameter, parameter.grad) for parameter in owned_parameters(self.optimizer)]
+
+    def finish(self) -> None:
+        """Steps the optimizer with the gradients of :meth:`prepare` in ``.grad``, or skips; drops the used gradients."""
+        self._precision.finish_step(self.optimizer)
+
     def exchange(self) -> Gradients:
         """Averages the gradients over the ranks, or completes their exchange; returns where they are."""
         if not self.exchanges:
@@ -196,11 +213,19 @@ class Stages:
         if run is None and isinstance(self.optimizer, FusedOptimizer):
             self.launch(gradients, clip, loss)
             return
+        self.prepare(gradients, clip, loss)
+        (run or self.optimizer.step)()
+
+    def prepare(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+        """Writes averaged and clipped gradients into ``.grad``: :meth:`step` up to ``optimizer.step``."""
         if gradients is not IN_PLACE:
             write_gradients(self.optimizer, gradients)
         if clip is not None:
             clip_gradients(self.optimizer, clip)
-        (run or self.optimizer.step)()
+
+    def finish(self) -> None:
+        """Steps the optimizer, or skips: :meth:`step` from ``optimizer.step`` on, with the gradients of :meth:`prepare`."""
+        self.optimizer.step()
 
     def launch(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
         """Updates from the gradients in the strategy's buffers, by kernels; ``.grad`` stays as it is."""
@@ -414,14 +439,32 @@ class ScaledStages(Stages):
             loss=loss,
         )
 
+    @torch.no_grad()
+    def prepare(self, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
+        """Writes unscaled, averaged and clipped gradients into ``.grad`` of the updated parameters, and records the statistics."""
+        self._write_gradients(gradients, clip, loss)
+        self._note_statistics()
+        self.params.drop_half_grads()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Steps the optimizer, or skips; then rounds its masters and drops the used gradients."""
+        self.params.has_written_grads = True  # by the graph, which leaves out the host's part of prepare()
+        self._update_by_grad(None, self._state.found_inf)
+        self.params.clear(sums=False)
+
     def after(self) -> None:
         """Does the host's part of a step: records the parameters of the statistics, and drops the used gradients."""
+        self._note_statistics()
+        self.params.clear(sums=False)
+
+    def _note_statistics(self) -> None:
+        """Records which parameters the statistics belong to."""
         params = self.params
         if params.stats_record is not None:
             if self._scaler is not None:
                 params.nonfinite_tracker.note(self._scaler.steps, params.stats_record)
             params.stats_record = None
-        params.clear(sums=False)
 
     # -- a step through .grad: optimizers without kernels, a replaced optimizer.step, gradients that hooks saw ---------------------
 
@@ -435,6 +478,11 @@ class ScaledStages(Stages):
             found_inf = self._state.found_inf
         else:
             found_inf = self._take_edits(params.shown, clip)
+        self._update_by_grad(run, found_inf)
+
+    def _update_by_grad(self, run: Callable[[], Any] | None, found_inf: Tensor) -> None:
+        """Runs the optimizer on the gradients in ``.grad``, unless ``found_inf`` is set, and rounds its masters."""
+        params = self.params
         pairs = zip(params.model_params, params.master_params, strict=True)
         updated = [(model_param, master) for model_param, master in pairs if master.grad is not None]
         self._run(run, found_inf)

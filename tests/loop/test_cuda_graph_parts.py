@@ -23,7 +23,12 @@ from fabricamp.cuda_graph import as_cuda_graph
 from fabricamp.engine.graph import capture_errors, memory_budget
 from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
-from fabricamp.engine.graph.captured import hyperparameter_upload, without_collection
+from fabricamp.engine.graph.captured import (
+    hyperparameter_upload,
+    kept_gradient,
+    same_parameters,
+    without_collection,
+)
 from fabricamp.engine.graph.evaluation import GraphEvaluation
 from fabricamp.engine.graph.host_effects import (
     AttributeSnapshot,
@@ -34,7 +39,7 @@ from fabricamp.engine.graph.host_effects import (
     generators_of,
     host_generators,
 )
-from fabricamp.engine.graph.refusals import graph_refusal
+from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, reason_outside, said_of_outside
 from fabricamp.engine.graph.update import AccumulationGradients, Role
 from fabricamp.engine.run_context import gathered
 from fabricamp.errors import NotCapturableError
@@ -98,12 +103,14 @@ class Own(Strategy):
 class Parts:
     """The parts of a fit on a GPU that the refusals read."""
 
-    def __init__(self, optimizer, *, callbacks=(), accumulate=1, strategy="single", schedulers=(), manual=False):
+    def __init__(
+        self, optimizer, *, callbacks=(), accumulate=1, strategy="single", schedulers=(), manual=False, precision=None
+    ):
         self.module = Classifier()
         self.module.automatic_optimization = not manual
         self.strategy = {"single": Strategy, "ddp": DDP, "delayed_ddp": DelayedDDP, "own": Own}[strategy]()
         self.strategy.device = torch.device("cuda")
-        self.precision = OptLevel("O0")
+        self.precision = precision or OptLevel("O0")
         self.optimizers = [optimizer(self.module.parameters())]
         self.schedulers = list(schedulers)
         settings = SimpleNamespace(most_accumulated=accumulate, detect_anomaly=False, cuda_graph=CudaGraph())
@@ -119,8 +126,9 @@ class Middle(Callback):
         """Looks."""
 
 
-def adam(parameters):
-    return torch.optim.AdamW(parameters, capturable=True)
+class OwnStep(OptLevel):
+    def step(self, optimizer, *args, **options):
+        super().step(optimizer, *args, **options)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +136,9 @@ def adam(parameters):
     [
         (FusedAdam, {}, ""),
         (lambda parameters: LARC(FusedSGD(parameters, lr=0.1)), {}, ""),
-        (adam, {}, ""),
-        (
-            lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), capturable=True),
-            {"schedulers": [1]},
-            "",
-        ),
-        (adam, {"schedulers": [1]}, "AdamW has a number as its lr"),
-        (torch.optim.AdamW, {}, "AdamW counts its steps on the host"),
-        (lambda parameters: LARC(torch.optim.SGD(parameters, lr=0.1)), {}, "LARC counts its steps on the host"),
+        (torch.optim.AdamW, {"schedulers": [1]}, ""),
+        (torch.optim.AdamW, {"precision": OwnStep("O2")}, "OwnStep overrides step, so AdamW cannot step by itself"),
+        (FusedAdam, {"precision": OwnStep("O2")}, ""),
         (torch.optim.LBFGS, {}, "LBFGS runs the forward itself"),
         (FusedAdam, {"callbacks": [Middle()]}, "on_before_optimizer_step runs in the middle"),
         (FusedAdam, {"accumulate": 2}, ""),
@@ -150,6 +152,84 @@ def adam(parameters):
 def test_what_is_refused_before_the_first_batch(optimizer, options, words):
     reason = graph_refusal(Parts(optimizer, **options))
     assert reason.startswith(words) if words else not reason
+
+
+CAPTURABLE = {"capturable": True}
+SCHEDULED = {"schedulers": [1]}
+
+
+def skipping(level="O2"):
+    """Returns a precision that may skip steps."""
+    precision = OptLevel(level)
+    precision.take_nan_policy("skip")
+    precision.verdicts = precision.verdicts or object()
+    return precision
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "options", "words"),
+    [
+        (FusedAdam, {}, SCHEDULED, ""),
+        (torch.optim.AdamW, CAPTURABLE, {}, ""),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.1), **CAPTURABLE}, SCHEDULED, ""),
+        (torch.optim.AdamW, {"fused": True, **CAPTURABLE}, {"precision": skipping()}, ""),
+        (torch.optim.AdamW, {}, {}, "it reads numbers on the host"),
+        (torch.optim.AdamW, {"fused": True}, {}, "it reads numbers on the host"),
+        (torch.optim.SGD, {"momentum": 0.9}, {}, ""),
+        (torch.optim.SGD, {"momentum": 0.9, "lr": torch.tensor(0.1), "fused": True}, SCHEDULED, ""),
+        (torch.optim.SGD, {"momentum": 0.9, "lr": torch.tensor(0.1)}, {}, "it reads its lr tensor on the host"),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}, {"precision": skipping()}, ""),
+        (
+            torch.optim.SGD,
+            {"momentum": 0.9, "dampening": 0.1, "fused": True},
+            {"precision": skipping()},
+            "precision 'O2' may skip a step, and the host has to decide",
+        ),
+        (torch.optim.SGD, {"momentum": 0.9}, SCHEDULED, "its lr is a number, which a schedule changes"),
+        (torch.optim.Adagrad, {}, {}, "it reads numbers on the host"),
+        (lambda own: LARC(torch.optim.SGD(own, lr=0.1)), {}, {}, "it reads numbers on the host"),
+        (torch.optim.AdamW, CAPTURABLE, SCHEDULED, "its lr is a number, which a schedule changes"),
+        (torch.optim.RMSprop, CAPTURABLE, {"precision": skipping()}, "precision 'O2' may skip a step"),
+        (torch.optim.AdamW, CAPTURABLE, {"precision": skipping("O0")}, "precision 'O0' may skip a step"),
+    ],
+)
+def test_which_optimizers_step_outside_of_the_graph(optimizer, given, options, words):
+    """And what that means for several steps in one launch."""
+    parts = Parts(lambda parameters: optimizer(parameters, **given), **options)
+    reason = reason_outside(parts)
+    assert reason.startswith(words) if words else not reason
+    name = type(parts.optimizers[0]).__name__
+    if words:
+        parts.feed = SimpleNamespace(length=10, hooks_between=False)
+        together = group_refusal(parts, [])
+        assert (
+            together
+            == f"{name}.step runs after each replay, outside of the graph: {reason}; take FusedAdam or FusedSGD"
+        )
+    line = said_of_outside(parts.optimizers[0], reason)
+    assert f"{name}.step runs after each replay, outside of the graph: {reason}. The host launches the update" in line
+
+
+def test_a_graph_whose_optimizer_steps_outside_notices_other_parameters_and_not_other_numbers():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    may_replay = same_parameters(optimizer)
+    optimizer.param_groups[0].update(lr=0.3, betas=(0.5, 0.9))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert may_replay()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert not may_replay()
+
+
+def test_state_that_is_a_gradient_itself_is_found():
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.step()
+    handed = [(parameter, parameter.grad)]
+    assert not kept_gradient(optimizer, handed)
+    optimizer.state[parameter]["last"] = parameter.grad[2:]
+    assert kept_gradient(optimizer, handed) == "last"
+    assert not kept_gradient(optimizer, [(parameter, None)])
 
 
 # -- accumulations -----------------------------------------------------------------------------------------------------------------

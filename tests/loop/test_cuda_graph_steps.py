@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from fabricamp import Callback, ConfigError, CudaGraph
+from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.arguments.cadence import Cadence, Every
 from fabricamp.callbacks import (
     EMA,
@@ -431,6 +431,7 @@ class Parts:
         self, module=None, *, ranks=1, accumulate=1, length=10, schedulers=(), optimizer=None, transfers=False
     ):
         self.module = module or Classifier()
+        self.precision = OptLevel("O0")
         self.strategy = Strategy() if ranks == 1 else DDP()
         self.strategy.environment = Environment(world_size=ranks)
         self.optimizers = [(optimizer or FusedAdam)(self.module.parameters())]
@@ -471,9 +472,14 @@ BY_STEP = {"schedulers": [{"interval": "step"}]}
         (
             {"optimizer": lambda ones: torch.optim.SGD(ones, lr=0.1), **BY_STEP},
             [],
-            "SGD has an lr that is not a tensor",
+            "SGD.step runs after each replay, outside of the graph: its lr is a number",
         ),
-        ({"optimizer": lambda ones: torch.optim.SGD(ones, lr=torch.tensor(0.1)), **BY_STEP}, [], ""),
+        (
+            {"optimizer": torch.optim.AdamW},
+            [],
+            "AdamW.step runs after each replay, outside of the graph: it reads numbers",
+        ),
+        ({"optimizer": lambda ones: torch.optim.SGD(ones, lr=torch.tensor(0.1), fused=True), **BY_STEP}, [], ""),
         (
             {"optimizer": lambda ones: FusedAdam(ones, lr=torch.tensor(0.1)), **BY_STEP},
             [],

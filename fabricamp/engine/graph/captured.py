@@ -40,10 +40,11 @@ from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generato
 from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
 from fabricamp.ops.copies import Copies
+from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.torch_private import end_failed_capture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -149,6 +150,9 @@ class CapturedStep(Captured):
         self.upload: Callable[[], bool] = lambda: True
         """Prepares the optimizer's hyper-parameters, and returns whether the graph may be replayed with them; see
         :func:`hyperparameter_upload`."""
+        self.handed: list[tuple[Tensor, Tensor | None]] = []
+        """Each parameter that an optimizer outside of the graph updates (it may be a master), with the graph's gradient for it;
+        empty if the optimizer is in the graph."""
         self._role = role
         self._memory = memory
         self._flat = None if memory is None else memory.flat
@@ -197,6 +201,8 @@ class CapturedStep(Captured):
         """Runs the step on the device; ``.grad`` has the graph's gradients afterwards."""
         super().launch(batch)
         self.show_gradients()
+        for parameter, gradient in self.handed:
+            parameter.grad = gradient
         if self._memory is not None and self._presence_after is not None:
             self._memory.presence = self._presence_after
 
@@ -407,3 +413,29 @@ def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
         return same_objects and constants() == constants_before
 
     return are_unchanged
+
+
+def same_parameters(optimizer: Any) -> Callable[[], bool]:
+    """Returns the check before a replay whose optimizer steps outside of the graph: whether it still has the same parameters."""
+    before = owned_parameters(optimizer)
+
+    def are_unchanged() -> bool:
+        now = owned_parameters(optimizer)
+        return len(now) == len(before) and all(map(operator.is_, now, before))
+
+    return are_unchanged
+
+
+def kept_gradient(optimizer: Any, handed: Sequence[tuple[Tensor, Tensor | None]]) -> str:
+    """Returns the key of optimizer state that shares memory with a gradient of ``handed``; an empty string if none does.
+
+    Such a state changes with the next replay, which writes its gradients to the same memory.
+    """
+    addresses = {gradient.untyped_storage().data_ptr() for _, gradient in handed if gradient is not None}
+    addresses.discard(0)  # of empty tensors
+    for parameter, _ in handed:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            # Tensors of other classes, such as quantized ones, may have no storage, and were computed from the gradient.
+            if type(value) is Tensor and value.untyped_storage().data_ptr() in addresses:
+                return str(key)
+    return ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -59,7 +59,8 @@ def compare(
 class ComparedState:
     """All that a step writes: weights, buffers, metric and optimizer states, loss scale, step status, the device's generators.
 
-    With ``accumulates``, also the gradients of an accumulation in progress, in ``.grad`` or in ``memory``.
+    With ``accumulates``, also the gradients of an accumulation in progress, in ``.grad`` or in ``memory``.  ``handed``: parameters
+    whose ``.grad`` the step writes for an optimizer that steps after it.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ComparedState:
         memory: GradientMemory | None = None,
         weights: LossWeights | None = None,
         accumulates: bool = False,
+        handed: Sequence[Tensor] = (),
     ) -> None:
         tensors = dict(_named_tensors(module, optimizer, verdicts))
         if weights is not None:
@@ -82,7 +84,7 @@ class ComparedState:
         if memory is not None:
             tensors |= {f"sums of gradients {number}": sums for number, sums in enumerate(memory.tensors)}
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
-        self._parameters = list(module.parameters()) if accumulates else []
+        self._parameters = list(dict.fromkeys([*(module.parameters() if accumulates else ()), *handed]))
         self._memory = memory
         self._metric_states = metric_states
         self._generators = generators

@@ -233,6 +233,11 @@ class GroupUpdate(GraphUpdate):
         self._groups.clear()
         _LOG.warning("CudaGraph(steps=%d) launches step by step: %s", self._options.steps, reason)
 
+    def _step_outside(self, reason: str) -> None:
+        """Also launches step by step: the optimizer's own step runs between two steps."""
+        self._launch_singly(f"{type(self._optimizer).__name__} has to step after each replay: {reason}")
+        super()._step_outside(reason)
+
     def _drop(self, *, waits: bool = True) -> None:
         """Also frees the graphs of several steps."""
         super()._drop(waits=waits)

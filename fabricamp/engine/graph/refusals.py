@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import Tensor
 
 from fabricamp._utils import lightning_alias
@@ -15,7 +16,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.optimizers import LARC, FusedOptimizer
-from fabricamp.precision.torch_updates import demands_closure
+from fabricamp.precision.torch_updates import demands_closure, reads_found_inf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,7 @@ def graph_refusal(parts: FitParts) -> str:
         return "manual optimization is not captured; leave the steps to the Trainer"
     if not parts.optimizers:
         return "there is no optimizer whose step could be captured"
-    return _hook_in_a_step(parts) or _refusal_of(parts.optimizers[0], schedules=bool(parts.schedulers))
+    return _hook_in_a_step(parts) or _refusal_of(parts.optimizers[0], parts)
 
 
 def _hook_in_a_step(parts: FitParts) -> str:
@@ -56,20 +57,53 @@ def _hook_in_a_step(parts: FitParts) -> str:
     return f"{hook} runs in the middle of a step; leave it out" if hook else ""
 
 
-def _refusal_of(optimizer: Any, *, schedules: bool) -> str:
+def _refusal_of(optimizer: Any, parts: FitParts) -> str:
     name = type(optimizer).__name__
     if demands_closure(optimizer):
         return f"{name} runs the forward itself; take an optimizer that steps once"
+    if reason_outside(parts) and not parts.precision.splits_steps:
+        return (
+            f"{type(parts.precision).__name__} overrides step, so {name} cannot step by itself after a replay; take a fused "
+            "optimizer such as FusedAdam"
+        )
+    return ""
+
+
+def reason_outside(parts: FitParts) -> str:
+    """Returns why the optimizer's own ``step`` runs after each replay, outside of the graph; an empty string if it is captured.
+
+    It is captured where a replay has the bits of an eager step.  The package's fused optimizers upload their numbers.  torch's with
+    ``capturable=True`` count their steps on the device, and its SGD counts none; their numbers are constants of the graph, so a
+    schedule needs an lr tensor.
+    """
+    optimizer = parts.optimizers[0]
     if is_fused(optimizer):
         return ""
-    if not all(group.get("capturable") for group in optimizer.param_groups):
+    groups = optimizer.param_groups
+    counts_on_device = type(optimizer) is torch.optim.SGD or all(group.get("capturable") for group in groups)
+    if not counts_on_device:
         return (
-            f"{name} counts its steps on the host; give it capturable=True, or take a fused optimizer such as FusedAdam"
+            "it reads numbers on the host, such as lr and its step count, and a graph would keep those of the capture"
         )
-    if schedules and not all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-        lr = optimizer.defaults["lr"]
-        return f"{name} has a number as its lr, which a schedule changes; give lr=torch.tensor({lr!r})"
+    has_tensors = [isinstance(group.get("lr"), Tensor) for group in groups]
+    if any(has_tensors) and not all(group.get("fused") or group.get("capturable") for group in groups):
+        return "it reads its lr tensor on the host, and a graph would keep the value of the capture"
+    if parts.schedulers and not all(has_tensors):
+        return "its lr is a number, which a schedule changes, and a graph would keep that of the capture"
+    # torch's fused SGD with dampening cannot skip its first step on the device.
+    skips_on_device = reads_found_inf(optimizer) and not any(group.get("dampening") for group in groups)
+    if parts.precision.verdicts is not None and not skips_on_device:
+        return f"precision {parts.precision.name!r} may skip a step, and the host has to decide that for this optimizer"
     return ""
+
+
+def said_of_outside(optimizer: Any, reason: str) -> str:
+    """Returns the line that says that ``optimizer`` steps outside of the graph, why, and what that costs."""
+    name = type(optimizer).__name__
+    return (
+        f"CUDA graph: {name}.step runs after each replay, outside of the graph: {reason}. The host launches the update in every "
+        "step, as an eager run does; fabricamp's fused optimizers (FusedAdam, FusedSGD) are part of the graph"
+    )
 
 
 def is_fused(optimizer: Any) -> bool:
@@ -88,6 +122,10 @@ def group_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
     """Returns why steps of this fit cannot be launched together, and what to change; an empty string if they can be."""
     settings = parts.settings
     feed = parts.feed
+    outside = reason_outside(parts)
+    if outside:
+        name = type(parts.optimizers[0]).__name__
+        return f"{name}.step runs after each replay, outside of the graph: {outside}; take FusedAdam or FusedSGD"
     refusals = {
         "several processes launch step by step": parts.strategy.world_size > 1,
         "accumulate_grad_batches above 1 is replayed batch by batch": settings.most_accumulated > 1,

@@ -16,6 +16,9 @@ runs eagerly.  ``"auto"`` then gives up, and a required graph is an error.
 
 Graphs get the *view* of a batch (:mod:`~fabricamp.engine.graph.batches`); eager steps get the whole batch.
 
+An optimizer whose step a graph cannot hold steps after each replay (``steps_outside``).  The graph then ends with the gradients
+for it in ``.grad``, and the comparison compares these.
+
 An accumulation has a graph for each :class:`Role`: the first, a middle and the last micro-batch.  All of them find the gradients
 at the same addresses (:class:`AccumulationGradients`).
 """
@@ -26,6 +29,7 @@ import contextlib
 import logging
 import operator
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -35,11 +39,11 @@ from torch import Tensor
 from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of, view_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.capture_errors import reason_of_failure
-from fabricamp.engine.graph.captured import CapturedStep, hyperparameter_upload
+from fabricamp.engine.graph.captured import CapturedStep, hyperparameter_upload, kept_gradient, same_parameters
 from fabricamp.engine.graph.comparison import ComparedState, compare
 from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError
-from fabricamp.engine.graph.refusals import refused
+from fabricamp.engine.graph.refusals import is_fused, reason_outside, refused, said_of_outside
 from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.engine.update import Update
 from fabricamp.errors import NotCapturableError
@@ -98,6 +102,7 @@ class GraphUpdate(Update):
         self._eager_by_key: dict[Key, int] = {}
         self._weight_by_key: dict[Key, float | None] = {}
         self._eager_updates = 0
+        self._handed: list[tuple[Tensor, Tensor | None]] = []
         super().__init__(parts)
         options = session.settings.cuda_graph
         assert options is not None
@@ -121,6 +126,11 @@ class GraphUpdate(Update):
         """The keys whose graphs do not fit into memory."""
         self._stream = torch.cuda.current_stream(device)
         self._state.runs_as = "eager"
+        self.steps_outside = False
+        """Whether the optimizer's own ``step`` runs after each replay, outside of the graph."""
+        reason = reason_outside(parts)
+        if reason:
+            self._step_outside(reason)
 
     def use(self, step: Callable[..., Any]) -> None:
         """Sets another step to run; it is captured again after it has run eagerly."""
@@ -200,12 +210,24 @@ class GraphUpdate(Update):
     def _count_capture(self, stale: CapturedStep) -> None:
         """Counts graphs that are out of date; gives up after a few in a row, since a value changes in every step then."""
         self._captures_in_a_row += 1
-        if self._captures_in_a_row > MOST_CAPTURES_IN_A_ROW:
+        if self._captures_in_a_row <= MOST_CAPTURES_IN_A_ROW:
+            return
+        if not (self.steps_outside or is_fused(self._optimizer) or stale.upload()):
+            self._captures_in_a_row = 0
+            self._step_outside("a schedule or hook changes betas or another number in its groups in each step")
+        else:
             name = stale.constants.changed()
             what = f"the attribute {name!r}" if name else "a tensor that the step uses"
             self._give_up(
                 f"{what} is replaced in each step, and each step would be captured again; change a buffer in place"
             )
+
+    def _step_outside(self, reason: str) -> None:
+        """Lets the optimizer step after each replay from the next capture on, and says why."""
+        self.steps_outside = True
+        # The plan's update, in two parts, also replaces a step without anything around it.
+        self._hooks = replace(self._hooks, plain_step=None)
+        self._session.run_summary.say_of_graph(said_of_outside(self._optimizer, reason))
 
     def _are_all_ready(self, key: Key | None, step: CapturedStep | None) -> bool:
         """Returns whether all ranks capture now; every rank has to call it until the ranks have agreed on the first captures."""
@@ -326,11 +348,13 @@ class GraphUpdate(Update):
         self._memory_budget.check(key, kept=self._kept_bytes(role), shared=shared, shapes=shapes)
         step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory)
         used = self._capture_launches(step, lambda: self._launch_captured(inputs, role), self._pool_of(role))
+        step.handed = self._handed
+        self._handed = []
         step.loss = None if self.loss is None else self.loss.detach()
         verdicts = parts.precision.verdicts
         if role.closes and verdicts is not None:
             step.note = verdicts.repeated(optimizer)
-        step.upload = hyperparameter_upload(optimizer)
+        step.upload = same_parameters(optimizer) if self.steps_outside else hyperparameter_upload(optimizer)
         self._steps[key] = step
         self._state.runs_as = "graph"
         if role.accumulate > 1:
@@ -395,11 +419,38 @@ class GraphUpdate(Update):
             return outputs
         loss = self.loss
         self.loss = None
-        if self._hooks.plain_step is None:
+        if self.steps_outside:
+            assert self.plan is not None
+            self._handed = self.plan.prepare(loss)
+            if any(gradient is not None and gradient.is_sparse for _, gradient in self._handed):
+                name = type(self._optimizer).__name__
+                raise NotCapturableError(
+                    f"{name} steps after each replay, and a replay hands it no sparse gradients; leave out sparse=True"
+                )
+        elif self._hooks.plain_step is None:
             self._launch_update(loss, batch_idx)
         else:
             self._hooks.plain_step()
         return outputs
+
+    def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
+        """Launches an update's work on the device; an optimizer outside of the graph may wait for the device in an eager step."""
+        if not self.steps_outside or self.plan is None:
+            super()._launch_update(loss, batch_idx)
+            return
+        self.plan.prepare(loss)
+        with self._watch.allowing_waits():
+            self.plan.finish()
+
+    def _run_optimizer(self, step: CapturedStep, *, first: bool) -> None:
+        """Steps the optimizer with the gradients of a replay."""
+        assert self.plan is not None
+        self.plan.finish()
+        if first and (key := kept_gradient(self._optimizer, step.handed)):
+            name = type(self._optimizer).__name__
+            self._give_up(
+                f"{name} keeps a gradient in its state ({key!r}), and the next replay writes to the same memory; copy it there"
+            )
 
     def _report(self, batch: Any, role: Role, used: int, how: str = "") -> None:
         self.seen.captured = True
@@ -430,6 +481,7 @@ class GraphUpdate(Update):
             memory=self._summing_memory(),
             weights=self.weights,
             accumulates=key[1].accumulate > 1,
+            handed=[parameter for parameter, _ in step.handed],
         )
         # Up to three copies: before the replay, after it, and after a first eager step.
         needed = 3 * state.bytes + self._memory_budget.eager_bytes(key)
@@ -449,6 +501,7 @@ class GraphUpdate(Update):
         finally:
             parts.metrics.muted = muted
             self.loss = loss
+            self._handed = []  # those of the eager steps
         if not difference:
             step.show_gradients()
             return None
@@ -471,6 +524,8 @@ class GraphUpdate(Update):
 
     def _after_replay(self, step: CapturedStep, role: Role, *, first: bool = False) -> Any:
         """Does the host's work after a replay and returns the outputs; the capture has done part of it for the ``first`` replay."""
+        if role.closes and self.steps_outside:
+            self._run_optimizer(step, first=first)
         outputs = step.after_replay(first=first)
         if not self._consensus.alone:
             check_peers()  # a layer's kernel may have given up waiting for another rank
