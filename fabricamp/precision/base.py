@@ -125,6 +125,10 @@ class Precision(NamesKeywords):
             gradients = IN_PLACE
         stages.step(gradients, clip, run, loss)
 
+    def notes(self, *, compiled: bool) -> list[str]:
+        """Returns lines for the summary of a fit, with the module converted; ``compiled``: parts of its steps are compiled."""
+        return []
+
     def refresh_masters(self) -> None:
         """Copies the module's weights into the masters; call it after in-place edits of the weights."""
 
