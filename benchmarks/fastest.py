@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpt_curves import Sizes, torch_loss
 from benchmarks.loop import CASES as SMALLER
 from benchmarks.loop import QUICK, WARM_UP, Case, Stopwatch, module_of, predict
-from fabricamp import Callback, Trainer, TrainingModule
+from fabricamp import Callback, Float8, Trainer, TrainingModule
 from fabricamp.optimizers import FusedAdam
 
 LEARNT = 200
@@ -79,6 +79,9 @@ CASES = {
     "mlp": SMALLER["mlp"].replayed(),
     "gpt-1.3b": Case(gpt(LARGE), words(LARGE), predict, 10),
 }
+CASES["gpt-1.3b-fp8"] = CASES[
+    "gpt-1.3b"
+]  # the same network, with the ways in FP8 and those that they are compared with
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------------------
@@ -107,14 +110,30 @@ class Halves:
         torch._foreach_copy_(self.weights, self.masters)
 
 
-def by_hand(case, *, halves=False, graph=False, **compile_options):
-    """A loop as one writes it; ``compile_options``: those of torch.compile, none for an eager step; ``graph``: a bare graph."""
+def to_float8(network, recipe):
+    """Gives the linear layers of the blocks FP8 products, as torchao's page shows."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(network, config=config, module_filter_fn=lambda _, name: name != "head")
+
+
+def by_hand(case, *, halves=False, graph=False, float8=None, blocks=False, **compile_options):
+    """A loop as one writes it; ``compile_options``: those of torch.compile, none for an eager step; ``graph``: a bare graph.
+
+    ``float8``: a recipe of torchao; ``blocks``: each block is compiled, instead of the network.
+    """
     torch.manual_seed(0)
     network = case.network().cuda()
+    if float8 is not None:
+        to_float8(network, float8)
     pairs = Halves(network) if halves else None
     trained = pairs.masters if pairs else list(network.parameters())
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True, capturable=graph)
-    called = torch.compile(network, **compile_options) if compile_options else network
+    if blocks:
+        for block in network.blocks:
+            block.compile(**compile_options)
+    called = torch.compile(network, **compile_options) if compile_options and not blocks else network
     losses = []
 
     def step(*batch):
@@ -191,6 +210,11 @@ def ours(case, precision, **options):
     return Run(watch.seconds, losses)
 
 
+def ours_in_fp8(recipe, case):
+    """The Trainer at "fp8" with a recipe, blocks compiled; the layers by hand are the same ones."""
+    return ours(case, Float8(recipe, include=["*.blocks"]), compile="blocks")
+
+
 def lightnings(case):
     """Lightning's Trainer with everything on."""
     import lightning.pytorch as pl
@@ -239,6 +263,11 @@ WAYS = {
     "fabricamp O5, blocks": partial(ours, precision="O5", compile="blocks"),
     "fabricamp O5, blocks, graph": partial(ours, precision="O5", compile="blocks", cuda_graph=True),
 }
+FP8_BY_HAND = {"halves": True, "dynamic": False}
+for recipe in ("tensorwise", "rowwise"):
+    WAYS[f"by hand, bf16 weights, fp8 {recipe}, compiled"] = partial(by_hand, float8=recipe, **FP8_BY_HAND)
+    WAYS[f"by hand, bf16 weights, fp8 {recipe}, blocks"] = partial(by_hand, float8=recipe, blocks=True, **FP8_BY_HAND)
+    WAYS[f"fabricamp fp8 {recipe}, blocks"] = partial(ours_in_fp8, recipe)
 COMPILED_BY_HAND = tuple(name for name in WAYS if name.startswith("by hand,") and "bare graph" not in name)
 BOTH = tuple(name for name in WAYS if name.startswith("fabricamp") and "compiled, graph" in name)
 ALL = tuple(name for name in WAYS if name != "by hand, compiled, bare graph" and "blocks" not in name)
@@ -249,10 +278,16 @@ GOALS = {
     "mlp": ("by hand, compiled, bare graph", "fabricamp O4, compiled, graph"),
     "gpt-1.3b": (*COMPILED_BY_HAND, "fabricamp O5, blocks"),
 }
+GOALS["gpt-1.3b-fp8"] = (
+    "by hand, bf16 weights, compiled",
+    "fabricamp O5, blocks",
+    *(name for name in WAYS if " fp8 " in name),
+)
 """The ways that a goal compares: the fastest by hand with the fastest of the Trainer."""
 OTHERS = dict.fromkeys(("gpt2-16", "resnet50-64", "resnet50-256"), ALL) | {
     "mlp": ("by hand, compiled, reduce-overhead", "fabricamp O4, graph"),
     "gpt-1.3b": ("by hand", "fabricamp O5", "fabricamp O5, blocks, graph"),
+    "gpt-1.3b-fp8": (),
 }
 
 
@@ -324,16 +359,18 @@ def cold(way, *, quick):
 
 
 def measure(case, way, *, learns):
-    """Milliseconds a step, and the mean loss of the last 100 of 200 steps if it ``learns``."""
+    """Milliseconds a step, the mean loss of the last 100 of 200 steps if it ``learns``, and the peak of the memory in GiB."""
     if learns:
         case = case._replace(steps=max(case.steps, LEARNT - WARM_UP))
     gc.collect()
     torch.cuda.empty_cache()
     torch.compiler.reset()
+    torch.cuda.reset_peak_memory_stats()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = WAYS[way](case)
     loss = torch.stack(run.losses[LEARNT // 2 : LEARNT]).double().mean().item() if learns else None
-    return round(1000 * run.seconds / case.steps, 4), loss
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return round(1000 * run.seconds / case.steps, 4), loss, round(peak, 2)
 
 
 def fill(row, ways, rounds, end, *, quick, save):
@@ -351,10 +388,10 @@ def fill(row, ways, rounds, end, *, quick, save):
             begun = time.monotonic()
             try:
                 if network == "cold-24":
-                    milliseconds, loss = round(1000 * cold(way, quick=quick), 1), None
+                    milliseconds, loss, peak = round(1000 * cold(way, quick=quick), 1), None, None
                 else:
-                    milliseconds, loss = measure(case, way, learns=not times and not quick)
-            except (ImportError, RuntimeError, ValueError) as error:
+                    milliseconds, loss, peak = measure(case, way, learns=not times and not quick)
+            except (ImportError, RuntimeError, ValueError) as error:  # a ConfigError is a ValueError
                 row["missing"][way] = f"{type(error).__name__}: {error}".partition("\n")[0]
                 print(network, way, row["missing"][way], flush=True)
                 continue
@@ -362,7 +399,9 @@ def fill(row, ways, rounds, end, *, quick, save):
             times.append(milliseconds)
             if loss is not None:
                 row["losses"][way] = round(loss, 5)
-            print(network, way, milliseconds, loss or "", f"{longest[way]:.0f} s", flush=True)
+            if peak is not None:
+                row["peak_gib"][way] = peak
+            print(network, way, milliseconds, loss or "", f"{peak} GiB", f"{longest[way]:.0f} s", flush=True)
             settle(row)
             save()
     return True
@@ -379,7 +418,8 @@ def settle(row):
 
 
 def empty_row(network):
-    return {"network": network, "wall_ms": {}, "quartiles": {}, "losses": {}, "missing": {}, "wall_ms_of_rounds": {}}
+    names = ("wall_ms", "quartiles", "losses", "peak_gib", "missing", "wall_ms_of_rounds")
+    return {"network": network, **{name: {} for name in names}}
 
 
 def main() -> None:
