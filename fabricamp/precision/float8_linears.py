@@ -166,11 +166,9 @@ class _Ends:
         # Norms and activations may come before; with an embedding or a convolution before them, no linear layer is the first.
         self._first = next((leaf for leaf in leaves if any(tensor.ndim > 1 for tensor in leaf.parameters())), None)
         self._last = layers[-1] if layers else None
-        self._outputs = [
-            module.get_output_embeddings()
-            for module in root.modules()
-            if callable(getattr(module, "get_output_embeddings", None))  # a model of transformers
-        ]
+        # Models of transformers have this method.
+        methods: list[Any] = [getattr(module, "get_output_embeddings", None) for module in root.modules()]
+        self._outputs = [method() for method in methods if callable(method)]
 
     def of(self, name: str, layer: nn.Linear) -> str:
         """Returns "head", "first", or an empty string."""
@@ -237,7 +235,9 @@ def change_back(layers: Sequence[nn.Module]) -> None:
 @contextlib.contextmanager
 def plain_linears(root: nn.Module) -> Iterator[None]:
     """A context in which all linear layers of ``root`` are plain, for exports."""
-    changed = [(module, type(module)) for module in root.modules() if isinstance(module, Float8Products)]
+    changed: list[tuple[nn.Module, Any]] = [
+        (module, type(module)) for module in root.modules() if isinstance(module, Float8Products)
+    ]
     change_back([module for module, _ in changed])
     try:
         yield

@@ -102,8 +102,9 @@ def _by_name(value: str | int) -> Precision:
             "OptLevel('O2', loss_scale=128.0)"
         )
     name = str(value)
-    if name.upper() in PRECISIONS.names() and name not in PRECISIONS.names():
-        raise ConfigError(f"precision={name!r} is not known{nearest(name.upper(), PRECISIONS.names())}")
+    known = {one.lower(): one for one in PRECISIONS.names()}.get(name.lower(), name)
+    if known != name:
+        raise ConfigError(f"precision={name!r} is not known{nearest(known, PRECISIONS.names())}")
     return PRECISIONS.build(name)
 
 
