@@ -227,9 +227,9 @@ def change(layers: Sequence[nn.Linear], recipe: str, *, emulate: bool) -> None:
 
 def change_back(layers: Sequence[nn.Module]) -> None:
     """Makes plain linear layers of those that :func:`change` has changed."""
-    for layer in layers:
-        if isinstance(layer, Float8Products):
-            layer.__class__ = nn.Linear
+    changed: list[Any] = [layer for layer in layers if isinstance(layer, Float8Products)]
+    for layer in changed:
+        layer.__class__ = nn.Linear
 
 
 @contextlib.contextmanager
