@@ -78,7 +78,7 @@ def pass_of(blocks: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> Calla
 def gpu_ms(run: Callable[[], None], repeats: int = 10) -> float:
     """Returns the GPU time of one call of ``run`` in ms."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(20_000_000)  # the host queues the calls meanwhile
+    torch.cuda._sleep(200_000_000)  # the host queues the calls meanwhile, about 1 ms each
     start.record()
     for _ in range(repeats):
         run()

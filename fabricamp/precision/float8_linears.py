@@ -30,7 +30,7 @@ MULTIPLE: Final = 16
 """The FP8 products of GPUs take sizes that are multiples of this number."""
 
 SMALLEST: Final = {"tensorwise": 2048 * 2048, "rowwise": 2048 * 2048, "rowwise_with_gw_hp": 2048 * 2048}
-"""The least number of weights of a layer that is faster in FP8, by recipe (``benchmarks/fp8_linears.py``)."""
+"""The least number of weights of a layer that is taken, by recipe; an estimate: ``benchmarks/fp8_linears.py`` measures it."""
 
 
 # -- which layers ------------------------------------------------------------------------------------------------------------------
