@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpt_curves import Sizes, torch_loss
 from benchmarks.loop import CASES as SMALLER
 from benchmarks.loop import QUICK, WARM_UP, Case, Stopwatch, module_of, predict
-from fabricamp import Callback, CudaGraph, Trainer, TrainingModule
+from fabricamp import Callback, CudaGraph, Float8, Trainer, TrainingModule
 from fabricamp.optimizers import FusedAdam
 
 LEARNT = 200
@@ -81,6 +81,8 @@ CASES = {
     "mlp": SMALLER["mlp"].replayed(),
     "gpt-1.3b": Case(gpt(LARGE), words(LARGE), predict, 10),
 }
+# The same network, with the ways in FP8 and those that they are compared with.
+CASES["gpt-1.3b-fp8"] = CASES["gpt-1.3b"]
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------------------
@@ -109,14 +111,30 @@ class Halves:
         torch._foreach_copy_(self.weights, self.masters)
 
 
-def by_hand(case, *, keep_losses, halves=False, graph=False, **compile_options):
-    """A loop as one writes it; ``compile_options``: those of torch.compile, none for an eager step; ``graph``: a bare graph."""
+def to_float8(network, recipe):
+    """Gives the linear layers of the blocks FP8 products, as torchao's page shows."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(network, config=config, module_filter_fn=lambda _, name: name != "head")
+
+
+def by_hand(case, *, keep_losses, halves=False, graph=False, float8=None, blocks=False, **compile_options):
+    """A loop as one writes it; ``compile_options``: those of torch.compile, none for an eager step; ``graph``: a bare graph.
+
+    ``float8``: a recipe of torchao; ``blocks``: each block is compiled, instead of the network.
+    """
     torch.manual_seed(0)
     network = case.network().cuda()
+    if float8 is not None:
+        to_float8(network, float8)
     pairs = Halves(network) if halves else None
     trained = pairs.masters if pairs else list(network.parameters())
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True, capturable=graph)
-    called = torch.compile(network, **compile_options) if compile_options else network
+    if blocks:
+        for block in network.blocks:
+            block.compile(**compile_options)
+    called = torch.compile(network, **compile_options) if compile_options and not blocks else network
     losses = []
 
     def step(*batch):
@@ -196,6 +214,11 @@ def ours(case, precision, *, keep_losses, **options):
     return Run(watch.seconds, losses)
 
 
+def ours_in_fp8(recipe, case, *, keep_losses):
+    """The Trainer at "fp8" with a recipe, blocks compiled; the layers by hand are the same ones."""
+    return ours(case, Float8(recipe, include=["*.blocks"]), keep_losses=keep_losses, compile="blocks")
+
+
 def lightnings(case, *, keep_losses):
     """Lightning's Trainer with everything on."""
     import lightning.pytorch as pl
@@ -248,12 +271,19 @@ WAYS = {
     "fabricamp O5, blocks": partial(ours, precision="O5", compile="blocks"),
     "fabricamp O5, blocks, graph": partial(ours, precision="O5", compile="blocks", cuda_graph=True),
 }
-COMPILED_BY_HAND = tuple(name for name in WAYS if name.startswith("by hand,") and "bare graph" not in name)
+FP8_BY_HAND = {"halves": True, "dynamic": False}
+for recipe in ("tensorwise", "rowwise"):
+    WAYS[f"by hand, bf16 weights, fp8 {recipe}, compiled"] = partial(by_hand, float8=recipe, **FP8_BY_HAND)
+    WAYS[f"by hand, bf16 weights, fp8 {recipe}, blocks"] = partial(by_hand, float8=recipe, blocks=True, **FP8_BY_HAND)
+    WAYS[f"fabricamp fp8 {recipe}, blocks"] = partial(ours_in_fp8, recipe)
+COMPILED_BY_HAND = tuple(
+    name for name in WAYS if name.startswith("by hand,") and "bare graph" not in name and " fp8 " not in name
+)
 OF_THE_MLP = ("by hand, compiled, bare graph", "fabricamp O4, compiled, graph, 8 steps a launch")
 BOTH = tuple(
     name for name in WAYS if name.startswith("fabricamp") and "compiled, graph" in name and name not in OF_THE_MLP
 )
-ALL = tuple(name for name in WAYS if name not in OF_THE_MLP and "blocks" not in name)
+ALL = tuple(name for name in WAYS if name not in OF_THE_MLP and "blocks" not in name and " fp8 " not in name)
 GOALS = {
     "gpt2-16": (*COMPILED_BY_HAND, *BOTH),
     "resnet50-64": (*COMPILED_BY_HAND, *BOTH),
@@ -261,10 +291,16 @@ GOALS = {
     "mlp": (*OF_THE_MLP, "fabricamp O4, compiled, graph"),
     "gpt-1.3b": (*COMPILED_BY_HAND, "fabricamp O5, blocks"),
 }
+GOALS["gpt-1.3b-fp8"] = (
+    "by hand, bf16 weights, compiled",
+    "fabricamp O5, blocks",
+    *(name for name in WAYS if " fp8 " in name),
+)
 """The ways that a goal compares: the fastest by hand with the fastest of the Trainer."""
 OTHERS = dict.fromkeys(("gpt2-16", "resnet50-64", "resnet50-256"), ALL) | {
     "mlp": ("by hand, compiled, reduce-overhead", "fabricamp O4, graph"),
     "gpt-1.3b": ("by hand", "fabricamp O5", "fabricamp O5, blocks, graph"),
+    "gpt-1.3b-fp8": (),
 }
 
 
@@ -336,7 +372,10 @@ def cold(way, *, quick):
 
 
 def measure(case, way, *, learns):
-    """Milliseconds a step, the peak of reserved memory in GiB, and if it ``learns`` the mean loss of the last 100 of 200 steps."""
+    """Milliseconds a step, the peaks of allocated and reserved memory in GiB, and the mean loss of the last 100 of 200 steps.
+
+    The loss is None unless it ``learns``.
+    """
     if learns:
         case = case._replace(steps=max(case.steps, LEARNT - WARM_UP))
     gc.collect()
@@ -346,14 +385,15 @@ def measure(case, way, *, learns):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = WAYS[way](case, keep_losses=learns)
     loss = torch.stack(run.losses[LEARNT // 2 : LEARNT]).double().mean().item() if learns else None
-    return round(1000 * run.seconds / case.steps, 4), round(torch.cuda.max_memory_reserved() / 2**30, 3), loss
+    peaks = [round(peak / 2**30, 2) for peak in (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())]
+    return round(1000 * run.seconds / case.steps, 4), peaks, loss
 
 
 def measure_once(row, way, number, *, quick):
     """Measures one way in one round and writes its figures into ``row``; an error is written there too."""
     network = row["network"]
     begun = time.monotonic()
-    peak = loss = None
+    peaks = loss = None
     try:
         if network == "cold-24":
             milliseconds = round(1000 * cold(way, quick=quick), 1)
@@ -361,7 +401,7 @@ def measure_once(row, way, number, *, quick):
             case = QUICK if quick else CASES[network]
             # What keeps losses looks at each step, which a launch of several steps does not allow.
             learns = number == 0 and not quick and "steps a launch" not in way
-            milliseconds, peak, loss = measure(case, way, learns=learns)
+            milliseconds, peaks, loss = measure(case, way, learns=learns)
     except (ImportError, RuntimeError, ValueError) as error:
         row["missing"][way] = f"{type(error).__name__}: {error}".partition("\n")[0]
         print(network, way, row["missing"][way], flush=True)
@@ -372,9 +412,9 @@ def measure_once(row, way, number, *, quick):
             row["losses"][way] = round(loss, 5)
     else:
         row["wall_ms_of_rounds"].setdefault(way, []).append(milliseconds)
-        if peak is not None:
-            row["peak_gib"][way] = max(peak, row["peak_gib"].get(way, 0.0))
-    print(network, way, milliseconds, peak or "", loss or "", f"{time.monotonic() - begun:.0f} s", flush=True)
+        if peaks is not None:
+            row["peak_gib"][way] = peaks
+    print(network, way, milliseconds, peaks or "", loss or "", f"{time.monotonic() - begun:.0f} s", flush=True)
 
 
 def is_slow(row, way):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fabricamp.errors import NonFiniteError as NonFiniteError
     from fabricamp.module import TrainingModule as TrainingModule
     from fabricamp.ops import clip_grad_norm_ as clip_grad_norm_
+    from fabricamp.precision import Float8 as Float8
     from fabricamp.precision import OptLevel as OptLevel
     from fabricamp.rng import seed_everything as seed_everything
     from fabricamp.strategies import DDP as DDP
@@ -83,6 +84,7 @@ _HOMES = {
     "LightningDataModule": "fabricamp.core",
     "LightningModule": "fabricamp.core",
     "NonFiniteError": "fabricamp.errors",
+    "Float8": "fabricamp.precision",
     "OptLevel": "fabricamp.precision",
     "Trainer": "fabricamp.trainer",
     "TrainingModule": "fabricamp.module",

@@ -18,6 +18,7 @@ KNOWN = {
     r"needs two CUDA GPUs": "the same, for `pytest -m gpu2`",
     r"needs \d+ GiB of GPU memory": "indices beyond 32 bits take tensors of 4 GiB and more, which small cards do not hold",
     r"this GPU has no (thread-block clusters|ring for such rows)": "older cards than the H100 have no clusters",
+    r"this GPU has no FP8 products": "Hopper's tensor cores are the first with the recipes of this level",
     r"norms are torch's on this GPU": "what is tested is a choice that this card never makes",
     r"this torch is built with CUDA": "what is tested is the sentence that another build gets",
     r"this torch does not say that its fused Adagrad can skip": "newer versions do",
@@ -32,7 +33,7 @@ KNOWN = {
     r"there is no make": "the README's commands call it",
     # Installed packages.
     r"needs the package (IPython|comet_ml|cupy|datasets|furo|hydra-core|ipykernel|lightning|matplotlib|mlflow|myst_parser|nbclient"
-    r"|nbformat|onnx|onnxscript|optuna|pillow|pytorch_lightning|safetensors|sklearn|sphinx|torchdata|torchft|torchmetrics"
+    r"|nbformat|onnx|onnxscript|optuna|pillow|pytorch_lightning|safetensors|sklearn|sphinx|torchao|torchdata|torchft|torchmetrics"
     r"|transformers|uv|wandb|webdataset)": "an extra, or another library",
     r"needs the nvidia-cuda-(nvrtc|runtime) wheel": "kernels are compiled with it; on CI its lack is a failure",
     r"fabricamp is not installed here, only importable": "its console script is tested",

@@ -16,7 +16,7 @@ from torch import Tensor
 from fabricamp.engine.compilation_watch import CompilationWatch
 from fabricamp.engine.compiled_calls import CompiledCalls, called_modules, repeated_blocks
 from fabricamp.errors import ConfigError
-from fabricamp.torch_private import compiler_options, dispatch_modes, guarded_hooks, is_sharded
+from fabricamp.torch_private import compiled_by_user, compiler_options, dispatch_modes, guarded_hooks, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +54,12 @@ class Compilation:
         self._calls: CompiledCalls | None = None
         self._watch = CompilationWatch(session.trainer.state, speaks=session.trainer.is_global_zero)
         self._changed = contextlib.ExitStack()
+
+    @property
+    def compiles(self) -> bool:
+        """Whether parts of the steps are compiled, here or by the user."""
+        asked = self._options is not None or self._compiler is not None
+        return asked or any(map(compiled_by_user, self._session.module.modules()))
 
     # -- what is compiled ---------------------------------------------------------------------------------------------------------
 

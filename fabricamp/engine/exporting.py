@@ -14,6 +14,7 @@ from torch import nn
 from fabricamp.arguments.checks import check_choice
 from fabricamp.engine.run_context import RunContext
 from fabricamp.errors import ConfigError
+from fabricamp.precision.float8_linears import plain_linears
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +128,7 @@ class ExportMixin:
         for part, _ in attached:
             vars(part)["_attachment"] = no_run
         try:
-            with torch.no_grad():
+            with torch.no_grad(), plain_linears(module):
                 yield module.eval()
         finally:
             for part, run_context in attached:

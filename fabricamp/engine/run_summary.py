@@ -92,6 +92,7 @@ class RunSummary:
         trainer = self._trainer
         settings = self._session.settings
         yield (f"{_machine(trainer)}, strategy {self._session.strategy.name}, precision {self._session.precision.name}")
+        yield from self._session.precision.notes(compiled=self._session.compilation.compiles)
         if settings.performance is not None:
             yield settings.performance.line
         if settings.fast_dev_run:

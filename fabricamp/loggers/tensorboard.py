@@ -15,6 +15,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.loggers.dummy import Silent
 from fabricamp.loggers.run_folder import RunFolderLogger, edges_of, flattened, writes
 from fabricamp.loggers.write_queue import Record
+from fabricamp.precision.float8_linears import plain_linears
 from fabricamp.rng import isolate_rng
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class TensorBoardLogger(RunFolderLogger):
         inputs = precision.convert_input(module.on_after_batch_transfer(inputs, 0))
         modes = [(submodule, submodule.training) for submodule in model.modules()]
         try:
-            with torch.no_grad(), isolate_rng(), warnings.catch_warnings():
+            with torch.no_grad(), isolate_rng(), plain_linears(model), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's writer traces by TorchScript
                 precision.forward(self._trace, model.eval(), inputs)
         except RuntimeError as error:

@@ -138,6 +138,10 @@ class Precision(NamesKeywords):
         """Steps the optimizer with these gradients, or skips: the rest of :meth:`step`."""
         self._stages(optimizer).finish()
 
+    def notes(self, *, compiled: bool) -> list[str]:
+        """Returns lines for the summary of a fit, with the module converted; ``compiled``: parts of its steps are compiled."""
+        return []
+
     def refresh_masters(self) -> None:
         """Copies the module's weights into the masters; call it after in-place edits of the weights."""
 

@@ -214,6 +214,10 @@ class OptLevel(Precision):
             self._nan_policy = policy
             self._scale_by(ConstantScale(self.level))
 
+    def check_device(self, device_type: str) -> None:
+        """Raises :class:`ConfigError` if devices of ``device_type`` ("cpu" or "cuda") do not support this level."""
+        self.level.check_device(device_type)
+
     def _scale_by(self, scaling: ConstantScale) -> None:
         scaling.early = self._scaling.early
         self._scaling = scaling
@@ -238,7 +242,7 @@ class OptLevel(Precision):
     def _convert(self, module: nn.Module) -> None:
         level = self.level
         self._device = next(map(device_of, module.parameters()), _CPU)
-        level.check_device(self._device.type)
+        self.check_device(self._device.type)
         if level.autocast is not None:
             check_full_weights(module, self.name)
             check_autocast(module, level.autocast, self.name, self._device.type)

@@ -15,6 +15,7 @@ from torch import nn
 from fabricamp.errors import ConfigError, meant, nearest
 from fabricamp.precision.base import PRECISIONS, Precision
 from fabricamp.precision.casting import cast_floating
+from fabricamp.precision.float8 import Float8
 from fabricamp.precision.level import OptLevel
 
 
@@ -77,7 +78,7 @@ def precision_from(
     if isinstance(precision, OptLevel):
         precision.take_nan_policy(nan_policy)
         if device_type is not None:
-            precision.level.check_device(device_type)
+            precision.check_device(device_type)
     elif nan_policy is not None:
         raise ConfigError(
             f"nan_policy={nan_policy!r} with {type(precision).__name__}, which has no nan_policy; leave it out, or use an OptLevel"
@@ -101,8 +102,9 @@ def _by_name(value: str | int) -> Precision:
             "OptLevel('O2', loss_scale=128.0)"
         )
     name = str(value)
-    if name.upper() in PRECISIONS.names() and name not in PRECISIONS.names():
-        raise ConfigError(f"precision={name!r} is not known{nearest(name.upper(), PRECISIONS.names())}")
+    known = {one.lower(): one for one in PRECISIONS.names()}.get(name.lower(), name)
+    if known != name:
+        raise ConfigError(f"precision={name!r} is not known{nearest(known, PRECISIONS.names())}")
     return PRECISIONS.build(name)
 
 
@@ -119,4 +121,6 @@ _register(("16-true",), lambda: TruePrecision(torch.float16))
 _register(("O4", "bf16-mixed", "bf16"), lambda: OptLevel("O4"))
 _register(("O5",), lambda: OptLevel("O5"))
 _register(("bf16-true",), lambda: TruePrecision(torch.bfloat16))
+_register(("fp8-mixed",), lambda: Float8(base="O4"))
+_register(("fp8",), Float8)
 _register(("64-true", "64"), lambda: TruePrecision(torch.float64))

@@ -61,7 +61,7 @@ class Trainer(TrainerProperties):
             or one process on the CPU.  Under torchrun and SLURM: the number of processes that they started on this machine.
         num_nodes: the number of machines.  torchrun or SLURM starts the processes on each.
         strategy: "single", "ddp", "delayed_ddp", "fsdp", "fault_tolerant", "auto" ("single" or "ddp"), or an object with options.
-        precision: "O0" to "O5", Lightning's names such as "16-mixed" and "bf16-true", or an object such as ``OptLevel("O2")``.
+        precision: "O0" to "O5", "fp8", Lightning's names such as "16-mixed", or an object such as ``OptLevel("O2")``.
         max_epochs: the epoch at which training ends; -1 for no limit.  By default 1000 if neither steps nor time are limited.
         max_steps: the step at which training ends; -1 for no limit.
         max_time: the longest duration of training: "DD:HH:MM:SS", a timedelta, or a dict such as ``{"hours": 2}``.

@@ -1,0 +1,117 @@
+"""FP8 as a level: O4 or O5, with the products of large linear layers in FP8."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Final, Literal
+
+import torch
+
+from fabricamp.arguments.checks import check_choice
+from fabricamp.errors import ConfigError
+from fabricamp.precision.float8_linears import RECIPES, Choice, change, change_back, choose
+from fabricamp.precision.level import OptLevel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from fabricamp.precision.float8_linears import Recipe
+
+_HOPPER: Final = (9, 0)
+_NAMES: Final = {"O4": "fp8-mixed", "O5": "fp8"}
+
+
+class Float8(OptLevel):
+    """O4 or O5 in bf16, with the products of large linear layers in FP8, by torchao.
+
+    Weights, masters, gradients and checkpoints are those of the base level; only the operands of a product are rounded to FP8, with
+    scales of the values at hand.  The layers are plain ``nn.Linear`` again after a run.  A GPU has to be a Hopper or newer, and the
+    layers compiled (``Trainer(compile="blocks")``) to be faster than in bf16.  On a CPU the products are emulated, for tests.
+
+    Left in bf16: heads (the last linear layer, layers called ``head`` or ``*_head``), a linear layer that takes the input, layers
+    too small to be faster, sizes that 16 does not divide, subclasses of ``nn.Linear``, and layers with hooks, parametrisations,
+    shared parameters or adapters; and each call with a number of rows that 16 does not divide.
+
+    Args:
+        recipe: the scales of the operands: "tensorwise", one each; "rowwise", one a row; "rowwise_with_gw_hp", one a row, and the
+            gradients of weights in bf16.
+        skip: names or patterns of layers that stay in bf16, as in ``named_modules()``; a module's name stands for all its layers.
+        include: names or patterns of layers to take though they are heads, first or small.
+        base: "O4" (fp32 weights, autocast) or "O5" (bf16 weights, fp32 masters).
+
+    Raises:
+        ConfigError: for wrong values, without torchao, or on a GPU before Hopper.
+
+    Example:
+        >>> Float8("rowwise", skip=["decoder.*.gate"], base="O4").name  # doctest: +SKIP
+        'fp8-mixed'
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe = "tensorwise",
+        *,
+        skip: Sequence[str] = (),
+        include: Sequence[str] = (),
+        base: Literal["O4", "O5"] = "O5",
+    ) -> None:
+        check_choice("recipe", recipe, RECIPES)
+        check_choice("base", base, tuple(_NAMES))
+        super().__init__(base)
+        self.name = _NAMES[base]
+        self.recipe = recipe
+        self.skip = _patterns("skip", skip)
+        self.include = _patterns("include", include)
+        self._choice: Choice | None = None
+        if importlib.util.find_spec("torchao") is None:
+            raise ConfigError(f'precision {self.name!r} needs the package torchao: pip install "fabricamp[fp8]"')
+
+    def check_device(self, device_type: str) -> None:
+        """Raises :class:`ConfigError` if devices of ``device_type`` ("cpu" or "cuda") have no FP8 products."""
+        super().check_device(device_type)
+        if device_type == "cpu":
+            return
+        if device_type != "cuda":
+            raise ConfigError(
+                f"precision {self.name!r} on {device_type!r}, which has no FP8 products; use {self.level.name!r}"
+            )
+        if torch.cuda.get_device_capability() < _HOPPER:
+            raise ConfigError(
+                f"precision {self.name!r} needs a GPU with FP8 products (Hopper or newer), and {torch.cuda.get_device_name()} is "
+                f"older; use {self.level.name!r}"
+            )
+
+    def _convert(self, module: nn.Module) -> None:
+        super()._convert(module)
+        self._choice = choose(module, self.recipe, skip=self.skip, include=self.include)
+        change(self._choice.layers, self.recipe, emulate=self._device.type == "cpu")
+
+    def _restore(self) -> None:
+        if self._choice is not None:
+            change_back(self._choice.layers)
+            self._choice = None
+        super()._restore()
+
+    def notes(self, *, compiled: bool) -> list[str]:
+        """Returns which layers have FP8 products, and whether they are slow because nothing is ``compiled``."""
+        if self._choice is None:
+            return []
+        lines = [self._choice.line(self.recipe)]
+        if self._device.type == "cpu":
+            lines.append("float8 on a CPU: the products are emulated in fp32, for tests")
+        elif self._choice.layers and not compiled:
+            lines.append(
+                f"float8 without torch.compile is slower than {self.level.name}: give Trainer(compile='blocks'), or "
+                f"precision={self.level.name!r}"
+            )
+        return lines
+
+
+def _patterns(name: str, value: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+        raise ConfigError(
+            f"Float8({name}={value!r}) is not allowed; give a list of names or patterns, such as ['*.mlp']"
+        )
+    return tuple(value)

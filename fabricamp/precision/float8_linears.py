@@ -1,0 +1,246 @@
+"""Linear layers with FP8 products: which layers of a module get them, and the change of these layers and back.
+
+A layer is changed by its class alone: it stays the same object, with its parameters, hooks and attributes.  The class is torchao's
+``Float8Linear``, a subclass of ``nn.Linear``, which casts weight, input and gradient to FP8 for its three products.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from fabricamp.errors import ConfigError, nearest
+from fabricamp.precision.casting import convertible_modules, own_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Recipe: TypeAlias = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+RECIPES: Final[tuple[str, ...]] = get_args(Recipe)
+
+MULTIPLE: Final = 16
+"""The FP8 products of GPUs take sizes that are multiples of this number."""
+
+SMALLEST: Final = {"tensorwise": 2048 * 2048, "rowwise": 2048 * 2048, "rowwise_with_gw_hp": 2048 * 2048}
+"""The least number of weights of a layer that is taken, by recipe; an estimate: ``benchmarks/fp8_linears.py`` measures it."""
+
+
+# -- which layers ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Choice:
+    """The linear layers of a module that get FP8 products, and the number of the others by reason."""
+
+    layers: list[nn.Linear]
+    others: Counter[str]
+    flops: float
+    """The share of the chosen layers in the FLOPs of all linear layers, each called once a token."""
+
+    def line(self, recipe: str) -> str:
+        """Returns a line for the summary of a run."""
+        count = len(self.layers) + self.others.total()
+        line = f"float8 ({recipe}): {len(self.layers)} of {count} linear layers, {self.flops:.0%} of their FLOPs"
+        if self.others:
+            line += f"; in bf16: {', '.join(f'{number} {reason}' for reason, number in self.others.items())}"
+        return line
+
+
+def choose(root: nn.Module, recipe: str, *, skip: Sequence[str] = (), include: Sequence[str] = ()) -> Choice:
+    """Returns the linear layers of ``root`` that get FP8 products by ``recipe``.
+
+    ``skip`` and ``include`` are names or patterns.  Raises :class:`ConfigError` if one of them names no linear layer, or if an
+    included layer cannot have FP8 products.
+    """
+    names = {id(layer): name for name, layer in root.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {name: layer for name, layer in root.named_modules() if isinstance(layer, nn.Linear)}
+    _check_patterns("skip", skip, layers)
+    _check_patterns("include", include, layers)
+    obstacles = _Obstacles(root)
+    ends = _Ends(root, list(layers.values()))
+    chosen = []
+    others: Counter[str] = Counter()
+    for name, layer in layers.items():
+        reason = obstacles.of(name, layer)
+        if _matches(name, skip):
+            reason = "in skip"
+        elif _matches(name, include):
+            if reason:
+                raise ConfigError(
+                    f"Float8(include=...) names {names[id(layer)]}, which cannot have FP8 products: it is counted as "
+                    f"'{reason}'; leave it out"
+                )
+        elif not reason:
+            reason = ends.of(name, layer)
+            if not reason and layer.in_features * layer.out_features < SMALLEST[recipe]:
+                reason = "too small to be faster"
+        if reason:
+            others[reason] += 1
+        else:
+            chosen.append(layer)
+    total = sum(map(_products, layers.values()))
+    return Choice(chosen, others, sum(map(_products, chosen)) / max(1, total))
+
+
+def _products(layer: nn.Linear) -> int:
+    return layer.in_features * layer.out_features
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Returns whether ``name`` is one of ``patterns``, or below a module with such a name."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
+
+
+def _check_patterns(argument: str, patterns: Sequence[str], names: Sequence[str] | dict[str, nn.Linear]) -> None:
+    for pattern in patterns:
+        if not any(_matches(name, [pattern]) for name in names):
+            raise ConfigError(
+                f"Float8({argument}=...): {pattern!r} matches no linear layer{nearest(pattern, names)}; give names as those of "
+                "named_modules(), of layers or modules that hold some, or patterns such as '*.mlp'"
+            )
+
+
+class _Obstacles:
+    """What keeps a linear layer from having FP8 products at all."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._converted = set(map(id, convertible_modules(root, keep_batchnorm_fp32=True)))
+        modules = [module for _, module in root.named_modules(remove_duplicate=False)]
+        self._places = Counter(map(id, modules))
+        unique = {id(module): module for module in modules}.values()
+        self._owners = Counter(id(tensor) for module in unique for tensor in own_tensors(module))
+        self._adapters = {
+            id(child)
+            for module in unique
+            if _is_adapter(module)
+            for child in module.modules()
+            if isinstance(child, nn.Linear)
+        }
+
+    def of(self, name: str, layer: nn.Linear) -> str:
+        """Returns the reason for a layer; an empty string if there is none."""
+        if is_parametrized(layer):
+            return "parametrised"
+        if type(layer) is not nn.Linear:
+            # Its forward may be another one, or nobody calls it: nn.MultiheadAttention only reads the weights of its own.
+            return "of a subclass"
+        if _is_hooked(layer):
+            # A hook may replace the weight before a call, as torch's pruning and its older weight_norm do.
+            return "with hooks"
+        if self._places[id(layer)] > 1 or any(self._owners[id(tensor)] > 1 for tensor in own_tensors(layer)):
+            return "shared"
+        if id(layer) in self._adapters:
+            return "in adapters"
+        if not name:
+            return "that is the module itself"
+        if id(layer) not in self._converted or layer.weight.dtype is torch.float64:
+            return "outside of the level"
+        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+            return f"with sizes that {MULTIPLE} does not divide"
+        return ""
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    # A hook of this package's boundaries is in another table until the first call.
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Returns whether ``module`` wraps a layer, as LoRA does; PEFT's adapters have the wrapped layer as ``base_layer``."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+class _Ends:
+    """Which linear layers are the first layer of a network, or its head: their rounding costs most accuracy."""
+
+    def __init__(self, root: nn.Module, layers: Sequence[nn.Linear]) -> None:
+        leaves = [module for module in root.modules() if next(module.children(), None) is None]
+        # Norms and activations may come before; with an embedding or a convolution before them, no linear layer is the first.
+        self._first = next((leaf for leaf in leaves if any(tensor.ndim > 1 for tensor in leaf.parameters())), None)
+        self._last = layers[-1] if layers else None
+        # Models of transformers have this method.
+        methods: list[Any] = [getattr(module, "get_output_embeddings", None) for module in root.modules()]
+        self._outputs = [method() for method in methods if callable(method)]
+
+    def of(self, name: str, layer: nn.Linear) -> str:
+        """Returns "head", "first", or an empty string."""
+        last_part = name.rpartition(".")[2]
+        named_head = last_part == "head" or last_part.endswith("_head")
+        if layer is self._last or named_head or any(layer is output for output in self._outputs):
+            return "head"
+        return "first" if layer is self._first else ""
+
+
+# -- their class -------------------------------------------------------------------------------------------------------------------
+
+
+class Float8Products(nn.Linear):
+    """What the classes of changed layers have in common; a copy or a pickle of such a layer is a plain ``nn.Linear``."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name of it
+        """Returns the layer's output, by FP8 products if their sizes allow it."""
+        # The product for the weight's gradient sums over the rows of the input, so 16 has to divide their number too.
+        rows = input.numel() // self.in_features
+        if not rows or rows % MULTIPLE:
+            return nn.Linear.forward(self, input)
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))  # noqa: A001 - torchao casts on GPUs alone
+        output: Tensor = super().forward(input)
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # By protocol 1: pickle refuses to build an object of another class by the function of later protocols.
+        reduced: Any = super().__reduce_ex__(1)
+        build, (_, *arguments), *others = reduced
+        return build, (nn.Linear, *arguments), *others
+
+
+@functools.cache
+def float8_class(recipe: str, *, emulate: bool) -> type[nn.Linear]:
+    """Returns the class of layers with FP8 products by ``recipe``; ``emulate`` computes them in fp32, on any device."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    plain = nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta")
+    attributes = set(vars(plain))
+    made = convert_to_float8_training(plain, config=config)
+    # Settings of torchao's object: as attributes of the class they need no place in the layers.
+    settings = {name: value for name, value in vars(made).items() if name not in attributes}
+    return type("Float8Linear", (Float8Products, type(made)), settings)
+
+
+def change(layers: Sequence[nn.Linear], recipe: str, *, emulate: bool) -> None:
+    """Gives ``layers`` FP8 products."""
+    float8 = float8_class(recipe, emulate=emulate)
+    for layer in layers:
+        layer.__class__ = float8
+
+
+def change_back(layers: Sequence[nn.Module]) -> None:
+    """Makes plain linear layers of those that :func:`change` has changed."""
+    changed: list[Any] = [layer for layer in layers if isinstance(layer, Float8Products)]
+    for layer in changed:
+        layer.__class__ = nn.Linear
+
+
+@contextlib.contextmanager
+def plain_linears(root: nn.Module) -> Iterator[None]:
+    """A context in which all linear layers of ``root`` are plain, for exports."""
+    changed: list[tuple[nn.Module, Any]] = [
+        (module, type(module)) for module in root.modules() if isinstance(module, Float8Products)
+    ]
+    change_back([module for module, _ in changed])
+    try:
+        yield
+    finally:
+        for module, float8 in changed:
+            module.__class__ = float8

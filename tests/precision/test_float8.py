@@ -1,0 +1,289 @@
+"""FP8 products of linear layers: which layers get them, what stays of the layers, and the way back; emulated on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from fabricamp import ConfigError, Float8
+from fabricamp.callbacks.model_summary import summarize
+from fabricamp.precision import float8_linears, precision_from, precision_name
+from fabricamp.precision.float8_linears import RECIPES, Float8Products, choose, plain_linears
+
+pytest.importorskip("torchao", reason="needs the package torchao")
+
+SMALL = 64 * 64
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_pay(monkeypatch):
+    monkeypatch.setattr(float8_linears, "SMALLEST", dict.fromkeys(RECIPES, SMALL))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Adapter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base_layer = nn.Linear(64, 64)
+        self.lora = nn.Linear(64, 64)
+
+
+class Distance(nn.MSELoss):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(64, 64)
+
+
+class Net(nn.Module):
+    """One layer of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.inward = nn.Linear(64, 64)
+        self.wide = nn.Linear(64, 128)
+        self.narrow = nn.Linear(128, 64)
+        self.hooked = nn.Linear(64, 64)
+        self.hooked.register_forward_hook(lambda *_: None)
+        self.normed = parametrizations.weight_norm(nn.Linear(64, 64))
+        self.scaled = Scaled(64, 64)
+        self.tied = nn.Linear(64, 64)
+        self.tied_too = nn.Linear(64, 64)
+        self.tied_too.weight = self.tied.weight
+        self.twice = self.again = nn.Linear(64, 64)
+        self.odd = nn.Linear(64, 72)
+        self.tiny = nn.Linear(64, 16)
+        self.attention = nn.MultiheadAttention(64, 4)
+        self.adapter = Adapter()
+        self.aux_head = nn.Linear(64, 128)
+        self.loss = Distance()
+        self.last = nn.Linear(64, 64)
+
+
+def names(root, choice):
+    known = {id(module): name for name, module in root.named_modules()}
+    return [known[id(layer)] for layer in choice.layers]
+
+
+def test_only_plain_large_layers_within_the_network_are_chosen_and_the_others_counted():
+    net = Net()
+    choice = choose(net, "tensorwise")
+    assert names(net, choice) == ["wide", "narrow"]
+    assert choice.others == {
+        "first": 1,
+        "with hooks": 1,
+        "parametrised": 1,
+        "of a subclass": 2,  # the attention's own, whose weight another function reads
+        "shared": 3,
+        "with sizes that 16 does not divide": 1,
+        "too small to be faster": 1,
+        "in adapters": 2,
+        "head": 2,
+        "outside of the level": 1,
+    }
+    total = sum(layer.in_features * layer.out_features for layer in net.modules() if isinstance(layer, nn.Linear))
+    assert choice.flops == 2 * 64 * 128 / total
+    line = choice.line("tensorwise")
+    assert line.startswith(
+        f"float8 (tensorwise): 2 of 17 linear layers, {choice.flops:.0%} of their FLOPs; in bf16: 1 first"
+    )
+
+
+def test_a_layer_after_an_embedding_or_a_convolution_is_not_the_first():
+    for first in (nn.Embedding(8, 64), nn.Conv1d(3, 64, 3)):
+        net = nn.Sequential(first, nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64))
+        assert names(net, choose(net, "rowwise")) == ["2"]
+
+
+def test_the_output_of_a_model_of_transformers_is_a_head():
+    net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    net.get_output_embeddings = lambda: net[1]
+    assert names(net, choose(net, "tensorwise")) == ["2"]
+
+
+def test_names_and_patterns_leave_layers_out_or_take_them_in():
+    net = Net()
+    assert names(net, choose(net, "tensorwise", skip=["w*"])) == ["narrow"]
+    taken = choose(net, "tensorwise", skip=["wide"], include=["inward", "tiny", "*_head", "last", "wide"])
+    assert names(net, taken) == ["inward", "narrow", "tiny", "aux_head", "last"]
+    assert taken.others["in skip"] == 1
+    blocks = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), nn.Linear(16, 16))
+    assert names(blocks, choose(blocks, "rowwise", include=["0"])) == ["0.0", "0.1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"skip": ["wyde"]}, r"Float8\(skip=...\): 'wyde' matches no linear layer; did you mean 'wide'"),
+        (
+            {"include": ["odd"]},
+            "odd, which cannot have FP8 products: it is counted as 'with sizes that 16 does not divide'",
+        ),
+        ({"include": ["scaled"]}, "scaled, .* 'of a subclass'"),
+    ],
+)
+def test_patterns_without_a_layer_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        choose(Net(), "tensorwise", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"recipe": "rowise"}, "recipe='rowise' is not known; did you mean 'rowwise'"),
+        ({"base": "O2"}, "base='O2' is not known"),
+        ({"skip": "head"}, r"Float8\(skip='head'\) is not allowed; give a list"),
+    ],
+)
+def test_wrong_options_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        Float8(**options)
+
+
+def test_without_torchao_the_level_says_what_to_install(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "torchao" else find(name, *more)
+    )
+    with pytest.raises(ConfigError, match=r'needs the package torchao: pip install "fabricamp\[fp8\]"'):
+        precision_from("fp8")
+
+
+def test_other_cards_than_those_with_fp8_products_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A100")
+    with pytest.raises(
+        ConfigError, match=r"'fp8' needs a GPU with FP8 products \(Hopper or newer\), and A100 is older; use 'O5'"
+    ):
+        precision_from("fp8", device_type="cuda")
+    with pytest.raises(ConfigError, match="'fp8-mixed' on 'mps', which has no FP8 products; use 'O4'"):
+        Float8(base="O4").check_device("mps")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert precision_from("fp8", device_type="cuda").level.name == "O5"
+
+
+def test_names():
+    for name, base in (("fp8", "O5"), ("fp8-mixed", "O4")):
+        precision = precision_from(name)
+        assert (precision_name(precision), precision.level.name, precision.state_dict()["level"]) == (name, base, base)
+    assert summarize(nn.Linear(4, 4), opt_level="fp8").memory["masters"] == 20 * 4
+
+
+def converted(recipe="tensorwise", base="O5", **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 16))
+    precision = Float8(recipe, base=base, **options)
+    return net, precision, precision.convert_module(net)
+
+
+@pytest.mark.parametrize("base", ["O4", "O5"])
+def test_a_converted_layer_is_the_same_object_and_plain_again_afterwards(base):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 8))
+    before = {name: (id(value), type(value)) for name, value in (*net.named_modules(), *net.named_parameters())}
+    attributes = {name: set(vars(module)) for name, module in net.named_modules()}
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    precision = Float8(base=base)
+    conversion = precision.convert_module(net)
+    assert [isinstance(layer, Float8Products) for layer in net] == [False, True, True, False]
+    assert all(isinstance(layer, nn.Linear) for layer in net[1:])
+    assert {name: id(value) for name, value in (*net.named_modules(), *net.named_parameters())} == {
+        name: value for name, (value, _) in before.items()
+    }
+    assert list(net.state_dict()) == list(state)
+    assert all(type(value) is torch.Tensor for value in net.state_dict().values())
+    assert {name: set(vars(module)) for name, module in net.named_modules()} == attributes
+    conversion.undo()
+    assert {name: (id(value), type(value)) for name, value in (*net.named_modules(), *net.named_parameters())} == before
+    torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
+
+
+def test_copies_and_pickles_have_plain_layers():
+    net, _, conversion = converted()
+    copied, pickled = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
+    conversion.undo()
+    for other in (copied, pickled, copy.copy(net[1])):
+        assert not any(isinstance(module, Float8Products) for module in other.modules())
+    assert type(copied[1]) is type(pickled[1]) is nn.Linear
+    torch.testing.assert_close(copied[1].weight.float(), net[1].weight, rtol=2**-8, atol=0)
+    assert b"Float8" not in pickle.dumps(net)
+
+
+def test_a_conversion_that_fails_leaves_plain_layers(monkeypatch):
+    net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 8))
+    with pytest.raises(ConfigError, match="matches no linear layer"):
+        Float8(skip=["nothing"]).convert_module(net)
+    assert {layer.weight.dtype for layer in (net[1], net[2])} == {torch.float32}
+    assert not any(isinstance(layer, Float8Products) for layer in net)
+
+
+def test_exports_within_a_run_are_plain():
+    net, _, _ = converted()
+    with plain_linears(net):
+        assert type(net[1]) is type(net[3]) is nn.Linear
+    assert isinstance(net[1], Float8Products)
+    with pytest.raises(KeyError), plain_linears(net):
+        raise KeyError
+    assert isinstance(net[1], Float8Products)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("base", ["O4", "O5"])
+def test_products_are_rounded_to_fp8_and_gradients_have_the_layer_s_dtype(recipe, base):
+    net, precision, conversion = converted(recipe, base)
+    tokens = torch.arange(8).repeat(4)
+
+    def step():
+        return precision.forward(lambda: net(tokens).float().square().mean())
+
+    loss = step()
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.bfloat16 if base == "O5" else torch.float32}
+    with plain_linears(net):
+        net.zero_grad()
+        exact = step()
+        exact.backward()
+    assert loss != exact
+    torch.testing.assert_close(loss, exact, rtol=0.05, atol=0)
+    for name, parameter in net.named_parameters():
+        error = (parameter.grad - gradients[name]).norm() / parameter.grad.norm()
+        assert error < 0.15, name
+    conversion.undo()
+
+
+def test_a_call_with_rows_that_16_does_not_divide_is_in_bf16():
+    net, precision, _ = converted()
+    for rows in (0, 1, 20):
+        x = torch.randn(rows, 64)
+        expected = F.linear(x.bfloat16(), net[1].weight, net[1].bias).float()
+        torch.testing.assert_close(precision.forward(lambda: net[1](x)), expected, rtol=0, atol=0)
+    x = torch.randn(2, 16, 64)
+    assert not torch.equal(
+        precision.forward(lambda: net[1](x)), F.linear(x.bfloat16(), net[1].weight, net[1].bias).float()
+    )
+
+
+def test_notes_say_which_layers_and_when_it_is_slow():
+    _net, precision, conversion = converted()
+    line, on_cpu = precision.notes(compiled=False)
+    assert line == "float8 (tensorwise): 2 of 3 linear layers, 94% of their FLOPs; in bf16: 1 head"
+    assert on_cpu == "float8 on a CPU: the products are emulated in fp32, for tests"
+    precision._device = torch.device("cuda")
+    assert precision.notes(compiled=True) == [line]
+    assert precision.notes(compiled=False)[1].startswith(
+        "float8 without torch.compile is slower than O5: give Trainer(compile"
+    )
+    conversion.undo()
+    assert precision.notes(compiled=False) == []

@@ -1,0 +1,245 @@
+"""FP8 as a level in whole runs, emulated on a CPU: resumes, levels before and after, ways of running, two ranks."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabricamp import Callback, Float8, TrainingModule
+from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.optimizers import FusedAdam
+from fabricamp.precision.float8_linears import Float8Products
+from fabricamp.strategies import FSDP
+from tests.distributed.ranks import run_ranks
+from tests.small import quiet_trainer
+
+pytest.importorskip("torchao", reason="needs the package torchao")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Words(TrainingModule):
+    """Learns to repeat a word; the poisoned batch has a loss that is not finite."""
+
+    def __init__(self, poisoned=None):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.words = nn.Embedding(16, 32)
+            self.blocks = nn.ModuleList([Block(), Block()])
+            self.head = nn.Linear(32, 16)
+        self.poisoned = poisoned
+        self.losses = []
+        self.kinds = set()
+
+    def forward(self, words):
+        hidden = self.words(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]).flatten(0, 1).float(), batch[0].flatten())
+        return loss * float("inf") if batch_idx == self.poisoned else loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+        self.kinds = {name for name, module in self.named_modules() if isinstance(module, Float8Products)}
+
+    def configure_optimizers(self):
+        return FusedAdam(self.parameters(), lr=0.01)
+
+
+TAKEN = {f"blocks.{number}.{layer}" for number in range(2) for layer in ("up", "down")}
+
+
+def fp8(recipe="tensorwise", base="O5"):
+    return Float8(recipe, base=base, include=["blocks"])
+
+
+def batches(size=4):
+    words = torch.randint(0, 16, (32, 8), generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(words), batch_size=size)
+
+
+def trained(precision, *, module=None, ckpt_path=None, **options):
+    module = module or Words()
+    trainer = quiet_trainer(**{"max_epochs": 1, "precision": precision, **options})
+    trainer.fit(module, batches(), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def weights(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("base", ["O4", "O5"])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=str)
+def test_it_learns_nearly_what_bf16_learns(base, options):
+    module, _ = trained(fp8(base=base), **options)
+    assert module.kinds == TAKEN
+    assert not any(isinstance(layer, Float8Products) for layer in module.modules())
+    exact, _ = trained(base, **options)
+    assert module.losses != exact.losses
+    assert module.losses[-1] < 0.95 * module.losses[0]
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(exact.losses), rtol=0.03, atol=0)
+
+
+class SaveAt(Callback):
+    def __init__(self, path, step):
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("base", ["O4", "O5"])
+def test_a_resumed_run_has_the_same_bits(tmp_path, base):
+    path = str(tmp_path / "cut.ckpt")
+    straight, _ = trained(fp8("rowwise", base), callbacks=[SaveAt(path, 3)], gradient_clip_val=1.0)
+    resumed, _ = trained(fp8("rowwise", base), ckpt_path=path, gradient_clip_val=1.0)
+    assert resumed.losses == straight.losses[3:]
+    torch.testing.assert_close(weights(resumed), weights(straight), rtol=0, atol=0)
+
+
+def test_checkpoints_are_those_of_the_base_level_and_resume_at_either(tmp_path):
+    """At the point of the change of levels the fp32 values are the same bits, and so is the step that follows at each level."""
+    paths = {name: str(tmp_path / f"{name}.ckpt") for name in ("fp8", "O5")}
+    for name, path in paths.items():
+        trained("O5" if name == "O5" else fp8(), callbacks=[SaveAt(path, 4)])
+    files = {name: torch.load(path, weights_only=True) for name, path in paths.items()}
+    assert {name: (value.shape, value.dtype) for name, value in files["fp8"]["state_dict"].items()} == {
+        name: (value.shape, value.dtype) for name, value in files["O5"]["state_dict"].items()
+    }
+    assert all(type(value) is torch.Tensor for value in files["fp8"]["state_dict"].values())
+    assert files["fp8"].keys() == files["O5"].keys()
+    for name, path in paths.items():
+        found = []
+
+        class Look(Callback):
+            def on_train_start(self, trainer, pl_module):
+                found.append(weights(pl_module))
+
+        for precision in ("O5", fp8()):
+            module, _ = trained(precision, ckpt_path=path, callbacks=[Look()])
+            assert len(module.losses) == 4
+        for state in found:
+            assert state.keys() == files[name]["state_dict"].keys()
+            expected = {key: value.to(state[key].dtype) for key, value in files[name]["state_dict"].items()}
+            torch.testing.assert_close(state, expected, rtol=0, atol=0)
+
+
+def test_a_step_without_finite_gradients_is_skipped():
+    module, trainer = trained(fp8(), module=Words(poisoned=2), nan_policy="skip")
+    assert trainer.skipped_steps == 1
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+    assert not torch.equal(module.head.weight, Words().head.weight)
+
+
+@pytest.mark.parametrize(("base", "part"), [("O4", "step"), ("O5", "blocks")])
+def test_compiled_steps_have_the_bits_of_eager_ones(base, part):
+    eager, _ = trained(fp8(base=base), limit_train_batches=3)
+    torch.compiler.reset()
+    compiled, _ = trained(fp8(base=base), limit_train_batches=3, compile={"part": part, "backend": "aot_eager"})
+    assert compiled.losses == eager.losses
+    torch.testing.assert_close(weights(compiled), weights(eager), rtol=0, atol=0)
+
+
+class Fails(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        raise RuntimeError("as a test")
+
+
+def test_layers_are_plain_after_a_run_that_fails():
+    module = Words()
+    with pytest.raises(RuntimeError, match="as a test"):
+        trained(fp8(), module=module, callbacks=[Fails()])
+    assert not any(isinstance(layer, Float8Products) for layer in module.modules())
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+
+
+class Exports(Callback):
+    """Exports the module in a run; torch.jit compiles no layer with FP8 products."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.script = pl_module.to_torchscript(method="trace", example_inputs=torch.zeros(2, 8, dtype=torch.int64))
+        assert isinstance(pl_module.blocks[0].up, Float8Products)
+
+
+def test_an_export_within_a_run_has_plain_layers():
+    exports = Exports()
+    trained(fp8(base="O4"), callbacks=[exports])
+    text = str(exports.script.inlined_graph)
+    assert text.count("aten::linear") == 5
+    assert "Float8Linear" not in text
+
+
+def test_the_summary_counts_the_layers(caplog):
+    with caplog.at_level(logging.INFO, logger="fabricamp"):
+        trained(fp8(), enable_model_summary=True)
+    assert "float8 (tensorwise): 4 of 5 linear layers, 94% of their FLOPs; in bf16: 1 head" in caplog.messages
+
+
+def test_evaluation_runs_at_the_level():
+    class Looks(Words):
+        def validation_step(self, batch, batch_idx):
+            self.kinds = {name for name, module in self.named_modules() if isinstance(module, Float8Products)}
+            self.log("val_loss", F.cross_entropy(self(batch[0]).flatten(0, 1), batch[0].flatten()))
+
+    module = Looks()
+    quiet_trainer(precision=fp8()).validate(module, batches())
+    assert module.kinds == TAKEN
+    assert type(module.blocks[0].up) is nn.Linear
+
+
+def two_ranks(strategy, folder, accumulate=1):
+    """Returns the losses, the classes of the taken layers' weights within the run, and the weights of the module after it."""
+    seen = set()
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.add(type(pl_module.blocks[0].up.weight.data).__name__)
+
+    module, _ = trained(
+        fp8(),
+        module=Words(),
+        strategy=strategy(),
+        devices=2,
+        accumulate_grad_batches=accumulate,
+        callbacks=[Look(), ModelCheckpoint(folder, every_n_train_steps=1)],
+        enable_checkpointing=True,
+    )
+    return (
+        module.losses,
+        module.kinds,
+        seen,
+        {name: value.cpu() for name, value in weights(module).items() if not value.is_meta},
+    )
+
+
+@pytest.mark.parametrize("name", ["delayed_ddp", "fsdp"])
+def test_two_ranks_learn_alike_and_gather_plain_bf16_weights(tmp_path, name):
+    strategy = (lambda: FSDP([Block])) if name == "fsdp" else (lambda: "delayed_ddp")
+    first, second = run_ranks(two_ranks, 2, strategy, str(tmp_path), 2 if name == "delayed_ddp" else 1)
+    for losses, kinds, seen, _ in (first, second):
+        assert kinds == TAKEN
+        assert seen == {"DTensor" if name == "fsdp" else "Tensor"}
+        assert losses[-1] < losses[0]
+    assert all(value.isfinite().all() for value in first[3].values())
+    reference, _ = trained("O5", max_epochs=1)
+    assert first[3].keys() == weights(reference).keys()
+    assert list(tmp_path.iterdir())
