@@ -88,16 +88,16 @@ class ComparedState:
         self._generators = generators
 
     @property
-    def bytes(self) -> int:
-        """The number of bytes that a copy takes."""
+    def largest_bytes(self) -> int:
+        """The number of bytes of the largest tensor, of which a comparison has a copy on the device."""
         tensors = [*self._tensors.values(), *self._parameters]
-        return sum(one.numel() * one.element_size() for one in tensors)
+        return max((one.numel() * one.element_size() for one in tensors), default=0)
 
     def copy(self) -> StateCopies:
-        """Returns copies of everything."""
+        """Returns copies of everything, on the host: a state may take as much memory of the device as a step."""
         return StateCopies(
-            {name: tensor.detach().clone() for name, tensor in self._tensors.items()},
-            [(one, one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters],
+            {name: tensor.detach().cpu() for name, tensor in self._tensors.items()},
+            [(one, one.grad, None if one.grad is None else one.grad.cpu()) for one in self._parameters],
             None if self._memory is None else self._memory.presence,
             self._metric_states.copy(),
             self._generators.states(),
@@ -165,5 +165,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have the same bytes; waits for the device."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    other = other.to(one.device)  # copies on the host are compared tensor by tensor
     left, right = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other))
     return torch.equal(left, right)

@@ -53,14 +53,16 @@ class GraphMemoryBudget:
         """Whether more than ``size`` bytes are free."""
         return size < free_memory(self._device)
 
-    def check(self, key: Hashable, *, kept: int = 0, shared: int = 0, shapes: int = 0) -> None:
+    def check(self, key: Hashable, *, kept: int = 0, shared: int = 0, shapes: int = 0, lends: bool = False) -> None:
         """Raises :class:`GraphMemoryError` if a graph of ``key`` would not fit.
 
         ``kept``: bytes that the capture allocates and does not free.  ``shared``: bytes of other graphs' memory that it may use.
-        ``shapes``: the number of other captured shapes.
+        ``shapes``: the number of other captured shapes.  ``lends``: eager steps run in the graphs' memory, as far as it suffices.
         """
         needed = max(self.eager_bytes(key) + kept - shared, 0)
         beside_it = 0 if self._required and not shapes else max(self._eager_bytes.values(), default=0)
+        if lends:
+            beside_it = max(beside_it - needed - shared, 0)
         free = free_memory(self._device)
         if needed + beside_it <= free:
             return
