@@ -38,7 +38,7 @@ from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import CapturedStep, hyperparameter_upload
 from fabricamp.engine.graph.comparison import ComparedState, compare
 from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
-from fabricamp.engine.graph.memory_budget import GraphMemoryError
+from fabricamp.engine.graph.memory_budget import GraphMemoryError, free_host_memory
 from fabricamp.engine.graph.memory_pool import GraphPool
 from fabricamp.engine.graph.refusals import refused
 from fabricamp.engine.graph.seen_batches import SeenBatches
@@ -480,8 +480,14 @@ class GraphUpdate(Update):
             accumulates=key[1].accumulate > 1,
         )
         # In the graphs' memory an eager step takes no more than the gradients that the graph keeps there.
-        eager_bytes = self._kept_bytes(key[1]) if self._lends else self._memory_budget.eager_bytes(key)
-        needed = eager_bytes + state.largest_bytes
+        needed = self._kept_bytes(key[1]) if self._lends else self._memory_budget.eager_bytes(key)
+        # Up to three copies: before the replay, after it, and after a first eager step.
+        copies = 3 * state.bytes
+        if copies <= free_host_memory() // parts.strategy.environment.local_world_size:
+            state.copies_on = torch.device("cpu")
+            needed += state.largest_bytes
+        else:
+            needed += copies
         if not self._consensus.all(self._memory_budget.has_free(needed)):
             _LOG.warning("the replay is not compared with an eager step: there is no memory for one")
             step.launch(batch)
