@@ -80,11 +80,11 @@ def batches(rows=ROWS):
     return DataLoader([torch.randn(one, 256, generator=generator) for one in rows], batch_size=None)
 
 
-def fit(graph, module, *callbacks, validation=None, rows=ROWS, **options):
+def fit(graph, module, *callbacks, validation=None, rows=ROWS, precision="O5", **options):
     looks = Looks()
     given = {"max_epochs": 1, "limit_val_batches": 0, **options}
     trainer = quiet_trainer(
-        accelerator="gpu", devices=1, precision="O5", cuda_graph=graph, callbacks=[looks, *callbacks], **given
+        accelerator="gpu", devices=1, precision=precision, cuda_graph=graph, callbacks=[looks, *callbacks], **given
     )
     trainer.fit(module, batches(rows), validation)
     return looks
@@ -130,9 +130,9 @@ class KeepsGradients(Callback):
 
 def test_gradients_of_an_eager_step_that_a_hook_keeps():
     keeps, module = KeepsGradients(), Net()
-    looks = fit(GRAPH, module, keeps)
+    looks = fit(GRAPH, module, keeps, precision="O4")
     keeps.kept.check(2)
-    same(module, eager())
+    same(module, eager(precision="O4"))
     assert not looks.lends
     assert looks.replays > 1  # captured again
 
@@ -226,7 +226,9 @@ class KeepsState(Callback):
 
     def on_train_end(self, trainer, module):
         state = trainer.optimizers[0].state
-        self.states.append([value.clone() for each in state.values() for value in each.values()])
+        self.states.append(
+            [value.clone() for each in state.values() for value in each.values() if torch.is_tensor(value)]
+        )
 
 
 class KeepsPredictions(Callback):

@@ -20,14 +20,15 @@ _IN_USE_BY_OTHER_STREAMS: Final = "active_pending_free"
 class GraphPool:
     """A memory pool of torch's allocator in which the graphs of a fit are captured.
 
-    Graphs run in turn and leave nothing in it that the next one needs, so all of them share one pool.  An eager step between two
-    replays would take as much memory again; within :meth:`lent` it allocates in the pool instead.  A replay writes to the
-    addresses of its capture without a look at what is allocated there now.  So before a replay or a capture :meth:`reclaim` has to
-    find out whether a tensor of such an eager step is still alive.
+    Graphs run in turn and leave nothing in it that the next one needs, so all of them share one pool.  Eager steps would take as
+    much memory again; within :meth:`lent` they allocate in the pool, before the first capture and between two replays.  A replay
+    writes to the addresses of its capture without a look at what is allocated there now.  So before a replay or a further capture
+    :meth:`reclaim` has to find out whether a tensor of such an eager step is still alive.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.id = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.MemPool()  # keeps the pool's memory while no graph does
+        self.id = self._pool.id
         self._device = device
         self._of_graphs: frozenset[int] | None = None
         """The addresses that were allocated before the pool was lent; None while it is not."""
@@ -48,6 +49,10 @@ class GraphPool:
             self._of_graphs = self._allocated()
         with allocating_in_pool(self._device, self.id):
             yield
+
+    def begin(self) -> None:
+        """Ends the loan before the first capture, which takes none of the memory that is allocated now."""
+        self._of_graphs = None
 
     def reclaim(self) -> bool:
         """Returns whether all that was allocated while the pool was lent is freed, so that a replay may write there."""

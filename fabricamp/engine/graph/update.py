@@ -273,6 +273,9 @@ class GraphUpdate(Update):
         If a tensor of an eager step is still alive in it, drops the graphs and returns False.  Their memory is left to what is
         alive, and later graphs have a pool that is not lent.
         """
+        if not self._steps:
+            self._pool.begin()
+            return True
         if step is not None and self._pool.is_lent and self._accumulate == 1:
             step.show_gradients()  # frees those of the eager step
         if self._pool.reclaim():
@@ -311,11 +314,12 @@ class GraphUpdate(Update):
         return outputs
 
     def _run_eagerly(self, role: Role, batch: Any, batch_idx: int, last: bool) -> Any:
-        """Runs an eager step; between replays in the graphs' memory.
+        """Runs an eager step in the graphs' memory: after the first capture there is no room for another step's, and before it
+        weights and optimizer state would lie among what the step leaves in torch's cache, and keep that from being freed.
 
         A micro-batch of an accumulation has memory of its own: its gradients stay.
         """
-        with self._in_pool() if self._steps and role.accumulate == 1 else contextlib.nullcontext():
+        with self._in_pool() if role.accumulate == 1 else contextlib.nullcontext():
             return super().run_batch(batch, batch_idx, last)
 
     def _changing_weight(self, key: Key) -> str:
