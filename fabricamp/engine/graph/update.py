@@ -314,8 +314,10 @@ class GraphUpdate(Update):
         return outputs
 
     def _run_eagerly(self, role: Role, batch: Any, batch_idx: int, last: bool) -> Any:
-        """Runs an eager step in the graphs' memory: after the first capture there is no room for another step's, and before it
-        weights and optimizer state would lie among what the step leaves in torch's cache, and keep that from being freed.
+        """Runs an eager step in the graphs' memory.
+
+        After the first capture that saves the memory of a second step.  Before it, optimizer state that the first update creates
+        would lie among the step's memory in torch's cache, which could then not be given to the graphs.
 
         A micro-batch of an accumulation has memory of its own: its gradients stay.
         """
