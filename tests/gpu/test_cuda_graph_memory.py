@@ -105,9 +105,9 @@ def test_a_graph_beside_which_no_step_fits_is_left_out_by_auto(limited, caplog):
 def test_a_run_with_short_batches_takes_the_memory_of_an_eager_run(graph, limited, caplog):
     """The graph, the comparison of its first replay, and eager steps of other shapes share the memory of one step."""
     rows = [ROWS, ROWS, ROWS, ROWS, ROWS, 48, ROWS, 32, ROWS, 48, ROWS, 32] * 3
-    limited(1.25)
+    limited(1.45)
     wanted, _ = fit(False, rows)
-    limited(1.25)
+    limited(1.45)
     found, replays = fit(graph, rows)
     assert torch.equal(found, wanted)
     assert replays[-1] > len(rows) // 2
@@ -203,4 +203,5 @@ def test_what_a_step_takes_is_about_what_its_graph_reserves():
     gc.collect()  # graphs of earlier tests have pools too
     before, look = pooled(), Look()
     fit(CudaGraph(warmup=4), [ROWS] * 8, look)
-    assert 0.9 < look.takes / look.reserved < 1.1
+    # Gradients of one step lie in the memory of an activation of the next one, so the pool has one activation of four more.
+    assert 0.75 < look.takes / look.reserved < 1.1

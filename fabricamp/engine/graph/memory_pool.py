@@ -18,7 +18,7 @@ _IN_USE_BY_OTHER_STREAMS: Final = "active_pending_free"
 
 
 class GraphPool:
-    """A memory pool of torch's allocator in which the graphs of a fit are captured.
+    """A memory pool of torch's allocator in which the graphs of a fit are captured, all of them on ``stream``.
 
     Graphs run in turn and leave nothing in it that the next one needs, so all of them share one pool.  Eager steps would take as
     much memory again; within :meth:`lent` they allocate in the pool, before the first capture and between two replays.  A replay
@@ -26,10 +26,11 @@ class GraphPool:
     :meth:`reclaim` has to find out whether a tensor of such an eager step is still alive.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
+        self._stream = stream.cuda_stream
         self._pool = torch.cuda.MemPool()  # keeps the pool's memory while no graph does
         self.id = self._pool.id
-        self._device = device
         self._of_graphs: frozenset[int] | None = None
         """The addresses that were allocated before the pool was lent; None while it is not."""
 
@@ -68,8 +69,9 @@ class GraphPool:
         return True
 
     def _allocated(self) -> frozenset[int]:
-        """Returns the addresses of the pool's allocated blocks."""
-        blocks = [block for segment in self._segments() for block in segment["blocks"]]
+        """Returns the addresses of the pool's allocated blocks, without those of other streams, which no capture uses."""
+        segments = [segment for segment in self._segments() if segment["stream"] == self._stream]
+        blocks = [block for segment in segments for block in segment["blocks"]]
         if any(block["state"] == _IN_USE_BY_OTHER_STREAMS for block in blocks):
             torch.cuda.synchronize(self._device)  # freed, and another stream may still read it
         return frozenset(block["address"] for block in blocks if block["state"] == _IN_USE)

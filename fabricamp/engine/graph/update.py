@@ -115,7 +115,8 @@ class GraphUpdate(Update):
         device = parts.strategy.device
         self._loss_so_far = torch.zeros((), dtype=torch.float32, device=device)
         """Placeholder for the loss of an accumulation in progress during a capture."""
-        self._pool = GraphPool(device)
+        self._stream = torch.cuda.current_stream(device)
+        self._pool = GraphPool(self._stream)
         self._lends = True
         """Whether eager steps may use the graphs' memory: until one of them leaves a tensor there."""
         self._runs_in_pool = False
@@ -123,7 +124,6 @@ class GraphUpdate(Update):
         self._memory_budget = session.graphs.memory_budget
         self._too_large: set[Key] = set()
         """The keys whose graphs do not fit into memory."""
-        self._stream = torch.cuda.current_stream(device)
         self._state.runs_as = "eager"
 
     def use(self, step: Callable[..., Any]) -> None:
@@ -259,9 +259,9 @@ class GraphUpdate(Update):
         return copied(outputs)
 
     @contextlib.contextmanager
-    def _in_pool(self) -> Iterator[None]:
-        """A context within which eager steps run in the graphs' memory, unless one of them has left a tensor there."""
-        self._runs_in_pool = self._lends
+    def _in_pool(self, role: Role) -> Iterator[None]:
+        """A context within which eager steps of ``role`` run in the graphs' memory, if it is lent to them."""
+        self._runs_in_pool = self._lends_to(role)
         try:
             yield
         finally:
@@ -318,10 +318,8 @@ class GraphUpdate(Update):
 
         After the first capture that saves the memory of a second step.  Before it, optimizer state that the first update creates
         would lie among the step's memory in torch's cache, which could then not be given to the graphs.
-
-        A micro-batch of an accumulation has memory of its own: its gradients stay.
         """
-        with self._in_pool() if role.accumulate == 1 else contextlib.nullcontext():
+        with self._in_pool(role):
             return super().run_batch(batch, batch_idx, last)
 
     def _changing_weight(self, key: Key) -> str:
@@ -411,8 +409,11 @@ class GraphUpdate(Update):
         return size if role.accumulate == 1 else 2 * size
 
     def _lends_to(self, role: Role) -> bool:
-        """Whether eager steps of ``role`` run in the graphs' memory."""
-        return self._lends and role.accumulate == 1
+        """Whether eager steps of ``role`` run in the graphs' memory.
+
+        Those of an accumulation do not: their gradients, or the sums of these, stay.
+        """
+        return self._lends and role.accumulate == 1 and not self._sums
 
     def _capture_launches(self, step: CapturedStep, run: Callable[[], Any]) -> int:
         """Captures what ``run`` launches; returns the bytes of memory that the graph reserves beside those of other graphs."""
@@ -486,7 +487,8 @@ class GraphUpdate(Update):
             accumulates=key[1].accumulate > 1,
         )
         # In the graphs' memory an eager step takes no more than the gradients that the graph keeps there.
-        needed = self._kept_bytes(key[1]) if self._lends else self._memory_budget.eager_bytes(key)
+        role = key[1]
+        needed = self._kept_bytes(role) if self._lends_to(role) else self._memory_budget.eager_bytes(key)
         # Up to three copies: before the replay, after it, and after a first eager step.
         copies = 3 * state.bytes
         if copies <= free_host_memory() // parts.strategy.environment.local_world_size:
@@ -506,7 +508,7 @@ class GraphUpdate(Update):
         muted = parts.metrics.muted
         parts.metrics.muted = True
         try:
-            with self._in_pool():
+            with self._in_pool(key[1]):
                 difference = compare(state, before, eager, self._consensus.all)
         finally:
             parts.metrics.muted = muted
@@ -574,7 +576,7 @@ class GraphUpdate(Update):
         self._eager_by_key.clear()
         self._weight_by_key.clear()
         self._too_large.clear()
-        self._pool = GraphPool(self._stream.device)
+        self._pool = GraphPool(self._stream)
         self._state.runs_as = "eager"
         if isinstance(self._optimizer, FusedOptimizer | LARC):
             self._optimizer.forget()  # else it would refuse other parameters or state, as if a graph could still be replayed
