@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -29,10 +30,18 @@ class GraphPool:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
         self._stream = stream.cuda_stream
-        self._pool = torch.cuda.MemPool()  # keeps the pool's memory while no graph does
-        self.id = self._pool.id
         self._of_graphs: frozenset[int] | None = None
         """The addresses that were allocated before the pool was lent; None while it is not."""
+
+    @cached_property
+    def _pool(self) -> torch.cuda.MemPool:
+        """Keeps the pool's memory while no graph does; made when it is first used, so that an ended run has none."""
+        return torch.cuda.MemPool()
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """The pool's name for torch's allocator."""
+        return self._pool.id
 
     def reserved(self) -> int:
         """Returns the bytes that the pool has reserved; waits for nothing."""
