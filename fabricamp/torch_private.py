@@ -7,8 +7,9 @@ cannot be imported, so :data:`ATTRIBUTES` lists them.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "WeightsOnlyUnpickler",
+    "allocating_in_pool",
     "allocator",
     "any_autocast",
     "call_at_end_of_backward",
@@ -170,6 +172,21 @@ def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     torch._C._cuda_endAllocateToPool(index, pool)
     torch._C._cuda_releasePool(index, pool)
+
+
+@contextlib.contextmanager
+def allocating_in_pool(device: torch.device, pool: tuple[int, int]) -> Iterator[None]:
+    """A context within which all memory on ``device`` is allocated in ``pool``, by all threads.
+
+    The public ``torch.cuda.use_mem_pool`` leaves out the thread that runs backward.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch._C._cuda_beginAllocateToPool(index, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
 
 
 def forward_derivative_level() -> int:

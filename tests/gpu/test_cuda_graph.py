@@ -215,12 +215,12 @@ class Poison(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         update = captured(trainer)
-        if update is None or update._pool is None or len(update._steps) < 9:
+        if update is None or len(update._steps) < 9:
             return
         if self.graph is None:
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=update._pool, stream=torch.cuda.current_stream()):
+            with torch.cuda.graph(self.graph, pool=update._pool.id, stream=torch.cuda.current_stream()):
                 self.held = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(4)]
                 self.held += [torch.full((64,), float("nan"), device="cuda") for _ in range(2000)]
                 self.held.clear()

@@ -86,36 +86,50 @@ AUTO = CudaGraph(warmup=4, required=False)
 
 
 def test_a_graph_beside_which_no_step_fits_is_left_out_by_auto(limited, caplog):
-    """The comparison of the first replay and a short batch run eagerly: an eager step has to fit beside the graph."""
+    """Micro-batches of an accumulation that run eagerly have memory of their own: it has to fit beside the graphs'."""
     rows = [ROWS] * 12
-    wanted, _ = fit(False, rows)
+    wanted, _ = fit(False, rows, accumulate_grad_batches=2)
     limited(1.7)
-    found, replays = fit(AUTO, rows)
+    found, replays = fit(AUTO, rows, accumulate_grad_batches=2)
     assert torch.equal(found, wanted)
     assert replays == [0] * 12
     assert caplog.text.count("cuda_graph='auto' runs eagerly: a graph of the step would take") == 1
     assert "steps that run eagerly beside it" in caplog.text
     limited(2.5)
-    found, replays = fit(AUTO, rows)
+    found, replays = fit(AUTO, rows, accumulate_grad_batches=2)
     assert torch.equal(found, wanted)
-    assert replays[-1] == 12 - 3
+    assert replays[-1] > 0
+
+
+@pytest.mark.parametrize("graph", [AUTO, CudaGraph(warmup=4)])
+def test_a_run_with_short_batches_takes_the_memory_of_an_eager_run(graph, limited, caplog):
+    """The graph, the comparison of its first replay, and eager steps of other shapes share the memory of one step."""
+    rows = [ROWS, ROWS, ROWS, ROWS, ROWS, 48, ROWS, 32, ROWS, 48, ROWS, 32] * 3
+    limited(1.45)
+    wanted, _ = fit(False, rows)
+    limited(1.45)
+    found, replays = fit(graph, rows)
+    assert torch.equal(found, wanted)
+    assert replays[-1] > len(rows) // 2
+    assert "is not compared" not in caplog.text
+    assert "eagerly" not in caplog.text
 
 
 def test_another_shape_that_does_not_fit_stays_eager(limited, caplog):
-    rows = [ROWS, 48] * 10
-    wanted, _ = fit(False, rows)
-    limited(2.4)
-    found, replays = fit(AUTO, rows)
+    rows = [48, 48, ROWS, ROWS] * 8
+    wanted, _ = fit(False, rows, accumulate_grad_batches=2)
+    limited(1.87)
+    found, replays = fit(AUTO, rows, accumulate_grad_batches=2)
     assert torch.equal(found, wanted)
-    assert replays[-1] == 10 - 3
-    assert caplog.text.count("runs steps of one shape eagerly") == 1
+    assert 0 < replays[-1] <= len(rows) // 2
+    assert "runs steps of one shape eagerly" in caplog.text
     assert "or CudaGraph(shapes=1)" in caplog.text
     with pytest.raises(ConfigError, match=r"a graph of the step would take [\d,]+ bytes \(.* or CudaGraph\(shapes=1\)"):
-        fit(CudaGraph(warmup=4), rows)
-    limited(2.4)
-    found, replays = fit(CudaGraph(warmup=4, shapes=1), rows)
+        fit(CudaGraph(warmup=4), rows, accumulate_grad_batches=2)
+    limited(1.87)
+    found, replays = fit(CudaGraph(warmup=4, shapes=1), rows, accumulate_grad_batches=2)
     assert torch.equal(found, wanted)
-    assert replays[-1] == 10 - 3
+    assert replays[-1] > 0
 
 
 class Fills(Callback):
@@ -137,19 +151,9 @@ class Fills(Callback):
         self.held = None
 
 
-def test_a_full_card_is_an_error_with_bytes_where_a_graph_is_required(limited, wide):
+def test_a_capture_takes_the_memory_of_the_eager_steps_on_a_full_card(limited, wide):
     limited(4)
-    with pytest.raises(ConfigError) as caught:
-        fit(CudaGraph(warmup=4), [ROWS] * 12, Fills(wide // 2))
-    words = str(caught.value)
-    needed, free = (int(one.split(" bytes")[0].split()[-1].replace(",", "")) for one in words.split(" and ")[:2])
-    assert 0.9 * wide < needed < 1.2 * wide
-    assert (
-        0 < free < 0.8 * wide
-    )  # by then the eager step's gradients are freed, and so is the memory that the allocator could not return because of them
-    assert "give a smaller batch" in words
-    limited(2.5)  # the refused capture holds no memory
-    _, replays = fit(CudaGraph(warmup=4), [ROWS] * 12)
+    _, replays = fit(CudaGraph(warmup=4), [ROWS] * 12, Fills(wide // 2))
     assert replays[-1] == 12 - 3
 
 
@@ -189,4 +193,5 @@ def test_what_a_step_takes_is_about_what_its_graph_reserves():
     gc.collect()  # graphs of earlier tests have pools too
     before, look = pooled(), Look()
     fit(CudaGraph(warmup=4), [ROWS] * 8, look)
-    assert 0.9 < look.takes / look.reserved < 1.1
+    # Gradients of one step lie in the memory of an activation of the next one, so the pool has one activation of four more.
+    assert 0.75 < look.takes / look.reserved < 1.1

@@ -377,6 +377,10 @@ class Card:
         (True, {"shapes": 2}, 400),
         (False, {}, 400),
         (False, {"kept": 10, "shared": 40, "shapes": 1}, 370),
+        (False, {"lends": True}, 300),
+        (False, {"lends": True, "kept": 10, "shared": 250}, 50),
+        (True, {"lends": True}, 100),
+        (True, {"lends": True, "shapes": 2, "shared": 40}, 260),
     ],
 )
 def test_room_for_a_graph_and_for_steps_beside_it(required, options, enough, monkeypatch):
@@ -398,6 +402,20 @@ def test_room_for_a_graph_and_for_steps_beside_it(required, options, enough, mon
     ) as caught:
         one.check("small", **options)
     assert ("CudaGraph(shapes=" in str(caught.value)) is ("shapes" in options)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 5 * 2**20), ("max", 5 * 2**20), (3 * 2**20, 2**20), (1000, 0)])
+def test_free_memory_of_the_host_within_a_container(limit, expected, monkeypatch, tmp_path):
+    meminfo, allowed, used = (tmp_path / name for name in ("meminfo", "memory.max", "memory.current"))
+    meminfo.write_text("MemTotal:       9000 kB\nMemAvailable:    5120 kB\nHugePages_Total:       0\n")
+    used.write_text(f"{2 * 2**20}\n")
+    if limit is not None:
+        allowed.write_text(f"{limit}\n")
+    monkeypatch.setattr(memory_budget, "_MEMINFO", meminfo)
+    monkeypatch.setattr(memory_budget, "_CONTAINER_LIMITS", ((allowed, used),))
+    assert memory_budget.free_host_memory() == expected
+    meminfo.unlink()
+    assert memory_budget.free_host_memory() == 0
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------------------

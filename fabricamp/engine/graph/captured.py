@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import operator
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     from fabricamp.gradients.memory import GradientMemory, Presence
     from fabricamp.metrics import Metrics
 
+MOST_IN_FLIGHT: Final = 4
+"""The number of replays of large batches that the host launches ahead of the device, which has work then while the host waits."""
+_LARGE: Final = 2**20
+"""The bytes from which a batch is large."""
 _grad_of: Final = operator.attrgetter("grad")
 
 
@@ -68,6 +73,11 @@ class Captured:
         self._counts = False
         """Whether the host counts anything for a replay; set by the capture."""
         self._copy_inputs = Copies(tensors_of(inputs))
+        self._in_flight: deque[torch.cuda.Event] | None = None
+        """The ends of the last replays, if the batches are large: the host launches far ahead of the device otherwise, and each
+        batch that waits for its replay has memory of its own."""
+        if sum(tensor.nbytes for tensor in tensors_of(inputs)) >= _LARGE:
+            self._in_flight = deque()
         self.log_replay = log_replay
         self._graph = torch.cuda.CUDAGraph()
         self.generators = Generators(module)
@@ -119,6 +129,12 @@ class Captured:
         self._copy_inputs(tensors_of(batch))
         self._graph.replay()
         self.replays += 1
+        if self._in_flight is not None:
+            end = torch.cuda.Event(blocking=True)
+            end.record()
+            self._in_flight.append(end)
+            if len(self._in_flight) > MOST_IN_FLIGHT:
+                self._in_flight.popleft().synchronize()
 
     def after_replay(self, *, first: bool) -> Any:
         """Does the host's work after a replay (the capture has done that of the ``first``); returns copies of the outputs."""

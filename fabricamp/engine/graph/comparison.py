@@ -88,22 +88,34 @@ class ComparedState:
         self._memory = memory
         self._metric_states = metric_states
         self._generators = generators
+        self.copies_on = device
+        """The device of the copies.  On the host they take no memory of the GPU, where a state may be as large as a step."""
 
     @property
     def bytes(self) -> int:
         """The number of bytes that a copy takes."""
-        tensors = [*self._tensors.values(), *self._parameters]
-        return sum(one.numel() * one.element_size() for one in tensors)
+        return sum(self._sizes())
+
+    @property
+    def largest_bytes(self) -> int:
+        """The number of bytes of the largest tensor: a copy on the host is compared tensor by tensor on the device."""
+        return max(self._sizes(), default=0)
+
+    def _sizes(self) -> Iterator[int]:
+        return (one.numel() * one.element_size() for one in (*self._tensors.values(), *self._parameters))
 
     def copy(self) -> StateCopies:
-        """Returns copies of everything."""
+        """Returns copies of everything, on ``copies_on``; those of metric states and generators stay on their device."""
         return StateCopies(
-            {name: tensor.detach().clone() for name, tensor in self._tensors.items()},
-            [(one, one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters],
+            {name: self._copied(tensor) for name, tensor in self._tensors.items()},
+            [(one, one.grad, None if one.grad is None else self._copied(one.grad)) for one in self._parameters],
             None if self._memory is None else self._memory.presence,
             self._metric_states.copy(),
             self._generators.states(),
         )
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.copies_on, copy=True)
 
     @torch.no_grad()
     def put_back(self, copies: StateCopies) -> None:
@@ -167,5 +179,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have the same bytes; waits for the device."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    other = other.to(one.device)
     left, right = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other))
     return torch.equal(left, right)

@@ -44,6 +44,8 @@ class GraphEvaluation:
         self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._stream = torch.cuda.current_stream(session.strategy.device)
+        self._pool = torch.cuda.graph_pool_handle()
+        """The memory of all graphs: they run in turn, and their outputs are copied before the next one runs."""
         self._memory_budget = session.graphs.memory_budget
         self._too_large: set[Hashable] = set()
         self._captures_in_a_row = 0
@@ -130,7 +132,7 @@ class GraphEvaluation:
         session.run_context.metrics = self._watch.log_watch()
         self._state.capturing = True
         try:
-            graph.capture(lambda: self._forward(*captured_arguments), self._stream, torch.cuda.graph_pool_handle())
+            graph.capture(lambda: self._forward(*captured_arguments), self._stream, self._pool)
         finally:
             session.run_context.metrics = session.metrics
             self._state.capturing = False
@@ -207,6 +209,7 @@ class GraphEvaluation:
         if self._graphs and waits:
             torch.cuda.synchronize(self._stream.device)
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 def _difference(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> str:

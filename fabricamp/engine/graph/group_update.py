@@ -136,6 +136,8 @@ class GroupUpdate(GraphUpdate):
         """Returns the graph of these steps, captured now if necessary, with uploaded learning rates; None if there is none."""
         single = self._steps.get(key)
         group = self._groups.get(key)
+        if single is not None and not self._reclaim_pool(group or single):
+            return None
         if single is None or not (group or single).is_valid():
             if group is not None:
                 # These steps run one by one and adopt the change; the next group is captured again.
@@ -179,7 +181,9 @@ class GroupUpdate(GraphUpdate):
         if self.schedules.follow_steps:
             lr_table = LrTable(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
             lr_table.predict()
-        self._memory_budget.check(key, kept=self._kept_bytes(self._role))
+        self._memory_budget.check(
+            key, kept=self._kept_bytes(self._role), shared=self._pool.reserved(), lends=self._lends_to(self._role)
+        )
         group = CapturedGroup(
             parts.module,
             inputs,
@@ -190,8 +194,7 @@ class GroupUpdate(GraphUpdate):
             shows_logs=self._shows_logs,
         )
         group.upload = hyperparameter_upload(optimizer)
-        pool = torch.cuda.graph_pool_handle()
-        used = self._capture_launches(group, lambda: self._capture_each(group, inputs), pool)
+        used = self._capture_launches(group, lambda: self._capture_each(group, inputs))
         self._report(batches[0], self._role, used, f" {len(batches)} at a time")
         return group
 

@@ -1,7 +1,8 @@
-"""Checks before a capture that its memory fits: a graph keeps its memory, in addition to that of eager steps."""
+"""Checks before a capture that the graph's memory fits, with that of the eager steps that do not run in it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from fabricamp.state import RunState
 
 _GIB: Final = 2**30
+_MEMINFO: Final = Path("/proc/meminfo")
+_CONTAINER_LIMITS: Final = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+"""Limit and use of control groups, versions 2 and 1."""
 Result = TypeVar("Result")
 
 
@@ -25,7 +32,8 @@ class GraphMemoryBudget:
     """Measures the memory that eager steps of a session take, and checks whether a graph would fit beside them.
 
     A graph keeps the peak of a step's allocated memory.  With ``required``, the first shape is captured if its graph alone fits.
-    Otherwise the memory of an eager step has to be free, too, for short batches and other shapes.
+    Otherwise the memory of an eager step has to be free, too, for short batches and other shapes, unless these run in the graphs'
+    memory.
     """
 
     def __init__(self, device: torch.device, state: RunState, *, required: bool) -> None:
@@ -53,14 +61,16 @@ class GraphMemoryBudget:
         """Whether more than ``size`` bytes are free."""
         return size < free_memory(self._device)
 
-    def check(self, key: Hashable, *, kept: int = 0, shared: int = 0, shapes: int = 0) -> None:
+    def check(self, key: Hashable, *, kept: int = 0, shared: int = 0, shapes: int = 0, lends: bool = False) -> None:
         """Raises :class:`GraphMemoryError` if a graph of ``key`` would not fit.
 
         ``kept``: bytes that the capture allocates and does not free.  ``shared``: bytes of other graphs' memory that it may use.
-        ``shapes``: the number of other captured shapes.
+        ``shapes``: the number of other captured shapes.  ``lends``: eager steps run in the graphs' memory, as far as it suffices.
         """
         needed = max(self.eager_bytes(key) + kept - shared, 0)
         beside_it = 0 if self._required and not shapes else max(self._eager_bytes.values(), default=0)
+        if lends:
+            beside_it = max(beside_it - needed - shared, 0)
         free = free_memory(self._device)
         if needed + beside_it <= free:
             return
@@ -70,6 +80,18 @@ class GraphMemoryBudget:
             f"a graph of the step would take {_amount(needed)}{more}, and {_amount(free)} of {self._device} are free; give a "
             f"smaller batch{fewer}"
         )
+
+
+def free_host_memory() -> int:
+    """Returns the bytes of the host's memory that are free, at most what the limit of a container leaves; 0 if it is unknown."""
+    free = 0
+    if _MEMINFO.exists():
+        sizes = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+        free = 1024 * int(sizes["MemAvailable"].split()[0])
+    for limit, used in _CONTAINER_LIMITS:
+        if limit.exists() and limit.read_text().strip() != "max":
+            free = min(free, max(int(limit.read_text()) - int(used.read_text()), 0))
+    return free
 
 
 def free_memory(device: torch.device) -> int:

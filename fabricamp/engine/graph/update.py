@@ -42,7 +42,8 @@ from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import CapturedStep, hyperparameter_upload, kept_gradient, same_parameters
 from fabricamp.engine.graph.comparison import ComparedState, compare
 from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
-from fabricamp.engine.graph.memory_budget import GraphMemoryError
+from fabricamp.engine.graph.memory_budget import GraphMemoryError, free_host_memory
+from fabricamp.engine.graph.memory_pool import GraphPool
 from fabricamp.engine.graph.refusals import is_fused, reason_outside, refused, said_of_outside
 from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.engine.update import Update
@@ -52,7 +53,7 @@ from fabricamp.ops.uploads import lasting_like
 from fabricamp.optimizers import LARC, FusedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -119,12 +120,15 @@ class GraphUpdate(Update):
         device = parts.strategy.device
         self._loss_so_far = torch.zeros((), dtype=torch.float32, device=device)
         """Placeholder for the loss of an accumulation in progress during a capture."""
-        self._pool: Any = None
-        self._pool_bytes = 0
+        self._stream = torch.cuda.current_stream(device)
+        self._pool = GraphPool(self._stream)
+        self._lends = True
+        """Whether eager steps may use the graphs' memory: until one of them leaves a tensor there."""
+        self._runs_in_pool = False
+        """Whether forward and backward allocate in the graphs' memory now."""
         self._memory_budget = session.graphs.memory_budget
         self._too_large: set[Key] = set()
         """The keys whose graphs do not fit into memory."""
-        self._stream = torch.cuda.current_stream(device)
         self._state.runs_as = "eager"
         self.steps_outside = False
         """Whether the optimizer's own ``step`` runs after each replay, outside of the graph."""
@@ -205,6 +209,8 @@ class GraphUpdate(Update):
             # One eager step adopts what has changed (another parameter, say), one is watched, and the next is captured.
             self._drop()
             return None
+        if not self._reclaim_pool(step):
+            return None
         return step if step.can_continue(self._fixed_gradients) else None
 
     def _count_capture(self, stale: CapturedStep) -> None:
@@ -263,22 +269,69 @@ class GraphUpdate(Update):
             return step is not None and step.replays % every == 0
         return self._consensus.should_check(every, role, replays=step is not None)
 
+    # -- the graphs' memory, lent to eager steps -----------------------------------------------------------------------------------
+
+    def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
+        """Runs forward and backward, in the graphs' memory if it is lent; the outputs, which hooks may keep, are copied then.
+
+        The update is not part of it: what an optimizer creates late stays for good.
+        """
+        if not self._runs_in_pool:
+            return super()._forward_backward(batch, batch_idx)
+        if self._hooks.plain_zero_grad is not None:
+            # Before the forward, as in a capture: gradients of the last step would lie among the blocks of its activations, so the
+            # largest ones of this step would not fit there.
+            self._hooks.plain_zero_grad()
+        with self._pool.lent():
+            outputs = super()._forward_backward(batch, batch_idx)
+        return copied(outputs)
+
+    @contextlib.contextmanager
+    def _in_pool(self, role: Role) -> Iterator[None]:
+        """A context within which eager steps of ``role`` run in the graphs' memory, if it is lent to them."""
+        self._runs_in_pool = self._lends_to(role)
+        try:
+            yield
+        finally:
+            self._runs_in_pool = False
+
+    def _reclaim_pool(self, step: CapturedStep | None = None) -> bool:
+        """Ends the loan of the graphs' memory, before a replay of ``step`` or a capture.
+
+        If a tensor of an eager step is still alive in it, drops the graphs and returns False.  Their memory is left to what is
+        alive, and later graphs have a pool that is not lent.
+        """
+        if not self._steps:
+            self._pool.begin()
+            return True
+        if step is not None and self._pool.is_lent and self._accumulate == 1:
+            step.show_gradients()  # frees those of the eager step
+        if self._pool.reclaim():
+            return True
+        self._lends = False
+        self._session.run_summary.say(
+            "CUDA graph: a tensor of an eager step is kept in the graphs' memory, so they are captured again, in other memory; "
+            "eager steps take memory of their own from here on"
+        )
+        self._drop()
+        return False
+
     # -- 2: an eager step, watched -----------------------------------------------------------------------------------------------
 
     def _run_watched(self, key: Key, batch: Any, batch_idx: int, last: bool) -> Any:
         """Runs an eager step; the first ``warmup`` of a key are watched for what a replay would not repeat."""
         shape, role = key
         self._eager_updates += role.closes
+        call = partial(self._run_eagerly, role, batch, batch_idx, last)
         if not self.seen.counts(shape, self._view(batch)):
-            return super().run_batch(batch, batch_idx, last)
+            return call()
         self._eager_by_shape[shape] = self._eager_by_shape.get(shape, 0) + 1
         calls = self._eager_by_key.get(key, 0) + 1
         self._eager_by_key[key] = calls
         if calls == self._options.warmup and len(self._other_shapes(key)) >= self._options.shapes:
             self.seen.note_full(batch)
         if calls > self._options.warmup:
-            return super().run_batch(batch, batch_idx, last)
-        call = partial(super().run_batch, batch, batch_idx, last)
+            return call()
         looks_closely = calls == FEWEST_EAGER_CALLS
         if looks_closely:
             call = partial(self._memory_budget.measured, key, call)
@@ -287,6 +340,15 @@ class GraphUpdate(Update):
         if reason:
             self._give_up(reason)
         return outputs
+
+    def _run_eagerly(self, role: Role, batch: Any, batch_idx: int, last: bool) -> Any:
+        """Runs an eager step in the graphs' memory.
+
+        After the first capture that saves the memory of a second step.  Before it, optimizer state that the first update creates
+        would lie among the step's memory in torch's cache, which could then not be given to the graphs.
+        """
+        with self._in_pool(role):
+            return super().run_batch(batch, batch_idx, last)
 
     def _changing_weight(self, key: Key) -> str:
         """Returns why the loss weight cannot be captured, if it is a number that changed; else an empty string."""
@@ -342,12 +404,14 @@ class GraphUpdate(Update):
             optimizer.zero_grad(set_to_none=True)  # so the captured backward allocates them in the graph's memory
         elif memory is None:
             self._fixed_gradients.settle()  # so the captured backward adds to them at the addresses of later accumulations
+        self._reclaim_pool()
         inputs = copied(batch)
-        shared = self._pool_bytes if role.accumulate > 1 else 0
         shapes = len(self._other_shapes(key))
-        self._memory_budget.check(key, kept=self._kept_bytes(role), shared=shared, shapes=shapes)
+        self._memory_budget.check(
+            key, kept=self._kept_bytes(role), shared=self._pool.reserved(), shapes=shapes, lends=self._lends_to(role)
+        )
         step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory)
-        used = self._capture_launches(step, lambda: self._launch_captured(inputs, role), self._pool_of(role))
+        used = self._capture_launches(step, lambda: self._launch_captured(inputs, role))
         step.handed = self._handed
         self._handed = []
         step.loss = None if self.loss is None else self.loss.detach()
@@ -357,8 +421,6 @@ class GraphUpdate(Update):
         step.upload = same_parameters(optimizer) if self.steps_outside else hyperparameter_upload(optimizer)
         self._steps[key] = step
         self._state.runs_as = "graph"
-        if role.accumulate > 1:
-            self._pool_bytes += used
         self._report(batch, role, used)
         return step
 
@@ -376,31 +438,30 @@ class GraphUpdate(Update):
         size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         return size if role.accumulate == 1 else 2 * size
 
-    def _pool_of(self, role: Role) -> Any:
-        """Returns the graph's memory pool; graphs of an accumulation share one, as they run in turn and leave nothing in it."""
-        if role.accumulate == 1:
-            return torch.cuda.graph_pool_handle()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+    def _lends_to(self, role: Role) -> bool:
+        """Whether eager steps of ``role`` run in the graphs' memory.
 
-    def _capture_launches(self, step: CapturedStep, run: Callable[[], Any], pool: Any) -> int:
-        """Captures what ``run`` launches; returns the bytes of memory that the graph reserves."""
+        Those of an accumulation do not: their gradients, or the sums of these, stay.
+        """
+        return self._lends and role.accumulate == 1 and not self._sums
+
+    def _capture_launches(self, step: CapturedStep, run: Callable[[], Any]) -> int:
+        """Captures what ``run`` launches; returns the bytes of memory that the graph reserves beside those of other graphs."""
         self._attachment.metrics = self._watch.log_watch()
         self._state.capturing = True
         before = torch.cuda.memory_reserved(self._stream.device)
         try:
-            step.capture(run, self._stream, pool)
+            step.capture(run, self._stream, self._pool.id)
         finally:
             self._attachment.metrics = self._parts.metrics
             self._state.capturing = False
         return torch.cuda.memory_reserved(self._stream.device) - before
 
     def _launch_captured(self, batch: Any, role: Role) -> Any:
-        """Runs a step for the capture and copies its gradient statistics out of the memory that other graphs write to."""
+        """Runs a step for the capture and copies its gradient statistics out of the memory that earlier graphs write to."""
         outputs = self._launch(batch, BatchIndex(), role)
         verdicts = self._parts.precision.verdicts
-        if role.closes and role.accumulate > 1 and verdicts is not None and self._optimizer is not None:
+        if role.closes and self._steps and verdicts is not None and self._optimizer is not None:
             verdicts.keep_statistics(self._optimizer)
         return outputs
 
@@ -483,8 +544,16 @@ class GraphUpdate(Update):
             accumulates=key[1].accumulate > 1,
             handed=[parameter for parameter, _ in step.handed],
         )
+        # In the graphs' memory an eager step takes no more than the gradients that the graph keeps there.
+        role = key[1]
+        needed = self._kept_bytes(role) if self._lends_to(role) else self._memory_budget.eager_bytes(key)
         # Up to three copies: before the replay, after it, and after a first eager step.
-        needed = 3 * state.bytes + self._memory_budget.eager_bytes(key)
+        copies = 3 * state.bytes
+        if copies <= free_host_memory() // parts.strategy.environment.local_world_size:
+            state.copies_on = torch.device("cpu")
+            needed += state.largest_bytes
+        else:
+            needed += copies
         if not self._consensus.all(self._memory_budget.has_free(needed)):
             _LOG.warning("the replay is not compared with an eager step: there is no memory for one")
             step.launch(batch)
@@ -497,7 +566,8 @@ class GraphUpdate(Update):
         muted = parts.metrics.muted
         parts.metrics.muted = True
         try:
-            difference = compare(state, before, eager, self._consensus.all)
+            with self._in_pool(key[1]):
+                difference = compare(state, before, eager, self._consensus.all)
         finally:
             parts.metrics.muted = muted
             self.loss = loss
@@ -567,8 +637,7 @@ class GraphUpdate(Update):
         self._eager_by_key.clear()
         self._weight_by_key.clear()
         self._too_large.clear()
-        self._pool = None
-        self._pool_bytes = 0
+        self._pool = GraphPool(self._stream)
         self._state.runs_as = "eager"
         if isinstance(self._optimizer, FusedOptimizer | LARC):
             self._optimizer.forget()  # else it would refuse other parameters or state, as if a graph could still be replayed

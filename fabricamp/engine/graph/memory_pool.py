@@ -1,0 +1,90 @@
+"""The memory of the graphs of a fit, which eager steps between two replays use too."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fabricamp.torch_private import allocating_in_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_IN_USE: Final = "active_allocated"
+_IN_USE_BY_OTHER_STREAMS: Final = "active_pending_free"
+
+
+class GraphPool:
+    """A memory pool of torch's allocator in which the graphs of a fit are captured, all of them on ``stream``.
+
+    Graphs run in turn and leave nothing in it that the next one needs, so all of them share one pool.  Eager steps would take as
+    much memory again; within :meth:`lent` they allocate in the pool, before the first capture and between two replays.  A replay
+    writes to the addresses of its capture without a look at what is allocated there now.  So before a replay or a further capture
+    :meth:`reclaim` has to find out whether a tensor of such an eager step is still alive.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
+        self._stream = stream.cuda_stream
+        self._of_graphs: frozenset[int] | None = None
+        """The addresses that were allocated before the pool was lent; None while it is not."""
+
+    @cached_property
+    def _pool(self) -> torch.cuda.MemPool:
+        """Keeps the pool's memory while no graph does; made when it is first used, so that an ended run has none."""
+        return torch.cuda.MemPool()
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """The pool's name for torch's allocator."""
+        return self._pool.id
+
+    def reserved(self) -> int:
+        """Returns the bytes that the pool has reserved; waits for nothing."""
+        return sum(segment["total_size"] for segment in self._segments())
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether an eager step has run in the pool since :meth:`reclaim`."""
+        return self._of_graphs is not None
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """A context within which all allocations of the device's current stream are made in the pool, those of backward too."""
+        if self._of_graphs is None:
+            self._of_graphs = self._allocated()
+        with allocating_in_pool(self._device, self.id):
+            yield
+
+    def begin(self) -> None:
+        """Ends the loan before the first capture, which takes none of the memory that is allocated now."""
+        self._of_graphs = None
+
+    def reclaim(self) -> bool:
+        """Returns whether all that was allocated while the pool was lent is freed, so that a replay may write there."""
+        if self._of_graphs is None:
+            return True
+        left = self._allocated() - self._of_graphs
+        if left:
+            gc.collect()  # a tensor in a reference cycle is of no use to anybody
+            left = self._allocated() - self._of_graphs
+        if left:
+            return False
+        self._of_graphs = None
+        return True
+
+    def _allocated(self) -> frozenset[int]:
+        """Returns the addresses of the pool's allocated blocks, without those of other streams, which no capture uses."""
+        segments = [segment for segment in self._segments() if segment["stream"] == self._stream]
+        blocks = [block for segment in segments for block in segment["blocks"]]
+        if any(block["state"] == _IN_USE_BY_OTHER_STREAMS for block in blocks):
+            torch.cuda.synchronize(self._device)  # freed, and another stream may still read it
+        return frozenset(block["address"] for block in blocks if block["state"] == _IN_USE)
+
+    def _segments(self) -> list[dict[str, Any]]:
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(self.id, include_traces=False)
+        return segments
