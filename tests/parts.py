@@ -6,7 +6,8 @@
     python tests/parts.py NAME         # the test files of a part
 
 A part is made by ``.ci/run`` if one of its inputs, or of its tests, differs from the base: $CI_BASE, or where the branch left
-origin/main, or the parent of HEAD.  If git does not know the base (a clone without history), every part is made.
+origin/main, or on main itself the last commit of the day before HEAD's, as a push may have several commits.  If git does not know
+the base (a clone without history), every part is made.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Part:
 
 PARTS = {
     "kernels": Part(  # compiled for every architecture, and run on a CPU
-        ("tests/kernels", "tests/ops", "tests/apex/test_amp_C.py", "tests/apex/test_amp_kernels.py"),
+        ("tests/kernels",),
         ("fabricamp/ops", "tests/cuda_on_cpu"),
     ),
     "processes": Part(  # started from a shell, killed, interrupted, lost
@@ -125,6 +126,7 @@ PARTS = {
 }
 FOR_ALL = ("Makefile", "constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/parts.py", "tests/startup")
 """Inputs of every part."""
+DAY = 24 * 60 * 60
 
 
 def git(*words):
@@ -141,7 +143,10 @@ def base():
     left = git("merge-base", "HEAD", "origin/main")
     if left is not None and left != git("rev-parse", "HEAD"):
         return left
-    return git("rev-parse", "--verify", "--quiet", "HEAD^")
+    last = git("log", "-1", "--format=%ct")
+    if last is None:
+        return None
+    return git("rev-list", "-1", f"--before={int(last) - DAY}", "HEAD") or None
 
 
 def changed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -42,7 +43,12 @@ def commit(tmp_path, monkeypatch):
         who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
 
-    def change(name):
+    days = itertools.count(1)
+
+    def change(name, *, days_later=2):
+        for _ in range(days_later):
+            day = next(days)
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"{1_700_000_000 + day * 86_400} +0000")
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(file.read_text() + "more\n" if file.exists() else "some\n")
@@ -54,16 +60,18 @@ def commit(tmp_path, monkeypatch):
     return change
 
 
-def test_parts_whose_inputs_differ_from_the_parent(commit):
+def test_parts_whose_inputs_differ_from_the_day_before(commit):
     assert parts.changed() == list(parts.PARTS)  # no commit yet: git cannot tell
     commit("README.md")
-    assert parts.changed() == list(parts.PARTS)  # it has no parent
+    assert parts.changed() == list(parts.PARTS)  # there is none before
     commit("fabricamp/ops/norm.py")
     assert parts.changed() == ["kernels"]
     commit("fabricamp/engine/loop.py")
     assert parts.changed() == []
     commit("tests/kill/test_kills.py")
     assert parts.changed() == ["processes"]
+    commit("docs/index.md", day=commit.day + 0.5)
+    assert parts.changed() == ["processes", "pages"]
     commit("constraints.txt")
     assert parts.changed() == list(parts.PARTS)
 
