@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 from pathlib import Path
@@ -43,12 +42,9 @@ def commit(tmp_path, monkeypatch):
         who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
 
-    days = itertools.count(1)
-
-    def change(name, *, days_later=2):
-        for _ in range(days_later):
-            day = next(days)
-        monkeypatch.setenv("GIT_COMMITTER_DATE", f"{1_700_000_000 + day * 86_400} +0000")
+    def change(name, *, days_later=2.0):
+        change.day += days_later
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"{1_700_000_000 + int(change.day * parts.DAY)} +0000")
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(file.read_text() + "more\n" if file.exists() else "some\n")
@@ -57,6 +53,7 @@ def commit(tmp_path, monkeypatch):
 
     git("init", "-q", "-b", "main")
     change.git = git
+    change.day = 0.0
     return change
 
 
@@ -70,7 +67,7 @@ def test_parts_whose_inputs_differ_from_the_day_before(commit):
     assert parts.changed() == []
     commit("tests/kill/test_kills.py")
     assert parts.changed() == ["processes"]
-    commit("docs/index.md", day=commit.day + 0.5)
+    commit("docs/index.md", days_later=0.5)
     assert parts.changed() == ["processes", "pages"]
     commit("constraints.txt")
     assert parts.changed() == list(parts.PARTS)
