@@ -278,10 +278,6 @@ class GraphUpdate(Update):
         """
         if not self._runs_in_pool:
             return super()._forward_backward(batch, batch_idx)
-        if self._hooks.plain_zero_grad is not None:
-            # Before the forward, as in a capture: gradients of the last step would lie among the blocks of its activations, so the
-            # largest ones of this step would not fit there.
-            self._hooks.plain_zero_grad()
         with self._pool.lent():
             outputs = super()._forward_backward(batch, batch_idx)
         return copied(outputs)
