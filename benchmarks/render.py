@@ -452,6 +452,7 @@ GOALS = {
     "resnet50-256": ("ResNet-50, batch 256", 0.99),
     "mlp": ("MLP, batch 4", 1.15),
     "gpt-1.3b": ("GPT 1.3 B, 4 x 2048", 0.91),
+    "gpt-1.3b-fp8": ("GPT 1.3 B, 4 x 2048, with FP8", 0.90),
     "cold-24": ("first step, GPT of 24 layers", 0.3),
 }
 """What `benchmarks/fastest.py` measures: its name in a table, and the goal over the fastest way by hand."""
@@ -465,7 +466,8 @@ def fastest(result):
         if way not in row["wall_ms"]:
             return ""
         low, high = row["quartiles"][way]
-        return f"{row['wall_ms'][way]:.1f} ({low:.1f} to {high:.1f})"
+        digits = 1 if high >= 1 else 3
+        return f"{row['wall_ms'][way]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
     lines = [[way, *[shown(row, way) for row in rows]] for way in ways]
     about = (
@@ -493,9 +495,24 @@ def against_goals(rows):
         theirs, ours = (min(each, key=times.get) for each in (hands, own))
         losses = [f"{row['losses'][way]:.4f}" if way in row["losses"] else "" for way in (theirs, ours)]
         shares = [f"{times[ours] / times[theirs]:.2f}", f"{goal:.2f}"]
-        lines.append([name, theirs, f"{times[theirs]:.2f}", ours, f"{times[ours]:.2f}", *shares, *losses])
+        digits = 2 if times[theirs] >= 1 else 3
+        lines.append([name, theirs, f"{times[theirs]:.{digits}f}", ours, f"{times[ours]:.{digits}f}", *shares, *losses])
     columns = ["", "fastest by hand", "ms", "fastest of the Trainer", "ms", "share", "goal"]
     return table([*columns, "loss by hand (steps 100 to 200)", "of the Trainer"], lines)
+
+
+def graph_memory(result):
+    """The peaks of eager and of graphed runs, and their ratio."""
+    rows = []
+    for row in result["rows"]:
+        peaks = [f"{row['runs'][way]['peak'] / 2**30:.2f}" for way in ("eager", "graph")]
+        rows.append([GOALS[row["network"]][0], row["level"], *peaks, f"{row['ratio']:.2f}", "1.15"])
+    about = (
+        "GiB at the peak, from the first batch to the last: the larger of the memory used on the device and of what torch's allocator\n"
+        "has reserved. The graphed run compares its first replay with an eager step."
+    )
+    head = f"## Memory of a graphed run on {result['device']}"
+    return f"{head}\n\n{about}\n\n{table(['', 'level', 'eager', 'graph', 'ratio', 'goal'], rows)}"
 
 
 def cell(value, form="{:.2f}", factor=1.0):
@@ -512,6 +529,7 @@ RENDERERS = {
     "ddp": ddp,
     "ddp_graphs": ddp_graphs,
     "fastest": fastest,
+    "graph_memory": graph_memory,
     "cross_entropy": cross_entropy,
     "end_to_end": end_to_end,
     "loop": loop,
