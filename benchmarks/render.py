@@ -497,7 +497,7 @@ def against_goals(rows):
         shares = [f"{times[ours] / times[theirs]:.2f}", f"{goal:.2f}"]
         digits = 2 if times[theirs] >= 1 else 3
         lines.append([name, theirs, f"{times[theirs]:.{digits}f}", ours, f"{times[ours]:.{digits}f}", *shares, *losses])
-    columns = ["", "fastest by hand", "ms", "fastest of the Trainer", "ms", "share", "goal"]
+    columns = ["", "fastest by hand", "ms", "fastest of the Trainer", "ms", "share", "target"]
     return table([*columns, "loss by hand (steps 100 to 200)", "of the Trainer"], lines)
 
 
@@ -512,7 +512,7 @@ def graph_memory(result):
         "has reserved. The graphed run compares its first replay with an eager step."
     )
     head = f"## Memory of a graphed run on {result['device']}"
-    return f"{head}\n\n{about}\n\n{table(['', 'level', 'eager', 'graph', 'ratio', 'goal'], rows)}"
+    return f"{head}\n\n{about}\n\n{table(['', 'level', 'eager', 'graph', 'ratio', 'target'], rows)}"
 
 
 def cell(value, form="{:.2f}", factor=1.0):
