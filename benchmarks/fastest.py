@@ -1,6 +1,6 @@
 """Wall time of a bf16 training step: by hand, by hand with torch.compile, through Lightning, and through the Trainer.
 
-    python benchmarks/fastest.py [--only gpt2-16,...] [--goals] [--rounds 5] [--minutes 8] [--out results.json] [--quick]
+    python benchmarks/fastest.py [--only gpt2-16,...] [--targets] [--rounds 5] [--minutes 8] [--out results.json] [--quick]
 
 By hand a step is bf16 autocast, or bf16 weights with fp32 masters, clipping at norm 1 and torch's fused AdamW: eager, by
 ``torch.compile(network)``, and by its mode "reduce-overhead", which has CUDA graphs; the whole compiled step of the MLP is captured
@@ -14,7 +14,7 @@ checks that the ways learn alike: each makes 200 steps, and the mean loss of the
 steps copy their losses.  "cold-24" is another measure: the first step of a GPT of 24 layers, compilation included, in a fresh
 process with empty caches.
 
-``--goals`` leaves out the ways that no goal needs, and after round 0 those that were 10 % slower than the fastest of their side (by
+``--targets`` leaves out the ways that no target needs, and after round 0 those that were 10 % slower than the fastest of their side (by
 hand, or the Trainer).  With ``--out``, what the file has is left out: a run may be cut, and ends by
 itself after ``--minutes``; give the same command again for the rest, on the same card.
 """
@@ -284,19 +284,19 @@ BOTH = tuple(
     name for name in WAYS if name.startswith("fabricamp") and "compiled, graph" in name and name not in OF_THE_MLP
 )
 ALL = tuple(name for name in WAYS if name not in OF_THE_MLP and "blocks" not in name and " fp8 " not in name)
-GOALS = {
+TARGETS = {
     "gpt2-16": (*COMPILED_BY_HAND, *BOTH),
     "resnet50-64": (*COMPILED_BY_HAND, *BOTH),
     "resnet50-256": (*COMPILED_BY_HAND, *BOTH),
     "mlp": (*OF_THE_MLP, "fabricamp O4, compiled, graph"),
     "gpt-1.3b": (*COMPILED_BY_HAND, "fabricamp O5, blocks"),
 }
-GOALS["gpt-1.3b-fp8"] = (
+TARGETS["gpt-1.3b-fp8"] = (
     "by hand, bf16 weights, compiled",
     "fabricamp O5, blocks",
     *(name for name in WAYS if " fp8 " in name),
 )
-"""The ways that a goal compares: the fastest by hand with the fastest of the Trainer."""
+"""The ways that a target compares: the fastest by hand with the fastest of the Trainer."""
 OTHERS = dict.fromkeys(("gpt2-16", "resnet50-64", "resnet50-256"), ALL) | {
     "mlp": ("by hand, compiled, reduce-overhead", "fabricamp O4, graph"),
     "gpt-1.3b": ("by hand", "fabricamp O5", "fabricamp O5, blocks, graph"),
@@ -352,7 +352,7 @@ COLD_WAYS = {
     "fabricamp O4, compiled": partial(cold_ours, part=True),
     "fabricamp O4, blocks": partial(cold_ours, part="blocks"),
 }
-GOALS["cold-24"] = ("by hand, compiled", "fabricamp O4, blocks")
+TARGETS["cold-24"] = ("by hand, compiled", "fabricamp O4, blocks")
 OTHERS["cold-24"] = ("fabricamp O4, compiled",)
 COLD = Case(gpt(DEEP), words(DEEP), predict, 1)
 
@@ -424,7 +424,7 @@ def is_slow(row, way):
     return first[way] > 1.1 * min(first[other] for other in first if other.startswith("by hand") == by_hand)
 
 
-def fill(row, ways, rounds, end, *, quick, goals, save):
+def fill(row, ways, rounds, end, *, quick, targets, save):
     """Measures what ``row`` lacks, round by round; returns whether it was all done before ``end``."""
     first = 1 if row["network"] == "cold-24" else 0
     longest = {}
@@ -433,7 +433,7 @@ def fill(row, ways, rounds, end, *, quick, goals, save):
             done = way in row["round_0_ms"] if number == 0 else len(row["wall_ms_of_rounds"].get(way, [])) >= number
             if way in row["missing"] or done:
                 continue
-            if goals and number and first == 0 and is_slow(row, way):
+            if targets and number and first == 0 and is_slow(row, way):
                 continue
             if time.monotonic() + longest.get(way, 0.0) > end:
                 return False
@@ -462,8 +462,8 @@ def empty_row(network):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(GOALS))
-    parser.add_argument("--goals", action="store_true", help="only the ways that a goal compares")
+    parser.add_argument("--only", default=",".join(TARGETS))
+    parser.add_argument("--targets", action="store_true", help="only the ways that a target compares")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing that would end later")
     parser.add_argument("--out", type=Path, help="write the results as JSON too, after each figure")
@@ -502,8 +502,10 @@ def main() -> None:
         if not any(row["network"] == network for row in rows):
             rows.append(empty_row(network))
         row = next(row for row in rows if row["network"] == network)
-        ways = GOALS[network] if arguments.goals else dict.fromkeys([*GOALS[network], *OTHERS[network]])
-        done = fill(row, tuple(ways), arguments.rounds, end, quick=arguments.quick, goals=arguments.goals, save=save)
+        ways = TARGETS[network] if arguments.targets else dict.fromkeys([*TARGETS[network], *OTHERS[network]])
+        done = fill(
+            row, tuple(ways), arguments.rounds, end, quick=arguments.quick, targets=arguments.targets, save=save
+        )
         print(network, json.dumps(row["wall_ms"]), flush=True)
         if not done:
             print("not all is measured: give the same command again", flush=True)

@@ -508,8 +508,8 @@ def graph_memory(result):
         peaks = [f"{row['runs'][way]['peak'] / 2**30:.2f}" for way in ("eager", "graph")]
         rows.append([GOALS[row["network"]][0], row["level"], *peaks, f"{row['ratio']:.2f}", "1.15"])
     about = (
-        "GiB at the peak, from the first batch to the last: the larger of the memory used on the device and of what torch's allocator\n"
-        "has reserved. The graphed run compares its first replay with an eager step."
+        "GiB at the peak, from the first batch to the last: the larger of the memory used on the device and of what torch's\n"
+        "allocator has reserved. The graphed run compares its first replay with an eager step."
     )
     head = f"## Memory of a graphed run on {result['device']}"
     return f"{head}\n\n{about}\n\n{table(['', 'level', 'eager', 'graph', 'ratio', 'target'], rows)}"
