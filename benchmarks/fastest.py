@@ -14,9 +14,9 @@ checks that the ways learn alike: each makes 200 steps, and the mean loss of the
 steps copy their losses.  "cold-24" is another measure: the first step of a GPT of 24 layers, compilation included, in a fresh
 process with empty caches.
 
-``--targets`` leaves out the ways that no target needs, and after round 0 those that were 10 % slower than the fastest of their side (by
-hand, or the Trainer).  With ``--out``, what the file has is left out: a run may be cut, and ends by
-itself after ``--minutes``; give the same command again for the rest, on the same card.
+``--targets`` leaves out the ways that no target needs, and after round 0 those that were 10 % slower than the fastest of their
+side (by hand, or the Trainer).  With ``--out``, what the file has is left out: a run may be cut, and ends by itself after
+``--minutes``; give the same command again for the rest, on the same card.
 """
 
 from __future__ import annotations
