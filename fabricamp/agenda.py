@@ -5,9 +5,10 @@ Most micro-batches need nothing from the host but their hooks.  So the loop make
     if last or state.batches_done >= agenda.next:
         end = agenda.run(last)
 
-Each part that has to act (log, validate, stop) is an :class:`Entry`, which says its next :class:`Position`.  The positions are
-equal on all ranks, or the entry is local and uses no collective.  An entry is asked again when the run passes its position, and
-all entries are asked when an epoch begins or something has changed (:meth:`Agenda.look`).
+Each part that has to act (log, validate, stop) is an :class:`Entry`, which says its next :class:`Position`.  Validation and the
+limits have the same positions on all ranks; an entry whose position may differ between ranks starts a collective only at a step
+that all ranks know, or agrees through the store.  An entry is asked again when the run reaches its position, and all entries are
+asked when an epoch begins or something has changed (:meth:`Agenda.look`).
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ class Entry:
 
     at: float = 0
     within_launch: ClassVar[bool] = False
-    """Whether it acts between the steps of one launch too.  Such an entry leaves weights alone, and does not bound a launch."""
+    """Whether it acts between the steps of one launch too.
+
+    Such an entry leaves weights alone; only its ``free_steps`` bounds a launch.
+    """
     at_every_look: ClassVar[bool] = False
-    """Whether it acts whenever any entry does."""
+    """Whether it acts whenever any entry does, unless an earlier one has ended the pass."""
 
     def next(self) -> Position:
         """Returns the next position at which it has to act; an earlier one is allowed."""
@@ -69,9 +73,9 @@ class Agenda:
     then call :meth:`look`.
 
     ``hold_at``: the micro-batch at which the main thread waits until the ranks have agreed where to stop (``watchdog/stop.py``);
-    ``hold_evaluated``: the batch of the validation after it.  ``passed``: the last boundary that this rank passed without asking to
-    stop (``watchdog/requests.py``).  ``committed``: micro-batches launched already, or read for a launch; a run cannot stop before
-    them.
+    ``hold_evaluated``: the batch of the validation after it.  ``passed``: the last end of a step or epoch that this rank passed
+    without asking to stop (``watchdog/requests.py``).  ``committed``: micro-batches launched already, or read for a launch; a run
+    cannot stop before them.
     """
 
     __slots__ = (

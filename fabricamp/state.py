@@ -103,11 +103,12 @@ class RunState:
     ``fn`` is the entry point that runs or ran last, ``stage`` the stage within it (None outside), ``status`` its progress or end.
 
     ``global_step`` grows by one per step (an attempted update), ``batch_idx`` per micro-batch of the epoch, ``batches_done`` per
-    micro-batch of the run.  ``open_batches`` of these belong to the accumulation in progress; a resumed run repeats them.
+    micro-batch of the run.  ``open_batches`` of these belong to the accumulation in progress; a resumed run repeats them
+    if their gradients could not be saved.
     ``epoch_ended`` is True while the callbacks at the end of an epoch run.  ``batch`` is the current micro-batch; ``self.log``
     weighs values by its batch size.
 
-    ``should_stop``: this rank asks to end training, for ``stop_reason``.  ``agreed``: all ranks ask to end it at this boundary.
+    ``should_stop``: this rank asks to end training, for ``stop_reason``.  ``agreed``: all ranks end it at this boundary.
     ``interruption`` names the signal that interrupted the run.
 
     ``agenda`` says after which micro-batch the loop has to act next; ``hold_at``, ``hold_evaluated``, ``passed`` and ``committed``

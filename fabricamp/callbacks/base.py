@@ -240,7 +240,7 @@ def _own_class(kind: type) -> str:
 
 
 def ends_everywhere(trainer: Trainer, exception: BaseException) -> bool:
-    """Returns whether training ended after the same step on all ranks: by Ctrl-C, a signal or a ``nan_policy``."""
+    """Returns whether training ended at the same position on all ranks: by Ctrl-C, a signal or a ``nan_policy``."""
     if is_lightnings(trainer):  # Lightning also calls on_exception for errors in setup
         return False
     stopped = isinstance(exception, KeyboardInterrupt) or trainer.state.stop_reason == NON_FINITE

@@ -344,7 +344,7 @@ class ModelCheckpoint(RotationMethods):
             self._save(trainer, ranked=False)
 
     def on_exception(self, trainer: Trainer, pl_module: TrainingModule, exception: BaseException) -> None:
-        """Saves if training was ended by Ctrl-C or a ``nan_policy``, or, with ``save_on_exception``, by any exception."""
+        """Saves if training was ended by Ctrl-C, a signal or a ``nan_policy``, or, with ``save_on_exception``, by any exception."""
         on_any_exception = not is_lightnings(trainer) and self._should_save_on_exception(trainer)
         if not (on_any_exception or ends_everywhere(trainer, exception)):
             return

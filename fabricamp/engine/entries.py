@@ -2,7 +2,7 @@
 
 :class:`Flush` delivers logged values, :class:`Deadline` asks to stop at ``max_time``, :class:`Validation` validates, :class:`Stop`
 ends training at a limit or a request, :class:`Interruption` ends it for a signal.  :class:`CallbackHolds` bounds launches of
-several steps, and does nothing else.
+several steps, and does nothing else, so its place does not matter.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ class Stop(Entry):
         """Ends training if a limit is reached or all ranks ask, at the end of a step or of an epoch."""
         state = self._state
         at_boundary = self._update.stepped or last
-        # A checkpoint written before this line marks this step's work as unfinished: a resumed run does it first.
+        # A checkpoint written before this line marks the work of Flush and Deadline after this step as not done: a resumed run
+        # does it first.
         self._update.stepped = False
         if not at_boundary:
             return None

@@ -248,7 +248,7 @@ class TrainingLoop:
                 if end is not None:
                     break
             elif update.stepped:
-                agenda.passed = state.batches_done
+                agenda.passed = state.batches_done  # as Stop does where it acts: this rank did not stop after this step
             update.stepped = False
         # No warning for a resumed epoch: its steps may have been made before the cut.
         self._check_epoch(steps_before, ended=last and first == 0)

@@ -20,10 +20,10 @@ _Struct = structure("finish.cu", "Rule")
 
 @dataclass(kw_only=True, eq=False)
 class ScaleRule:
-    """How an accumulation step is finished: how the loss scale changes, and where the step status is recorded.
+    """How a training step ends: how the loss scale changes, and where the step status is recorded.
 
-    An overflow decrements the struct's ``hysteresis``; at 0 the scale is multiplied by ``backoff_factor``, never below
-    ``minimum``.  After ``growth_interval`` applied steps in a row the scale is multiplied by ``growth_factor``, never above
+    An overflow decrements the ``hysteresis`` of the :class:`StepState`; at 0 the scale is multiplied by ``backoff_factor``, never
+    below ``minimum``.  After ``growth_interval`` applied steps in a row the scale is multiplied by ``growth_factor``, never above
     ``maximum``.  ``sticky``: after a skipped step, all later steps are skipped too, and the scale stays.
 
     The struct is recorded in row ``step % len(ring)`` of ``ring``, on the struct's device, with ``finite`` of this step; ``step``
@@ -78,7 +78,7 @@ def finish(
     non-finite statistic.  ``sticky``: an optimizer's step after a skipped one is skipped too, in the same accumulation step or a
     later one, even if its gradients are finite.
 
-    ``closing`` also finishes the accumulation step in the same launch, as :func:`update_scale` does with this rule and ``loss``.
+    ``closing`` also ends the training step in the same launch, as :func:`update_scale` does with this rule and ``loss``.
     """
     device = statistics.device
     if runs_kernels(device):
@@ -124,7 +124,7 @@ def _finish_reference(
 
 
 def update_scale(state: StepState, rule: ScaleRule, *, loss: Tensor | None = None) -> None:
-    """Finishes an accumulation step: counts it as applied or skipped, updates the scale by ``rule``, sets ``finite`` to 1 again.
+    """Ends a training step: counts it as applied or skipped, updates the scale by ``rule``, sets ``finite`` to 1 again.
 
     The first of several skipped steps in a row stores its number, ``loss`` (fp32), scale and chunk in ``first_*``.
     """

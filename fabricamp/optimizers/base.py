@@ -50,7 +50,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
     Under torch's GradScaler, too, a step reads ``found_inf`` and ``grad_scale`` on the device.
 
-    A step can be captured in a CUDA graph after one step outside of it; eager steps and replays may alternate.  ``gather()``
+    A step can be captured in a CUDA graph after one step outside of it; eager steps and replays may alternate.  ``upload()``
     before a replay uploads changed numbers (lr and the other options of a group).  A graph keeps using the memory of its capture:
     ``load_state_dict`` then writes into the existing state tensors, and a step that would need other rows raises until
     :meth:`forget` is called.

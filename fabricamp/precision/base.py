@@ -127,16 +127,16 @@ class Precision(NamesKeywords):
 
     @property
     def splits_steps(self) -> bool:
-        """Whether :meth:`prepare_step` and :meth:`finish_step` do the same as :meth:`step`: not if a subclass overrides that."""
+        """Whether :meth:`prepare_step` and :meth:`step_prepared` do the same as :meth:`step`: not if a subclass overrides that."""
         return is_own(self, "step", Precision)
 
     def prepare_step(self, optimizer: Optimizer, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
         """Writes the gradients into ``.grad`` that ``optimizer.step`` reads: the part of :meth:`step` that a graph captures."""
         self._stages(optimizer).prepare(gradients, clip, loss)
 
-    def finish_step(self, optimizer: Optimizer) -> None:
+    def step_prepared(self, optimizer: Optimizer) -> None:
         """Steps the optimizer with these gradients, or skips: the rest of :meth:`step`."""
-        self._stages(optimizer).finish()
+        self._stages(optimizer).step_prepared()
 
     def notes(self, *, compiled: bool) -> list[str]:
         """Returns lines for the summary of a fit, with the module converted; ``compiled``: parts of its steps are compiled."""

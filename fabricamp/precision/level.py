@@ -411,7 +411,7 @@ class OptLevel(Precision):
 
     @property
     def splits_steps(self) -> bool:
-        """Whether :meth:`prepare_step` and :meth:`finish_step` do the same as :meth:`step`: not if a subclass overrides that."""
+        """Whether :meth:`prepare_step` and :meth:`step_prepared` do the same as :meth:`step`: not if a subclass overrides that."""
         return is_own(self, "step", OptLevel)
 
     def prepare_step(self, optimizer: Optimizer, gradients: Gradients, clip: Clip | None, loss: Tensor | None) -> None:
@@ -419,10 +419,10 @@ class OptLevel(Precision):
         with self._outside[0], self._outside[1]:
             super().prepare_step(optimizer, gradients, clip, loss)
 
-    def finish_step(self, optimizer: Optimizer) -> None:
+    def step_prepared(self, optimizer: Optimizer) -> None:
         """Steps the optimizer with these gradients, or skips; then rounds the masters into the module."""
         with self._outside[0], self._outside[1]:
-            super().finish_step(optimizer)
+            super().step_prepared(optimizer)
 
     # -- state -------------------------------------------------------------------------------------------------------------------
 

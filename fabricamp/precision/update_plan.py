@@ -1,7 +1,7 @@
 """All stages of a step in one file: how an update gets from the gradients of backward to new parameters.
 
-Laid out once a fit, run once a step.  The loop (:mod:`fabricamp.engine.update`) calls two methods of :class:`UpdatePlan`.  A CUDA
-graph captures what the first one launches; the function of ``StepResults.repeated`` then replaces the second one::
+Laid out once a fit, run once a step.  The usual step calls two methods of :class:`UpdatePlan` (the others are variants of ``run``).
+A CUDA graph captures what the first one launches; the function of ``StepResults.repeated`` then replaces the second one::
 
     run(loss)   launches
       exchange      the strategy averages the gradients over the ranks, or completes their exchange
@@ -10,8 +10,9 @@ graph captures what the first one launches; the function of ``StepResults.repeat
       update        parameters and optimizer state from gradients * multiplier; nothing if the overflow flag is set
     after()     the host's part: which parameters the statistics belong to; the gradients that were used are dropped
 
-The host waits for a result only if the optimizer cannot read the overflow flag on the device (it is fetched before the step), or if
-an optimizer without kernels lacks a gradient on this rank of several.  Three kinds of step run the same stages:
+The host waits for a result only if the optimizer cannot read the overflow flag on the device, or the module overrides
+``optimizer_step`` (the flag is fetched before the step), or if an optimizer without kernels lacks a gradient on this rank of
+several.  Three kinds of step run the same stages:
 
 ===========================================  ========================================================================
 :meth:`Stages.launch`                        the package's optimizers: their kernels read the gradients where they are
@@ -21,8 +22,9 @@ an optimizer without kernels lacks a gradient on this rank of several.  Three ki
                                              ``configure_gradient_clipping``: ``.grad`` has unscaled ones before the step
 ===========================================  ========================================================================
 
-For an optimizer whose step a CUDA graph cannot hold, :meth:`UpdatePlan.prepare` is captured and :meth:`UpdatePlan.finish` runs
-after each replay: together they are ``run`` and ``after``, cut before ``optimizer.step``.
+For an optimizer whose step a CUDA graph cannot hold, :meth:`UpdatePlan.prepare` is captured and :meth:`UpdatePlan.step_prepared`
+runs after each replay.  Together they do what ``run`` and ``after`` do; ``prepare`` also ends the training step, which ``run`` does
+last.
 
 The parts of this file: the plan, which also calls the ``step`` of another package's precision; the stages in full precision;
 the stages of gradients that are scaled, half, or checked.
@@ -125,7 +127,9 @@ class UpdatePlan:
         self._precision.step(self.optimizer, gradients, look=look)
 
     def prepare(self, loss: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """Launches all of :meth:`run` but the optimizer's own step; returns each updated parameter with the ``.grad`` for it.
+        """Launches all of :meth:`run` but the optimizer's own step and the rounding of its masters.
+
+        Returns each updated parameter with the ``.grad`` for it.
 
         Only if the precision :attr:`~fabricamp.precision.Precision.splits_steps`, and for an optimizer that is not fused.
         """
@@ -134,9 +138,9 @@ class UpdatePlan:
             self._close(loss)
         return [(parameter, parameter.grad) for parameter in owned_parameters(self.optimizer)]
 
-    def finish(self) -> None:
+    def step_prepared(self) -> None:
         """Steps the optimizer with the gradients of :meth:`prepare` in ``.grad``, or skips; drops the used gradients."""
-        self._precision.finish_step(self.optimizer)
+        self._precision.step_prepared(self.optimizer)
 
     def exchange(self) -> Gradients:
         """Averages the gradients over the ranks, or completes their exchange; returns where they are."""
@@ -149,7 +153,7 @@ class UpdatePlan:
 
 
 class FusedPlan(UpdatePlan):
-    """The update of one of the package's optimizers by an OptLevel with its own ``step`` and ``gradients``, not replaced ones.
+    """The update of one of the package's optimizers by an OptLevel whose ``step`` and ``gradients`` nobody has overridden.
 
     Calls the stages directly.
     """
@@ -158,7 +162,7 @@ class FusedPlan(UpdatePlan):
         self, stages: Stages, precision: Precision, optimizer: FusedOptimizer, strategy: Strategy, clip: Clip | None
     ) -> None:
         super().__init__(precision, optimizer, strategy, clip)
-        # In full precision the optimizer's step turns gradients off itself, so its hooks run in the loop's grad mode.
+        # In full precision the optimizer's step enters no_grad itself; entered here, it would also cover the step's hooks.
         self._launch = torch.no_grad()(stages.launch) if isinstance(stages, ScaledStages) else stages.launch
         self.after = stages.after  # type: ignore[method-assign]  # the loop calls it without a frame in between
         # Whether the launch of finish also ends the training step, if it has the loss; results of another class have to be called.
@@ -223,7 +227,7 @@ class Stages:
         if clip is not None:
             clip_gradients(self.optimizer, clip)
 
-    def finish(self) -> None:
+    def step_prepared(self) -> None:
         """Steps the optimizer, or skips: :meth:`step` from ``optimizer.step`` on, with the gradients of :meth:`prepare`."""
         self.optimizer.step()
 
@@ -447,7 +451,7 @@ class ScaledStages(Stages):
         self.params.drop_half_grads()
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def step_prepared(self) -> None:
         """Steps the optimizer, or skips; then rounds its masters and drops the used gradients."""
         self.params.has_written_grads = True  # by the graph, which leaves out the host's part of prepare()
         self._update_by_grad(None, self._state.found_inf)

@@ -28,7 +28,7 @@ class LoopRequests:
 
         if state.should_stop and requests.all_ask(boundary):
             break
-        state.passed = boundary
+        agenda.passed = boundary  # not state.passed, whose setter makes the agenda look
 
     A rank that asks waits there for every other rank's published progress.  If all ranks ask at this boundary, all stop here.  If
     one has passed it, this rank continues and asks again at the next boundary.  Meanwhile the watchdog threads spread the request,

@@ -36,13 +36,8 @@ _BEFORE_FIRST_BATCH: _Position = (-1, 0)
 class StopAgreement:
     """Interrupts a run on every rank after the same micro-batch or validation batch, wherever the ranks are at the signal.
 
-    The main thread pays one comparison per micro-batch::
-
-        state.batches_done += 1
-        if state.batches_done >= state.hold_at:
-            agreement.hold()
-
-    and one more with ``evaluated`` and ``hold_evaluated`` in the validation within ``fit``.  With several ranks the watchdog thread
+    A promise moves ``hold_at``, and the agenda looks: its entry ``Interruption`` calls :meth:`hold` at that micro-batch.  The
+    validation within ``fit`` compares ``evaluated`` with ``hold_evaluated`` itself.  With several ranks the watchdog thread
     of each rank calls :meth:`poll`.  When it finds a request, it promises a position where its main thread will hold, and publishes
     it; all ranks stop at the largest promise.  No rank can be past that position, no collective is needed, and a rank
     that waits for data or runs validation answers at once.  A rank that ends promises its last position, and nobody waits for it.
@@ -106,7 +101,7 @@ class StopAgreement:
             self._state.hold_evaluated = 0
 
     def abandon(self) -> None:
-        """Marks the run to end at once, because there is nothing to save: this rank was ``opening`` at the signal."""
+        """Marks the run to end at once, because there is nothing to save: a rank was ``opening`` at the signal."""
         self.reason = self.reason or self.asked
         self.abandoned = True
 
@@ -133,7 +128,7 @@ class StopAgreement:
     def hold(self) -> bool:
         """Waits for the common stop position; stops and returns True if it is here.
 
-        The main thread calls it at the position that this rank promised.
+        The main thread calls it at the position that this rank promised, and again at the common one if that is later.
         """
         if self._strategy.world_size > 1:
             self.wait_for_answers()

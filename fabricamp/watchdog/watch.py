@@ -64,10 +64,11 @@ def patience(timeout: float) -> float:
 class Watchdog:
     """Watches a run of several processes from a thread in each process; with one process it does nothing.
 
-    The thread polls the process group's store ten times a second for stop requests of any rank (:class:`StopAgreement`,
-    :class:`LoopRequests`), and publishes a heartbeat with its main thread's position every few seconds.  If another rank has failed
-    or is gone, or no rank has made progress for almost the strategy's ``timeout``, it ends the process, by force if the main
-    thread does not end within seconds.  Without progress it also reports which rank holds up the others, and where.
+    The thread polls the process group's store ten times a second (a hundred times while a loop request is open) for stop requests
+    of any rank (:class:`StopAgreement`, :class:`LoopRequests`), and publishes a heartbeat with its main thread's position every
+    few seconds.  If another rank has failed or is gone, or no rank has made progress for almost the strategy's ``timeout``, it
+    ends the process, by force if the main thread does not end within seconds.  Without progress it also reports which rank holds
+    up the others, and where.
 
     Args:
         state: the run's counters.

@@ -24,7 +24,7 @@ class SplitUpdate(Update):
             parameter.grad = None
         for parameter, gradient in handed:
             parameter.grad = gradient
-        self.plan.finish()
+        self.plan.step_prepared()
         SplitUpdate.splits += 1
 
 

@@ -102,7 +102,8 @@ def said_of_outside(optimizer: Any, reason: str) -> str:
     name = type(optimizer).__name__
     return (
         f"CUDA graph: {name}.step runs after each replay, outside of the graph: {reason}. The host launches the update in every "
-        "step, as an eager run does; fabricamp's fused optimizers (FusedAdam, FusedSGD) are part of the graph"
+        "step, as an eager run does; fabricamp's fused optimizers (FusedAdam, by default AdamW's rule; FusedSGD) are part of the "
+        "graph"
     )
 
 

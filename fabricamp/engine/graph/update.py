@@ -7,7 +7,8 @@ Each micro-batch goes through :meth:`GraphUpdate.run_batch` in one of five ways:
         it may be captured now -----------------------------> 3  a capture, run at once as the graph's first replay
         not yet, or there is no room for it ----------------> 2  an eager step, watched for what a replay would not do
     there is a graph
-        what it reads has changed, so it is dropped --------> 2
+        what it reads has changed: all graphs are dropped --> 2
+        the accumulation has gradients of other parameters -> 2
         a check is due (check_every) -----------------------> 5  a replay, compared with an eager step
         otherwise ------------------------------------------> 4  a replay
 
@@ -497,12 +498,12 @@ class GraphUpdate(Update):
             return
         self.plan.prepare(loss)
         with self._watch.allowing_waits():
-            self.plan.finish()
+            self.plan.step_prepared()
 
     def _run_optimizer(self, step: CapturedStep, *, first: bool) -> None:
         """Steps the optimizer with the gradients of a replay."""
         assert self.plan is not None
-        self.plan.finish()
+        self.plan.step_prepared()
         if first and (key := kept_gradient(self._optimizer, step.handed)):
             name = type(self._optimizer).__name__
             self._give_up(
