@@ -157,8 +157,9 @@ class Agenda:
     def renew(self, *, every: bool = True) -> None:
         """Asks for the next positions: of ``every`` entry, or of those whose position has come; of all if something changed."""
         assert self._state is not None
-        every = every or self._changed
-        self._changed = False
+        if self._changed:  # not cleared unread: another thread may call look() in between
+            self._changed = False
+            every = True
         done = self._state.batches_done
         following = math.inf
         for entry in self._entries:

@@ -103,6 +103,8 @@ class Validation(Entry):
         self._validate = validate
         self._validates = parts.validate is not None
         self._interval: Any = None
+        self._read: Any = None
+        """The settings as they were read last."""
         self._times: Every | None = None
         self._every = 0.0
         """The number of micro-batches between two validations, unless there are ``_times``."""
@@ -111,8 +113,15 @@ class Validation(Entry):
         self.read_settings()
 
     def read_settings(self) -> None:
-        """Reads ``val_check_interval``, which a hook may have changed, and the length of the epoch; raises if they do not fit."""
+        """Reads ``val_check_interval``, which a hook may have changed, and the length of the epoch; raises if they do not fit.
+
+        Settings that count from the next fit on, such as ``limit_val_batches``, are not looked at again for these.
+        """
         interval = self._settings.val_check_interval
+        read = (type(interval), interval, self._settings.check_val_every_n_epoch, self._parts.length)
+        if read == self._read:
+            return
+        self._read = read
         # 1 is one batch and 1.0 is one epoch, although they are equal.
         changed = type(interval) is not type(self._interval) or interval != self._interval
         self._interval = interval

@@ -580,7 +580,8 @@ class Session:
         """Ends what runs beside the loops, and calls ``teardown`` unless the run ``failed``."""
         self.closed = True
         self.watchdog.close()
-        self.trainer.state.agenda.end()
+        if self.fn is TrainerFn.FITTING:  # a hook of a fit may validate, test or predict: the fit goes on
+            self.trainer.state.agenda.end()
         self.graphs.close(failed=failed)
         self.data.close()
         if failed:

@@ -80,7 +80,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        cls._option_values = operator.attrgetter(*cls.options)
+        # With the package's own names first: for a single name attrgetter would return a value in place of a tuple.
+        cls._option_values = operator.attrgetter(*dict.fromkeys((*FusedOptimizer.options, *cls.options)))
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         _check(type(self).__name__, params, defaults)
@@ -157,7 +158,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
             parts = self._build(parameters, gradients, copies, flags)
             self._parts = parts
             self._rows_key = RowsCacheKey(parameters, parts, copies, flags)
-            self._scalars = GroupScalars(type(self)._rule)
+            self._scalars = GroupScalars(type(self)._rule, self.rule)
             self._copies = copies
             self._flags = flags
             self._watch()

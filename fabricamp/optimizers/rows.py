@@ -239,12 +239,14 @@ def zero_gradients(parameters: Iterable[Tensor]) -> None:
 class GroupScalars:
     """The scalars of an optimizer's groups in the tables of its rows; after a change of a number they are computed and uploaded.
 
-    ``rule`` is the method that returns the rule of a group.
+    ``make_rule`` is the method that returns the rule of a group, ``rule`` the class of the optimizer's rules.
     """
 
-    def __init__(self, rule: Callable[..., Rule]) -> None:
-        # The package's rules read the group and the optimizer's options; a rule of another class may read anything.
-        self._compares = rule.__module__.startswith("fabricamp.")
+    def __init__(self, make_rule: Callable[..., Rule], rule: type[Rule]) -> None:
+        # The package's rules read the group and the optimizer's options; a rule of another class may read anything.  A decorated
+        # method has the decorator's globals, where its ``__module__`` is that of the wrapped one.
+        module = getattr(make_rule, "__globals__", {}).get("__name__", "")
+        self._compares = module.startswith("fabricamp.") and rule.__module__.startswith("fabricamp.")
         # Of the last call; empty if a value was no plain number, such as a tensor or a list, whose content may change in place.
         self._numbers: list[Any] = []
         self._types: list[type] = []

@@ -127,7 +127,8 @@ class Strategy(LightningNames, NamesKeywords):
             try:
                 return earlier_member(self.sharding, self.membership, name)
             except AttributeError:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+                pass
+            return object.__getattribute__(self, name)  # raises the error of the first look-up, that of a property too
 
     @property
     def sharding(self) -> Sharding:

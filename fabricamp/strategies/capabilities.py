@@ -136,6 +136,21 @@ def adopt_capabilities(cls: type) -> None:
             cls.__bases__ = (*cls.__bases__, capability)
 
 
+def check_members(strategy: object) -> None:
+    """Raises :class:`ConfigError` for a capability's members that are set on the object of a strategy without the capability.
+
+    Nothing would read them there.
+    """
+    for capability in (Sharding, Membership):
+        members = {name for name in vars(capability) if not name.startswith("_")}
+        is_set = sorted((members | {_FORM}) & vars(strategy).keys())
+        if is_set and not isinstance(strategy, capability):
+            raise ConfigError(
+                f"{type(strategy).__name__} sets {', '.join(is_set)} on the object, where nothing reads it; set it in the class, "
+                f"with fabricamp.strategies.{capability.__name__} among the bases"
+            )
+
+
 def earlier_member(sharding: Sharding, membership: Membership, name: str) -> object:
     """Returns the member of a capability that was one of ``Strategy`` in earlier versions; raises AttributeError for others."""
     if name == _FORM:

@@ -137,6 +137,27 @@ def test_gradients_of_an_eager_step_that_a_hook_keeps():
     assert looks.replays > 1  # captured again
 
 
+class KeepsLosses(Callback):
+    """Keeps the gradients of short batches: tensors that live in the lent memory."""
+
+    def __init__(self):
+        self.kept = Kept()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch.shape[0] == SHORT and batch_idx < 11:  # the next short batch is captured
+            self.kept.add(module.second.weight.grad)
+
+
+def test_a_second_shape_is_captured_while_a_tensor_of_an_eager_step_is_kept():
+    rows = [FULL] * 8 + [SHORT] * 8 + [FULL] * 8
+    keeps, module = KeepsLosses(), Net()
+    looks = fit(GRAPH, module, keeps, rows=rows, precision="O4")
+    keeps.kept.check(3)
+    same(module, eager(rows=rows, precision="O4"))
+    assert not looks.lends
+    assert looks.replays > 1
+
+
 class KeepsWithin(Net):
     """Keeps a tensor of each eager step in an object of its own, where no watch sees it."""
 

@@ -403,3 +403,62 @@ def test_a_run_cut_at_any_entry_goes_on_as_the_straight_one(at, hook, tmp_path):
     assert before == straight[: len(before)]
     assert after == straight[-len(after) :]
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+class Acts(Callback):
+    """Calls ``act(trainer, module)`` after the third micro-batch of a fit."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 3 and trainer.state.fn == "fit":
+            self.act(trainer, module)
+
+
+@pytest.mark.parametrize("entry_point", ["validate", "test", "predict"])
+def test_a_fit_goes_on_after_an_evaluation_in_one_of_its_hooks(entry_point):
+    trainer = quiet_trainer(
+        max_epochs=2, callbacks=[Acts(lambda trainer, module: getattr(trainer, entry_point)(module, loader()))]
+    )
+    trainer.fit(Classifier(), loader())
+    assert trainer.global_step == 2 * len(loader())
+
+
+def test_limit_val_batches_set_in_a_fit_counts_from_the_next_one_on():
+    def act(trainer, module):
+        trainer.limit_val_batches = 1.0
+
+    trainer = quiet_trainer(max_epochs=2, limit_val_batches=0, val_check_interval=1000, callbacks=[Acts(act)])
+    trainer.fit(Classifier(), loader())
+    assert trainer.global_step == 2 * len(loader())
+
+
+def test_a_look_while_the_entries_are_asked_anew_is_not_lost():
+    """The look comes right after ``_changed`` was read: the only place where it could be cleared unread."""
+
+    class Interrupted(Agenda):
+        __slots__ = ("_flag", "looks")
+
+        @property
+        def _changed(self):
+            if self.looks:
+                self.looks = False
+                found, self._flag = self._flag, True
+                self.next = 0
+                return found
+            return self._flag
+
+        @_changed.setter
+        def _changed(self, value):
+            self._flag = value
+
+    state = RunState()
+    agenda = Interrupted.__new__(Interrupted)
+    agenda.looks = False
+    Agenda.__init__(agenda)
+    agenda.begin(state, lambda steps: steps)
+    agenda.renew()
+    agenda.looks = True
+    agenda.renew(every=False)
+    assert agenda._changed or agenda.next == 0

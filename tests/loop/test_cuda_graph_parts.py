@@ -31,6 +31,7 @@ from fabricamp.engine.graph.captured import (
 )
 from fabricamp.engine.graph.evaluation import GraphEvaluation
 from fabricamp.engine.graph.host_effects import (
+    MOST_CAPTURES_IN_A_ROW,
     AttributeSnapshot,
     CapturedConstantsGuard,
     LogReplay,
@@ -39,8 +40,9 @@ from fabricamp.engine.graph.host_effects import (
     generators_of,
     host_generators,
 )
+from fabricamp.engine.graph.memory_pool import GraphPool
 from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, reason_outside, said_of_outside
-from fabricamp.engine.graph.update import AccumulationGradients, Role
+from fabricamp.engine.graph.update import AccumulationGradients, GraphUpdate, Role
 from fabricamp.engine.run_context import gathered
 from fabricamp.errors import NotCapturableError
 from fabricamp.gradients.memory import GradientMemory
@@ -218,6 +220,99 @@ def test_a_graph_whose_optimizer_steps_outside_notices_other_parameters_and_not_
     assert may_replay()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert not may_replay()
+
+
+def test_an_lr_tensor_on_another_device_and_step_hooks_are_read_on_the_host():
+    """torch reads a CPU tensor on the host though the parameters are on a GPU; here the parameters are on the meta device."""
+    parts = Parts(lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.1), fused=True))
+    assert reason_outside(parts) == ""
+    parts.optimizers[0].param_groups[0]["params"] = [nn.Parameter(torch.ones(2, device="meta"))]
+    assert reason_outside(parts).startswith("it reads its lr tensor on the host")
+    parts = Parts(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    assert reason_outside(parts) == ""
+    parts.optimizers[0].register_step_post_hook(lambda *_: None)
+    assert reason_outside(parts).startswith("its step hooks run on the host")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "change"),
+    [
+        ("lr", np.float32(0.1), lambda value: np.float32(0.2)),
+        ("betas", [0.9, 0.99], lambda value: [0.5, 0.99]),
+        ("betas", [0.9, 0.99], lambda value: value.__setitem__(0, 0.5) or value),
+        ("eps", torch.tensor(0.1), lambda value: value.fill_(0.2)),
+        ("foreach", None, lambda value: True),
+    ],
+)
+def test_every_number_that_a_captured_optimizer_reads_on_the_host_counts(name, value, change):
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.1)
+    group = optimizer.param_groups[0]
+    group["params"] = [nn.Parameter(torch.ones(2, device="meta"))]  # in place of a GPU
+    group[name] = value
+    may_replay = hyperparameter_upload(optimizer)
+    assert may_replay()
+    group[name] = change(group[name])
+    assert not may_replay()
+
+
+class OwnStep(OptLevel):
+    def step(self, *arguments, **options):
+        raise AssertionError("not called here")
+
+
+def test_an_optimizer_does_not_go_outside_of_the_graph_under_a_precision_with_a_step_of_its_own():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1), capturable=True)
+    update = GraphUpdate.__new__(GraphUpdate)
+    update._optimizer = optimizer
+    update._captures_in_a_row = MOST_CAPTURES_IN_A_ROW
+    update.steps_outside = False
+    update._parts = SimpleNamespace(precision=OwnStep("O0"))
+    update._options = CudaGraph()
+    stale = SimpleNamespace(upload=hyperparameter_upload(optimizer))
+    optimizer.param_groups[0]["betas"] = (0.8, 0.99)  # as OneCycleLR does in each step
+    with pytest.raises(ConfigError, match="changes in each step, and OwnStep overrides step"):
+        update._count_capture(stale)
+    assert not update.steps_outside
+
+
+class PoolOf(GraphPool):
+    """A pool whose segments are given, as torch lists them."""
+
+    def __init__(self):
+        super().__init__(SimpleNamespace(device=torch.device("cpu"), cuda_stream=7))
+        self.blocks = []
+        self._of_graphs = self._allocated()
+
+    def _segments(self):
+        return [
+            {
+                "stream": stream,
+                "total_size": size,
+                "blocks": [{"address": address, "size": size, "state": "active_allocated"}],
+            }
+            for stream, address, size in self.blocks
+        ]
+
+
+def test_a_tensor_of_a_stream_that_a_captured_step_forks_is_found():
+    pool = PoolOf()
+    pool.blocks = [(8, 1000, 16)]
+    assert pool.reclaim()  # no capture has used stream 8
+    pool = PoolOf()
+    pool.blocks = [(8, 500, 16)]
+    pool.note_capture()
+    pool.blocks = [(8, 1000, 16)]
+    assert not pool.reclaim()
+
+
+def test_a_larger_tensor_at_the_address_of_a_freed_one_is_found():
+    pool = PoolOf()
+    pool.blocks = [(7, 1000, 16)]
+    pool._of_graphs = pool._allocated()
+    assert pool.reclaim()
+    pool._of_graphs = pool._allocated()
+    pool.blocks = [(7, 1000, 64)]
+    assert not pool.reclaim()
 
 
 def test_state_that_is_a_gradient_itself_is_found():

@@ -1,9 +1,11 @@
 """The numbers that a step reads are uploaded after every change, whatever has changed, and are not computed again without one."""
 
+import functools
+
 import pytest
 import torch
 
-from fabricamp.optimizers import FusedAdam, FusedNovoGrad
+from fabricamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 
 
 def parameters(device):
@@ -122,3 +124,39 @@ def test_no_rule_is_made_without_a_change(kernel_device, monkeypatch):
     optimizer.param_groups[1]["lr"] = 0.7
     optimizer.step()
     assert len(made) == 2
+
+
+def test_a_rule_that_wraps_the_packages_and_a_rule_class_of_ones_own_are_asked_in_each_step(kernel_device):
+    class Wrapped(FusedAdam):
+        factor = 1.0
+
+        @functools.wraps(FusedAdam._rule)
+        def _rule(self, group):
+            return super()._rule({**group, "lr": group["lr"] * self.factor})
+
+    class OwnRule(FusedLAMB.rule):
+        factor = 1.0
+
+        def scalars(self):
+            first, *others = super().scalars()
+            return [first * OwnRule.factor, *others]
+
+    class OwnLamb(FusedLAMB):
+        rule = OwnRule
+
+    for kind, owner in ((Wrapped, Wrapped), (OwnLamb, OwnRule)):
+        optimizer = kind(parameters(kernel_device), lr=0.8)
+        optimizer.step()
+        before = on_device(optimizer)
+        owner.factor = 0.5
+        optimizer.step()
+        assert on_device(optimizer)[0, 0] == before[0, 0] * 0.5
+
+
+@pytest.mark.parametrize("options", [(), ("adam_w_mode",)])
+def test_a_subclass_names_as_few_options_as_it_has(kernel_device, options):
+    kind = type("Other", (FusedAdam,), {"options": options})
+    optimizer = kind(parameters(kernel_device), lr=0.1)
+    check(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.2
+    check(optimizer)

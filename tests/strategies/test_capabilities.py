@@ -12,6 +12,7 @@ from fabricamp.checkpoint.form import form_of
 from fabricamp.errors import ConfigError
 from fabricamp.strategies import DDP, FSDP, FaultTolerant, Membership, Sharding, Strategy
 from fabricamp.strategies.capabilities import FIXED, UNSHARDED
+from tests.small import quiet_trainer
 
 
 def elastic():
@@ -105,3 +106,23 @@ def test_an_earlier_member_asked_of_any_strategy_is_the_capabilitys():
     with pytest.raises(AttributeError, match="'DDP' object has no attribute 'settle_modules'"):
         DDP().settle_modules  # noqa: B018
     assert not hasattr(DDP(), "__len__")
+
+
+@pytest.mark.parametrize("name", ["checkpoint_form", "owns_master_weights", "unshard_module", "heals", "end_steps"])
+def test_a_member_that_is_set_on_the_object_is_refused_by_name(name):
+    strategy = DDP()
+    setattr(strategy, name, "folder")
+    with pytest.raises(ConfigError, match=f"DDP sets {name} on the object"):
+        quiet_trainer(strategy=strategy)
+
+
+def test_the_error_of_a_property_is_the_one_that_is_seen():
+    class Own(Strategy):
+        @property
+        def thing(self):
+            return self._missing
+
+    with pytest.raises(AttributeError, match="_missing"):
+        _ = Own().thing
+    with pytest.raises(AttributeError, match="'Own' object has no attribute 'other'"):
+        _ = Own().other

@@ -397,10 +397,6 @@ def _ended_on_failure(device: torch.device, pool: Any) -> Iterator[None]:
         raise
 
 
-_CONSTANTS: Final = (bool, int, float, str, tuple)
-"""The types of hyper-parameters that a step which is not fused reads on the host: they are constants of its graph."""
-
-
 def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
     """Returns the call that prepares the optimizer's hyper-parameters for a replay; it returns whether the graph may be replayed.
 
@@ -414,7 +410,10 @@ def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
 
     def constants() -> list[dict[str, Any]]:
         groups = optimizer.param_groups
-        return [{key: value for key, value in group.items() if isinstance(value, _CONSTANTS)} for group in groups]
+        return [
+            {key: _constant(value, group["params"]) for key, value in group.items() if key != "params"}
+            for group in groups
+        ]
 
     def objects() -> list[object]:
         groups = optimizer.param_groups
@@ -429,6 +428,14 @@ def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
         return same_objects and constants() == constants_before
 
     return are_unchanged
+
+
+def _constant(value: Any, parameters: Sequence[Tensor]) -> Any:
+    """Returns a hyper-parameter as a step that is not fused reads it on the host; None for a tensor that it reads on the device."""
+    if isinstance(value, Tensor):
+        reads_on_host = value.device.type == "cpu" and any(one.device.type != "cpu" for one in parameters)
+        return value.tolist() if reads_on_host else None
+    return list(value) if isinstance(value, list) else value
 
 
 def same_parameters(optimizer: Any) -> Callable[[], bool]:

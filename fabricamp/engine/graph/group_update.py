@@ -241,9 +241,9 @@ class GroupUpdate(GraphUpdate):
         self._launch_singly(f"{type(self._optimizer).__name__} has to step after each replay: {reason}")
         super()._step_outside(reason)
 
-    def _drop(self, *, waits: bool = True) -> None:
+    def _drop(self, *, waits: bool = True, forgets: bool = True) -> None:
         """Also frees the graphs of several steps."""
-        super()._drop(waits=waits)
+        super()._drop(waits=waits, forgets=forgets)
         self._groups.clear()
         self._launched = None
         self._parts.metrics.before_look = None

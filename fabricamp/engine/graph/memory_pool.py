@@ -29,9 +29,10 @@ class GraphPool:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
-        self._stream = stream.cuda_stream
-        self._of_graphs: frozenset[int] | None = None
-        """The addresses that were allocated before the pool was lent; None while it is not."""
+        self._streams = {stream.cuda_stream}
+        """The streams whose memory the graphs use: that of the captures, and those that captured steps fork."""
+        self._of_graphs: frozenset[tuple[int, int]] | None = None
+        """Address and size of what was allocated before the pool was lent; None while it is not."""
 
     @cached_property
     def _pool(self) -> torch.cuda.MemPool:
@@ -77,13 +78,17 @@ class GraphPool:
         self._of_graphs = None
         return True
 
-    def _allocated(self) -> frozenset[int]:
-        """Returns the addresses of the pool's allocated blocks, without those of other streams, which no capture uses."""
-        segments = [segment for segment in self._segments() if segment["stream"] == self._stream]
+    def note_capture(self) -> None:
+        """Notes the streams on which the capture that has just ended allocated memory."""
+        self._streams.update(segment["stream"] for segment in self._segments())
+
+    def _allocated(self) -> frozenset[tuple[int, int]]:
+        """Returns address and size of the pool's allocated blocks, without those of streams that no graph uses."""
+        segments = [segment for segment in self._segments() if segment["stream"] in self._streams]
         blocks = [block for segment in segments for block in segment["blocks"]]
         if any(block["state"] == _IN_USE_BY_OTHER_STREAMS for block in blocks):
             torch.cuda.synchronize(self._device)  # freed, and another stream may still read it
-        return frozenset(block["address"] for block in blocks if block["state"] == _IN_USE)
+        return frozenset((block["address"], block["size"]) for block in blocks if block["state"] == _IN_USE)
 
     def _segments(self) -> list[dict[str, Any]]:
         segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(self.id, include_traces=False)

@@ -17,6 +17,7 @@ from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.optimizers import LARC, FusedOptimizer
 from fabricamp.precision.torch_updates import demands_closure, reads_found_inf
+from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,6 +80,8 @@ def reason_outside(parts: FitParts) -> str:
     optimizer = parts.optimizers[0]
     if is_fused(optimizer):
         return ""
+    if _has_step_hooks(optimizer):
+        return "its step hooks run on the host, and a replay would leave them out"
     groups = optimizer.param_groups
     counts_on_device = type(optimizer) is torch.optim.SGD or all(group.get("capturable") for group in groups)
     if not counts_on_device:
@@ -86,7 +89,8 @@ def reason_outside(parts: FitParts) -> str:
             "it reads numbers on the host, such as lr and its step count, and a graph would keep those of the capture"
         )
     has_tensors = [isinstance(group.get("lr"), Tensor) for group in groups]
-    if any(has_tensors) and not all(group.get("fused") or group.get("capturable") for group in groups):
+    on_device = all(group.get("fused") or group.get("capturable") for group in groups)
+    if any(map(_lr_is_elsewhere, groups)) or (any(has_tensors) and not on_device):
         return "it reads its lr tensor on the host, and a graph would keep the value of the capture"
     if parts.schedulers and not all(has_tensors):
         return "its lr is a number, which a schedule changes, and a graph would keep that of the capture"
@@ -95,6 +99,18 @@ def reason_outside(parts: FitParts) -> str:
     if parts.precision.verdicts is not None and not skips_on_device:
         return f"precision {parts.precision.name!r} may skip a step, and the host has to decide that for this optimizer"
     return ""
+
+
+def _has_step_hooks(optimizer: Any) -> bool:
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = [getattr(optimizer, name, None) for name in names]  # a class of another package may have none
+    return any(hooks) or bool(global_optimizer_pre_hooks) or bool(global_optimizer_post_hooks)
+
+
+def _lr_is_elsewhere(group: dict[str, Any]) -> bool:
+    """Whether the group's lr is a tensor on another device than its parameters, which torch reads on the host."""
+    rate = group.get("lr")
+    return isinstance(rate, Tensor) and any(rate.device != parameter.device for parameter in group["params"])
 
 
 def said_of_outside(optimizer: Any, reason: str) -> str:

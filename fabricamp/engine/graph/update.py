@@ -221,7 +221,14 @@ class GraphUpdate(Update):
             return
         if not (self.steps_outside or is_fused(self._optimizer) or stale.upload()):
             self._captures_in_a_row = 0
-            self._step_outside("a schedule or hook changes betas or another number in its groups in each step")
+            precision = self._parts.precision
+            if precision.splits_steps:
+                self._step_outside("a schedule or hook changes betas or another number in its groups in each step")
+            else:
+                self._give_up(
+                    f"a number in the groups of {type(self._optimizer).__name__} changes in each step, and "
+                    f"{type(precision).__name__} overrides step, so the optimizer cannot step by itself after a replay"
+                )
         else:
             name = stale.constants.changed()
             what = f"the attribute {name!r}" if name else "a tensor that the step uses"
@@ -292,11 +299,11 @@ class GraphUpdate(Update):
         finally:
             self._runs_in_pool = False
 
-    def _reclaim_pool(self, step: CapturedStep | None = None) -> bool:
+    def _reclaim_pool(self, step: CapturedStep | None = None, *, forgets: bool = True) -> bool:
         """Ends the loan of the graphs' memory, before a replay of ``step`` or a capture.
 
-        If a tensor of an eager step is still alive in it, drops the graphs and returns False.  Their memory is left to what is
-        alive, and later graphs have a pool that is not lent.
+        If a tensor of an eager step is still alive in it, drops the graphs (``forgets``: as in :meth:`_drop`) and returns False.
+        Their memory is left to what is alive, and later graphs have a pool that is not lent.
         """
         if not self._steps:
             self._pool.begin()
@@ -310,7 +317,7 @@ class GraphUpdate(Update):
             "CUDA graph: a tensor of an eager step is kept in the graphs' memory, so they are captured again, in other memory; "
             "eager steps take memory of their own from here on"
         )
-        self._drop()
+        self._drop(forgets=forgets)
         return False
 
     # -- 2: an eager step, watched -----------------------------------------------------------------------------------------------
@@ -401,7 +408,12 @@ class GraphUpdate(Update):
             optimizer.zero_grad(set_to_none=True)  # so the captured backward allocates them in the graph's memory
         elif memory is None:
             self._fixed_gradients.settle()  # so the captured backward adds to them at the addresses of later accumulations
-        self._reclaim_pool()
+        for other in self._steps.values():
+            # One of them moves the states of torchmetrics back that an eager step has left in the lent memory.
+            other.metric_states.rebind()
+            break
+        # A capture cannot build an optimizer's rows anew; the present ones are as good for it.
+        self._reclaim_pool(forgets=False)
         inputs = copied(batch)
         shapes = len(self._other_shapes(key))
         self._memory_budget.check(
@@ -449,6 +461,7 @@ class GraphUpdate(Update):
         before = torch.cuda.memory_reserved(self._stream.device)
         try:
             step.capture(run, self._stream, self._pool.id)
+            self._pool.note_capture()
         finally:
             self._attachment.metrics = self._parts.metrics
             self._state.capturing = False
@@ -626,8 +639,11 @@ class GraphUpdate(Update):
         if self._parts.strategy.rank == 0:
             _LOG.warning("cuda_graph='auto' runs eagerly: %s", reason)
 
-    def _drop(self, *, waits: bool = True) -> None:
-        """Frees all graphs; each shape has to run eagerly again before its next capture."""
+    def _drop(self, *, waits: bool = True, forgets: bool = True) -> None:
+        """Frees all graphs; each shape has to run eagerly again before its next capture.
+
+        ``forgets``: a fused optimizer builds its rows anew in its next step.
+        """
         if self._steps and waits:
             self._stream.synchronize()
         self._steps.clear()
@@ -636,7 +652,7 @@ class GraphUpdate(Update):
         self._too_large.clear()
         self._pool = GraphPool(self._stream)
         self._state.runs_as = "eager"
-        if isinstance(self._optimizer, FusedOptimizer | LARC):
+        if forgets and isinstance(self._optimizer, FusedOptimizer | LARC):
             self._optimizer.forget()  # else it would refuse other parameters or state, as if a graph could still be replayed
 
     def close(self, *, waits: bool) -> None:
