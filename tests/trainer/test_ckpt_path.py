@@ -196,13 +196,13 @@ def test_where_one_rank_cannot_read_it_every_rank_says_so(tmp_path):
     def run():
         import importlib
 
-        record = importlib.import_module("fabricamp.checkpoint.record")
+        form = importlib.import_module("fabricamp.checkpoint.form")
 
         def refuse(path, **_):
             raise CheckpointError(f"cannot read checkpoint {path}: Stale file handle")
 
         if os.environ["RANK"] == "1":
-            record.read_checkpoint = refuse
+            form.read_checkpoint = refuse
         with pytest.raises(CheckpointError, match="Stale file handle"):
             fit(4, tmp_path, strategy="ddp", devices="auto")
         return True
@@ -260,8 +260,8 @@ def test_where_one_rank_cannot_read_the_newest_every_rank_takes_the_one_before(t
     def run():
         import importlib
 
-        record = importlib.import_module("fabricamp.checkpoint.record")
-        read = record.read_checkpoint
+        form = importlib.import_module("fabricamp.checkpoint.form")
+        read = form.read_checkpoint
 
         def refuse(path, **options):
             if "step=4" in str(path):
@@ -269,7 +269,7 @@ def test_where_one_rank_cannot_read_the_newest_every_rank_takes_the_one_before(t
             return read(path, **options)
 
         if os.environ["RANK"] == "1":
-            record.read_checkpoint = refuse
+            form.read_checkpoint = refuse
         _, trainer = fit(4, tmp_path, strategy="ddp", devices="auto")
         return trainer.ckpt_path
 
