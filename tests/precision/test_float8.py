@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from fabricamp import ConfigError, Float8
 from fabricamp.callbacks.model_summary import summarize
@@ -107,8 +107,47 @@ def test_a_layer_after_an_embedding_or_a_convolution_is_not_the_first():
 
 def test_the_output_of_a_model_of_transformers_is_a_head():
     net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    net.get_input_embeddings = lambda: net[0]
     net.get_output_embeddings = lambda: net[1]
     assert names(net, choose(net, "tensorwise")) == ["2"]
+
+
+def test_a_method_of_the_user_with_that_name_is_not_called():
+    net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    net.get_output_embeddings = lambda batch: net(batch)
+    assert names(net, choose(net, "tensorwise")) == ["1"]
+
+
+def test_a_model_of_transformers_without_output_embeddings_is_passed_over():
+    def missing():
+        raise NotImplementedError
+
+    net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    net.get_input_embeddings = net.get_output_embeddings = missing
+    assert names(net, choose(net, "tensorwise")) == ["1"]
+
+
+def gpt():
+    return nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 128))
+
+
+def test_layers_of_a_loss_are_neither_head_nor_first():
+    net = nn.Module()
+    net.before = Distance()
+    net.body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    net.after = Distance()
+    choice = choose(net, "tensorwise")
+    assert names(net, choice) == ["body.1"]
+    assert choice.others == {"outside of the level": 2, "first": 1, "head": 1}
+
+
+def test_a_trained_network_and_its_frozen_copy_have_a_head_each():
+    net = nn.Module()
+    net.student = gpt()
+    net.teacher = copy.deepcopy(net.student).requires_grad_(False)
+    choice = choose(net, "tensorwise")
+    assert names(net, choice) == ["student.1", "student.2", "teacher.1", "teacher.2"]
+    assert choice.others == {"head": 2}
 
 
 def test_names_and_patterns_leave_layers_out_or_take_them_in():
@@ -220,6 +259,35 @@ def test_copies_and_pickles_have_plain_layers():
     assert b"Float8" not in pickle.dumps(net)
 
 
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("base", ["O4", "O5"])
+def test_a_layer_parametrised_after_the_conversion_stays_parametrised(base):
+    net, precision, conversion = converted(base=base)
+    parametrize.register_parametrization(net[1], "weight", Doubled())
+    own = type(net[1])
+    tokens = torch.arange(8).repeat(4)
+    rounded = precision.forward(lambda: net(tokens))
+    with plain_linears(net):
+        assert type(net[1]) is own
+        assert not isinstance(net[1], Float8Products)
+        exact = precision.forward(lambda: net(tokens))
+    assert isinstance(net[1], Float8Products)
+    assert not torch.equal(rounded, exact)
+    conversion.undo()
+    assert type(net[1]) is own
+    assert not isinstance(net[1], Float8Products)
+    weight = net[1].parametrizations.weight.original
+    torch.testing.assert_close(net[1].weight, 2 * weight, rtol=0, atol=0)
+    x = torch.randn(16, 64)
+    torch.testing.assert_close(net[1](x), F.linear(x, 2 * weight, net[1].bias), rtol=0, atol=0)
+    parametrize.remove_parametrizations(net[1], "weight")
+    assert type(net[1]) is nn.Linear
+
+
 def test_a_conversion_that_fails_leaves_plain_layers(monkeypatch):
     net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 8))
     with pytest.raises(ConfigError, match="matches no linear layer"):
@@ -273,6 +341,19 @@ def test_a_call_with_rows_that_16_does_not_divide_is_in_bf16():
     assert not torch.equal(
         precision.forward(lambda: net[1](x)), F.linear(x.bfloat16(), net[1].weight, net[1].bias).float()
     )
+
+
+def test_a_call_without_autocast_is_in_the_fp32_of_the_weights():
+    net, precision, _ = converted(base="O4")
+    x = torch.randn(32, 64)
+    expected = F.linear(x, net[1].weight, net[1].bias)
+
+    def without_autocast():
+        with torch.autocast("cpu", enabled=False):
+            return net[1](x)
+
+    for found in (precision.forward(without_autocast), net[1](x)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_notes_say_which_layers_and_when_it_is_slow():
