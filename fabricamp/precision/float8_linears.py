@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.ops.shards import any_shard, is_shard
 from fabricamp.precision.casting import convertible_modules, own_tensors
 
 if TYPE_CHECKING:
@@ -130,9 +132,16 @@ class _Obstacles:
         """Returns the reason for a layer; an empty string if there is none."""
         if is_parametrized(layer):
             return "parametrised"
+        if _is_unit_of_fsdp(layer):
+            return "that are units of FSDP"
         if type(layer) is not nn.Linear:
             # Its forward may be another one, or nobody calls it: nn.MultiheadAttention only reads the weights of its own.
             return "of a subclass"
+        if "forward" in vars(layer):
+            return "with a forward of their own"
+        if type(layer.weight.data) is not Tensor and not is_shard(layer.weight.data):
+            # Such as the quantised weights of other packages.
+            return "with weights of another class"
         if _is_hooked(layer):
             # A hook may replace the weight before a call, as torch's pruning and its older weight_norm do.
             return "with hooks"
@@ -156,7 +165,16 @@ def _is_hooked(layer: nn.Module) -> bool:
 
 def _is_adapter(module: nn.Module) -> bool:
     """Returns whether ``module`` wraps a layer, as LoRA does; PEFT's adapters have the wrapped layer as ``base_layer``."""
-    return isinstance(getattr(module, "base_layer", None), nn.Module)
+    return isinstance(getattr(module, "base_layer", None), nn.Linear)
+
+
+def _is_unit_of_fsdp(layer: nn.Linear) -> bool:
+    """Returns whether the strategy has made ``layer`` a unit, and with that given it a class of its own."""
+    if type(layer) is nn.Linear or not any_shard(own_tensors(layer)):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(layer, FSDPModule)
 
 
 class _Ends:
@@ -206,6 +224,10 @@ def _output_layers(root: nn.Module) -> Iterator[nn.Module]:
 class Float8Products(nn.Linear):
     """What the classes of changed layers have in common; a copy or a pickle of such a layer is a plain ``nn.Linear``."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # Code that makes a layer of the class of another one gives nn.Linear's arguments; torchao's class needs a config.
+        nn.Linear.__init__(self, *args, **options)
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name of it
         """Returns the layer's output, by FP8 products if their sizes allow it."""
         # The product for the weight's gradient sums over the rows of the input, so 16 has to divide their number too.
@@ -244,6 +266,8 @@ def float8_class(recipe: str, *, emulate: bool) -> type[nn.Linear]:
 
 def change(layers: Sequence[nn.Linear], recipe: str, *, emulate: bool) -> None:
     """Gives ``layers`` FP8 products."""
+    # torchao asks for autocast's dtype by a deprecated function, in each forward.
+    warnings.filterwarnings("ignore", r"torch\.get_autocast_gpu_dtype\(\) is deprecated", DeprecationWarning)
     float8 = float8_class(recipe, emulate=emulate)
     for layer in layers:
         layer.__class__ = float8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def test_the_output_of_a_model_of_transformers_is_a_head():
 
 def test_a_method_of_the_user_with_that_name_is_not_called():
     net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-    net.get_output_embeddings = lambda batch: net(batch)
+    net.get_output_embeddings = net.forward
     assert names(net, choose(net, "tensorwise")) == ["1"]
 
 
@@ -200,6 +201,7 @@ def test_without_torchao_the_level_says_what_to_install(monkeypatch):
 
 def test_other_cards_than_those_with_fp8_products_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A100")
     with pytest.raises(
@@ -210,6 +212,69 @@ def test_other_cards_than_those_with_fp8_products_are_refused(monkeypatch):
         Float8(base="O4").check_device("mps")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert precision_from("fp8", device_type="cuda").level.name == "O5"
+
+
+def index(card):
+    return card if isinstance(card, int) else card.index
+
+
+def test_one_card_with_fp8_products_suffices_until_the_module_is_on_another(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card=0: (8 + index(card), 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: f"card {index(card)}")
+    precision = precision_from("fp8", device_type="cuda")
+    precision._check_card(torch.device("cuda", 1))
+    with pytest.raises(ConfigError, match="and card 0 is older"):
+        precision._check_card(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ConfigError, match="'fp8' needs an NVIDIA GPU"):
+        precision_from("fp8", device_type="cuda")
+
+
+def test_the_deprecation_within_torchao_is_not_shown():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        converted()
+        torch.get_autocast_gpu_dtype()
+        warnings.warn("another", DeprecationWarning, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["another"]
+
+
+class Quantised(torch.Tensor):
+    """Weights of another class."""
+
+
+def test_layers_that_another_package_has_changed_are_left_out():
+    net = gpt().append(nn.Linear(128, 64)).append(nn.Linear(64, 64))
+    net[1].weight = nn.Parameter(net[1].weight.detach().as_subclass(Quantised))
+    net[2].forward = lambda x: 2 * F.linear(x, net[2].weight)
+    choice = choose(net, "tensorwise")
+    assert names(net, choice) == ["3", "4"]
+    assert choice.others == {"with weights of another class": 1, "with a forward of their own": 1, "head": 1}
+
+
+def test_a_module_that_calls_another_module_its_base_layer_is_no_adapter():
+    net = gpt()
+    net.base_layer = nn.LayerNorm(128)
+    assert names(net, choose(net, "tensorwise")) == ["1", "2"]
+
+
+def test_a_layer_made_by_the_class_of_another_one_takes_the_arguments_of_a_linear_layer():
+    net, _, _ = converted()
+    made = type(net[1])(64, 32, bias=False, dtype=torch.bfloat16)
+    assert made.weight.shape == (32, 64)
+    assert made(torch.zeros(16, 64, dtype=torch.bfloat16)).shape == (16, 32)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_have_the_scales_of_the_recipe_emulated_on_a_cpu(recipe):
+    net, _, _ = converted(recipe)
+    config = net[1].config
+    assert config.cast_config_input.scaling_granularity.name == ("TENSORWISE" if recipe == "tensorwise" else "AXISWISE")
+    in_bf16 = config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED"
+    assert in_bf16 == (recipe == "rowwise_with_gw_hp")
+    assert config.emulate
 
 
 def test_names():
