@@ -117,6 +117,9 @@ def main() -> None:
     found = {"device": name, "torch": torch.__version__, "steps": options.steps, "sizes": sizes._asdict(), "rows": []}
     if options.out is not None and options.out.exists():
         found = json.loads(options.out.read_text())
+    of_others = {row["recipe"] for row in found["rows"]} - {options.recipe}
+    if of_others:
+        parser.error(f"{options.out} has rows of recipe {', '.join(sorted(of_others))}; give another file")
     end = time.monotonic() + 60 * options.minutes
     longest = 0.0
     for seed in range(len(found["rows"]), options.seeds):

@@ -28,6 +28,7 @@ from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.precision.base import Precision
+from fabricamp.precision.level import OptLevel
 from fabricamp.precision.step_results import LossWatch
 from fabricamp.state import Scope
 from fabricamp.strategies.base import Strategy
@@ -640,12 +641,12 @@ class AccumulationTensors:
         """Returns the tensors, not copied, followed by the last micro-batch's ``loss``, with precision and ``accumulate``."""
         sums = [tensor for memory in self._memories() for tensor in memory.tensors]
         tensors = [*sums, *self._others(), loss]
-        state = {"level": self._precision.name, "accumulate": self._accumulate, "tensors": tensors}
+        state = {"level": self._level, "accumulate": self._accumulate, "tensors": tensors}
         return state if self._weights is None else {**state, "weighted": True}
 
     def load(self, state: dict[str, Any]) -> str:
         """Restores the result of :meth:`state`; returns why that is impossible, or an empty string."""
-        for name, current in (("level", self._precision.name), ("accumulate", self._accumulate)):
+        for name, current in (("level", self._level), ("accumulate", self._accumulate)):
             if state[name] != current:
                 return f"{name} was {state[name]!r} in the checkpoint and is {current!r} here"
         memories = self._memories()
@@ -661,6 +662,12 @@ class AccumulationTensors:
         for tensor, value in zip(others, saved_others, strict=True):
             tensor.copy_(value)
         return ""
+
+    @property
+    def _level(self) -> str:
+        # FP8 leaves the sums of its base level as they are, so a window goes on at either.
+        precision = self._precision
+        return precision.level.name if isinstance(precision, OptLevel) else precision.name
 
     def _memories(self) -> list[GradientMemory]:
         return [self._precision.gradients(optimizer) for optimizer in self._optimizers]

@@ -77,14 +77,26 @@ class Float8(OptLevel):
             raise ConfigError(
                 f"precision {self.name!r} on {device_type!r}, which has no FP8 products; use {self.level.name!r}"
             )
-        if torch.cuda.get_device_capability() < _HOPPER:
+        if torch.version.hip is not None:
             raise ConfigError(
-                f"precision {self.name!r} needs a GPU with FP8 products (Hopper or newer), and {torch.cuda.get_device_name()} is "
-                f"older; use {self.level.name!r}"
+                f"precision {self.name!r} needs an NVIDIA GPU, and this torch is for AMD; use {self.level.name!r}"
+            )
+        # The card of this run is not known before the module is on it, and cards of one machine may differ.
+        cards = range(torch.cuda.device_count())
+        if cards:
+            self._check_card(max(cards, key=torch.cuda.get_device_capability))
+
+    def _check_card(self, card: torch.device | int) -> None:
+        if torch.cuda.get_device_capability(card) < _HOPPER:
+            raise ConfigError(
+                f"precision {self.name!r} needs a GPU with FP8 products (Hopper or newer), and "
+                f"{torch.cuda.get_device_name(card)} is older; use {self.level.name!r}"
             )
 
     def _convert(self, module: nn.Module) -> None:
         super()._convert(module)
+        if self._device.type == "cuda":
+            self._check_card(self._device)
         self._choice = choose(module, self.recipe, skip=self.skip, include=self.include)
         change(self._choice.layers, self.recipe, emulate=self._device.type == "cpu")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fabricamp.errors import ConfigError, nearest
+from fabricamp.ops.shards import any_shard, is_shard
 from fabricamp.precision.casting import convertible_modules, own_tensors
 
 if TYPE_CHECKING:
@@ -64,8 +66,9 @@ def choose(root: nn.Module, recipe: str, *, skip: Sequence[str] = (), include: S
     layers = {name: layer for name, layer in root.named_modules() if isinstance(layer, nn.Linear)}
     _check_patterns("skip", skip, layers)
     _check_patterns("include", include, layers)
-    obstacles = _Obstacles(root)
-    ends = _Ends(root, list(layers.values()))
+    converted = set(map(id, convertible_modules(root, keep_batchnorm_fp32=True)))
+    obstacles = _Obstacles(root, converted)
+    ends = _Ends(root, list(layers.values()), converted)
     chosen = []
     others: Counter[str] = Counter()
     for name, layer in layers.items():
@@ -111,8 +114,8 @@ def _check_patterns(argument: str, patterns: Sequence[str], names: Sequence[str]
 class _Obstacles:
     """What keeps a linear layer from having FP8 products at all."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self._converted = set(map(id, convertible_modules(root, keep_batchnorm_fp32=True)))
+    def __init__(self, root: nn.Module, converted: set[int]) -> None:
+        self._converted = converted
         modules = [module for _, module in root.named_modules(remove_duplicate=False)]
         self._places = Counter(map(id, modules))
         unique = {id(module): module for module in modules}.values()
@@ -129,9 +132,16 @@ class _Obstacles:
         """Returns the reason for a layer; an empty string if there is none."""
         if is_parametrized(layer):
             return "parametrised"
+        if _is_unit_of_fsdp(layer):
+            return "that are units of FSDP"
         if type(layer) is not nn.Linear:
             # Its forward may be another one, or nobody calls it: nn.MultiheadAttention only reads the weights of its own.
             return "of a subclass"
+        if "forward" in vars(layer):
+            return "with a forward of their own"
+        if type(layer.weight.data) is not Tensor and not is_shard(layer.weight.data):
+            # Such as the quantised weights of other packages.
+            return "with weights of another class"
         if _is_hooked(layer):
             # A hook may replace the weight before a call, as torch's pruning and its older weight_norm do.
             return "with hooks"
@@ -155,28 +165,57 @@ def _is_hooked(layer: nn.Module) -> bool:
 
 def _is_adapter(module: nn.Module) -> bool:
     """Returns whether ``module`` wraps a layer, as LoRA does; PEFT's adapters have the wrapped layer as ``base_layer``."""
-    return isinstance(getattr(module, "base_layer", None), nn.Module)
+    return isinstance(getattr(module, "base_layer", None), nn.Linear)
+
+
+def _is_unit_of_fsdp(layer: nn.Linear) -> bool:
+    """Returns whether the strategy has made ``layer`` a unit, and with that given it a class of its own."""
+    if type(layer) is nn.Linear or not any_shard(own_tensors(layer)):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(layer, FSDPModule)
 
 
 class _Ends:
     """Which linear layers are the first layer of a network, or its head: their rounding costs most accuracy."""
 
-    def __init__(self, root: nn.Module, layers: Sequence[nn.Linear]) -> None:
-        leaves = [module for module in root.modules() if next(module.children(), None) is None]
+    def __init__(self, root: nn.Module, layers: Sequence[nn.Linear], converted: set[int]) -> None:
+        # Losses and metrics have layers of their own, which are no part of the network.
+        inside = [layer for layer in layers if id(layer) in converted]
+        # A frozen copy, such as a teacher, may come after the network that is trained: both have a head.
+        trained = [layer for layer in inside if layer.weight.requires_grad]
+        self._heads = {id(group[-1]) for group in (inside, trained) if group}
+        self._heads.update(map(id, _output_layers(root)))
+        leaves = [
+            module for module in root.modules() if id(module) in converted and next(module.children(), None) is None
+        ]
         # Norms and activations may come before; with an embedding or a convolution before them, no linear layer is the first.
         self._first = next((leaf for leaf in leaves if any(tensor.ndim > 1 for tensor in leaf.parameters())), None)
-        self._last = layers[-1] if layers else None
-        # Models of transformers have this method.
-        methods: list[Any] = [getattr(module, "get_output_embeddings", None) for module in root.modules()]
-        self._outputs = [method() for method in methods if callable(method)]
 
     def of(self, name: str, layer: nn.Linear) -> str:
         """Returns "head", "first", or an empty string."""
         last_part = name.rpartition(".")[2]
         named_head = last_part == "head" or last_part.endswith("_head")
-        if layer is self._last or named_head or any(layer is output for output in self._outputs):
+        if named_head or id(layer) in self._heads:
             return "head"
         return "first" if layer is self._first else ""
+
+
+def _output_layers(root: nn.Module) -> Iterator[nn.Module]:
+    """Yields what models of transformers name as their output layers."""
+    for module in root.modules():
+        methods: list[Any] = [getattr(module, f"get_{end}_embeddings", None) for end in ("input", "output")]
+        # Models of transformers have both methods; one of them alone is the user's, with arguments and effects of its own.
+        if not all(map(callable, methods)):
+            continue
+        try:
+            output = methods[1]()
+        except NotImplementedError:
+            # transformers raises it for architectures that name no embeddings.
+            continue
+        if isinstance(output, nn.Module):
+            yield output
 
 
 # -- their class -------------------------------------------------------------------------------------------------------------------
@@ -184,6 +223,10 @@ class _Ends:
 
 class Float8Products(nn.Linear):
     """What the classes of changed layers have in common; a copy or a pickle of such a layer is a plain ``nn.Linear``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # Code that makes a layer of the class of another one gives nn.Linear's arguments; torchao's class needs a config.
+        nn.Linear.__init__(self, *args, **options)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name of it
         """Returns the layer's output, by FP8 products if their sizes allow it."""
@@ -194,6 +237,9 @@ class Float8Products(nn.Linear):
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))  # noqa: A001 - torchao casts on GPUs alone
+        elif self.weight.dtype is torch.float32:
+            # The user has switched autocast off for code that needs fp32.
+            return nn.Linear.forward(self, input)
         output: Tensor = super().forward(input)
         return output
 
@@ -220,6 +266,8 @@ def float8_class(recipe: str, *, emulate: bool) -> type[nn.Linear]:
 
 def change(layers: Sequence[nn.Linear], recipe: str, *, emulate: bool) -> None:
     """Gives ``layers`` FP8 products."""
+    # torchao asks for autocast's dtype by a deprecated function, in each forward.
+    warnings.filterwarnings("ignore", r"torch\.get_autocast_gpu_dtype\(\) is deprecated", DeprecationWarning)
     float8 = float8_class(recipe, emulate=emulate)
     for layer in layers:
         layer.__class__ = float8
@@ -227,20 +275,30 @@ def change(layers: Sequence[nn.Linear], recipe: str, *, emulate: bool) -> None:
 
 def change_back(layers: Sequence[nn.Module]) -> None:
     """Makes plain linear layers of those that :func:`change` has changed."""
-    changed: list[Any] = [layer for layer in layers if isinstance(layer, Float8Products)]
-    for layer in changed:
-        layer.__class__ = nn.Linear
+    for layer in layers:
+        if isinstance(layer, Float8Products):
+            _give_class(layer, nn.Linear)
+
+
+def _give_class(layer: Any, kind: type[nn.Linear]) -> None:
+    if "parametrizations" in layer._modules:
+        # torch has put a class of this layer's own, with a property per parametrised tensor, over the class of the layer.
+        type(layer).__bases__ = (kind,)
+    else:
+        layer.__class__ = kind
+
+
+def _given_class(layer: nn.Module) -> Any:
+    return type(layer).__base__ if "parametrizations" in layer._modules else type(layer)
 
 
 @contextlib.contextmanager
 def plain_linears(root: nn.Module) -> Iterator[None]:
     """A context in which all linear layers of ``root`` are plain, for exports."""
-    changed: list[tuple[nn.Module, Any]] = [
-        (module, type(module)) for module in root.modules() if isinstance(module, Float8Products)
-    ]
+    changed = [(module, _given_class(module)) for module in root.modules() if isinstance(module, Float8Products)]
     change_back([module for module, _ in changed])
     try:
         yield
     finally:
         for module, float8 in changed:
-            module.__class__ = float8
+            _give_class(module, float8)

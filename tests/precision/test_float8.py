@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from fabricamp import ConfigError, Float8
 from fabricamp.callbacks.model_summary import summarize
@@ -107,8 +108,47 @@ def test_a_layer_after_an_embedding_or_a_convolution_is_not_the_first():
 
 def test_the_output_of_a_model_of_transformers_is_a_head():
     net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    net.get_input_embeddings = lambda: net[0]
     net.get_output_embeddings = lambda: net[1]
     assert names(net, choose(net, "tensorwise")) == ["2"]
+
+
+def test_a_method_of_the_user_with_that_name_is_not_called():
+    net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    net.get_output_embeddings = net.forward
+    assert names(net, choose(net, "tensorwise")) == ["1"]
+
+
+def test_a_model_of_transformers_without_output_embeddings_is_passed_over():
+    def missing():
+        raise NotImplementedError
+
+    net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    net.get_input_embeddings = net.get_output_embeddings = missing
+    assert names(net, choose(net, "tensorwise")) == ["1"]
+
+
+def gpt():
+    return nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 128))
+
+
+def test_layers_of_a_loss_are_neither_head_nor_first():
+    net = nn.Module()
+    net.before = Distance()
+    net.body = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    net.after = Distance()
+    choice = choose(net, "tensorwise")
+    assert names(net, choice) == ["body.1"]
+    assert choice.others == {"outside of the level": 2, "first": 1, "head": 1}
+
+
+def test_a_trained_network_and_its_frozen_copy_have_a_head_each():
+    net = nn.Module()
+    net.student = gpt()
+    net.teacher = copy.deepcopy(net.student).requires_grad_(False)
+    choice = choose(net, "tensorwise")
+    assert names(net, choice) == ["student.1", "student.2", "teacher.1", "teacher.2"]
+    assert choice.others == {"head": 2}
 
 
 def test_names_and_patterns_leave_layers_out_or_take_them_in():
@@ -161,6 +201,7 @@ def test_without_torchao_the_level_says_what_to_install(monkeypatch):
 
 def test_other_cards_than_those_with_fp8_products_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A100")
     with pytest.raises(
@@ -171,6 +212,69 @@ def test_other_cards_than_those_with_fp8_products_are_refused(monkeypatch):
         Float8(base="O4").check_device("mps")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert precision_from("fp8", device_type="cuda").level.name == "O5"
+
+
+def index(card):
+    return card if isinstance(card, int) else card.index
+
+
+def test_one_card_with_fp8_products_suffices_until_the_module_is_on_another(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card=0: (8 + index(card), 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: f"card {index(card)}")
+    precision = precision_from("fp8", device_type="cuda")
+    precision._check_card(torch.device("cuda", 1))
+    with pytest.raises(ConfigError, match="and card 0 is older"):
+        precision._check_card(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ConfigError, match="'fp8' needs an NVIDIA GPU"):
+        precision_from("fp8", device_type="cuda")
+
+
+def test_the_deprecation_within_torchao_is_not_shown():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        converted()
+        torch.get_autocast_gpu_dtype()
+        warnings.warn("another", DeprecationWarning, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["another"]
+
+
+class Quantised(torch.Tensor):
+    """Weights of another class."""
+
+
+def test_layers_that_another_package_has_changed_are_left_out():
+    net = gpt().append(nn.Linear(128, 64)).append(nn.Linear(64, 64))
+    net[1].weight = nn.Parameter(net[1].weight.detach().as_subclass(Quantised))
+    net[2].forward = lambda x: 2 * F.linear(x, net[2].weight)
+    choice = choose(net, "tensorwise")
+    assert names(net, choice) == ["3", "4"]
+    assert choice.others == {"with weights of another class": 1, "with a forward of their own": 1, "head": 1}
+
+
+def test_a_module_that_calls_another_module_its_base_layer_is_no_adapter():
+    net = gpt()
+    net.base_layer = nn.LayerNorm(128)
+    assert names(net, choose(net, "tensorwise")) == ["1", "2"]
+
+
+def test_a_layer_made_by_the_class_of_another_one_takes_the_arguments_of_a_linear_layer():
+    net, _, _ = converted()
+    made = type(net[1])(64, 32, bias=False, dtype=torch.bfloat16)
+    assert made.weight.shape == (32, 64)
+    assert made(torch.zeros(16, 64, dtype=torch.bfloat16)).shape == (16, 32)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_have_the_scales_of_the_recipe_emulated_on_a_cpu(recipe):
+    net, _, _ = converted(recipe)
+    config = net[1].config
+    assert config.cast_config_input.scaling_granularity.name == ("TENSORWISE" if recipe == "tensorwise" else "AXISWISE")
+    in_bf16 = config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED"
+    assert in_bf16 == (recipe == "rowwise_with_gw_hp")
+    assert config.emulate
 
 
 def test_names():
@@ -218,6 +322,35 @@ def test_copies_and_pickles_have_plain_layers():
     assert type(copied[1]) is type(pickled[1]) is nn.Linear
     torch.testing.assert_close(copied[1].weight.float(), net[1].weight, rtol=2**-8, atol=0)
     assert b"Float8" not in pickle.dumps(net)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("base", ["O4", "O5"])
+def test_a_layer_parametrised_after_the_conversion_stays_parametrised(base):
+    net, precision, conversion = converted(base=base)
+    parametrize.register_parametrization(net[1], "weight", Doubled())
+    own = type(net[1])
+    tokens = torch.arange(8).repeat(4)
+    rounded = precision.forward(lambda: net(tokens))
+    with plain_linears(net):
+        assert type(net[1]) is own
+        assert not isinstance(net[1], Float8Products)
+        exact = precision.forward(lambda: net(tokens))
+    assert isinstance(net[1], Float8Products)
+    assert not torch.equal(rounded, exact)
+    conversion.undo()
+    assert type(net[1]) is own
+    assert not isinstance(net[1], Float8Products)
+    weight = net[1].parametrizations.weight.original
+    torch.testing.assert_close(net[1].weight, 2 * weight, rtol=0, atol=0)
+    x = torch.randn(16, 64)
+    torch.testing.assert_close(net[1](x), F.linear(x, 2 * weight, net[1].bias), rtol=0, atol=0)
+    parametrize.remove_parametrizations(net[1], "weight")
+    assert type(net[1]) is nn.Linear
 
 
 def test_a_conversion_that_fails_leaves_plain_layers(monkeypatch):
@@ -273,6 +406,19 @@ def test_a_call_with_rows_that_16_does_not_divide_is_in_bf16():
     assert not torch.equal(
         precision.forward(lambda: net[1](x)), F.linear(x.bfloat16(), net[1].weight, net[1].bias).float()
     )
+
+
+def test_a_call_without_autocast_is_in_the_fp32_of_the_weights():
+    net, precision, _ = converted(base="O4")
+    x = torch.randn(32, 64)
+    expected = F.linear(x, net[1].weight, net[1].bias)
+
+    def without_autocast():
+        with torch.autocast("cpu", enabled=False):
+            return net[1](x)
+
+    for found in (precision.forward(without_autocast), net[1](x)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_notes_say_which_layers_and_when_it_is_slow():

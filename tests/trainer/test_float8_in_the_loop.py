@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricamp import Callback, Float8, TrainingModule
+from fabricamp import Callback, ConfigError, Float8, TrainingModule
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision.float8_linears import Float8Products
@@ -143,6 +144,26 @@ def test_checkpoints_are_those_of_the_base_level_and_resume_at_either(tmp_path):
             torch.testing.assert_close(state, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("saved", ["O5", "fp8"])
+def test_an_accumulation_in_progress_goes_on_at_the_other_level(tmp_path, saved, caplog):
+    """The gradient of the micro-batches before the file was written is part of the first step after it."""
+    path = str(tmp_path / "cut.ckpt")
+    levels = {"O5": "O5", "fp8": fp8()}
+    options = {"accumulate_grad_batches": 2, "limit_train_batches": 4}
+
+    class SaveWithin(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(path)
+
+    trained(levels.pop(saved), callbacks=[SaveWithin()], **options)
+    (other,) = levels.values()
+    resumed, trainer = trained(other, ckpt_path=path, **options)
+    assert len(resumed.losses) == 1
+    assert trainer.global_step == 2
+    assert "are dropped" not in caplog.text
+
+
 def test_a_step_without_finite_gradients_is_skipped():
     module, trainer = trained(fp8(), module=Words(poisoned=2), nan_policy="skip")
     assert trainer.skipped_steps == 1
@@ -178,6 +199,24 @@ class Exports(Callback):
     def on_train_end(self, trainer, pl_module):
         self.script = pl_module.to_torchscript(method="trace", example_inputs=torch.zeros(2, 8, dtype=torch.int64))
         assert isinstance(pl_module.blocks[0].up, Float8Products)
+
+
+def test_a_layer_parametrised_within_a_run_works_after_it():
+    class Halved(nn.Module):
+        def forward(self, weight):
+            return weight / 2
+
+    class Parametrised(Words):
+        def configure_optimizers(self):
+            parametrize.register_parametrization(self.blocks[0].up, "weight", Halved())
+            return super().configure_optimizers()
+
+    module, _ = trained(fp8(base="O4"), module=Parametrised(), limit_train_batches=2)
+    assert module.kinds == TAKEN
+    up = module.blocks[0].up
+    assert not isinstance(up, Float8Products)
+    torch.testing.assert_close(up.weight, up.parametrizations.weight.original / 2, rtol=0, atol=0)
+    assert module(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 16)
 
 
 def test_an_export_within_a_run_has_plain_layers():
@@ -229,6 +268,15 @@ def two_ranks(strategy, folder, accumulate=1):
         seen,
         {name: value.cpu() for name, value in weights(module).items() if not value.is_meta},
     )
+
+
+def layers_as_units():
+    with pytest.raises(ConfigError, match="counted as 'that are units of FSDP'"):
+        trained(fp8(), strategy=FSDP([nn.Linear]), devices=2)
+
+
+def test_layers_that_are_units_of_fsdp_are_named_as_such():
+    run_ranks(layers_as_units, 2)
 
 
 @pytest.mark.parametrize("name", ["delayed_ddp", "fsdp"])
