@@ -171,7 +171,8 @@ class Update:
             self._check_optimizer()
             plain_step = self._hooks.plain_step
             if plain_step is None:
-                loss, self.loss = self.loss, None
+                loss = self.loss
+                self.loss = None
                 self._launch_update(loss, batch_idx)
                 self._note_update()
             else:

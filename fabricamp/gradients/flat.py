@@ -344,7 +344,8 @@ class FlatGradients:
     def receive(self) -> Gradients:
         """Makes torch's current stream wait for all messages; returns the received gradients."""
         self._rank_sums.wait()
-        self.missing, self._missing = self._missing, []
+        self.missing = self._missing
+        self._missing = []
         return Gradients(self.tensors, self.divisor, self.take_flags(), complete=not self.missing)
 
     def write_back(self, gradients: Gradients) -> None:

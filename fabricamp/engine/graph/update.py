@@ -408,10 +408,10 @@ class GraphUpdate(Update):
             optimizer.zero_grad(set_to_none=True)  # so the captured backward allocates them in the graph's memory
         elif memory is None:
             self._fixed_gradients.settle()  # so the captured backward adds to them at the addresses of later accumulations
-        for other in self._steps.values():
-            # One of them moves the states of torchmetrics back that an eager step has left in the lent memory.
+        other = next(iter(self._steps.values()), None)
+        if other is not None:
+            # Any graph moves the states of torchmetrics back that an eager step has left in the lent memory.
             other.metric_states.rebind()
-            break
         # A capture cannot build an optimizer's rows anew; the present ones are as good for it.
         self._reclaim_pool(forgets=False)
         inputs = copied(batch)
