@@ -323,3 +323,31 @@ def test_several_steps_a_launch_and_several_shapes_share_the_memory(steps):
     same(module, eager(rows=rows))
     assert pools.graphs == 3
     assert len(pools.pools) == 1
+
+
+def test_the_workspaces_of_cublas_are_not_in_the_graphs_memory():
+    """torch keeps them for good: between the tensors of a step they would split a large block that the step frees."""
+
+    def allocated():
+        """Returns the allocated bytes of the ordinary pool, and of all other pools."""
+        found = {True: 0, False: 0}
+        for segment in torch.cuda.memory_snapshot():
+            found[segment["segment_pool_id"] == (0, 0)] += segment["allocated_size"]
+        return found[True], found[False]
+
+    class ClearsWorkspaces(Callback):
+        def on_train_end(self, trainer, module):
+            torch.cuda.synchronize()
+            before = allocated()
+            torch._C._cuda_clearCublasWorkspaces()
+            after = allocated()
+            self.freed = [one - other for one, other in zip(before, after, strict=True)]
+
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # those of earlier tests, for the same stream
+    clears = ClearsWorkspaces()
+    looks = fit(GRAPH, Net(), clears)
+    assert looks.replays > 1
+    ordinary, graphs = clears.freed
+    assert ordinary > 0
+    assert graphs == 0
