@@ -50,6 +50,7 @@ from benchmarks.gpt_curves import Sizes, torch_loss
 from benchmarks.loop import CASES as SMALLER
 from benchmarks.loop import QUICK, WARM_UP, Case, Stopwatch, module_of, predict
 from fabricamp import Callback, CudaGraph, Float8, Trainer, TrainingModule
+from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.optimizers import FusedAdam
 
 LEARNT = 200
@@ -196,6 +197,8 @@ def keeping_losses(module):
 def ours(case, precision, *, keep_losses, **options):
     """The Trainer with everything on."""
     watch = Stopwatch(case.steps)
+    # It is asked at each step, and writes nothing, also after the last step: that would be 20 GB of the largest network.
+    checkpoints = ModelCheckpoint(every_n_train_steps=10**6)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             accelerator="gpu",
@@ -203,7 +206,7 @@ def ours(case, precision, *, keep_losses, **options):
             precision=precision,
             max_epochs=1,
             default_root_dir=folder,
-            callbacks=[watch],
+            callbacks=[watch, checkpoints],
             gradient_clip_val=1.0,
             **options,
         )
