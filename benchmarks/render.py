@@ -503,8 +503,8 @@ def against_goals(result):
     about = (
         f"A whole step on one {result['device']}, torch {result['torch']}: forward, backward, clipping and AdamW in bf16.\n"
         f"Wall ms, medians of {min(rounds_made)} to {max(rounds_made)} rounds with quartiles. By hand is the fastest of bf16\n"
-        "autocast and of bf16 weights with fp32 masters, by `torch.compile`, also with its CUDA graphs. The Trainer has everything\n"
-        "on: bar, logger, checkpoint callback, a logged value. The losses are means of steps 100 to 200."
+        "autocast and of bf16 weights with fp32 masters, by `torch.compile`, also with its CUDA graphs. The Trainer has\n"
+        "everything on: bar, logger, checkpoint callback, a logged value. The losses are means of steps 100 to 200."
     )
     return f"{about}\n\n{table([*columns, 'loss by hand', 'of the Trainer'], lines)}"
 
