@@ -95,15 +95,15 @@ AUTO = CudaGraph(warmup=4, required=False)
 def test_a_graph_beside_which_no_step_fits_is_left_out_by_auto(limited, caplog):
     """Eager steps that have memory of their own have to fit beside the graph."""
     rows = [ROWS] * 12
-    wanted, _ = fit(False, rows)
+    wanted, _ = fit(False, rows, accumulate_grad_batches=2)
     limited(1.7)
-    found, replays = fit(AUTO, rows, OwnMemory())
+    found, replays = fit(AUTO, rows, OwnMemory(), accumulate_grad_batches=2)
     assert torch.equal(found, wanted)
     assert replays == [0] * 12
     assert caplog.text.count("cuda_graph='auto' runs eagerly: a graph of the step would take") == 1
     assert "steps that run eagerly beside it" in caplog.text
     limited(2.5)
-    found, replays = fit(AUTO, rows, OwnMemory())
+    found, replays = fit(AUTO, rows, OwnMemory(), accumulate_grad_batches=2)
     assert torch.equal(found, wanted)
     assert replays[-1] > 0
 
@@ -125,17 +125,17 @@ def test_a_run_with_short_batches_takes_the_memory_of_an_eager_run(graph, accumu
 
 def test_another_shape_that_does_not_fit_stays_eager(limited, caplog):
     rows = [48, 48, ROWS, ROWS] * 8
-    wanted, _ = fit(False, rows)
+    wanted, _ = fit(False, rows, accumulate_grad_batches=2)
     limited(1.87)
-    found, replays = fit(AUTO, rows, OwnMemory())
+    found, replays = fit(AUTO, rows, OwnMemory(), accumulate_grad_batches=2)
     assert torch.equal(found, wanted)
     assert 0 < replays[-1] <= len(rows) // 2
     assert "runs steps of one shape eagerly" in caplog.text
     assert "or CudaGraph(shapes=1)" in caplog.text
     with pytest.raises(ConfigError, match=r"a graph of the step would take [\d,]+ bytes \(.* or CudaGraph\(shapes=1\)"):
-        fit(CudaGraph(warmup=4), rows, OwnMemory())
+        fit(CudaGraph(warmup=4), rows, OwnMemory(), accumulate_grad_batches=2)
     limited(1.87)
-    found, replays = fit(CudaGraph(warmup=4, shapes=1), rows, OwnMemory())
+    found, replays = fit(CudaGraph(warmup=4, shapes=1), rows, OwnMemory(), accumulate_grad_batches=2)
     assert torch.equal(found, wanted)
     assert replays[-1] > 0
 
