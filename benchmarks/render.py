@@ -487,16 +487,16 @@ def against_goals(result):
         name, goal = GOALS[row["network"]]
         times = row["wall_ms"]
         numbers = {way: len(values) for way, values in row["wall_ms_of_rounds"].items()}
-        whole = [way for way, number in numbers.items() if number == max(numbers.values())]
-        hands = [way for way in whole if way.startswith("by hand")]
-        own = [way for way in whole if way.startswith("fabricamp")]
+        hands, own = (measured_most(numbers, side) for side in ("by hand", "fabricamp"))
         if not hands or not own:
             continue
-        rounds_made.append(max(numbers.values()))
+        rounds_made += [numbers[hands[0]], numbers[own[0]]]
         theirs, ours = (min(each, key=times.get) for each in (hands, own))
         # Several steps a launch have the losses of single ones, and no hook that could copy them.
         keys = [way.removesuffix(", 8 steps a launch") for way in (theirs, ours)]
         losses = [f"{row['losses'][key]:.4f}" if key in row["losses"] else "" for key in keys]
+        if "first_losses" in row:  # later ones differ between two runs of one way too
+            losses = [f"{row['first_losses'][key]:.4f} (1 to 12)" for key in keys]
         shares = [f"{times[ours] / times[theirs]:.2f}", f"{goal:.2f}"]
         lines.append([name, theirs, with_spread(row, theirs), ours, with_spread(row, ours), *shares, *losses])
     columns = ["", "fastest by hand", "ms", "fastest of the Trainer", "ms", "share", "target"]
@@ -504,16 +504,29 @@ def against_goals(result):
         f"A whole step on one {result['device']}, torch {result['torch']}: forward, backward, clipping and AdamW in bf16.\n"
         f"Wall ms, medians of {min(rounds_made)} to {max(rounds_made)} rounds with quartiles. By hand is the fastest of bf16\n"
         "autocast and of bf16 weights with fp32 masters, by `torch.compile`, also with its CUDA graphs. The Trainer has\n"
-        "everything on: bar, logger, checkpoint callback, a logged value. The losses are means of steps 100 to 200."
+        "everything on: bar, logger, checkpoint callback, a logged value. The losses are means of steps 100 to 200, or of those\n"
+        "that are named."
     )
     return f"{about}\n\n{table([*columns, 'loss by hand', 'of the Trainer'], lines)}"
 
 
+def measured_most(numbers, side):
+    """Returns the ways of a side that have the most rounds: those that were slow in the first one have no others."""
+    of_side = {way: number for way, number in numbers.items() if way.startswith(side)}
+    return [way for way, number in of_side.items() if number == max(of_side.values())]
+
+
 def with_spread(row, way):
-    """Returns a median with its quartiles, in three digits after the point if it is below 1 ms."""
-    digits = 2 if row["wall_ms"][way] >= 1 else 3
+    """Returns a median with its quartiles; the digits depend on its size."""
+    middle = row["wall_ms"][way]
+    if middle < 1:
+        digits = 3
+    elif middle < 1000:
+        digits = 2
+    else:
+        digits = 0
     low, high = row["quartiles"][way]
-    return f"{row['wall_ms'][way]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{middle:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
 def graph_memory(result):
