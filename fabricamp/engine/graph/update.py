@@ -495,7 +495,11 @@ class GraphUpdate(Update):
         if self.loss is None or self.loss is self._loss_so_far:
             raise NotCapturableError("training_step returned no loss, and a captured step has one for every batch")
         if role.accumulate > 1 and not self._sums:
-            self._fixed_gradients.settle(closes=role.closes)
+            gradients = self._fixed_gradients.settle(closes=role.closes)
+            if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+                raise NotCapturableError(
+                    "sparse gradients of an accumulation have another size each time; leave out sparse=True"
+                )
         if not role.closes:
             return outputs
         loss = self.loss
@@ -685,8 +689,8 @@ class AccumulationGradients:
     def settle(self, *, closes: bool = False) -> list[Tensor | None]:
         """Copies every gradient to its fixed address and sets ``.grad`` to it, eagerly or in a capture; returns all gradients.
 
-        At the end of an accumulation (``closes``), views into the buckets of torch's DDP stay where they are: kernels may sum a
-        copy with another alignment in another order.
+        Sparse ones, which no graph has, stay where they are.  At the end of an accumulation (``closes``), so do views into the
+        buckets of torch's DDP: kernels may sum a copy with another alignment in another order.
         """
         fixed_tensors: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -694,7 +698,7 @@ class AccumulationGradients:
         for parameter in parameters:
             gradient = parameter.grad
             fixed = self._fixed.get(parameter)
-            if gradient is None or gradient is fixed or (closes and gradient._is_view()):
+            if gradient is None or gradient is fixed or gradient.is_sparse or (closes and gradient._is_view()):
                 continue
             if fixed is None or fixed.dtype != gradient.dtype:
                 fixed = lasting_like(gradient)
