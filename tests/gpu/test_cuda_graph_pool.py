@@ -119,6 +119,19 @@ def test_outputs_that_a_hook_keeps():
     assert looks.replays == ROWS.count(FULL) - 3
 
 
+@pytest.mark.parametrize("precision", ["O1", "O4", "O5"])
+def test_micro_batches_of_an_accumulation_share_the_memory(precision):
+    """Eager ones between replays leave their gradients, or the sums of these, and their loss outside."""
+    rows = ([FULL] * 7 + [SHORT]) * 8
+    options = {"rows": rows, "precision": precision, "accumulate_grad_batches": 3}
+    keeps, module = KeepsOutputs(), Net()
+    looks = fit(GRAPH, module, keeps, **options)
+    keeps.kept.check(2 * len(rows))
+    same(module, eager(**options))
+    assert looks.lends
+    assert looks.replays > 3
+
+
 class KeepsGradients(Callback):
     def __init__(self):
         self.kept = Kept()
@@ -323,3 +336,31 @@ def test_several_steps_a_launch_and_several_shapes_share_the_memory(steps):
     same(module, eager(rows=rows))
     assert pools.graphs == 3
     assert len(pools.pools) == 1
+
+
+def test_the_workspaces_of_cublas_are_not_in_the_graphs_memory():
+    """torch keeps them for good: between the tensors of a step they would split a large block that the step frees."""
+
+    def allocated():
+        """Returns the allocated bytes of the ordinary pool, and of all other pools."""
+        found = {True: 0, False: 0}
+        for segment in torch.cuda.memory_snapshot():
+            found[segment["segment_pool_id"] == (0, 0)] += segment["allocated_size"]
+        return found[True], found[False]
+
+    class ClearsWorkspaces(Callback):
+        def on_train_end(self, trainer, module):
+            torch.cuda.synchronize()
+            before = allocated()
+            torch._C._cuda_clearCublasWorkspaces()
+            after = allocated()
+            self.freed = [one - other for one, other in zip(before, after, strict=True)]
+
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # those of earlier tests, for the same stream
+    clears = ClearsWorkspaces()
+    looks = fit(GRAPH, Net(), clears)
+    assert looks.replays > 1
+    ordinary, graphs = clears.freed
+    assert ordinary > 0
+    assert graphs == 0

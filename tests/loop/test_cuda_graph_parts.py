@@ -20,7 +20,7 @@ from torch import nn
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
-from fabricamp.engine.graph import capture_errors, memory_budget
+from fabricamp.engine.graph import capture_errors, memory_budget, memory_pool
 from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import (
@@ -294,6 +294,15 @@ class PoolOf(GraphPool):
         ]
 
 
+def test_the_product_for_workspaces_draws_no_numbers_and_may_run_anywhere():
+    """A run may be within no_grad or autocast, and its random numbers are those of a run without a graph."""
+    before = torch.get_rng_state()
+    for context in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+        with context:
+            memory_pool._make_workspaces(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_tensor_of_a_stream_that_a_captured_step_forks_is_found():
     pool = PoolOf()
     pool.blocks = [(8, 1000, 16)]
@@ -351,6 +360,14 @@ def test_gradients_of_an_accumulation_have_an_address_each():
     module.zero_grad()
     assert gradients.prepare([None] * 4)
     assert not gradients.prepare(fixed)
+
+
+def test_sparse_gradients_of_an_accumulation_stay_where_they_are():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 3])).sum().backward()
+    found = table.weight.grad
+    assert AccumulationGradients(table).settle() == [found]
+    assert table.weight.grad is found
 
 
 def test_views_of_what_was_exchanged_stay_at_the_end_of_an_accumulation():
