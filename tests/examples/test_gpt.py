@@ -17,6 +17,7 @@ import torch
 
 from examples.gpt import gpt
 from fabricamp import ConfigError
+from fabricamp.runs.reading import read_curves
 from tests.distributed.ranks import run_ranks
 from tests.examples.in_process import gpt_losses
 
@@ -113,6 +114,7 @@ def test_a_sharded_run_reports_once_and_goes_on_in_one_process(precision):
     (alone,) = run_ranks(run, 1, "--devices", 1, "--resume", "--picture", "losses.svg", *options, backend=None)
     assert Path(cell(alone, "checkpoint")).is_file()
     assert loss_in(alone) == pytest.approx(loss_in(sharded), abs=0.002 if precision == "O0" else 0.02)
+    assert read_curves(Path(cell(alone, "TensorBoard logs")))["train_loss"].steps[0] > 20
     picture = Path("losses.svg").read_text()
     assert [name for name in ("version_0", "version_1") if name not in picture] == []
 
