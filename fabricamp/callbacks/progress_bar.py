@@ -261,8 +261,9 @@ class ProgressBar(Callback):
             # The scheduler has stepped already: its rate is the next epoch's.
             values = [(name, _as_text(self._rate) if name == "lr" else text) for name, text in values]
         self._pending = [(train.label, ""), *position, *values, time, ("", train.mean_pace)]
-        self._train = None
+        self._shown = values
         self._write_pending()
+        self._train = None
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Releases the terminal; always writes the last epoch's line."""
@@ -287,7 +288,8 @@ class ProgressBar(Callback):
             return
         self._evaluation = None
         train.resume()
-        self._pending = [(train.label, ""), ("", train.position), *self._step_and_metrics(trainer), ("", train.pace)]
+        self._shown = self._step_and_metrics(trainer)
+        self._pending = [(train.label, ""), ("", train.position), *self._shown, ("", train.pace)]
         if train.total is not None and train.done < train.total:
             self._write_pending()
 
@@ -396,6 +398,12 @@ class ProgressBar(Callback):
             return
         too_many_lines = self._num_lines >= _FREE_LINES and now - self._last_line < 1.0
         if too_many_lines and not in_any_case:
+            return
+        if self._screen.is_live:
+            # A line is written above the bar of the last refresh: of an earlier epoch, if epochs are shorter than the time between
+            # two refreshes.
+            self._draw_tasks()
+        if self._screen is None:  # the terminal is gone
             return
         try:
             self._screen.write(self._pending)
