@@ -43,8 +43,8 @@ class Float8(OptLevel):
         skip: names or patterns of layers that stay in bf16, as in ``named_modules()``; a module's name stands for all its layers.
         include: names or patterns of layers to take though they are heads, first or small.
         base: "O4" (fp32 weights, autocast) or "O5" (bf16 weights, fp32 masters).
-        all_gather: ``strategy="fsdp"`` gathers the weights of these layers in FP8, half the bytes of bf16, with the same bits of the
-            products.  For "tensorwise" alone.  Within a step these weights are torchao's ``Float8TrainingTensor``.
+        all_gather: ``strategy="fsdp"`` gathers the weights of these layers in FP8, half the bytes of bf16; their products have the
+            same bits.  For "tensorwise" alone.  Within a step these weights are torchao's ``Float8TrainingTensor``.
 
     Raises:
         ConfigError: for wrong values, without torchao, on a GPU before Hopper, or if the strategy gathers no weights in FP8.

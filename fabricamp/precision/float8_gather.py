@@ -33,9 +33,9 @@ class Float8Gather:
         self._shards: list[Any] = [local(layer.weight) for layer in shared]
         self._ranks = SharedRows.of([layer.weight for layer in shared])
         self._is_known = False
-        device = self._shards[0].device if shared else None
+        device = self._shards[0].device if shared else torch.device("cpu")
         # 16 bytes for each scale: compiled code copies an input whose address 16 does not divide.
-        self._scales = torch.ones(len(shared), 4, device=device)[:, :1]
+        self._scales = torch.ones(len(shared), 4, dtype=torch.float32, device=device)[:, :1]
         for layer, shard, scale in zip(shared, self._shards, self._scales, strict=True):
             weight = _Weight(self, layer, shard, scale)
             shard.fsdp_pre_all_gather = weight.before_gather
