@@ -25,11 +25,12 @@ def fp8(*, all_gather, base="O5"):
 
 
 class Seen(Words):
-    """Words that note the classes of weights within a step, and the attributes and dtypes of the shards after it."""
+    """Words that note the classes of weights within a step, what a block returns after its update, and the shards."""
 
     def __init__(self):
         super().__init__()
         self.within = set()
+        self.outside = []
         self.shards = []
 
     def forward(self, words):
@@ -39,12 +40,17 @@ class Seen(Words):
             hook.remove()
         return result
 
+    def on_train_start(self):
+        self.shards = [local(parameter) for parameter in self.parameters()]
+        self.cast = sum(hasattr(shard, "fsdp_pre_all_gather") for shard in self.shards)
+
     def note(self, layer, inputs, output):
         self.within.add(type(layer.weight.data).__name__)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
-        self.shards = [local(parameter) for parameter in self.parameters()]
+        with torch.no_grad():
+            self.outside.append(self.blocks[1](torch.ones(16, 32)).sum().item())
 
 
 def trained(precision, *, module=None, ckpt_path=None, units=(Block,), size=4, **options):
@@ -70,6 +76,7 @@ def whole(module):
 
 def same(one, other):
     assert one.losses == other.losses
+    assert one.outside == other.outside
     torch.testing.assert_close(whole(one), whole(other), rtol=0, atol=0)
 
 
@@ -89,6 +96,7 @@ def of_two_ranks():
     assert module.within == {"Float8TrainingTensor"}
     assert {type(shard) for shard in module.shards} == {torch.Tensor}
     assert {shard.dtype for shard in module.shards} == {torch.float32}
+    assert module.cast == len(TAKEN)
     assert not any(vars(shard) for shard in module.shards)
     assert not any(isinstance(layer, Float8Products) for layer in module.modules())
     both(base="O4", gradient_clip_val=0.1)
@@ -175,6 +183,7 @@ def failed():
     module = Seen()
     with pytest.raises(RuntimeError, match="as a test"):
         trained(fp8(all_gather=True), module=module, callbacks=[Fails()])
+    assert module.cast == len(TAKEN)
     assert not any(vars(shard) for shard in module.shards)
     assert not any(isinstance(layer, Float8Products) for layer in module.modules())
 
