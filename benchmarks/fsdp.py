@@ -1,7 +1,7 @@
 """Compares training with sharded weights by ``strategy="fsdp"`` with hand-written loops over torch's ``fully_shard``.
 
     torchrun --nproc_per_node=2 benchmarks/fsdp.py [--out results.json] [--cells 1.4B 6.9B] [--ways ours fused foreach]
-        [--minutes 5] [--quick]
+        [--minutes 5] [--warm] [--quick]
 
 Two GPTs on synthetic tokens: 1.4 billion parameters on 4 x 1024 tokens per rank with reshard_after_forward=False, 6.9 billion
 on 1 x 2048 with True.  Weights are fp32 shards, gathered and computed in bf16, gradients averaged in fp32, clipped to a norm
@@ -25,7 +25,8 @@ the update, with clipping.  Host ms: host time from the end of backward to the e
 Checkpoints: seconds of a save that training waits for; of the first background save, how long training waits (also for pinned
 memory) and when the file is on the disk; of a run from its setup to its first batch, without and with a checkpoint.  All figures
 are rank 0's; update and host are medians.  A cell already in ``--out`` is skipped, so an interrupted command can be repeated; no
-cell begins after ``--minutes``.
+cell begins after ``--minutes``.  ``--warm`` runs a few steps of two blocks in each way and keeps nothing: afterwards torch finds
+the compiled code in its cache, and measuring begins sooner.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ class Clock:
         self._events: list[list[torch.cuda.Event]] = []
         self._host: list[float] = []
         self._ends: list[float] = []
+        self._loss = torch.zeros(())
         self._began = self._ended = self._backward_at = 0.0
         self._peak = 0
 
@@ -161,8 +163,9 @@ class Clock:
         self._events.append(self._mark())
         self._backward_at = time.perf_counter()
 
-    def after_step(self) -> None:
-        """Records the end of the update."""
+    def after_step(self, loss: torch.Tensor) -> None:
+        """Records the end of the update, and the step's loss."""
+        self._loss = loss
         self._host.append(time.perf_counter() - self._backward_at)
         self._events[-1] += self._mark()
         self._ends.append(time.perf_counter())
@@ -194,6 +197,7 @@ class Clock:
             "tokens_s_gpu": round(cell.batch * cell.length / step),
             "tflops_gpu": round(6 * parameters * cell.batch * cell.length / step / 1e12, 1),
             "memory_gb": round(self._peak / 1e9, 2),
+            "loss": round(self._loss.item(), 4),
         }
 
     def _windows(self) -> list[float]:
@@ -216,9 +220,9 @@ class Timing(Callback):
         """Calls the clock after backward."""
         self.clock.after_backward()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, *_: Any) -> None:
         """Calls the clock after the update."""
-        self.clock.after_step()
+        self.clock.after_step(outputs["loss"])
 
 
 class Model(TrainingModule):
@@ -314,7 +318,7 @@ def by_hand(cell: Cell, way: str, clock: Clock, steps: int, device: torch.device
         optimizer.step()
         if way == COMPILED_FP8:
             precompute_scales(net)
-        clock.after_step()
+        clock.after_step(loss.detach())
     return sum(one.numel() for one in net.parameters())
 
 
@@ -428,6 +432,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--warm", action="store_true", help="fill torch's cache of compiled code, and measure nothing")
     parser.add_argument("--quick", action="store_true", help="tiny networks, wherever it runs: whether it runs at all")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -441,6 +446,12 @@ def main() -> None:
     rows = json.loads(options.out.read_text())["rows"] if options.out is not None and options.out.exists() else []
     done = {(row["network"], row["way"]) for row in rows}
     begun = time.monotonic()
+    if options.warm:
+        for name, way in product(options.cells, options.ways):
+            cell = TINY if options.quick else CELLS[name]
+            print(name, way, measured(cell._replace(layers=2, steps=4), way, device)["loss"], flush=True)
+        dist.destroy_process_group()
+        return
     for name, way in product(options.cells, options.ways):
         if (name, way) in done or not is_wanted(name, way):
             continue
