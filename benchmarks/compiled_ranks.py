@@ -139,7 +139,6 @@ def torchs_step(case, device):
 def measured(case, device, rounds):
     """Returns the ms per step of each window, by name, and torch's setting."""
     torchs, optimize = torchs_step(case, device)
-    torch._dynamo.config.optimize_ddp = True
     alternate = Alternate(torchs, device)
     cuda = device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

@@ -118,15 +118,19 @@ def test_sharded_weights_with_compiled_blocks():
             "tokens_s_gpu": 3,
         }
 
-    rows = [row("ours blocks", 8.5, 8.8, 9.5), row("ours fp8 blocks", 7.0, 7.5, 7.6), row("compiled", 10.0, 10.0, 10.0)]
+    rows = [
+        row("fabricamp blocks", 8.5, 8.8, 9.5),
+        row("fabricamp fp8 blocks", 7.0, 7.5, 7.6),
+        row("compiled", 10.0, 10.0, 10.0),
+    ]
     found = fsdp.ratios([*rows, {"network": "1.4B", "way": "saved"}])
     assert [(one["way"], one["decided"]) for one in found] == [
-        ("ours blocks", "not decided"),
-        ("ours fp8 blocks", "met"),
+        ("fabricamp blocks", "not decided"),
+        ("fabricamp fp8 blocks", "met"),
     ]
     page = render.fsdp(ABOUT | {"rows": rows, "ratios": found})
     assert (
-        "| 1.4B | ours fp8 blocks | 7.50 (7.00 to 7.60) | 1.00 | 2.00 | 3 | 0.750 (0.700 to 0.760); aim 0.8, met |"
+        "| 1.4B | fabricamp fp8 blocks | 7.50 (7.00 to 7.60) | 1.00 | 2.00 | 3 | 0.750 (0.700 to 0.760); aim 0.8, met |"
         in page
     )
     assert page.count("step, GPU ms") == 1
