@@ -265,7 +265,7 @@ def fsdp(result):
         "host_ms": "host ms of them",
         "memory_gb": "GB",
     }
-    steps = [row for row in result["rows"] if "step_ms" in row]
+    steps = [row for row in result["rows"] if "step_ms" in row and not is_compiled(row)]
     by_hand = {row["network"]: row["step_ms"] for row in steps if row["way"] == "fused"}
     plain = {row["network"]: row["host_ms"] for row in steps if row["way"] == "plain"}
     rows = [
@@ -288,11 +288,76 @@ def fsdp(result):
         'the fused AdamW with plain\ntensors as large as a rank\'s shards, and one norm per rank. "Llama 8B" is a network of '
         "Llama 3 8B's shape, 1 x 2048\ntokens, five steps. Every row is one run; MFU is relative to 989.4 TFLOP/s."
     )
-    parts = [f"## Sharded weights on {result['device']}", about]
+    parts = [f"## Sharded weights on {result['device']}"]
     head = ["network", "by", *names.values(), "tokens/s a GPU", "MFU", "step over fused", "host over plain"]
-    parts.append(table(head, rows))
+    if rows:
+        parts += [about, table(head, rows)]
+    if compiled := [row for row in result["rows"] if is_compiled(row)]:
+        parts += compiled_blocks(compiled, result["ratios"])
     parts += [checkpoints(row) for row in result["rows"] if "save_s" in row]
     return "\n\n".join(parts)
+
+
+def is_compiled(row):
+    return row["way"].startswith("compiled") or "blocks" in row["way"]
+
+
+def compiled_blocks(rows, ratios):
+    """Returns the steps of sharded weights with compiled blocks."""
+    about = (
+        "GPTs with sharded weights and compiled blocks: 1.4 billion parameters, 4 x 1024 tokens per rank, "
+        'reshard_after_forward=False;\nand 6.9 billion, 1 x 2048 tokens, reshard_after_forward=True. "Compiled" is torch\'s '
+        "fully_shard by hand, each block within\ntorch.compile, in bf16 with fp32 shards, the fused AdamW and clip_grad_norm_; "
+        '"compiled fp8" is the same with torchao\'s FP8\nproducts and FP8 gathers. "fabricamp blocks" is the Trainer at O5 with '
+        '`compile="blocks"` and everything on, "fabricamp fp8 blocks" with\n`Float8("tensorwise", all_gather=True)`. GPU ms of a '
+        'step: the median of seven windows of steps, with quartiles; ratios to\n"compiled" are those of the medians, with the '
+        "range that the quartiles give. A way is one run; ways do not alternate."
+    )
+    over = {(row["network"], row["way"]): row for row in ratios}
+    cells = []
+    for row in rows:
+        low, high = row["window_quartiles_ms"]
+        ratio = over.get((row["network"], row["way"]))
+        words = "1"
+        if ratio is not None:
+            least, most = ratio["range"]
+            words = f"{ratio['median']:.3f} ({least:.3f} to {most:.3f})"
+            if "goal" in ratio:
+                words += f"; aim {ratio['goal']}, {ratio['decided']}"
+        cells.append(
+            [
+                row["network"],
+                row["way"],
+                f"{row['window_ms']:.2f} ({low:.2f} to {high:.2f})",
+                f"{row['update_ms']:.2f}",
+                f"{row['memory_gb']:.2f}",
+                str(row["tokens_s_gpu"]),
+                words if ratio is not None or row["way"] == "compiled" else "",
+            ]
+        )
+    head = ["network", "by", "step, GPU ms", "clip and update", "GB", "tokens/s a GPU", "over compiled"]
+    return [about, table(head, cells)]
+
+
+def compiled_ranks(result):
+    about = (
+        "ResNet-50 (channels_last) with SyncBatchNorm under bf16 autocast, AdamW: wall ms per step, medians of windows that "
+        'alternate\nin one process. "torch" is `torch.compile` of DistributedDataParallel over its SyncBatchNorm, with the fused '
+        'AdamW;\n"fabricamp" is the Trainer with `compile=True`, `cuda_graph=True`, `strategy="delayed_ddp"` and everything on. '
+        "Ratios are\nmedians of the rounds' with quartiles; the aim is at most 0.9, met or missed where both are on one side of it."
+    )
+    rows = [
+        [
+            str(row["batch"]),
+            str(len(row["wall_ms_of_rounds"]["torch"])),
+            f"{row['wall_ms']['torch']:.2f}",
+            f"{row['wall_ms']['fabricamp']:.2f}",
+            rounds.described(row["ratio"]),
+        ]
+        for row in result["rows"]
+    ]
+    head = ["batch per rank", "rounds", "torch", "fabricamp", "fabricamp over torch"]
+    return "\n\n".join([f"## Compiled steps of two ranks on {result['device']}", about, table(head, rows)])
 
 
 def checkpoints(row):
@@ -563,6 +628,7 @@ RENDERERS = {
     "loop": loop,
     "loop_ranks": loop_ranks,
     "fsdp": fsdp,
+    "compiled_ranks": compiled_ranks,
 }
 """Keyed by the first part of a result file's name, before ``-``."""
 

@@ -55,6 +55,9 @@ class Precision(NamesKeywords):
     verdicts: StepResults | None = None
     """The statuses of past steps (applied or skipped); None if every step is applied."""
 
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raises :class:`ConfigError` if this precision does not work with ``strategy``; called before processes start."""
+
     def convert_module(self, module: nn.Module) -> Conversion | None:
         """Converts the module in place to its compute dtype; returns the functions that undo it (None: nothing to undo).
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from fabricamp.errors import ConfigError, nearest
@@ -233,15 +234,23 @@ class Float8Products(nn.Linear):
         # The product for the weight's gradient sums over the rows of the input, so 16 has to divide their number too.
         rows = input.numel() // self.in_features
         if not rows or rows % MULTIPLE:
-            return nn.Linear.forward(self, input)
+            return self._product(input)
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))  # noqa: A001 - torchao casts on GPUs alone
         elif self.weight.dtype is torch.float32:
             # The user has switched autocast off for code that needs fp32.
-            return nn.Linear.forward(self, input)
+            return self._product(input)
         output: Tensor = super().forward(input)
         return output
+
+    def _product(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Returns the layer's output by a product in the dtype of its weight."""
+        weight: Any = self.weight
+        if hasattr(type(weight), "to_original_precision"):
+            # FSDP has gathered the weight in FP8.
+            return F.linear(input, weight.to_original_precision(), self.bias)
+        return nn.Linear.forward(self, input)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # By protocol 1: pickle refuses to build an object of another class by the function of later protocols.

@@ -199,6 +199,7 @@ class Trainer(TrainerProperties):
         if settings.start_method == "auto":
             settings.start_method = self.strategy.start_method or "auto"
         self.precision_plugin = precision_from(given["precision"], settings.nan_policy, self.device_type)
+        self.precision_plugin.check_strategy(self.strategy)
         self.profiler = profiler_from(given["profiler"], self.device_type)
         self.state = RunState()
         self.ckpt_path: str | None = None
