@@ -80,11 +80,11 @@ class Counters(Section):
         state = self.state
         repeated = self.accumulation.repeated_batches()
         # In the end hooks of a validation within fit all its batches are done, so a resumed run does not repeat the validation.
-        validation_ends = state.validating_in_fit and state.scope is Scope.NOWHERE
+        validation_ends = state.validating_in_fit and state.user_call.scope is Scope.NOWHERE
         epochs = state.epoch + state.epoch_ended
         batches = 0 if state.epoch_ended else state.batch_idx - repeated
         done = state.batches_done - repeated
-        repeats_stop = state.should_stop and state.stop_reason != NON_FINITE
+        repeats_stop = state.should_stop and state.stop_request.reason != NON_FINITE
         return {
             "epoch": state.epoch,
             "global_step": state.global_step,
@@ -102,7 +102,7 @@ class Counters(Section):
             "loops.fit.batches_done": done,
             "loops.fit.validations": state.validations + validation_ends,
             "loops.fit.skipped_before": state.skipped_before,
-            "loops.fit.stop_reason": state.stop_reason if repeats_stop else "",
+            "loops.fit.stop_reason": state.stop_request.reason if repeats_stop else "",
             "loops.fit.interrupted": state.interrupted,
             "loops.fit.epoch_ended": state.epoch_ended or state.closed_at == state.batches_done,
             "loops.fit.validated": state.epoch_ended or validation_ends or state.validated_at == state.batches_done,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +82,9 @@ class EvaluationLoop:
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         call_hook(self._module, f"on_{self._kind}_model_eval")
         # Restored for the training loop after a validation within fit.
-        before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
-        state.num_dataloaders = len(feeds)
+        user_call = state.user_call
+        before = replace(user_call)
+        user_call.num_dataloaders = len(feeds)
         self.cut_short = False
         state.evaluated = 0 if self._in_fit else NOT_VALIDATING
         if state.fn is not TrainerFn.FITTING:
@@ -93,7 +95,10 @@ class EvaluationLoop:
             _set_modes(modes)  # for whoever trains the module next
             raise
         state.evaluated = NOT_VALIDATING
-        state.scope, state.batch, state.dataloader_idx, state.num_dataloaders = before
+        user_call.scope = before.scope
+        user_call.batch = before.batch
+        user_call.dataloader_idx = before.dataloader_idx
+        user_call.num_dataloaders = before.num_dataloaders
         name = f"on_{self._kind}_model_train"
         # As in Lightning, predict has no such hook.
         if self._kind != "predict" and overrides(self._module, name, ModuleHooks):
@@ -114,7 +119,7 @@ class EvaluationLoop:
         batches_done = (
             state.batches_done
         )  # counts the batches of an entry point's evaluation meanwhile (_count_and_stop)
-        state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
+        state.user_call.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
         outputs: list[list[Any]] = [[] for _ in feeds]
         if self._record is not None:
             self._record.share(outputs)
@@ -137,22 +142,22 @@ class EvaluationLoop:
         call_all(self._epoch_end)
         if self._kind != "predict":
             self._metrics.end_evaluation(self._state.global_step)
-            self._state.scope = Scope.NOWHERE  # values logged from here on would get lost
+            self._state.user_call.scope = Scope.NOWHERE  # values logged from here on would get lost
         call_all(self._end)
 
     def _run_loader(self, feed: Feed, dataloader_idx: int, outputs: list[Any] | None) -> None:
-        state = self._state
-        state.dataloader_idx = dataloader_idx
+        user_call = self._state.user_call
+        user_call.dataloader_idx = dataloader_idx
         # As in Lightning: with one loader, hooks need not take dataloader_idx.
-        index = (dataloader_idx,) if state.num_dataloaders > 1 else ()
+        index = (dataloader_idx,) if user_call.num_dataloaders > 1 else ()
         if self._kind != "predict":
-            state.scope = Scope.EVAL_STEP
+            user_call.scope = Scope.EVAL_STEP
         if self.cut_short:  # in an earlier loader
             return
         # The first loader only: ranks reach later ones at different times, as a loader may have fewer batches on one rank.
         batches = self._together(feed) if dataloader_idx == 0 else feed
         for batch_idx, batch in enumerate(batches):
-            state.batch = batch
+            user_call.batch = batch
             for hook in self._batch_start:
                 hook(batch, batch_idx, *index)
             arguments = (batch, batch_idx, dataloader_idx)[: self._arguments or 2 + len(index)]
@@ -164,7 +169,7 @@ class EvaluationLoop:
             if self._stops and self._count_and_stop():
                 break
         if self._kind != "predict":
-            state.scope = Scope.EVAL_EPOCH
+            user_call.scope = Scope.EVAL_EPOCH
 
     def _count_and_stop(self) -> bool:
         """Counts a batch for the stop agreement; returns whether all ranks agreed to stop here."""

@@ -142,7 +142,7 @@ class ResumePoint(Section):
 
     def _present(self) -> dict[str, Any]:
         """Returns this rank's present resume point; within an unfinished validation, that before the validation."""
-        unfinished = self._before_validation if self._state.scope is not Scope.NOWHERE else None
+        unfinished = self._before_validation if self._state.user_call.scope is not Scope.NOWHERE else None
         objects = find_objects(self._module)
         return {
             "rng": capture_rng() if unfinished is None else unfinished.rng,

@@ -77,7 +77,7 @@ def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
     strategy = trainer.strategy
     session = trainer._runner.session
     captures = session is not None and session.settings.cuda_graph is not None
-    if strategy.world_size > 1 and not captures and trainer.state.scope is not Scope.TRAIN_STEP:
+    if strategy.world_size > 1 and not captures and trainer.state.user_call.scope is not Scope.TRAIN_STEP:
         check_shapes(strategy, tensor)
     return strategy.all_gather(tensor)
 

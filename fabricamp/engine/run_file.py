@@ -131,7 +131,7 @@ def _beginning(session: Session, folder: Path) -> dict[str, Any]:
 
 def _end(session: Session, error: BaseException | None) -> dict[str, Any]:
     state = session.trainer.state
-    interruption = state.interruption
+    interruption = state.stop_request.interruption
     if session.agreement.abandoned and not interruption:
         interruption = session.agreement.reason
     if interruption or isinstance(error, KeyboardInterrupt):

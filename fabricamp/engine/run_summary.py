@@ -119,7 +119,7 @@ class RunSummary:
         if 0 <= settings.max_steps <= state.global_step:
             return f"max_steps={settings.max_steps} reached"
         if state.should_stop:
-            return state.stop_reason
+            return state.stop_request.reason
         return f"max_epochs={settings.max_epochs} reached"
 
     def _ending(self) -> str:

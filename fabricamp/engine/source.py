@@ -441,15 +441,15 @@ def _names(code: CodeType, name: str) -> bool:
 
 
 def with_ahead_flag(prepare: Callable[[Any], Any] | None, state: RunState) -> Callable[[Any], Any] | None:
-    """Returns ``prepare``, wrapped to set ``state.ahead`` while it runs ahead of the step."""
+    """Returns ``prepare``, wrapped to set ``ahead`` while it runs ahead of the step."""
     if prepare is None:
         return None
 
     def ahead(batch: Any) -> Any:
-        state.ahead = True
+        state.user_call.ahead = True
         try:
             return prepare(batch)
         finally:
-            state.ahead = False
+            state.user_call.ahead = False
 
     return ahead

@@ -689,19 +689,24 @@ def forward_train_batches(session: Session) -> None:
     metrics = session.metrics
     data = session.data
     step = with_index(session.module.training_step, session.module.training_step)
-    position = (state.scope, state.batch, state.batch_idx)
+    user_call = state.user_call
+    scope = user_call.scope
+    batch_before = user_call.batch
+    batch_idx = state.batch_idx
     muted = metrics.muted
     set_epoch(data.train_loader, state.epoch)
     feed = data.feed(data.train_loader, data.num_training_batches)
-    state.scope = Scope.TRAIN_STEP
+    user_call.scope = Scope.TRAIN_STEP
     metrics.muted = True
     try:
         for number, batch in enumerate(feed):
-            state.batch = batch
+            user_call.batch = batch
             state.batch_idx = number  # the watchdog sees progress by this number
             session.precision.forward(step, batch, number)
         feed.finish()
     finally:
-        state.scope, state.batch, state.batch_idx = position
+        user_call.scope = scope
+        user_call.batch = batch_before
+        state.batch_idx = batch_idx
         metrics.muted = muted
         feed.close()

@@ -162,7 +162,10 @@ class Metrics(Recording):
         On a GPU, step values lag by one or two calls; at an epoch's end all values are exact.
         """
         latest = self._progress_snapshot.latest(self.table(MetricTable.TRAINING))
-        if self._state.scope in (Scope.NOWHERE, Scope.TRAIN_EPOCH):  # the last step's values are older than the epoch's
+        if self._state.user_call.scope in (
+            Scope.NOWHERE,
+            Scope.TRAIN_EPOCH,
+        ):  # the last step's values are older than the epoch's
             latest = {key: value for key, value in latest.items() if key not in self._shown_for_epoch}
         return {**self.progress_bar_metrics, **latest}
 
@@ -195,7 +198,7 @@ class Metrics(Recording):
         """Returns this rank's latest values: of the current step, or those that the current epoch hook has logged."""
         if self.before_look is not None:
             self.before_look()
-        scope = self._state.scope
+        scope = self._state.user_call.scope
         table = self._tables.get(self._table_name())
         if table is None or scope in (Scope.NOWHERE, Scope.PREDICT):
             return ()

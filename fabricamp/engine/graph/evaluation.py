@@ -58,7 +58,7 @@ class GraphEvaluation:
             return self._forward(*arguments)
         view = self._view(arguments)
         try:
-            key = (self._step, signature(view), self._state.dataloader_idx)
+            key = (self._step, signature(view), self._state.user_call.dataloader_idx)
         except NotCapturableError as error:
             self._give_up(str(error))
             return self._forward(*arguments)
@@ -130,12 +130,12 @@ class GraphEvaluation:
         captured_arguments = (inputs, BatchIndex(self._step), *arguments[2:])[: len(arguments)]
         graph = Captured(session.module, inputs, LogReplay(session.metrics, MetricTable.EVALUATION))
         session.run_context.metrics = self._watch.log_watch()
-        self._state.capturing = True
+        self._state.user_call.capturing = True
         try:
             graph.capture(lambda: self._forward(*captured_arguments), self._stream, self._pool)
         finally:
             session.run_context.metrics = session.metrics
-            self._state.capturing = False
+            self._state.user_call.capturing = False
         self.seen.captured = True
         return graph
 

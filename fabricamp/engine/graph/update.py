@@ -457,14 +457,14 @@ class GraphUpdate(Update):
     def _capture_launches(self, step: CapturedStep, run: Callable[[], Any]) -> int:
         """Captures what ``run`` launches; returns the bytes of memory that the graph reserves beside those of other graphs."""
         self._attachment.metrics = self._watch.log_watch()
-        self._state.capturing = True
+        self._state.user_call.capturing = True
         before = torch.cuda.memory_reserved(self._stream.device)
         try:
             step.capture(run, self._stream, self._pool.id)
             self._pool.note_capture()
         finally:
             self._attachment.metrics = self._parts.metrics
-            self._state.capturing = False
+            self._state.user_call.capturing = False
         return torch.cuda.memory_reserved(self._stream.device) - before
 
     def _launch_captured(self, batch: Any, role: Role) -> Any:
