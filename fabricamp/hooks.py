@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import Batch, StateDict
     from fabricamp.trainer import Trainer
 
-Calls = tuple["Callable[..., Any]", ...]
+Calls = tuple["Callable[..., object]", ...]
 
 
 class ModuleHooks:
@@ -114,11 +114,11 @@ class ModuleHooks:
     def predict_dataloader(self) -> Any:
         """Returns the loader to predict, or a list of loaders."""
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Returns the batch, changed before the transfer to the device."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Returns the batch on ``device``; override this hook for batches of your own type.
 
         On a GPU this hook runs one batch ahead, as ``on_before_batch_transfer`` does, and does not see changes that the step makes;
@@ -126,7 +126,7 @@ class ModuleHooks:
         """
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Returns the batch, changed on the device (augmentation)."""
         return batch
 

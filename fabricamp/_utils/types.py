@@ -25,3 +25,6 @@ ParamGroup: TypeAlias = dict[str, Any]
 
 Closure: TypeAlias = Callable[[], Any]
 """Computes the loss again and returns it, for an optimizer that asks for it within its step."""
+
+Output: TypeAlias = Any
+"""What a step of the user's module returns: a loss, a dict with one, a prediction, or None."""

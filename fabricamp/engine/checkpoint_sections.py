@@ -17,6 +17,7 @@ from fabricamp.state import NON_FINITE, Scope, TrainerFn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks.base import Callback
     from fabricamp.engine.accumulation_state import AccumulationState
     from fabricamp.engine.session import Session
@@ -75,7 +76,7 @@ class Counters(Section):
     module: TrainingModule
     data: DataSource
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns the counters of a run resumed from here; ``epoch`` is the running epoch, as in Lightning's files."""
         state = self.state
         repeated = self.accumulation.repeated_batches()
@@ -108,7 +109,7 @@ class Counters(Section):
             "loops.fit.validated": state.epoch_ended or validation_ends or state.validated_at == state.batches_done,
         }
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Restores the counters, and a request to stop that was not fulfilled.
 
         The request is repeated if it was still waiting for ``min_steps`` or ``min_epochs``, or if a signal came first.  A request
@@ -148,12 +149,12 @@ class CallbackSection(Section):
     callbacks: Sequence[Callback]
     fn: TrainerFn
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns their state dicts by ``state_key``."""
         states = {callback.state_key: state for callback in self.callbacks if (state := callback.state_dict())}
         return {"callbacks": states}
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Loads the callbacks' states; an evaluation skips fabricamp's own callbacks, because their states are about training."""
         for callback, state in matched_states(self.callbacks, checkpoint.get("callbacks", {})):
             ours = type(callback).load_state_dict.__module__.startswith("fabricamp.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from fabricamp.state import NOT_VALIDATING, RunState, Scope, TrainerFn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from fabricamp._utils.types import Batch, Output, Step
     from fabricamp.engine.prediction_record import PredictionRecord
     from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
@@ -43,10 +45,10 @@ class EvaluationLoop:
         metrics: Metrics,
         hooks: Hooks,
         agreement: StopAgreement,
-        together: Callable[[Iterable[Any]], Iterable[Any]],
+        together: Callable[[Iterable[Batch]], Iterable[Batch]],
         inference_mode: bool,
         record: PredictionRecord | None = None,
-        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
+        compiled: Callable[[Step], Step] = lambda step: step,
     ) -> None:
         self._kind = kind
         self._module = module
@@ -54,10 +56,12 @@ class EvaluationLoop:
         self._metrics = metrics
         self._agreement = agreement
         self._together = together
-        self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
+        self._no_gradients: Callable[[], AbstractContextManager[object]] = (
+            torch.inference_mode if inference_mode else torch.no_grad
+        )
         step = getattr(module, f"{kind}_step")
         self._arguments = _count_arguments(step)
-        self.forward: Callable[..., Any] = partial(precision.forward, compiled(step))
+        self.forward: Step = partial(precision.forward, compiled(step))
         """Calls the step with (batch, batch_idx, dataloader_idx), or as many of these as it takes."""
         self._in_fit = state.fitting
         # The sanity check is short: it is never stopped early.
@@ -76,7 +80,7 @@ class EvaluationLoop:
             self._batch_start = (record.begin_batch, *self._batch_start)
             self._batch_end = (*self._batch_end, record.end_batch)
 
-    def run(self, feeds: Sequence[Feed], *, keep: bool = False) -> list[list[Any]]:
+    def run(self, feeds: Sequence[Feed], *, keep: bool = False) -> list[list[Output]]:
         """Runs every loader once; returns one list per loader, with the steps' outputs if ``keep``."""
         state = self._state
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
@@ -107,20 +111,22 @@ class EvaluationLoop:
             _set_modes(modes)
         return outputs
 
-    def _within(self, contexts: Sequence[Callable[[], Any]], run: Callable[[], list[list[Any]]]) -> list[list[Any]]:
+    def _within(
+        self, contexts: Sequence[Callable[[], AbstractContextManager[object]]], run: Callable[[], list[list[Output]]]
+    ) -> list[list[Output]]:
         """Calls ``run`` within all contexts; an ExitStack loses a context if an interruption comes right after its entry."""
         if not contexts:
             return run()
         with contexts[0]():
             return self._within(contexts[1:], run)
 
-    def _run_loaders(self, feeds: Sequence[Feed], *, keep: bool) -> list[list[Any]]:
+    def _run_loaders(self, feeds: Sequence[Feed], *, keep: bool) -> list[list[Output]]:
         state = self._state
         batches_done = (
             state.batches_done
         )  # counts the batches of an entry point's evaluation meanwhile (_count_and_stop)
         state.user_call.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
-        outputs: list[list[Any]] = [[] for _ in feeds]
+        outputs: list[list[Output]] = [[] for _ in feeds]
         if self._record is not None:
             self._record.share(outputs)
         call_all(self._start)
@@ -145,7 +151,7 @@ class EvaluationLoop:
             self._state.user_call.scope = Scope.NOWHERE  # values logged from here on would get lost
         call_all(self._end)
 
-    def _run_loader(self, feed: Feed, dataloader_idx: int, outputs: list[Any] | None) -> None:
+    def _run_loader(self, feed: Feed, dataloader_idx: int, outputs: list[Output] | None) -> None:
         user_call = self._state.user_call
         user_call.dataloader_idx = dataloader_idx
         # As in Lightning: with one loader, hooks need not take dataloader_idx.
@@ -189,7 +195,7 @@ def _set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:
         submodule.training = training
 
 
-def _count_arguments(step: Callable[..., Any]) -> int:
+def _count_arguments(step: Step) -> int:
     """Returns how many of (batch, batch_idx, dataloader_idx) the step takes by position; 0 for ``*args``, which takes all."""
     parameters = inspect.signature(step).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -204,7 +210,7 @@ def _count_arguments(step: Callable[..., Any]) -> int:
     return count
 
 
-def gather_predictions(predictions: list[list[list[Any]]], strategy: Strategy) -> list[Any]:
+def gather_predictions(predictions: list[list[list[Output]]], strategy: Strategy) -> list[Any]:
     """Returns all ranks' predictions, one list per loader, or the list of a single loader.
 
     They are in the order in which samples were distributed: batch 0 of every rank, then batch 1.  ``predictions`` has a list of

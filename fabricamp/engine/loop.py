@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, Loader, Step
     from fabricamp.data import Feed
     from fabricamp.engine.optimizer_setup import SchedulerConfig
     from fabricamp.engine.resume import ResumePoint
@@ -57,8 +58,8 @@ class FitParts:
     agreement: StopAgreement
     requests: LoopRequests
     feed: Feed
-    loader: Any
-    step: Callable[..., Any]
+    loader: Loader
+    step: Step
     optimizers: list[Optimizer]
     schedulers: list[SchedulerConfig]
     clip: Clip | None
@@ -68,7 +69,7 @@ class FitParts:
     """The number of micro-batches of an epoch; inf if unknown."""
     validate: Callable[[], bool] | None
     resume_point: ResumePoint
-    together: Callable[[Iterable[Any]], Iterator[Any]]
+    together: Callable[[Iterable[Batch]], Iterator[Batch]]
     """Makes the ranks begin a pass over their batches together."""
     meet_at_end_of_data: Callable[[int], None]
     renew: Callable[[FitParts], None]
@@ -260,7 +261,7 @@ class TrainingLoop:
         state.batches = None
         return complete
 
-    def _skips(self, batch: Any, batch_idx: int) -> bool:
+    def _skips(self, batch: Batch, batch_idx: int) -> bool:
         """Runs every ``on_train_batch_start``; returns whether one of them returned -1, which skips the rest of the epoch."""
         skips = False
         for hook in self._batch_start:

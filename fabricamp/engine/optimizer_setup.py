@@ -18,6 +18,7 @@ from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.torch_updates import demands_closure
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import Closure, Output
     from fabricamp.module import TrainingModule
     from fabricamp.trainer.arguments import Settings
 
@@ -49,7 +50,7 @@ class ManagedOptimizer:
         self._module = module
         self.update: Callable[[Optimizer, Callable[[], Any] | None], Any] | None = None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure | None = None) -> Any:
         """Makes one update from the gradients that ``manual_backward`` left; runs ``closure`` first if one is given."""
         if self.update is None:
             raise ConfigError(
@@ -75,7 +76,7 @@ class ManagedOptimizer:
 
 
 def parse_optimizers(
-    returned: Any, *, own_step: bool = False, manual: bool = False
+    returned: Output, *, own_step: bool = False, manual: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
 
@@ -116,7 +117,7 @@ def _use_builtin_numbers(values: dict[str, Any]) -> None:
             values[name] = builtin_numbers(value)
 
 
-def _unpacked(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def _unpacked(returned: Output) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if returned is None:
         return [], []
     if _is_optimizer(returned):

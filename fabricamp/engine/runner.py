@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks.base import Callback
     from fabricamp.strategies.base import Environment
     from fabricamp.trainer import Trainer
@@ -94,12 +95,12 @@ class Runner:
         self.environment = launch.detect() or self.trainer.strategy.environment
         self.launches = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns all state except the last session, whose threads and loops stay in their process."""
         earlier = {"_earlier_lengths": self._lengths(), "_earlier_metrics": self._published()}
         return {**self.__dict__, "session": None, **earlier}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         # A pickle of version 0.1.0 has neither of these, nor a root folder.
         added_since: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None}
         self.__dict__.update({**added_since, **state})
@@ -232,7 +233,7 @@ class Runner:
 
     def resolve(
         self, ckpt_path: str | Path | None, *, weights_only: bool | None = None
-    ) -> tuple[str | None, dict[str, Any] | None]:
+    ) -> tuple[str | None, StateDict | None]:
         """Returns the file to load, and its content if that was read in choosing the file; sets ``trainer.ckpt_path``."""
         fits = self.trainer.state.fn is TrainerFn.FITTING
         plan = the_plan() if fits else None

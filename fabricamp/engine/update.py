@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, Output, StateDict, Step
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.flat import Gradients
@@ -105,7 +106,7 @@ class Update:
             self._hooks = replace(self._hooks, before_backward=before_backward)
         self.use(parts.step)
 
-    def use(self, step: Callable[..., Any]) -> None:
+    def use(self, step: Callable[..., object]) -> None:
         """Sets the step to run: ``training_step``, as wrapped by the strategy."""
         precision = self._parts.precision
         step = with_index(step, self._parts.module.training_step)
@@ -133,11 +134,11 @@ class Update:
         before_last = -(self._state.batch_idx + self._offset) % self._accumulate
         return before_last + 1 + (steps - 1) * self._accumulate
 
-    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Returns an epoch's batches for the loop; an elastic strategy (``heals``) begins each step before its batch is read."""
         return self._beginning_steps(batches) if self._parts.strategy.membership.heals else batches
 
-    def _beginning_steps(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _beginning_steps(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Lets the strategy begin each step before its first batch is read, when the run's state is as in a checkpoint."""
         membership = self._parts.strategy.membership
         end = object()
@@ -158,7 +159,7 @@ class Update:
 
     # -- a micro-batch -----------------------------------------------------------------------------------------------------------
 
-    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+    def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs a micro-batch (``last``: the last one of its epoch); returns the outputs for the hooks after it."""
         ends = self._ends_accumulation(batch_idx, last)
         if ends and not self._sums:
@@ -193,7 +194,7 @@ class Update:
     def _ends_accumulation(self, batch_idx: int, last: bool) -> bool:
         return (batch_idx + self._offset) % self._accumulate == 0 or (last and self._steps_at_epoch_end)
 
-    def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
+    def _forward_backward(self, batch: Batch, batch_idx: int) -> Output:
         hooks = self._hooks
         output = self._forward(batch, batch_idx)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
@@ -224,7 +225,7 @@ class Update:
             return {**self._detached(output), "loss": loss.detach()}
         return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
 
-    def _loss_of(self, output: Any) -> Tensor | None:
+    def _loss_of(self, output: Output) -> Tensor | None:
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor):
             return loss
@@ -288,7 +289,7 @@ class Update:
         else:
             optimizer.zero_grad()
 
-    def _detached(self, output: Any) -> Any:
+    def _detached(self, output: Output) -> Output:
         """Returns what hooks get, detached from the graph: a loss becomes a dict."""
         if self.weights is not None:
             return self.weights.outputs(output)
@@ -364,11 +365,11 @@ class Update:
         if self._advances_at_once:
             if self._optimizer is not None:
                 # Else a schedule would warn that it steps before its optimizer, which has nothing to do in this step.
-                optimizer: Any = self._optimizer
+                optimizer: Optimizer = self._optimizer
                 optimizer._opt_called = True
             self.schedules.advance(self._state.global_step)
 
-    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
+    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Output:
         """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step.
 
         In a program written for Lightning it counts all of them, as there: a step's value is that of the last one.
@@ -389,13 +390,13 @@ class Update:
         if self.weights is not None:
             self.weights.forget()
 
-    def accumulation_state(self) -> dict[str, Any] | None:
+    def accumulation_state(self) -> StateDict | None:
         """Returns the state of the accumulation in progress beside ``.grad``; None if there is none, or within a micro-batch."""
         if self.loss is None or not self._batch_complete:
             return None
         return self._accumulation_tensors().state(self.loss.detach())
 
-    def load_accumulation_state(self, state: dict[str, Any]) -> str:
+    def load_accumulation_state(self, state: StateDict) -> str:
         """Restores the result of :meth:`accumulation_state`; returns why that is impossible, or an empty string."""
         if state.get("weighted"):
             self._use_weights()
@@ -408,7 +409,7 @@ class Update:
         return AccumulationTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
 
 
-def with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
+def with_index(step: Callable[..., object], training_step: Callable[..., object]) -> Step:
     """Returns ``step`` as a callable of (batch, batch_idx), also if ``training_step`` takes only the batch."""
     signature = inspect.signature(training_step)
     for arguments in ((None, 0), (None,)):
@@ -430,23 +431,23 @@ class ResolvedHooks:
     A hook that nobody overrides costs nothing in a step.
     """
 
-    before_zero_grad: Sequence[Callable[..., Any]]
-    before_backward: Sequence[Callable[..., Any]]
-    after_backward: Sequence[Callable[..., Any]]
-    before_step: Sequence[Callable[..., Any]]
-    zero_grad: Callable[..., Any] | None
-    clipping: Callable[[Any, Clip | None], None] | None
-    step: Callable[..., Any] | None
-    run_backward: Callable[..., Any]
-    backward: Callable[..., Any]
+    before_zero_grad: Sequence[Callable[..., object]]
+    before_backward: Sequence[Callable[..., object]]
+    after_backward: Sequence[Callable[..., object]]
+    before_step: Sequence[Callable[..., object]]
+    zero_grad: Callable[..., object] | None
+    clipping: Callable[[Optimizer, Clip | None], None] | None
+    step: Callable[..., object] | None
+    run_backward: Callable[..., object]
+    backward: Callable[..., object]
     """Called with the loss: ``run_backward``, through ``precision.backward`` if the precision overrides it."""
     wants_outputs: bool
     """Whether a hook after the batch gets the step's output."""
     shows_gradients: bool
     """Whether hooks or overridden methods see gradients before the update: only then a separate pass unscales them."""
-    plain_zero_grad: Callable[[], Any] | None
+    plain_zero_grad: Callable[[], object] | None
     """The optimizer's own ``zero_grad``, if the user does nothing around it; else None."""
-    plain_step: Callable[[], Any] | None
+    plain_step: Callable[[], object] | None
     """The optimizer's own ``step``, if neither the Trainer, the precision nor the user does anything around it; else None."""
 
 
@@ -456,7 +457,7 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: 
     module = parts.module
     precision = parts.precision
     own = partial(overrides, module, base=TrainingModule)
-    run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
+    run_backward: Callable[..., object] = module.backward if own("backward") else Tensor.backward
     # Methods that only pass a call on are left out: a Python call costs as much as three hooks.
     scales = overrides(precision, "backward", Precision)
     before_zero_grad = hooks("on_before_zero_grad")
@@ -465,8 +466,8 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: 
     clipping = partial(_clip_by, module.configure_gradient_clipping) if own("configure_gradient_clipping") else None
     step = module.optimizer_step if own("optimizer_step") else None
     shown = bool(before_step or clipping or step)
-    plain_zero_grad: Callable[[], Any] | None = None
-    plain_step: Callable[[], Any] | None = None
+    plain_zero_grad: Callable[[], object] | None = None
+    plain_step: Callable[[], object] | None = None
     if optimizer is not None:
         if not (before_zero_grad or zero_grad):
             plain_zero_grad = optimizer.zero_grad
@@ -490,7 +491,7 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: 
     )
 
 
-def _clip_by(configure: Callable[..., Any], optimizer: Any, clip: Clip | None) -> None:
+def _clip_by(configure: Callable[..., object], optimizer: Optimizer, clip: Clip | None) -> None:
     """Calls the module's own method by Lightning's keywords."""
     configure(optimizer, gradient_clip_val=clip and clip.value, gradient_clip_algorithm=clip and clip.algorithm)
 
@@ -556,10 +557,10 @@ class LossWeights:
         """Begins a new accumulation."""
         self.total.zero_()
 
-    def requiring_weights(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def requiring_weights(self, forward: Step) -> Step:
         """Returns ``forward``, wrapped to raise for a loss without a weight: it would be counted with a wrong weight."""
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any) -> Output:
             output = forward(*args)
             loss = output.get("loss") if isinstance(output, dict) else output
             if isinstance(loss, Tensor):
@@ -568,7 +569,7 @@ class LossWeights:
 
         return run
 
-    def outputs(self, output: Any) -> dict[str, Any]:
+    def outputs(self, output: Output) -> dict[str, Any]:
         """Returns the outputs for hooks, detached: the mean as "loss", the weight, and the other values of a dict."""
         others = output if isinstance(output, dict) else {}
         total, weight = output["loss"] if others else output
@@ -638,14 +639,14 @@ class AccumulationTensors:
         self._optimizers = optimizers
         self._accumulate = accumulate
 
-    def state(self, loss: Tensor) -> dict[str, Any]:
+    def state(self, loss: Tensor) -> StateDict:
         """Returns the tensors, not copied, followed by the last micro-batch's ``loss``, with precision and ``accumulate``."""
         sums = [tensor for memory in self._memories() for tensor in memory.tensors]
         tensors = [*sums, *self._others(), loss]
         state = {"level": self._level, "accumulate": self._accumulate, "tensors": tensors}
         return state if self._weights is None else {**state, "weighted": True}
 
-    def load(self, state: dict[str, Any]) -> str:
+    def load(self, state: StateDict) -> str:
         """Restores the result of :meth:`state`; returns why that is impossible, or an empty string."""
         for name, current in (("level", self._level), ("accumulate", self._accumulate)):
             if state[name] != current:

@@ -384,7 +384,7 @@ class Metrics(Recording):
             **self.published(),
         }
 
-    def load_state_dict(self, states: Sequence[dict[str, Any]], first: dict[str, Any], objects: dict[str, Any]) -> None:
+    def load_state_dict(self, states: Sequence[StateDict], first: dict[str, Any], objects: dict[str, Any]) -> None:
         """Restores :meth:`state_dict` of this rank, of several ranks together, or of none; ``first`` is rank 0's.
 
         With the states of several ranks, pending flushes are dropped.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks.base import Callback
     from fabricamp.checkpoint import CheckpointIO
     from fabricamp.compilation import Compile
@@ -445,7 +446,7 @@ class Trainer(TrainerProperties):
         filepath: str | Path,
         weights_only: bool = False,
         *,
-        write: Callable[[str, dict[str, Any]], None] | None = None,
+        write: Callable[[str, StateDict], None] | None = None,
     ) -> None:
         """Writes a checkpoint, or passes it to ``write``; every rank calls it; raises :class:`CheckpointError` on every rank."""
         if self._runner.launches:
