@@ -122,9 +122,8 @@ class EvaluationLoop:
 
     def _run_loaders(self, feeds: Sequence[Feed], *, keep: bool) -> list[list[Output]]:
         state = self._state
-        batches_done = (
-            state.batches_done
-        )  # counts the batches of an entry point's evaluation meanwhile (_count_and_stop)
+        # It counts the batches of an entry point's evaluation meanwhile (_count_and_stop).
+        batches_done = state.batches_done
         state.user_call.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
         outputs: list[list[Output]] = [[] for _ in feeds]
         if self._record is not None:

@@ -52,7 +52,8 @@ class Metrics(Recording):
     """
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
-        super().__init__(state, strategy)
+        super().__init__(state.user_call, strategy)
+        self._state = state
         self.reduced: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.progress_bar_metrics: dict[str, float] = {}
@@ -162,10 +163,8 @@ class Metrics(Recording):
         On a GPU, step values lag by one or two calls; at an epoch's end all values are exact.
         """
         latest = self._progress_snapshot.latest(self.table(MetricTable.TRAINING))
-        if self._state.user_call.scope in (
-            Scope.NOWHERE,
-            Scope.TRAIN_EPOCH,
-        ):  # the last step's values are older than the epoch's
+        # At an epoch's end the last step's values are older than the epoch's.
+        if self._user_call.scope in (Scope.NOWHERE, Scope.TRAIN_EPOCH):
             latest = {key: value for key, value in latest.items() if key not in self._shown_for_epoch}
         return {**self.progress_bar_metrics, **latest}
 
@@ -198,7 +197,7 @@ class Metrics(Recording):
         """Returns this rank's latest values: of the current step, or those that the current epoch hook has logged."""
         if self.before_look is not None:
             self.before_look()
-        scope = self._state.user_call.scope
+        scope = self._user_call.scope
         table = self._tables.get(self._table_name())
         if table is None or scope in (Scope.NOWHERE, Scope.PREDICT):
             return ()

@@ -15,7 +15,7 @@ from fabricamp._utils.lightning_alias import say_difference
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Published, Slot
 from fabricamp.metrics.values import Dtypes, as_weight, batch_length, dtype_of, is_metric, plain_value, tell_of_lengths
-from fabricamp.state import RunState, Scope, UserCall
+from fabricamp.state import Scope, UserCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,11 +32,11 @@ LOADER_MARK = "/dataloader_idx_"
 class Recording:
     """Finds the slot of each ``self.log`` call and stores the value there; with ``muted`` it stores nothing."""
 
-    def __init__(self, state: RunState, strategy: Strategy) -> None:
+    def __init__(self, user_call: UserCall, strategy: Strategy) -> None:
         self.muted = False
         # Reading a CPU tensor does not wait, and storing a number costs a tenth of a copy into a tensor.
         self.reads_cpu_tensors = True
-        self._user_call = state.user_call
+        self._user_call = user_call
         self._strategy = strategy
         self._tables: dict[str, MetricTable] = {}
         self._known: dict[tuple[Any, ...], Slot] = {}

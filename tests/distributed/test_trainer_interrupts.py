@@ -34,7 +34,7 @@ class Net(Classifier):
             note(f"t{self.global_step}")
         time.sleep(0.03)
         if "stuck" in what and self.global_step == 3:
-            wait_until(lambda: self.trainer._runner.session.agreement.asked)
+            wait_until(lambda: session(self.trainer).agreement.asked)
             note(f"asked {self.global_rank}")
             threading.Event().wait()  # for ever
         return super().training_step(batch, batch_idx)

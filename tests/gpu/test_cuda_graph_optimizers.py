@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel, TrainingModule
+from tests.inside import captured_steps, graph_update
 from tests.small import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -95,9 +96,9 @@ class Watch(Callback):
         self.options.append([{key: type(value).__name__ for key, value in group.items()} for group in groups])
 
     def on_train_end(self, trainer, module):
-        update = trainer._runner.session.graphs.update
+        update = graph_update(trainer)
         self.update = update
-        self.replays = 0 if update is None else sum(step.replays for step in update._steps.values())
+        self.replays = 0 if update is None else sum(step.replays for step in captured_steps(update).values())
 
 
 def batches(*, spikes=False):
