@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -168,7 +168,7 @@ class CombinedLoader(NamesKeywords):
         return values if isinstance(self.loaders, list) else tuple(values)
 
 
-def _is_nested(member: object, mode: str) -> bool:
+def _is_nested(member: object, mode: str) -> TypeGuard[CombinedLoader]:
     """Whether ``member`` is a nested collection of loaders combined by ``mode``."""
     return isinstance(member, CombinedLoader) and member.mode == mode
 

@@ -112,7 +112,7 @@ class EvaluationLoop:
         return outputs
 
     def _within(
-        self, contexts: Sequence[Callable[[], AbstractContextManager[object]]], run: Callable[[], list[list[Output]]]
+        self, contexts: Sequence[Callable[..., Any]], run: Callable[[], list[list[Output]]]
     ) -> list[list[Output]]:
         """Calls ``run`` within all contexts; an ExitStack loses a context if an interruption comes right after its entry."""
         if not contexts:

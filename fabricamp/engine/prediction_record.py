@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -133,7 +133,7 @@ def note_indices(loader: Loader) -> tuple[Any, NotedIndices | None]:
     return copied, noted
 
 
-def _asks_in_order(loader: Loader) -> bool:
+def _asks_in_order(loader: Loader) -> TypeGuard[DataLoader[Any]]:
     """Whether ``loader`` yields its batches in the order in which its sampler yields indices."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False

@@ -98,8 +98,8 @@ class DataSource:
         self._settings = settings
         self._state = state
         self._loaded_in = self._reload_epoch
-        self._train_loader: Loader = None
-        self._unwired_train_loader: Loader = None  # as it was given or made
+        self._train_loader: Loader | None = None
+        self._unwired_train_loader: object = None  # as it was given or made
         self._num_training_batches: float | None = None
         self._feeds: list[tuple[Loader, Feed]] = []
         self.train_feed: Feed | None = None
@@ -181,8 +181,9 @@ class DataSource:
             # Validation makes a pass of its own, over a second training loader.
             length = self.num_training_batches  # creates the training loader if there is none yet
             train_loader = self._wire(combine(self._unwired_train_loader), train=True)
-            is_combined = isinstance(train_loader, CombinedLoader)
-            self._collections["val"] = train_loader.iterables if is_combined else train_loader
+            self._collections["val"] = train_loader
+            if isinstance(train_loader, CombinedLoader):
+                self._collections["val"] = train_loader.iterables
             return [train_loader], [length]
         wired, self._collections[name] = self._wire_evaluation(loaders, in_batches=name == "predict")
         label = "val_dataloaders" if name == "val" else "dataloaders"
@@ -399,13 +400,13 @@ class DataSource:
     def _release(self, *loaders: Loader | None) -> None:
         remaining = []
         for loader, feed in self._feeds:
-            if any(loader is released for released in loaders):
+            if any(loader is one for one in loaders):
                 feed.close()
             else:
                 remaining.append((loader, feed))
         self._feeds = remaining
-        for loader in loaders:
-            release_workers(loader)
+        for released in loaders:
+            release_workers(released)
 
     def lengths(self) -> dict[str, Any]:
         """Returns the known numbers of batches, for a caller whose worker processes had the loaders."""

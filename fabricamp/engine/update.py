@@ -365,7 +365,7 @@ class Update:
         if self._advances_at_once:
             if self._optimizer is not None:
                 # Else a schedule would warn that it steps before its optimizer, which has nothing to do in this step.
-                optimizer: Optimizer = self._optimizer
+                optimizer: Any = self._optimizer
                 optimizer._opt_called = True
             self.schedules.advance(self._state.global_step)
 

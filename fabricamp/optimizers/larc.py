@@ -214,7 +214,8 @@ class LARC(NamesKeywords, Optimizer):
     @property
     def param_groups(self) -> list[ParamGroup]:
         """The groups of ``optim``; setting them sets those of ``optim``."""
-        return self.optim.param_groups
+        groups: list[ParamGroup] = self.optim.param_groups
+        return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[ParamGroup]) -> None:

@@ -48,7 +48,7 @@ class FusedSGD(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = required,
+        lr: Any = required,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,

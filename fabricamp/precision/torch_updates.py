@@ -9,7 +9,7 @@ import inspect
 import logging
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,10 +59,10 @@ def _prepare_to_skip(optimizer: Optimizer) -> bool:
     return True
 
 
-def run_unless_overflow(optimizer: Optimizer, found_inf: Tensor, update: Callable[[], object] | None = None) -> None:
+def run_unless_overflow(optimizer: Any, found_inf: Tensor, update: Callable[[], object] | None = None) -> None:
     """Steps ``optimizer``, which reads ``found_inf`` on the device; calls ``update`` instead of ``optimizer.step`` if given.
 
-    ``update`` is for an optimizer with a replaced ``step``.
+    ``update`` is for an optimizer with a replaced ``step``.  Torch's class does not declare the two attributes that are set here.
     """
     optimizer.grad_scale = None
     optimizer.found_inf = found_inf

@@ -37,7 +37,7 @@ import logging
 import operator
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -195,7 +195,7 @@ class Stages:
     """The stages of one optimizer's update in full precision: no masters, no scale, every step is applied."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer: Optimizer = optimizer
+        self.optimizer: Any = optimizer  # its kernels' methods are called only if it is a FusedOptimizer
 
     def gradients(self) -> GradientMemory:
         """Returns the memory with the optimizer's gradients before its step."""

@@ -35,7 +35,7 @@ from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.hooks import overrides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Hashable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from fabricamp._utils.types import Batch, Output
     from fabricamp.engine.loop import FitParts
@@ -278,7 +278,7 @@ class BatchGroup(NamedTuple):
     """
 
     batches: list[Batch]
-    key: Hashable
+    key: Key | None
     last: bool
     failure: Exception | None
 
@@ -296,7 +296,7 @@ class GroupReader:
         most: int,
         *,
         ready: Callable[[], bool],
-        key_of: Callable[[list[Batch]], Hashable],
+        key_of: Callable[[list[Batch]], Key | None],
         rng_state: Callable[[], Tensor],
     ) -> None:
         self._parts = parts

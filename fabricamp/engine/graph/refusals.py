@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ def _lr_is_elsewhere(group: ParamGroup) -> bool:
     return isinstance(rate, Tensor) and any(rate.device != parameter.device for parameter in group["params"])
 
 
-def said_of_outside(optimizer: Optimizer, reason: str) -> str:
+def said_of_outside(optimizer: object, reason: str) -> str:
     """Returns the line that says that ``optimizer`` steps outside of the graph, why, and what that costs."""
     name = type(optimizer).__name__
     return (
@@ -126,7 +126,7 @@ def said_of_outside(optimizer: Optimizer, reason: str) -> str:
     )
 
 
-def is_fused(optimizer: Optimizer) -> bool:
+def is_fused(optimizer: Optimizer | None) -> TypeGuard[FusedOptimizer | LARC]:
     """Whether the optimizer is one of fabricamp's fused ones, or a :class:`LARC` around one: these have ``upload``."""
     return isinstance(optimizer.optim if isinstance(optimizer, LARC) else optimizer, FusedOptimizer)
 

@@ -32,7 +32,7 @@ import operator
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -476,7 +476,7 @@ class GraphUpdate(Update):
             verdicts.keep_statistics(self._optimizer)
         return outputs
 
-    def _launch(self, batch: Batch, batch_idx: int, role: Role) -> Output:
+    def _launch(self, batch: Batch, batch_idx: Any, role: Role) -> Output:
         """Launches a step's work on the device; returns what hooks get."""
         self._parts.strategy.note_window(begun=not role.opens)
         self.loss = None if role.opens else self._loss_so_far
@@ -518,7 +518,7 @@ class GraphUpdate(Update):
         """Steps the optimizer with the gradients of a replay."""
         assert self.plan is not None
         self.plan.step_prepared()
-        if first and (key := kept_gradient(self._optimizer, step.handed)):
+        if first and (key := kept_gradient(self.plan.optimizer, step.handed)):
             name = type(self._optimizer).__name__
             self._give_up(
                 f"{name} keeps a gradient in its state ({key!r}), and the next replay writes to the same memory; copy it there"
