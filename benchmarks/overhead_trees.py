@@ -55,7 +55,7 @@ def run_round(trees, steps, core):
     for name in ORDER:
         command = [sys.executable, str(HERE), "--measure", "--steps", str(steps)]
         if core is not None:
-            command = ["taskset", "--cpu-list", str(core), *command]
+            command += ["--core", str(core)]
         environment = {**os.environ, "PYTHONPATH": str(trees[name]), "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
             command,
@@ -115,8 +115,11 @@ def main():
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", type=Path, help="write the results as JSON too")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
+        if arguments.core is not None:
+            os.sched_setaffinity(0, {arguments.core})
         measure(arguments.steps)
         return
     if arguments.old is None or not (arguments.old / "fabricamp").is_dir():
@@ -124,9 +127,10 @@ def main():
     if arguments.rounds < 2:
         parser.error("quartiles need two rounds or more")
     trees = {"old": arguments.old.resolve(), "new": HERE.parents[1]}
-    together = (os.cpu_count() or 1) >= 2 * arguments.rounds
+    together = len(os.sched_getaffinity(0)) >= 2 * arguments.rounds
     with ThreadPoolExecutor(arguments.rounds if together else 1) as pool:
-        cores = [2 * number if together else None for number in range(arguments.rounds)]
+        allowed = sorted(os.sched_getaffinity(0))  # a container may have some of the machine's cores
+        cores = [allowed[2 * number] if together else None for number in range(arguments.rounds)]
         rounds = list(pool.map(lambda core: run_round(trees, arguments.steps, core), cores))
     rows = rows_of(rounds)
     print_rows(rows)
