@@ -36,3 +36,13 @@ def captured_groups(update):
 def captured_evaluations(trainer):
     """Returns the evaluations of the run whose steps are captured."""
     return session(trainer).graphs._evaluations.values()
+
+
+def averaged_steps(callback):
+    """Returns the number of steps in a callback's average of the weights."""
+    return int(callback._averages.count)
+
+
+def replaced_weights(callback):
+    """Returns the weights that a callback has replaced by their average, by name."""
+    return callback._raw

@@ -168,6 +168,16 @@ def test_steps_with_onecycle_have_the_bits_of_eager_ones(level, name):
     assert (eager[0].skipped_steps > 0) == spikes
 
 
+class OwnStep(OptLevel):
+    def step(self, *arguments, **options):
+        super().step(*arguments, **options)
+
+
+def test_betas_that_change_in_each_step_are_refused_under_a_precision_with_a_step_of_its_own():
+    with pytest.raises(ConfigError, match="changes in each step, and OwnStep overrides step"):
+        trained(maker("AdamW tensor"), CudaGraph(), OwnStep("O0"))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("accumulate", [1, 2])
