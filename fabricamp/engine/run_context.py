@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,7 +43,7 @@ class RunContext:
         self.trainer: Trainer | None = None
         self.metrics: Metrics | None = None
         self.optimizers: list[ManagedOptimizer] = []
-        self.schedulers: list[Any] = []
+        self.schedulers: list[object] = []
         self.manual_backward: Callable[..., None] | None = None
         self.manual_clip: Callable[[Optimizer, Clip], None] | None = None
         self.toggled: list[Tensor] = []

@@ -167,7 +167,7 @@ def _name_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     """Returns ``value`` in types that JSON has; the ``str`` of values that JSON cannot express."""
     if isinstance(value, dict):
         return {str(key): _as_json(item) for key, item in value.items()}

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -108,7 +108,12 @@ class Runner:
             self.root_folder = storage.normalized(self.settings.default_root_dir)
 
     def check_call(
-        self, fn: TrainerFn, module: TrainingModule | None, train: Any, evaluation: Any, datamodule: DataModule | None
+        self,
+        fn: TrainerFn,
+        module: TrainingModule | None,
+        train: object,
+        evaluation: object,
+        datamodule: DataModule | None,
     ) -> tuple[TrainingModule, GivenData]:
         """Returns the module and the data given to an entry point; raises :class:`ConfigError` if they cannot work."""
         if module is None and self.session is not None:
@@ -309,7 +314,7 @@ def _shown(value: object) -> str:
     return f"the class {value.__name__}, not an instance" if isinstance(value, type) else type(value).__name__
 
 
-def _is_datamodule(value: object) -> bool:
+def _is_datamodule(value: object) -> TypeGuard[DataModule]:
     return isinstance(value, DataModule) or derives_from(value, DATA)
 
 

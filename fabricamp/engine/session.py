@@ -257,7 +257,7 @@ class Session:
         self.run_context.optimizers = [ManagedOptimizer(optimizer, module) for optimizer in self.optimizers]
         self.run_context.schedulers = [config.scheduler for config in self.schedulers]
 
-    def replace_schedules(self, scheduler: Any) -> None:
+    def replace_schedules(self, scheduler: object) -> None:
         """Replaces all schedulers by one that steps per epoch; for hooks before an epoch."""
         self.schedulers[:] = [SchedulerConfig(scheduler)]
         self.run_context.schedulers = [scheduler]

@@ -526,7 +526,7 @@ class LossWeights:
         self.number: float | None = None
         """The last micro-batch's weight, if it was given as a number on the host; else None."""
 
-    def take(self, loss: Tensor, weight: Any) -> Tensor:
+    def take(self, loss: Tensor, weight: object) -> Tensor:
         """Adds a micro-batch's weight; returns the loss for backward, not yet divided by the number of micro-batches."""
         own = self._on_device(weight)
         if not self._knows_reference:
@@ -578,7 +578,7 @@ class LossWeights:
         others = {key: value.detach() if isinstance(value, Tensor) else value for key, value in others.items()}
         return {"weight": weight, **others, "loss": total.detach() / weight}
 
-    def _on_device(self, weight: Any) -> Tensor:
+    def _on_device(self, weight: object) -> Tensor:
         self.number = None
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
             if weight.device == self.total.device:
@@ -618,7 +618,7 @@ def _power_of_two(mean: Tensor, otherwise: Tensor) -> Tensor:
     return torch.where((power > 0) & power.isfinite(), power, otherwise)
 
 
-def _described(weight: Any) -> str:
+def _described(weight: object) -> str:
     if not isinstance(weight, Tensor):
         return repr(weight) if isinstance(weight, Real) else f"a {type(weight).__name__}"
     graph = " with a graph" if weight.requires_grad else ""

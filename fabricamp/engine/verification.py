@@ -129,12 +129,12 @@ def digests_of_state(session: Session) -> dict[str, str]:
     }
 
 
-def digests(value: Any, name: str) -> dict[str, str]:
+def digests(value: object, name: str) -> dict[str, str]:
     """Returns digests, by name, of the tensors, numbers and texts in ``value``."""
     return {path: hashlib.blake2b(content, digest_size=8).hexdigest() for path, content in _contents(value, name)}
 
 
-def _contents(value: Any, name: str) -> Iterator[tuple[str, bytes]]:
+def _contents(value: object, name: str) -> Iterator[tuple[str, bytes]]:
     if isinstance(value, torch.Tensor):
         flat = local(value.detach()).cpu().contiguous().flatten()
         yield name, f"{value.dtype} {tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes()

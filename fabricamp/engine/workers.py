@@ -17,7 +17,6 @@ from fabricamp.watchdog import end_by_sigint_at_exit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp._utils.types import Output
     from fabricamp.engine.runner import Runner
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
@@ -28,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 def start_workers(
-    runner: Runner, run: Callable[[], Output], fn: TrainerFn, module: TrainingModule, source: GivenData
+    runner: Runner, run: Callable[[], Any], fn: TrainerFn, module: TrainingModule, source: GivenData
 ) -> Any:
     """Starts the Trainer's worker processes, which call ``run``; returns its result, and updates module and callbacks.
 
@@ -66,7 +65,7 @@ def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
         logger.join(identity)
 
 
-def _in_worker(runner: Runner, run: Callable[[], Output]) -> dict[str, Any]:
+def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
     runner.become_worker()
     result = run()
     trainer = runner.trainer

@@ -69,7 +69,7 @@ class Captured:
     The graph reads ``inputs`` and writes ``outputs``; this object keeps both alive.
     """
 
-    def __init__(self, module: nn.Module, inputs: Any, log_replay: LogReplay) -> None:
+    def __init__(self, module: nn.Module, inputs: Batch, log_replay: LogReplay) -> None:
         self.outputs: Output = None
         self.replays = 0
         self._counts = False
@@ -157,7 +157,7 @@ class CapturedStep(Captured):
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Any, role: Role, log_replay: LogReplay, memory: GradientMemory | None
+        self, module: nn.Module, inputs: Batch, role: Role, log_replay: LogReplay, memory: GradientMemory | None
     ) -> None:
         super().__init__(module, inputs, log_replay)
         self.loss: Tensor | None = None
