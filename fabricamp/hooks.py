@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch, StateDict
+    from fabricamp._utils.types import Batch, Output, StateDict
     from fabricamp.trainer import Trainer
 
 Calls = tuple["Callable[..., object]", ...]
@@ -151,7 +151,7 @@ class ModuleHooks:
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         """Before a micro-batch; return -1 to skip the rest of the epoch."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Output, batch: Batch, batch_idx: int) -> None:
         """After a micro-batch."""
 
     def on_validation_start(self) -> None:
@@ -169,7 +169,7 @@ class ModuleHooks:
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a validation batch."""
 
-    def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(self, outputs: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a validation batch."""
 
     def on_test_start(self) -> None:
@@ -187,7 +187,7 @@ class ModuleHooks:
     def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a test batch."""
 
-    def on_test_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(self, outputs: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a test batch."""
 
     def on_predict_start(self) -> None:
@@ -205,7 +205,7 @@ class ModuleHooks:
     def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a batch to predict."""
 
-    def on_predict_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(self, outputs: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a batch to predict."""
 
     def on_validation_model_zero_grad(self) -> None:

@@ -75,13 +75,13 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     _copies: Sequence[Tensor | None] | None = None
     _flags: Sequence[Tensor | None] | None = None
     _explicit = False  # whether the last gradients were given to gather()
-    _grad_of: Callable[[Any], Any] = _grad
+    _grad_of: Callable[[Tensor], Tensor | None] = _grad
     _steering: ops.Steering | None = None  # of the next step; None: the step is not controlled by a Precision
     _own_state: ops.StepState | None = None
     _watched: WatchedState | None = None  # the state whose tensors the rows hold, and the count of its changes then
     _changes = 0
     _scalars: GroupScalars  # made with the rows
-    _option_values: Callable[[Any], tuple[Any, ...]]
+    _option_values: Callable[[FusedOptimizer], tuple[object, ...]]
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

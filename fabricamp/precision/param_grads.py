@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class ParamGradMap:
         """The statistics of a launched step, until the host has recorded them."""
         self._masters = masters
         self._exchanged = exchanged
-        self.grad_of: Callable[[Any], Any] = _grad
+        self.grad_of: Callable[[Tensor], Tensor | None] = _grad
         """Returns the ``.grad`` of a model parameter; of a sharded one this rank's shard."""
         self._shared_rows: SharedRows | None = None
         self.refresh()
