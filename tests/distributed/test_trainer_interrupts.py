@@ -16,6 +16,7 @@ from tests.kill.attempts import import_everything
 SCRIPT = """
 import sys, threading, time
 from fabricamp import Trainer
+from tests.inside import session
 from tests.small import Classifier, loader
 
 what = sys.argv[1]
