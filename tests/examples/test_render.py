@@ -149,6 +149,14 @@ def test_compiled_steps_of_ranks():
     assert "| 8 | 2 | 10.00 | 8.50 | 0.850 (0.825 to 0.875), met |" in page
 
 
+def test_overhead_beside_an_earlier_tree():
+    row = {"run": "3 callbacks, 1 log", "step": "mean", "old_us": [9, 10, 11], "new_us": [9, 9.9, 12]}
+    result = {"cores": 16, "rounds_at_once": True, "rows": [{**row, "new_over_old": [0.98, 0.99, 1.01]}]}
+    page = render.overhead_trees(result)
+    assert "each on a core of its own" in page
+    assert "| 3 callbacks, 1 log | mean | 10.0 (9.0 to 11.0) | 9.9 (9.0 to 12.0) | 0.990 (0.980 to 1.010) |" in page
+
+
 def test_the_page_has_what_there_is(tmp_path, monkeypatch):
     here = tmp_path / "benchmarks"
     (here / "results").mkdir(parents=True)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel, TrainingModule
+from tests.inside import captured_steps, graph_update
 from tests.small import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -95,9 +96,9 @@ class Watch(Callback):
         self.options.append([{key: type(value).__name__ for key, value in group.items()} for group in groups])
 
     def on_train_end(self, trainer, module):
-        update = trainer._runner.session.graphs.update
+        update = graph_update(trainer)
         self.update = update
-        self.replays = 0 if update is None else sum(step.replays for step in update._steps.values())
+        self.replays = 0 if update is None else sum(step.replays for step in captured_steps(update).values())
 
 
 def batches(*, spikes=False):
@@ -165,6 +166,16 @@ def test_steps_with_onecycle_have_the_bits_of_eager_ones(level, name):
     # A capturable optimizer is captured four times first, until it is known that betas change in each step.
     assert graph[2].replays >= STEPS - 20
     assert (eager[0].skipped_steps > 0) == spikes
+
+
+class OwnStep(OptLevel):
+    def step(self, *arguments, **options):
+        super().step(*arguments, **options)
+
+
+def test_betas_that_change_in_each_step_are_refused_under_a_precision_with_a_step_of_its_own():
+    with pytest.raises(ConfigError, match="changes in each step, and OwnStep overrides step"):
+        trained(maker("AdamW tensor"), CudaGraph(), OwnStep("O0"))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback, CudaGraph, TrainingModule
 from fabricamp.optimizers import FusedAdam
+from tests.inside import captured_steps, graph_update
 from tests.small import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -69,9 +70,9 @@ class Looks(Callback):
         self.lends = True
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        update = trainer._runner.session.graphs.update
+        update = graph_update(trainer)
         if update is not None:
-            self.replays = max(self.replays, 0, *[one.replays for one in update._steps.values()])
+            self.replays = max(self.replays, 0, *[one.replays for one in captured_steps(update).values()])
             self.lends = update._lends
 
 
@@ -322,8 +323,8 @@ def test_several_steps_a_launch_and_several_shapes_share_the_memory(steps):
 
     class Pools(Callback):
         def on_train_end(self, trainer, module):
-            update = trainer._runner.session.graphs.update
-            self.graphs = len(update._steps)
+            update = graph_update(trainer)
+            self.graphs = len(captured_steps(update))
             self.pools = {one["segment_pool_id"] for one in torch.cuda.memory_snapshot()} - before - {(0, 0)}
 
     gc.collect()
