@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import re
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
     from fabricamp.precision.float8_linears import Recipe
 
+_OLDEST: Final = (0, 18)
+_INSTALL: Final = f"torchao>={_OLDEST[0]}.{_OLDEST[1]}"
 _HOPPER: Final = (9, 0)
 _NAMES: Final = {"O4": "fp8-mixed", "O5": "fp8"}
 
@@ -42,7 +46,7 @@ class Float8(OptLevel):
         base: "O4" (fp32 weights, autocast) or "O5" (bf16 weights, fp32 masters).
 
     Raises:
-        ConfigError: for wrong values, without torchao, or on a GPU before Hopper.
+        ConfigError: for wrong values, without a torchao that fits this torch, or on a GPU before Hopper.
 
     Example:
         >>> Float8("rowwise", skip=["decoder.*.gate"], base="O4").name  # doctest: +SKIP
@@ -65,8 +69,7 @@ class Float8(OptLevel):
         self.skip = _patterns("skip", skip)
         self.include = _patterns("include", include)
         self._choice: Choice | None = None
-        if importlib.util.find_spec("torchao") is None:
-            raise ConfigError(f'precision {self.name!r} needs the package torchao: pip install "fabricamp[fp8]"')
+        _check_torchao(self.name)
 
     def check_device(self, device_type: str) -> None:
         """Raises :class:`ConfigError` if devices of ``device_type`` ("cpu" or "cuda") have no FP8 products."""
@@ -106,19 +109,45 @@ class Float8(OptLevel):
             self._choice = None
         super()._restore()
 
-    def notes(self, *, compiled: bool) -> list[str]:
-        """Returns which layers have FP8 products, and whether they are slow because nothing is ``compiled``."""
+    def notes(self) -> list[str]:
+        """Returns which layers have FP8 products."""
         if self._choice is None:
             return []
         lines = [self._choice.line(self.recipe)]
         if self._device.type == "cpu":
             lines.append("float8 on a CPU: the products are emulated in fp32, for tests")
-        elif self._choice.layers and not compiled:
-            lines.append(
-                f"float8 without torch.compile is slower than {self.level.name}: give Trainer(compile='blocks'), or "
-                f"precision={self.level.name!r}"
-            )
         return lines
+
+    def slowness(self, *, compiled: bool) -> str:
+        """Returns a line if a GPU's products are slow because nothing is ``compiled``."""
+        if compiled or self._device.type == "cpu" or self._choice is None or not self._choice.layers:
+            return ""
+        return (
+            f"float8 without torch.compile is slower than {self.level.name}: give Trainer(compile='blocks'), or "
+            f"precision={self.level.name!r}"
+        )
+
+
+def _check_torchao(precision: str) -> None:
+    """Raises :class:`ConfigError` if torchao is missing, too old, or cannot be imported with this torch."""
+    needs = f"precision {precision!r} needs the package torchao"
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f'{needs}: pip install "fabricamp[fp8]"')
+    try:
+        torchao = importlib.import_module("torchao")
+        importlib.import_module("torchao.float8")
+    except Exception as error:
+        # What a version of torchao raises that does not fit this torch depends on both.
+        raise ConfigError(
+            f"{needs}, and its import fails with torch {torch.__version__} ({type(error).__name__}: {error}); "
+            f'pip install --upgrade "{_INSTALL}"'
+        ) from error
+    number = re.match(r"(\d+)\.(\d+)", torchao.__version__)
+    if number is not None and tuple(map(int, number.groups())) < _OLDEST:
+        raise ConfigError(
+            f"{needs}, {_OLDEST[0]}.{_OLDEST[1]} or newer, and {torchao.__version__} is installed; "
+            f'pip install --upgrade "{_INSTALL}"'
+        )
 
 
 def _patterns(name: str, value: Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from fabricamp import ConfigError, Float8
 from fabricamp.callbacks.model_summary import summarize
-from fabricamp.precision import float8_linears, precision_from, precision_name
+from fabricamp.precision import float8_linears, level, precision_from, precision_name
 from fabricamp.precision.float8_linears import RECIPES, Float8Products, choose, plain_linears
 
 pytest.importorskip("torchao", reason="needs the package torchao")
@@ -199,6 +200,45 @@ def test_without_torchao_the_level_says_what_to_install(monkeypatch):
         precision_from("fp8")
 
 
+PACKAGES = {
+    # What the folder torchao has: __init__.py, float8.py.
+    "older": ('__version__ = "0.9.0"', "", "0.18 or newer, and 0.9.0 is installed"),
+    "without float8": (
+        '__version__ = "0.18.0"',
+        None,
+        "its import fails with torch {torch} (ModuleNotFoundError: No module named 'torchao.float8')",
+    ),
+    "for another torch": (
+        '__version__ = "0.18.0"',
+        "from torch import no_such_name",
+        "its import fails with torch {torch} (ImportError: cannot import name 'no_such_name' from 'torch'",
+    ),
+    "broken": ('raise AttributeError("no such operator")', "", "(AttributeError: no such operator)"),
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_torchao_that_does_not_fit_is_refused_with_the_cause(monkeypatch, tmp_path, name):
+    start, float8, words = PACKAGES[name]
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text(start)
+    if float8 is not None:
+        (tmp_path / "torchao" / "float8.py").write_text(float8)
+    loaded = [module for module in sys.modules if module.partition(".")[0] == "torchao"]
+    with monkeypatch.context() as patch:
+        for module in loaded:
+            patch.delitem(sys.modules, module)
+        patch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigError) as error:
+            precision_from("fp8")
+        for module in [module for module in sys.modules if module.partition(".")[0] == "torchao"]:
+            del sys.modules[module]
+    text = str(error.value)
+    assert text.startswith("precision 'fp8' needs the package torchao, ")
+    assert words.format(torch=torch.__version__) in text
+    assert text.endswith('; pip install --upgrade "torchao>=0.18"')
+
+
 def test_other_cards_than_those_with_fp8_products_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -224,12 +264,28 @@ def test_one_card_with_fp8_products_suffices_until_the_module_is_on_another(monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card=0: (8 + index(card), 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: f"card {index(card)}")
     precision = precision_from("fp8", device_type="cuda")
-    precision._check_card(torch.device("cuda", 1))
+    # No GPU is needed to see what is refused: only where the weights are is not true.
+    monkeypatch.setattr(level, "device_of", lambda _: torch.device("cuda", 0))
+    net = gpt()
     with pytest.raises(ConfigError, match="and card 0 is older"):
-        precision._check_card(torch.device("cuda", 0))
+        precision.convert_module(net)
+    assert not any(isinstance(layer, Float8Products) for layer in net)
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ConfigError, match="'fp8' needs an NVIDIA GPU"):
         precision_from("fp8", device_type="cuda")
+
+
+HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_layers_with_a_hook_of_any_kind_are_left_out(kind):
+    net = gpt()
+    getattr(net[1], f"register_{kind}")(lambda *_: None)
+    choice = choose(net, "tensorwise")
+    assert names(net, choice) == ["2"]
+    assert choice.others == {"with hooks": 1, "head": 1}
 
 
 def test_the_deprecation_within_torchao_is_not_shown():
@@ -423,13 +479,16 @@ def test_a_call_without_autocast_is_in_the_fp32_of_the_weights():
 
 def test_notes_say_which_layers_and_when_it_is_slow():
     _net, precision, conversion = converted()
-    line, on_cpu = precision.notes(compiled=False)
+    line, on_cpu = precision.notes()
     assert line == "float8 (tensorwise): 2 of 3 linear layers, 94% of their FLOPs; in bf16: 1 head"
     assert on_cpu == "float8 on a CPU: the products are emulated in fp32, for tests"
+    assert precision.slowness(compiled=False) == ""
     precision._device = torch.device("cuda")
-    assert precision.notes(compiled=True) == [line]
-    assert precision.notes(compiled=False)[1].startswith(
-        "float8 without torch.compile is slower than O5: give Trainer(compile"
+    assert precision.notes() == [line]
+    assert precision.slowness(compiled=True) == ""
+    assert precision.slowness(compiled=False) == (
+        "float8 without torch.compile is slower than O5: give Trainer(compile='blocks'), or precision='O5'"
     )
     conversion.undo()
-    assert precision.notes(compiled=False) == []
+    assert precision.notes() == []
+    assert precision.slowness(compiled=False) == ""
