@@ -1,14 +1,14 @@
 """Measures from which width on a compiled block of a transformer is faster in FP8 than in bf16: forward and backward, by recipe.
 
-    python benchmarks/fp8_linears.py [--widths 1024,2048] [--tokens 4096,8192] [--seconds 100] [--out FILE]
+    python benchmarks/fp8_linears.py [--sizes 2048x8192,4096x4096] [--seconds 100] [--out FILE]
 
-The block is that of the GPT example, compiled as ``Trainer(compile="blocks")`` compiles it, so the casts are fused with what comes
-before and after.  A way names the recipe, then the layers in FP8: all four, all but the square one (width x width), or the two of
-the feed-forward part alone.  The difference of two ways is what a layer gains or loses within a block.
+A size is a width and a number of tokens.  The block is that of the GPT example, compiled as ``Trainer(compile="blocks")`` compiles
+it, so the casts are fused with what comes before and after; all of its linear layers are in FP8.
 
-GPU ms: events around passes that were queued after a sleeping kernel, so launch gaps do not count; the ways alternately, medians.
-"gain" is bf16's time divided by that of a way.  Each size has a process; all compile at the same time, then they measure one after
-the other.  Ways at the end of the list are left out when the time is over.
+GPU ms: a pass is a CUDA graph, so the host does not count, and is replayed for half a second at a time, as a card that multiplies
+without a pause runs at a lower clock; the recipes alternately, medians.  "gain" is bf16's time divided by that of a recipe.  Each
+size has a process; all compile at the same time, then they measure one after the other.  Recipes at the end of the list are left
+out when the time is over.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import sys
 import time
+from datetime import UTC, datetime
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -37,33 +39,17 @@ if TYPE_CHECKING:
 
 LENGTH: Final = 2048
 HEAD: Final = 128
-ALL: Final = ("attention.inward", "attention.outward", "wide", "narrow")
-PARTS: Final = {
-    "all": ALL,
-    "not the square one": ("attention.inward", "wide", "narrow"),
-    "feed-forward": ("wide", "narrow"),
-}
-WAYS: Final = {
-    "bf16": None,
-    "tensorwise, all": ("tensorwise", "all"),
-    "rowwise, all": ("rowwise", "all"),
-    "tensorwise, not the square one": ("tensorwise", "not the square one"),
-    "tensorwise, feed-forward": ("tensorwise", "feed-forward"),
-    "rowwise_with_gw_hp, all": ("rowwise_with_gw_hp", "all"),
-    "rowwise, not the square one": ("rowwise", "not the square one"),
-    "rowwise, feed-forward": ("rowwise", "feed-forward"),
-}
+KINDS: Final = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+SIZES: Final = "2048x8192,4096x8192,3072x8192,1536x8192,2048x4096,4096x4096"
 
 
-def pass_of(width: int, tokens: int, way: str, device: torch.device) -> Callable[[], None]:
+def pass_of(width: int, tokens: int, kind: str, device: torch.device) -> Callable[[], None]:
     """Returns a compiled forward and backward of a block with bf16 weights."""
     torch.manual_seed(0)
-    heads = max(1, width // HEAD)
-    block = Block(width, heads).to(device, torch.bfloat16)
-    chosen = WAYS[way]
-    if chosen is not None:
-        recipe, part = chosen
-        change([block.get_submodule(name) for name in PARTS[part]], recipe, emulate=device.type == "cpu")
+    block = Block(width, max(1, width // HEAD)).to(device, torch.bfloat16)
+    if kind != "bf16":
+        layers = [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
+        change(layers, kind, emulate=device.type == "cpu")
     length = min(LENGTH, tokens)
     x = torch.randn(tokens // length, length, width, dtype=torch.bfloat16, device=device).requires_grad_()
     upstream = torch.randn_like(x)
@@ -78,14 +64,26 @@ def pass_of(width: int, tokens: int, way: str, device: torch.device) -> Callable
     return run
 
 
-def milliseconds(run: Callable[[], None], device: torch.device, repeats: int = 8) -> float:
-    """Returns the time of one call of ``run`` in ms."""
-    if device.type == "cpu":
-        begun = time.perf_counter()
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """Returns the replay of a CUDA graph of ``run``, which is called a few times before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
         run()
-        return 1e3 * (time.perf_counter() - begun)
+    return graph.replay
+
+
+def milliseconds(run: Callable[[], None], estimate: float) -> float:
+    """Returns the GPU time of one call of ``run`` in ms, over half a second after a quarter; it takes about ``estimate`` ms."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(100_000_000)  # the host queues the calls meanwhile, about 1 ms each
+    for _ in range(round(250 / estimate)):
+        run()
+    repeats = round(500 / estimate)
     start.record()
     for _ in range(repeats):
         run()
@@ -94,29 +92,42 @@ def milliseconds(run: Callable[[], None], device: torch.device, repeats: int = 8
     return start.elapsed_time(end) / repeats
 
 
+def estimated(run: Callable[[], None]) -> float:
+    """Returns about how many ms one call of ``run`` takes."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(5):
+        run()
+    torch.cuda.synchronize()
+    return 200 * (time.perf_counter() - begun)
+
+
 def worker(width: int, tokens: int, rounds: int, parent: Connection) -> None:
-    """Compiles the ways of one size until ``parent`` says "stop", measures them when it says "measure", and sends the row."""
+    """Compiles the kinds of one size until ``parent`` says "stop", measures them when it says "measure", and sends the row."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch._dynamo.config.recompile_limit = 4 * len(WAYS)  # each way is a variant of the block's code
+    torch._dynamo.config.recompile_limit = 4 * len(KINDS)  # each kind is a variant of the block's code
     runs: dict[str, Callable[[], None]] = {}
-    for way in WAYS:
+    for kind in KINDS:
         if parent.poll():
             break
-        run = pass_of(width, tokens, way, device)
+        run = pass_of(width, tokens, kind, device)
         run()
-        run()
-        runs[way] = run
+        runs[kind] = run if device.type == "cpu" else captured(run)
     parent.send("ready")
     while parent.recv() != "measure":
         pass
-    times: dict[str, list[float]] = {way: [] for way in runs}
+    if device.type == "cpu":
+        parent.send({"width": width, "tokens": tokens, "compiled": list(runs)})
+        return
+    times: dict[str, list[float]] = {kind: [] for kind in runs}
+    estimates = {kind: estimated(run) for kind, run in runs.items()}
     for _ in range(rounds):
-        for way, run in runs.items():
-            times[way].append(milliseconds(run, device))
-    middle = {way: statistics.median(each) for way, each in times.items()}
-    gains = {way: round(middle["bf16"] / each, 3) for way, each in middle.items() if way != "bf16"}
-    spread = {way: round(max(each) / min(each) - 1, 4) for way, each in times.items()}
-    gpu_ms = {way: round(each, 4) for way, each in middle.items()}
+        for kind, run in runs.items():
+            times[kind].append(milliseconds(run, estimates[kind]))
+    middle = {kind: statistics.median(each) for kind, each in times.items()}
+    gains = {kind: round(middle["bf16"] / each, 3) for kind, each in middle.items() if kind != "bf16"}
+    spread = {kind: round(max(each) / min(each) - 1, 4) for kind, each in times.items()}
+    gpu_ms = {kind: round(each, 4) for kind, each in middle.items()}
     parent.send({"width": width, "tokens": tokens, "gpu_ms": gpu_ms, "spread": spread, "gain": gains})
 
 
@@ -133,7 +144,7 @@ class Workers:
             self.pipes.append(own)
 
     def compile(self, end: float) -> None:
-        """Waits until all have compiled their ways, or the one that they compile at the time ``end``."""
+        """Waits until all have compiled their kinds, or the one that they compile at the time ``end``."""
         waiting = list(self.pipes)
         while waiting and time.perf_counter() < end:
             ready = wait(waiting, timeout=max(0.0, end - time.perf_counter()))
@@ -158,30 +169,37 @@ def is_alive(pipe: Connection) -> bool:
     return True
 
 
-def numbers(text: str) -> list[int]:
-    """Returns the integers of a list with commas."""
-    return [int(part) for part in text.split(",")]
+def sizes_of(text: str) -> list[tuple[int, int]]:
+    """Returns pairs of width and tokens."""
+    pairs = [part.split("x") for part in text.split(",")]
+    return [(int(width), int(tokens)) for width, tokens in pairs]
 
 
 def main() -> None:
     """Measures the sizes and prints a row each."""
     begun = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=numbers, default=[2048, 1024, 1536, 3072, 4096])
-    parser.add_argument("--tokens", type=numbers, default=[8192, 4096])
-    parser.add_argument("--seconds", type=float, default=100, help="no way is compiled after 60 %% of them")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--sizes", type=sizes_of, default=SIZES)
+    parser.add_argument("--seconds", type=float, default=100, help="nothing is compiled after 60 %% of them")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    sizes = [(width, tokens) for tokens in options.tokens for width in options.widths]
     # The processes share the cores.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(sizes)))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(options.sizes)))
     os.environ["OMP_NUM_THREADS"] = "1"
-    workers = Workers(sizes, options.rounds)
+    workers = Workers(options.sizes, options.rounds)
     workers.compile(begun + 0.6 * options.seconds)
     print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    found: dict[str, Any] = {"device": device, "torch": torch.__version__, "length": LENGTH, "rows": []}
+    found: dict[str, Any] = {
+        "device": device,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": str(datetime.now(UTC).date()),
+        "command": "python benchmarks/fp8_linears.py",
+        "length": LENGTH,
+        "rows": [],
+    }
     for row in workers.rows():
         found["rows"].append(row)
         print(json.dumps(row), flush=True)

@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpt_curves import ADAMW, Learner, Lesson, Sizes, means
+from benchmarks.gpt_curves import ADAMW, Learner, Lesson, Sizes, loss_of, means
 from fabricamp import Float8, Trainer
 from fabricamp.optimizers import FusedAdam
 
@@ -59,6 +59,12 @@ class Pupil(Learner):
         self.network = network
         self.peak = peak
 
+    def training_step(self, batch, batch_idx):  # noqa: D102
+        return loss_of(self.network, batch[0])
+
+    def on_train_batch_end(self, outputs, *_):  # noqa: D102
+        self.losses.append(outputs["loss"].clone())  # the next replay overwrites it
+
     def configure_optimizers(self):  # noqa: D102
         optimizer = FusedAdam(self.parameters(), **ADAMW)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -78,10 +84,9 @@ def changed(network, number):
     return network
 
 
-def row_of(run, steps, peak, recipe, quick):
+def row_of(run, sizes, steps, peak, recipe):
     """Trains, and returns the losses; called in a process of its own."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = QUICK if quick else SIZES
     lesson = Lesson.of(sizes, device, steps)
     # "include": this width is chosen for its accuracy, whether it is faster or not.
     precision = Float8(recipe, include=["network.blocks"]) if run.kind == "fp8" else "O5"
@@ -93,6 +98,7 @@ def row_of(run, steps, peak, recipe, quick):
         max_epochs=1,
         gradient_clip_val=1.0,
         compile="blocks" if device.type == "cuda" else False,
+        cuda_graph=device.type == "cuda",
         **dict.fromkeys(off, False),
     )
     module = Pupil(lesson, changed(sizes.network(device, run.seed), run.change), peak)
@@ -165,8 +171,9 @@ def main() -> None:
     parser.add_argument("--runs", default="bf16:0,fp8:0,bf16:1")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--peak", type=float, default=1e-3, help="the highest learning rate")
+    parser.add_argument("--batch", type=int, default=SIZES.batch, help="samples in a batch")
     parser.add_argument("--recipe", default="tensorwise")
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=8.0, help="do not wait for later results")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--draw", type=Path)
@@ -175,7 +182,7 @@ def main() -> None:
     if options.draw is not None:
         (HERE.parent / "docs" / "fp8-losses.svg").write_text(draw(json.loads(options.draw.read_text())))
         return
-    sizes = QUICK if options.quick else SIZES
+    sizes = QUICK if options.quick else SIZES._replace(batch=options.batch)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     about = {"steps": options.steps, "peak": options.peak, "recipe": options.recipe, "sizes": sizes._asdict()}
     found = {"device": name, "torch": torch.__version__, **about, "rows": []}
@@ -184,11 +191,11 @@ def main() -> None:
         if any(found[key] != value for key, value in about.items()):
             parser.error(f"{options.out} has runs with other options; give another file")
     kinds = [part.split(":") for part in options.runs.split(",")]
-    runs = [Run(int(seed), kind, int(change)) for kind, change in kinds for seed in options.seeds.split(",")]
+    runs = [Run(int(seed), kind, int(change)) for seed in options.seeds.split(",") for kind, change in kinds]
     runs = [run for run in runs if not run.is_in(found["rows"])]
     end = time.monotonic() + 60 * options.minutes
     with get_context("spawn").Pool(options.processes) as pool:
-        arguments = (options.steps, options.peak, options.recipe, options.quick)
+        arguments = (sizes, options.steps, options.peak, options.recipe)
         results = [pool.apply_async(row_of, (run, *arguments)) for run in runs]
         for result in results:
             try:

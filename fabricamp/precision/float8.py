@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fabricamp.precision.float8_linears import Recipe
 
-_OLDEST: Final = (0, 18)
+_OLDEST: Final = (0, 17)
 _INSTALL: Final = f"torchao>={_OLDEST[0]}.{_OLDEST[1]}"
 _HOPPER: Final = (9, 0)
 _NAMES: Final = {"O4": "fp8-mixed", "O5": "fp8"}

@@ -202,7 +202,7 @@ def test_without_torchao_the_level_says_what_to_install(monkeypatch):
 
 PACKAGES = {
     # What the folder torchao has: __init__.py, float8.py.
-    "older": ('__version__ = "0.9.0"', "", "0.18 or newer, and 0.9.0 is installed"),
+    "older": ('__version__ = "0.9.0"', "", "0.17 or newer, and 0.9.0 is installed"),
     "without float8": (
         '__version__ = "0.18.0"',
         None,
@@ -236,7 +236,7 @@ def test_a_torchao_that_does_not_fit_is_refused_with_the_cause(monkeypatch, tmp_
     text = str(error.value)
     assert text.startswith("precision 'fp8' needs the package torchao, ")
     assert words.format(torch=torch.__version__) in text
-    assert text.endswith('; pip install --upgrade "torchao>=0.18"')
+    assert text.endswith('; pip install --upgrade "torchao>=0.17"')
 
 
 def test_other_cards_than_those_with_fp8_products_are_refused(monkeypatch):
