@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import sys
 import time
+from datetime import UTC, datetime
 from multiprocessing import TimeoutError, get_context  # noqa: A004 - raised by its pool
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpt_curves import ADAMW, Learner, Lesson, Sizes, loss_of, means
+from benchmarks.render import gaps_of
 from fabricamp import Float8, Trainer
 from fabricamp.optimizers import FusedAdam
 
@@ -110,16 +113,6 @@ def row_of(run, sizes, steps, peak, recipe):
     return {**run._asdict(), "final": round(final, 5), "losses": curve, "seconds": round(time.monotonic() - begun)}
 
 
-def gaps(rows):
-    """Returns the gap of each run that is not the first of its seed in bf16."""
-    exact = {row["seed"]: row["final"] for row in rows if row["kind"] == "bf16" and not row["change"]}
-    return {
-        Run(row["seed"], row["kind"], row["change"]): row["final"] / exact[row["seed"]] - 1
-        for row in rows
-        if row["seed"] in exact and (row["kind"] == "fp8" or row["change"])
-    }
-
-
 def draw(found):
     """Returns an SVG with the curves of all seeds, and the gaps in words."""
     curves = [(row["kind"], row["losses"]) for row in found["rows"] if not row["change"]]
@@ -145,9 +138,9 @@ def draw(found):
         step = int(part * found["steps"])
         parts.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
-    found_gaps = gaps(found["rows"])
+    gaps = gaps_of(found["rows"])
     shown = {
-        kind: ", ".join(f"{gap:+.2%}" for run, gap in sorted(found_gaps.items()) if run.kind == kind)
+        kind: ", ".join(f"{gap:+.2%}" for (_, of, _), gap in sorted(gaps.items()) if of == kind)
         for kind in ("fp8", "bf16")
     }
     words = (
@@ -184,8 +177,15 @@ def main() -> None:
         return
     sizes = QUICK if options.quick else SIZES._replace(batch=options.batch)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    facts = {
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": str(datetime.now(UTC).date()),
+        "command": f"python benchmarks/fp8_losses.py --peak {options.peak} --batch {sizes.batch}",
+    }
     about = {"steps": options.steps, "peak": options.peak, "recipe": options.recipe, "sizes": sizes._asdict()}
-    found = {"device": name, "torch": torch.__version__, **about, "rows": []}
+    found = {**facts, **about, "rows": []}
     if options.out is not None and options.out.exists():
         found = json.loads(options.out.read_text())
         if any(found[key] != value for key, value in about.items()):
@@ -207,8 +207,8 @@ def main() -> None:
             print({key: value for key, value in row.items() if key != "losses"}, flush=True)
             if options.out is not None:
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
-    for run, gap in sorted(gaps(found["rows"]).items()):
-        print(f"seed {run.seed}, {run.kind}, change {run.change}: gap {gap:+.3%}", flush=True)
+    for (seed, kind, change), gap in sorted(gaps_of(found["rows"]).items()):
+        print(f"seed {seed}, {kind}, change {change}: gap {gap:+.3%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import copy
 import importlib.util
 import pickle
 import sys
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +18,12 @@ from torch.nn.utils import parametrizations, parametrize
 
 from fabricamp import ConfigError, Float8
 from fabricamp.callbacks.model_summary import summarize
-from fabricamp.precision import float8_linears, level, precision_from, precision_name
+from fabricamp.precision import float8, float8_linears, level, precision_from, precision_name
 from fabricamp.precision.float8_linears import RECIPES, Float8Products, choose, plain_linears
 
 pytest.importorskip("torchao", reason="needs the package torchao")
 
-SMALL = 64 * 64
+SMALL = 64
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,34 @@ def test_only_plain_large_layers_within_the_network_are_chosen_and_the_others_co
     assert line.startswith(
         f"float8 (tensorwise): 2 of 17 linear layers, {choice.flops:.0%} of their FLOPs; in bf16: 1 first"
     )
+
+
+@pytest.mark.parametrize(("recipe", "least"), [("tensorwise", 2048), ("rowwise", 4096), ("rowwise_with_gw_hp", 4096)])
+def test_both_sizes_of_a_layer_decide_whether_it_is_large(monkeypatch, recipe, least):
+    """As measured: 1024 x 4096 weights lose where 2048 x 2048 gain."""
+    monkeypatch.undo()
+    with torch.device("meta"):
+        net = nn.Sequential(
+            nn.Embedding(8, least),
+            nn.Linear(least, least),
+            nn.Linear(least, least - 16),
+            nn.Linear(least - 16, 4 * least),
+            nn.Linear(4 * least, least),
+            nn.Linear(least, 16),
+        )
+    choice = choose(net, recipe)
+    assert names(net, choice) == ["1", "4"]
+    assert choice.others == {"too small to be faster": 2, "head": 1}
+
+
+def test_the_oldest_torchao_is_that_of_the_extra_and_of_the_page():
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    (extra,) = project["optional-dependencies"]["fp8"]
+    assert extra == f"torchao>={float8._OLDEST[0]}.{float8._OLDEST[1]}"
+    assert extra in project["optional-dependencies"]["dev"]
+    page = (root / "docs" / "how-to" / "fp8.md").read_text()
+    assert f"torchao {float8._OLDEST[0]}.{float8._OLDEST[1]} or newer" in page
 
 
 def test_a_layer_after_an_embedding_or_a_convolution_is_not_the_first():
@@ -219,11 +249,11 @@ PACKAGES = {
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_torchao_that_does_not_fit_is_refused_with_the_cause(monkeypatch, tmp_path, name):
-    start, float8, words = PACKAGES[name]
+    start, linears, words = PACKAGES[name]
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").write_text(start)
-    if float8 is not None:
-        (tmp_path / "torchao" / "float8.py").write_text(float8)
+    if linears is not None:
+        (tmp_path / "torchao" / "float8.py").write_text(linears)
     loaded = [module for module in sys.modules if module.partition(".")[0] == "torchao"]
     with monkeypatch.context() as patch:
         for module in loaded:
