@@ -51,6 +51,7 @@ from benchmarks.loop import CASES as SMALLER
 from benchmarks.loop import QUICK, WARM_UP, Case, Stopwatch, module_of, predict
 from fabricamp import Callback, CudaGraph, Float8, Trainer, TrainingModule
 from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.ops import fused_cross_entropy
 from fabricamp.optimizers import FusedAdam
 
 LEARNT = 200
@@ -194,8 +195,8 @@ def keeping_losses(module):
     return losses
 
 
-def ours(case, precision, *, keep_losses, **options):
-    """The Trainer with everything on."""
+def ours(case, precision, *, keep_losses, fused_loss=False, **options):
+    """The Trainer with everything on; ``fused_loss``: a GPT has the package's cross-entropy, as in the example, not torch's."""
     watch = Stopwatch(case.steps)
     # It is asked at each step, and writes nothing, also after the last step: that would be 20 GB of the largest network.
     checkpoints = ModelCheckpoint(every_n_train_steps=10**6)
@@ -212,14 +213,16 @@ def ours(case, precision, *, keep_losses, **options):
         )
         optimizer = partial(FusedAdam, lr=1e-4, weight_decay=0.01)
         module = module_of(case, TrainingModule, optimizer)
+        if fused_loss:
+            module.network.loss = partial(fused_cross_entropy, in_place=True)
         losses = keeping_losses(module) if keep_losses else []
         trainer.fit(module, case.loader(WARM_UP + case.steps))
     return Run(watch.seconds, losses)
 
 
-def ours_in_fp8(recipe, case, *, keep_losses):
+def ours_in_fp8(recipe, case, **options):
     """The Trainer at "fp8" with a recipe, blocks compiled; the layers by hand are the same ones."""
-    return ours(case, Float8(recipe, include=["*.blocks"]), keep_losses=keep_losses, compile="blocks")
+    return ours(case, Float8(recipe, include=["*.blocks"]), compile="blocks", **options)
 
 
 def lightnings(case, *, keep_losses):
@@ -282,6 +285,7 @@ for recipe in ("tensorwise", "rowwise"):
     WAYS[f"by hand, bf16 weights, fp8 {recipe}, compiled"] = partial(by_hand, float8=recipe, **FP8_BY_HAND)
     WAYS[f"by hand, bf16 weights, fp8 {recipe}, blocks"] = partial(by_hand, float8=recipe, blocks=True, **FP8_BY_HAND)
     WAYS[f"fabricamp fp8 {recipe}, blocks"] = partial(ours_in_fp8, recipe)
+    WAYS[f"fabricamp fp8 {recipe}, blocks, fused loss"] = partial(ours_in_fp8, recipe, fused_loss=True)
 COMPILED_BY_HAND = tuple(
     name for name in WAYS if name.startswith("by hand,") and "bare graph" not in name and " fp8 " not in name
 )

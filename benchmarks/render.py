@@ -618,6 +618,60 @@ def with_spread(row, way):
     return f"{middle:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
+def fp8_linears(result):
+    """Compiled blocks in bf16 and FP8, by width and tokens."""
+    recipes = list(dict.fromkeys(recipe for row in result["rows"] for recipe in row["gain"]))
+    rows = [
+        [
+            str(row["width"]),
+            str(row["tokens"]),
+            f"{row['gpu_ms']['bf16']:.2f}",
+            *[f"{row['gpu_ms'][one]:.2f} ({row['gain'][one]:.2f}x)" if one in row["gain"] else "" for one in recipes],
+        ]
+        for row in sorted(result["rows"], key=lambda row: (-row["tokens"], row["width"]))
+    ]
+    about = (
+        'GPU ms of forward and backward of one block of GPT with bf16 weights, compiled as `compile="blocks"` does, replayed as a\n'
+        f"CUDA graph for half a second at a time; sequences of {result['length']} tokens. FP8: all linear layers of the block, by\n"
+        "recipe, and in brackets the time of bf16 divided by that of FP8."
+    )
+    head = f"## Linear layers in FP8 on {result['device']}"
+    return "\n\n".join([head, about, table(["width", "tokens", "bf16", *recipes], rows)])
+
+
+def gaps_of(rows):
+    """Returns by seed, kind and change how far each run ends from its seed's bf16 run without a change, as a share."""
+    exact = {row["seed"]: row["final"] for row in rows if row["kind"] == "bf16" and not row["change"]}
+    return {
+        (row["seed"], row["kind"], row["change"]): row["final"] / exact[row["seed"]] - 1
+        for row in rows
+        if row["seed"] in exact and (row["kind"] == "fp8" or row["change"])
+    }
+
+
+def fp8_losses(result):
+    """The last losses of runs in FP8 and of controls in bf16, beside bf16 by the same seed."""
+    gaps = gaps_of(result["rows"])
+    exact = {row["seed"]: row for row in result["rows"] if row["kind"] == "bf16" and not row["change"]}
+    rows = []
+    for seed, row in sorted(exact.items()):
+        shown = {
+            kind: [f"{gap:+.2%}" for run, gap in sorted(gaps.items()) if run[:2] == (seed, kind)]
+            for kind in ("fp8", "bf16")
+        }
+        rows.append([str(seed), f"{row['final']:.4f}", ", ".join(shown["fp8"]), ", ".join(shown["bf16"])])
+    sizes = result["sizes"]
+    batch = f"{sizes['batch']} x {sizes['context']}"
+    about = (
+        f"A GPT of width {sizes['width']} with {sizes['layers']} layers, {result['steps']} steps of {batch} bytes of text; the "
+        f"rate rises to {result['peak']}.\nMean loss of the last 100 steps in bf16 (O5), and how far other runs with the same seed "
+        f"and batches end from it:\nFP8 ({result['recipe']}, all layers of the blocks), and bf16 with each initial weight changed "
+        "by up to one rounding."
+    )
+    head = f"## Losses in FP8 on {result['device']}, rate {result['peak']}"
+    return "\n\n".join([head, about, table(["seed", "bf16", "FP8", "bf16, other roundings"], rows)])
+
+
 def graph_memory(result):
     """The peaks of eager and of graphed runs, and their ratio."""
     rows = []
@@ -647,6 +701,8 @@ RENDERERS = {
     "ddp": ddp,
     "ddp_graphs": ddp_graphs,
     "fastest": fastest,
+    "fp8_linears": fp8_linears,
+    "fp8_losses": fp8_losses,
     "graph_memory": graph_memory,
     "cross_entropy": cross_entropy,
     "end_to_end": end_to_end,

@@ -44,6 +44,10 @@ class RunSummary:
         """Logs what a fit runs on, where its files go, and what it resumes from."""
         self._first = self._trainer.state.batches_done
         self.say(*self._beginning())
+        slowness = self._session.precision.slowness(compiled=self._session.compilation.compiles)
+        if slowness and self._trainer.is_global_zero and not self.is_trial:
+            # Logged even if bar and summary are switched off: nothing else would show it.
+            _LOG.info(slowness)
 
     def workers(self, loader: Loader) -> None:
         """Logs which workers are started again in each epoch; called once the training ``loader`` has been asked for."""
@@ -93,7 +97,7 @@ class RunSummary:
         trainer = self._trainer
         settings = self._session.settings
         yield (f"{_machine(trainer)}, strategy {self._session.strategy.name}, precision {self._session.precision.name}")
-        yield from self._session.precision.notes(compiled=self._session.compilation.compiles)
+        yield from self._session.precision.notes()
         if settings.performance is not None:
             yield settings.performance.line
         if settings.fast_dev_run:

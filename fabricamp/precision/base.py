@@ -142,9 +142,13 @@ class Precision(NamesKeywords):
         """Steps the optimizer with these gradients, or skips: the rest of :meth:`step`."""
         self._stages(optimizer).step_prepared()
 
-    def notes(self, *, compiled: bool) -> list[str]:
-        """Returns lines for the summary of a fit, with the module converted; ``compiled``: parts of its steps are compiled."""
+    def notes(self) -> list[str]:
+        """Returns lines for the summary of a fit, with the module converted."""
         return []
+
+    def slowness(self, *, compiled: bool) -> str:
+        """Returns why steps will be slow, or an empty string; ``compiled``: parts of them are compiled, here or by the user."""
+        return ""
 
     def refresh_masters(self) -> None:
         """Copies the module's weights into the masters; call it after in-place edits of the weights."""

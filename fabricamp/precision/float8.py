@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import re
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from fabricamp.precision.float8_linears import Recipe
     from fabricamp.strategies.base import Strategy
 
+_OLDEST: Final = (0, 17)
+_INSTALL: Final = f"torchao>={_OLDEST[0]}.{_OLDEST[1]}"
 _HOPPER: Final = (9, 0)
 _NAMES: Final = {"O4": "fp8-mixed", "O5": "fp8"}
 
@@ -47,7 +51,8 @@ class Float8(OptLevel):
             same bits.  For "tensorwise" alone.  Within a step these weights are torchao's ``Float8TrainingTensor``.
 
     Raises:
-        ConfigError: for wrong values, without torchao, on a GPU before Hopper, or if the strategy gathers no weights in FP8.
+        ConfigError: for wrong values, without a torchao that fits this torch, on a GPU before Hopper, or if the strategy gathers no
+            weights in FP8.
 
     Example:
         >>> Float8("rowwise", skip=["decoder.*.gate"], base="O4").name  # doctest: +SKIP
@@ -79,8 +84,7 @@ class Float8(OptLevel):
         self.all_gather = all_gather
         self._choice: Choice | None = None
         self._gather: Float8Gather | None = None
-        if importlib.util.find_spec("torchao") is None:
-            raise ConfigError(f'precision {self.name!r} needs the package torchao: pip install "fabricamp[fp8]"')
+        _check_torchao(self.name)
 
     def check_device(self, device_type: str) -> None:
         """Raises :class:`ConfigError` if devices of ``device_type`` ("cpu" or "cuda") have no FP8 products."""
@@ -146,8 +150,8 @@ class Float8(OptLevel):
             # The update follows, and code outside of a step may call the module.
             self._gather.forget()
 
-    def notes(self, *, compiled: bool) -> list[str]:
-        """Returns which layers have FP8 products, and whether they are slow because nothing is ``compiled``."""
+    def notes(self) -> list[str]:
+        """Returns which layers have FP8 products."""
         if self._choice is None:
             return []
         lines = [self._choice.line(self.recipe)]
@@ -155,12 +159,38 @@ class Float8(OptLevel):
             lines.append(self._gather.line(len(self._choice.layers)))
         if self._device.type == "cpu":
             lines.append("float8 on a CPU: the products are emulated in fp32, for tests")
-        elif self._choice.layers and not compiled:
-            lines.append(
-                f"float8 without torch.compile is slower than {self.level.name}: give Trainer(compile='blocks'), or "
-                f"precision={self.level.name!r}"
-            )
         return lines
+
+    def slowness(self, *, compiled: bool) -> str:
+        """Returns a line if a GPU's products are slow because nothing is ``compiled``."""
+        if compiled or self._device.type == "cpu" or self._choice is None or not self._choice.layers:
+            return ""
+        return (
+            f"float8 without torch.compile is slower than {self.level.name}: give Trainer(compile='blocks'), or "
+            f"precision={self.level.name!r}"
+        )
+
+
+def _check_torchao(precision: str) -> None:
+    """Raises :class:`ConfigError` if torchao is missing, too old, or cannot be imported with this torch."""
+    needs = f"precision {precision!r} needs the package torchao"
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f'{needs}: pip install "fabricamp[fp8]"')
+    try:
+        torchao = importlib.import_module("torchao")
+        importlib.import_module("torchao.float8")
+    except Exception as error:
+        # What a version of torchao raises that does not fit this torch depends on both.
+        raise ConfigError(
+            f"{needs}, and its import fails with torch {torch.__version__} ({type(error).__name__}: {error}); "
+            f'pip install --upgrade "{_INSTALL}"'
+        ) from error
+    number = re.match(r"(\d+)\.(\d+)", torchao.__version__)
+    if number is not None and tuple(map(int, number.groups())) < _OLDEST:
+        raise ConfigError(
+            f"{needs}, {_OLDEST[0]}.{_OLDEST[1]} or newer, and {torchao.__version__} is installed; "
+            f'pip install --upgrade "{_INSTALL}"'
+        )
 
 
 def _patterns(name: str, value: Sequence[str]) -> tuple[str, ...]:
