@@ -381,16 +381,18 @@ class ProgressBar(Callback):
         self._shown = self._step_and_metrics(trainer) if self._train is not None else []
         self._draw_tasks()
 
-    def _draw_tasks(self) -> None:
+    def _draw_tasks(self) -> bool:
+        """Draws the open bars; returns whether the terminal is still there."""
         tasks = [task for task in (self._train, self._evaluation) if task is not None]
         if self._screen is None or not tasks:  # no bar is open between two epochs or before the first
-            return
+            return self._screen is not None
         try:
             self._screen.draw(tasks, self._shown)
         except OSError:  # the terminal, or the reader of the pipe, is gone: no reason to end the training
             self._close(keep=False)
-            return
+            return False
         self._due = monotonic() + self._screen.interval
+        return True
 
     def _write_pending(self, *, in_any_case: bool = False) -> None:
         now = monotonic()
@@ -399,11 +401,9 @@ class ProgressBar(Callback):
         too_many_lines = self._num_lines >= _FREE_LINES and now - self._last_line < 1.0
         if too_many_lines and not in_any_case:
             return
-        if self._screen.is_live:
-            # A line is written above the bar of the last refresh: of an earlier epoch, if epochs are shorter than the time between
-            # two refreshes.
-            self._draw_tasks()
-        if self._screen is None:  # the terminal is gone
+        # A line is written above the bar of the last refresh: of an earlier epoch, if epochs are shorter than the time between two
+        # refreshes.
+        if self._screen.is_live and not self._draw_tasks():
             return
         try:
             self._screen.write(self._pending)
