@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback, ConfigError, CudaGraph, TrainingModule
 from fabricamp.optimizers import FusedSGD
+from tests.inside import captured_steps, graph_update, session
 from tests.small import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -43,8 +44,8 @@ class Runs(Callback):
         self.replays = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        update = trainer._runner.session.graphs.update
-        self.replays.append(0 if update is None else sum(one.replays for one in update._steps.values()))
+        update = graph_update(trainer)
+        self.replays.append(0 if update is None else sum(one.replays for one in captured_steps(update).values()))
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +196,8 @@ def test_what_a_step_takes_is_about_what_its_graph_reserves():
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if batch_idx == 6:
                 self.reserved = sum(pooled().values()) - sum(before.values())
-                graphs = trainer._runner.session.graphs
-                (key,) = graphs.update._steps
+                graphs = session(trainer).graphs
+                (key,) = captured_steps(graphs.update)
                 self.takes = graphs.memory_budget.eager_bytes(key)
 
     gc.collect()  # graphs of earlier tests have pools too
