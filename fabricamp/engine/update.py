@@ -217,18 +217,13 @@ class Update:
         hooks.backward(loss)
         for hook in hooks.after_backward:
             hook()
-        if self._sums:
-            self._sum_gradients()
+        if self._sums and self.plan is not None and self.plan.memory is not None:
+            self.plan.memory().add()
         if not hooks.wants_outputs:
             return None
         if self._shows_shares:
             return {**self._detached(output), "loss": loss.detach()}
         return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
-
-    def _sum_gradients(self) -> None:
-        """Moves the gradients of a micro-batch into the precision's sums."""
-        if self.plan is not None and self.plan.memory is not None:
-            self.plan.memory().add()
 
     def _loss_of(self, output: Output) -> Tensor | None:
         loss = output.get("loss") if isinstance(output, dict) else output

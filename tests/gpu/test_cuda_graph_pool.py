@@ -120,19 +120,6 @@ def test_outputs_that_a_hook_keeps():
     assert looks.replays == ROWS.count(FULL) - 3
 
 
-@pytest.mark.parametrize("precision", ["O1", "O4", "O5"])
-def test_micro_batches_of_an_accumulation_share_the_memory(precision):
-    """Eager ones between replays leave their gradients, or the sums of these, and their loss outside."""
-    rows = ([FULL] * 7 + [SHORT]) * 8
-    options = {"rows": rows, "precision": precision, "accumulate_grad_batches": 3}
-    keeps, module = KeepsOutputs(), Net()
-    looks = fit(GRAPH, module, keeps, **options)
-    keeps.kept.check(2 * len(rows))
-    same(module, eager(**options))
-    assert looks.lends
-    assert looks.replays > 3
-
-
 class KeepsGradients(Callback):
     def __init__(self):
         self.kept = Kept()

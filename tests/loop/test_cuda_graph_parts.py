@@ -341,14 +341,6 @@ def test_gradients_of_an_accumulation_have_an_address_each():
     assert not gradients.prepare(fixed)
 
 
-def test_sparse_gradients_of_an_accumulation_stay_where_they_are():
-    table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1, 3])).sum().backward()
-    found = table.weight.grad
-    assert AccumulationGradients(table).settle() == [found]
-    assert table.weight.grad is found
-
-
 def test_views_of_what_was_exchanged_stay_at_the_end_of_an_accumulation():
     module = nn.Linear(3, 2)
     gradients, bucket = AccumulationGradients(module), torch.ones(8)

@@ -183,7 +183,7 @@ class GroupUpdate(GraphUpdate):
             lr_table = LrTable(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
             lr_table.predict()
         self._memory_budget.check(
-            key, kept=self._kept_bytes(self._role), shared=self._pool.reserved(), lends=self._lends
+            key, kept=self._kept_bytes(self._role), shared=self._pool.reserved(), lends=self._lends_to(self._role)
         )
         group = CapturedGroup(
             parts.module,

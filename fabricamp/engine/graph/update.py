@@ -126,8 +126,8 @@ class GraphUpdate(Update):
         self._pool = GraphPool(self._stream)
         self._lends = True
         """Whether eager steps may use the graphs' memory: until one of them leaves a tensor there."""
-        self._lent_to: Role | None = None
-        """The role of the eager step whose forward and backward allocate in the graphs' memory now; None for memory of its own."""
+        self._runs_in_pool = False
+        """Whether forward and backward allocate in the graphs' memory now."""
         self._memory_budget = session.graphs.memory_budget
         self._too_large: set[Key] = set()
         """The keys whose graphs do not fit into memory."""
@@ -285,37 +285,20 @@ class GraphUpdate(Update):
 
         The update is not part of it: what an optimizer creates late stays for good.
         """
-        role = self._lent_to
-        if role is None:
+        if not self._runs_in_pool:
             return super()._forward_backward(batch, batch_idx)
         with self._pool.lent():
             outputs = super()._forward_backward(batch, batch_idx)
-        if role.accumulate > 1 or self._sums:
-            self._keep_accumulation(role)
         return copied(outputs)
-
-    def _sum_gradients(self) -> None:
-        """Leaves them to :meth:`_keep_accumulation` in the graphs' memory: the table of their addresses would stay there."""
-        if self._lent_to is None:
-            super()._sum_gradients()
-
-    def _keep_accumulation(self, role: Role) -> None:
-        """Moves what later micro-batches add to out of the graphs' memory: the gradients, or their sums, and the loss."""
-        if self._sums:
-            super()._sum_gradients()
-        else:
-            self._fixed_gradients.settle(closes=role.closes)
-        if self.loss is not None:
-            self.loss = self.loss.detach().clone()
 
     @contextlib.contextmanager
     def _in_pool(self, role: Role) -> Iterator[None]:
         """A context within which eager steps of ``role`` run in the graphs' memory, if it is lent to them."""
-        self._lent_to = role if self._lends else None
+        self._runs_in_pool = self._lends_to(role)
         try:
             yield
         finally:
-            self._lent_to = None
+            self._runs_in_pool = False
 
     def _reclaim_pool(self, step: CapturedStep | None = None, *, forgets: bool = True) -> bool:
         """Ends the loan of the graphs' memory, before a replay of ``step`` or a capture.
@@ -435,7 +418,7 @@ class GraphUpdate(Update):
         inputs = copied(batch)
         shapes = len(self._other_shapes(key))
         self._memory_budget.check(
-            key, kept=self._kept_bytes(role), shared=self._pool.reserved(), shapes=shapes, lends=self._lends
+            key, kept=self._kept_bytes(role), shared=self._pool.reserved(), shapes=shapes, lends=self._lends_to(role)
         )
         step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory)
         used = self._capture_launches(step, lambda: self._launch_captured(inputs, role))
@@ -464,6 +447,13 @@ class GraphUpdate(Update):
         trained = [parameter for parameter in self._parts.module.parameters() if parameter.requires_grad]
         size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         return size if role.accumulate == 1 else 2 * size
+
+    def _lends_to(self, role: Role) -> bool:
+        """Whether eager steps of ``role`` run in the graphs' memory.
+
+        Those of an accumulation do not: their gradients, or the sums of these, stay.
+        """
+        return self._lends and role.accumulate == 1 and not self._sums
 
     def _capture_launches(self, step: CapturedStep, run: Callable[[], Output]) -> int:
         """Captures what ``run`` launches; returns the bytes of memory that the graph reserves beside those of other graphs."""
@@ -496,11 +486,7 @@ class GraphUpdate(Update):
         if self.loss is None or self.loss is self._loss_so_far:
             raise NotCapturableError("training_step returned no loss, and a captured step has one for every batch")
         if role.accumulate > 1 and not self._sums:
-            gradients = self._fixed_gradients.settle(closes=role.closes)
-            if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-                raise NotCapturableError(
-                    "sparse gradients of an accumulation have another size each time; leave out sparse=True"
-                )
+            self._fixed_gradients.settle(closes=role.closes)
         if not role.closes:
             return outputs
         loss = self.loss
@@ -571,7 +557,7 @@ class GraphUpdate(Update):
         )
         # In the graphs' memory an eager step takes no more than the gradients that the graph keeps there.
         role = key[1]
-        needed = self._kept_bytes(role) if self._lends else self._memory_budget.eager_bytes(key)
+        needed = self._kept_bytes(role) if self._lends_to(role) else self._memory_budget.eager_bytes(key)
         # Up to three copies: before the replay, after it, and after a first eager step.
         copies = 3 * state.bytes
         if copies <= free_host_memory() // parts.strategy.environment.local_world_size:
@@ -690,8 +676,8 @@ class AccumulationGradients:
     def settle(self, *, closes: bool = False) -> list[Tensor | None]:
         """Copies every gradient to its fixed address and sets ``.grad`` to it, eagerly or in a capture; returns all gradients.
 
-        Sparse ones, which no graph has, stay where they are.  At the end of an accumulation (``closes``), so do views into the
-        buckets of torch's DDP: kernels may sum a copy with another alignment in another order.
+        At the end of an accumulation (``closes``), views into the buckets of torch's DDP stay where they are: kernels may sum a
+        copy with another alignment in another order.
         """
         fixed_tensors: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -699,7 +685,7 @@ class AccumulationGradients:
         for parameter in parameters:
             gradient = parameter.grad
             fixed = self._fixed.get(parameter)
-            if gradient is None or gradient is fixed or gradient.is_sparse or (closes and gradient._is_view()):
+            if gradient is None or gradient is fixed or (closes and gradient._is_view()):
                 continue
             if fixed is None or fixed.dtype != gradient.dtype:
                 fixed = lasting_like(gradient)
