@@ -150,7 +150,7 @@ def draw(found):
         f"bf16, other roundings at the start: {shown['bf16']}",
     )
     for number, line in enumerate(words):
-        parts.append(f'<text x="{WIDTH - 300}" y="{TOP + 24 + 18 * number}">{line}</text>')
+        parts.append(f'<text x="{WIDTH - RIGHT}" y="{TOP + 16 + 18 * number}" text-anchor="end">{line}</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
     title = f"<title>Loss of a GPT of width {SIZES.width} in bf16 and FP8, {found['device']}, torch {found['torch']}</title>"
     background = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
