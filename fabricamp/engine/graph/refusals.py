@@ -44,7 +44,7 @@ def graph_refusal(parts: FitParts) -> str:
 
 
 def _hook_in_a_step(parts: FitParts) -> str:
-    bound = resolve_hooks(parts, parts.optimizers[0], steps_alone=False)
+    bound = resolve_hooks(parts, parts.optimizers[0])
     hooks = {
         "on_before_zero_grad": bound.before_zero_grad,
         "optimizer_zero_grad": bound.zero_grad,

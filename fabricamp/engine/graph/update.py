@@ -30,7 +30,6 @@ import contextlib
 import logging
 import operator
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -239,8 +238,6 @@ class GraphUpdate(Update):
     def _step_outside(self, reason: str) -> None:
         """Lets the optimizer step after each replay from the next capture on, and says why."""
         self.steps_outside = True
-        # The plan's update, in two parts, also replaces a step without anything around it.
-        self._hooks = replace(self._hooks, plain_step=None)
         self._session.run_summary.say_of_graph(said_of_outside(self._optimizer, reason))
 
     def _are_all_ready(self, key: Key | None, step: CapturedStep | None) -> bool:
@@ -498,10 +495,8 @@ class GraphUpdate(Update):
                 raise NotCapturableError(
                     f"{name} steps after each replay, and a replay hands it no sparse gradients; leave out sparse=True"
                 )
-        elif self._hooks.plain_step is None:
-            self._launch_update(loss, batch_idx)
         else:
-            self._hooks.plain_step()
+            self._launch_update(loss, batch_idx)
         return outputs
 
     def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
@@ -622,11 +617,7 @@ class GraphUpdate(Update):
         """Does the host's bookkeeping of a step whose update the device has launched."""
         self.loss = None
         self._state.open_batches = 0
-        if self._hooks.plain_step is None:
-            self._note_update()
-        else:
-            self._state.global_step += 1
-            self.stepped = True
+        self._note_update()
 
     # -- giving up ---------------------------------------------------------------------------------------------------------------
 
