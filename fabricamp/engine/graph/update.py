@@ -44,7 +44,14 @@ from fabricamp.engine.graph.comparison import ComparedState, compare
 from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError, free_host_memory
 from fabricamp.engine.graph.memory_pool import GraphPool
-from fabricamp.engine.graph.refusals import is_fused, reason_outside, refused, said_of_outside
+from fabricamp.engine.graph.refusals import (
+    is_fused,
+    reason_outside,
+    refusal_of_optimizer,
+    refused,
+    said_of_outside,
+    step_hooks,
+)
 from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.engine.update import Update
 from fabricamp.errors import NotCapturableError
@@ -208,6 +215,7 @@ class GraphUpdate(Update):
             self._count_capture(step)
             # One eager step adopts what has changed (another parameter, say), one is watched, and the next is captured.
             self._drop()
+            self._look_where_to_step()
             return None
         if not self._reclaim_pool(step):
             return None
@@ -234,6 +242,17 @@ class GraphUpdate(Update):
             self._give_up(
                 f"{what} is replaced in each step, and each step would be captured again; change a buffer in place"
             )
+
+    def _look_where_to_step(self) -> None:
+        """Takes the optimizer's own step out of the next graphs if a change asks for it, such as step hooks that came late."""
+        reason = reason_outside(self._parts)
+        if not reason or self.steps_outside or self.why_eager:
+            return
+        refusal = refusal_of_optimizer(self._parts)
+        if refusal:
+            self._give_up(refusal)
+        else:
+            self._step_outside(reason)
 
     def _step_outside(self, reason: str) -> None:
         """Lets the optimizer step after each replay from the next capture on, and says why."""
@@ -416,7 +435,8 @@ class GraphUpdate(Update):
         self._memory_budget.check(
             key, kept=self._kept_bytes(role), shared=self._pool.reserved(), shapes=shapes, lends=self._lends_to(role)
         )
-        step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory)
+        hooks = step_hooks(optimizer)
+        step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory, hooks)
         used = self._capture_launches(step, lambda: self._launch_captured(inputs, role))
         step.handed = self._handed
         self._handed = []
