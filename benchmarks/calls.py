@@ -1,6 +1,6 @@
 """Counts the calls into fabricamp in one step after the warm-up: how much of the package a reader has to follow for a step.
 
-    python benchmarks/calls.py [--steps 20] [--out results.json] [--files]
+    python benchmarks/calls.py [--steps 20] [--only "manual optimization"] [--out results.json] [--files]
 
 ``sys.setprofile`` counts in the main thread, after the warm-up; resuming a generator counts as a call.  For each run the script
 prints the number of calls of the package's functions, the number of files with these functions, and how often the file changes
@@ -8,7 +8,8 @@ from one call to the next: means over ``--steps`` steps.  ``--files`` shows the 
 FusedAdam and clipping at O2, logs and progress bar off.  The runs are:
 
 - one process, on a GPU if there is one: eager, and (on a GPU) replayed as a CUDA graph;
-- ``delayed_ddp``, two ranks over Gloo on CPUs, rank 0's calls;
+- ``delayed_ddp``, rank 0's calls: two GPUs over NCCL where there are two, and always two ranks over Gloo on CPUs, which also counts
+  the torch references that stand in for kernels there;
 - manual optimization, one process;
 - a hand-written loop with ``apex.amp`` at O2.
 """
@@ -160,7 +161,7 @@ def of_trainer(module, steps, folder, **options):
     return calls.a_step(steps)
 
 
-def of_rank(rank, port, steps, folder):
+def of_rank(rank, accelerator, port, steps, folder):
     """Runs one of two ranks; rank 0 writes its counts."""
     quiet()
     torch.set_num_threads(1)
@@ -173,15 +174,16 @@ def of_rank(rank, port, steps, folder):
         MASTER_PORT=str(port),
     )
     module = Classifier()
-    found = of_trainer(module, steps, folder, accelerator="cpu", devices=2, strategy="delayed_ddp")
+    found = of_trainer(module, steps, folder, accelerator=accelerator, devices=2, strategy="delayed_ddp")
     if rank == 0:
         Path(folder, "ranks.json").write_text(json.dumps(found))
 
 
-def of_ranks(steps, folder):
+def of_ranks(accelerator, steps, folder):
+    """Returns the calls per step of rank 0 of two."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(of_rank, (port, steps, folder), nprocs=2)
+    torch.multiprocessing.spawn(of_rank, (accelerator, port, steps, folder), nprocs=2)
     return json.loads(Path(folder, "ranks.json").read_text())
 
 
@@ -214,28 +216,32 @@ def quiet():
     logging.getLogger("fabricamp").setLevel(logging.ERROR)
 
 
-def all_rows(steps, folder):
-    """Returns the results of the runs that this machine supports, by name."""
+def all_runs(steps, folder):
+    """Returns the runs that this machine supports, by name."""
     gpu = torch.cuda.is_available()
     where = {"accelerator": "gpu" if gpu else "cpu", "devices": 1}
-    rows = {"one process, eager": of_trainer(Classifier(), steps, folder, **where)}
+    runs = {"one process, eager": lambda: of_trainer(Classifier(), steps, folder, **where)}
     if gpu:
-        rows["one process, CUDA graph"] = of_trainer(Classifier(), steps, folder, cuda_graph=True, **where)
-    rows["delayed_ddp, 2 ranks"] = of_ranks(steps, folder)
-    rows["manual optimization"] = of_trainer(ByHand(), steps, folder, **where)
-    rows["apex.amp, loop by hand"] = of_apex(steps, "cuda" if gpu else "cpu")
-    return rows
+        runs["one process, CUDA graph"] = lambda: of_trainer(Classifier(), steps, folder, cuda_graph=True, **where)
+    runs["delayed_ddp, 2 ranks"] = lambda: of_ranks("cpu", steps, folder)
+    if torch.cuda.device_count() > 1:
+        runs["delayed_ddp, 2 GPUs"] = lambda: of_ranks("gpu", steps, folder)
+    runs["manual optimization"] = lambda: of_trainer(ByHand(), steps, folder, **where)
+    runs["apex.amp, loop by hand"] = lambda: of_apex(steps, "cuda" if gpu else "cpu")
+    return runs
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", help="the name of one run")
     parser.add_argument("--out", type=Path, help="write the results as JSON too")
     parser.add_argument("--files", action="store_true", help="show the calls by file")
     arguments = parser.parse_args()
     quiet()
     with tempfile.TemporaryDirectory() as folder:
-        rows = all_rows(arguments.steps, folder)
+        runs = all_runs(arguments.steps, folder)
+        rows = {name: run() for name, run in runs.items() if arguments.only in (None, name)}
     print(f"{'a step':28}{'calls':>8}{'files':>8}{'changes of file':>18}")
     for name, row in rows.items():
         print(f"{name:28}{row['calls']:>8}{row['files']:>8}{row['changes_of_file']:>18}")

@@ -248,20 +248,22 @@ def through_precision(level: str, case: Case, shapes: list[tuple[int, ...]], rep
     module, precision = Weights(shapes), OptLevel(level)
     precision.convert_module(module)
     optimizer = case.ours(module.parameters())
-    precision.setup_optimizers(module, [optimizer], Strategy())
+    strategy = Strategy()
+    precision.setup_optimizers(module, [optimizer], strategy)
+    plan = precision.plan(optimizer, strategy, Clip(1.0))
     holders = precision.gradients(optimizer).parameters
     gradients = [torch.randn_like(one) for one in holders]
     loss = torch.ones((), device="cuda")
-    clip = Clip(1.0)
 
     def backward() -> None:
         for holder, gradient in zip(holders, gradients, strict=True):
             holder.grad = gradient
 
     def step() -> None:
-        precision.step(optimizer, clip=clip, loss=loss)
+        plan.run(loss)
+        plan.after()
         if precision.verdicts is not None:
-            precision.verdicts.close_window(loss)
+            precision.verdicts.note_closed()
 
     return measure(step, repeat, backward)
 

@@ -85,6 +85,25 @@ def calls(result):
     return f"## Calls in a step, {result['device']}\n\n{about}\n\n{table(['a step', 'calls', 'files', 'changes of file'], rows)}"
 
 
+def two_trees(result):
+    def cell(row, name, form):
+        low, high = row[f"{name}_range"]
+        return f"{format(row[name], form)} ({format(low, form)} to {format(high, form)})"
+
+    rows = []
+    for row in result["rows"]:
+        form = ".3f" if row["unit"].endswith("ms") else ".0f"
+        cells = [cell(row, "before", form), cell(row, "after", form), cell(row, "ratio", ".3f")]
+        rows.append([f"{row['row']}, {row['unit']}", *cells, f"{row['rounds']}"])
+    about = (
+        f"Revisions {result['before']} and {result['after']} were measured in turn: medians of the rounds with their range.\n"
+        "The ratio is the later revision's figure over the earlier one's in the same round. `benchmarks/two_trees.py` says\n"
+        "what each row runs."
+    )
+    head = ["row", result["before"], result["after"], "ratio", "rounds"]
+    return f"## Two revisions, {result['device']}\n\n{about}\n\n{table(head, rows)}"
+
+
 def optimizers_on_cpu(result):
     rows = [[row["optimizer"], row["row"], f"{row['ms']:.1f}"] for row in result["rows"]]
     about = "Time of `optimizer.step()` with ResNet-50's parameters, one thread."
@@ -696,6 +715,7 @@ RENDERERS = {
     "overhead": overhead,
     "overhead_trees": overhead_trees,
     "calls": calls,
+    "two_trees": two_trees,
     "optimizers": optimizers,
     "norms": norms,
     "ddp": ddp,

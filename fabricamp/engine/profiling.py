@@ -84,12 +84,8 @@ def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
     changed.run_batch = profiled(profiler, "run_training_batch", update.run_batch)
     changed._launch_update = profiled(profiler, f"{module}.optimizer_step", update._launch_update)
     bound = update._hooks
-    plain = bound.plain_step
-    changed._hooks = dataclasses.replace(
-        bound,
-        backward=profiled(profiler, f"{strategy}.backward", bound.backward),
-        plain_step=plain and profiled(profiler, f"{module}.optimizer_step", plain),
-    )
+    backward = profiled(profiler, f"{strategy}.backward", bound.backward)
+    changed._hooks = dataclasses.replace(bound, backward=backward)
     run_context = session.run_context
     if run_context.manual_backward is not None:
         run_context.manual_backward = profiled(profiler, f"{strategy}.backward", run_context.manual_backward)

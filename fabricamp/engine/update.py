@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from numbers import Real
-from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -93,10 +92,8 @@ class Update:
         # If steps may be skipped, the overflow policy advances the schedules instead, by the applied steps.
         schedules_wait = step_results is not None and step_results.schedules_follow
         self._advances_at_once = self.schedules.follow_steps and not schedules_wait
-        exchanges = self.plan is not None and self.plan.exchanges
-        steps_alone = not (exchanges or self.overflow_policy or parts.clip or self._advances_at_once)
-        # A new object replaces it when an update's calls change: _compare_kinds removes itself, and _use_weights the plain step.
-        self._hooks = resolve_hooks(parts, self._optimizer, steps_alone=steps_alone)
+        # _compare_kinds, which runs once, replaces it by an object without itself.
+        self._hooks = resolve_hooks(parts, self._optimizer)
         # With several ranks, a weight on some ranks only would leave the others waiting in its exchange: before the first backward
         # the ranks compare whether their losses have weights.  False once they have found that no loss has one.
         self._compares_kinds = automatic and parts.strategy.world_size > 1
@@ -170,18 +167,10 @@ class Update:
                 outputs = self._forward_backward(batch, batch_idx)
         if ends and self.loss is not None:
             self._check_optimizer()
-            plain_step = self._hooks.plain_step
-            if plain_step is None:
-                loss = self.loss
-                self.loss = None
-                self._launch_update(loss, batch_idx)
-                self._note_update()
-            else:
-                # No hook, exchange or check surrounds the optimizer's step, so it directly follows backward.
-                self.loss = None
-                plain_step()
-                self._state.global_step += 1
-                self.stepped = True
+            loss = self.loss
+            self.loss = None
+            self._launch_update(loss, batch_idx)
+            self._note_update()
         elif ends:
             self._note_empty_step()
         if ends:
@@ -252,9 +241,8 @@ class Update:
                 raise mixed()
             self.weights = LossWeights(self._parts.strategy, self._accumulate, self.reference)
             self._forward = self.weights.requiring_weights(self._forward)
-            # The update now divides by the weight, which comes with the exchanged gradients: never the optimizer's step alone.
-            self._hooks = replace(self._hooks, plain_step=None)
             if self.plan is not None:
+                # The update now divides by the weight, which comes with the exchanged gradients.
                 self.plan.exchanges = True
                 self.plan.reduce = self.weights.dividing(self.plan.reduce)
         return self.weights
@@ -421,9 +409,6 @@ def with_index(step: Callable[..., object], training_step: Callable[..., object]
     raise ConfigError(f"training_step takes {signature}; it gets (batch) or (batch, batch_idx)")
 
 
-_STEP: Final = methodcaller("step")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedHooks:
     """Hooks that are overridden anywhere, and methods that the module overrides (None: it does not).
@@ -447,12 +432,10 @@ class ResolvedHooks:
     """Whether hooks or overridden methods see gradients before the update: only then a separate pass unscales them."""
     plain_zero_grad: Callable[[], object] | None
     """The optimizer's own ``zero_grad``, if the user does nothing around it; else None."""
-    plain_step: Callable[[], object] | None
-    """The optimizer's own ``step``, if neither the Trainer, the precision nor the user does anything around it; else None."""
 
 
-def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: bool) -> ResolvedHooks:
-    """Looks up what an update of ``optimizer`` calls; ``steps_alone``: the Trainer does nothing around the optimizer's step."""
+def resolve_hooks(parts: FitParts, optimizer: Optimizer | None) -> ResolvedHooks:
+    """Looks up what an update of ``optimizer`` calls."""
     hooks = parts.hooks
     module = parts.module
     precision = parts.precision
@@ -465,15 +448,9 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: 
     zero_grad = module.optimizer_zero_grad if own("optimizer_zero_grad") else None
     clipping = partial(_clip_by, module.configure_gradient_clipping) if own("configure_gradient_clipping") else None
     step = module.optimizer_step if own("optimizer_step") else None
-    shown = bool(before_step or clipping or step)
     plain_zero_grad: Callable[[], object] | None = None
-    plain_step: Callable[[], object] | None = None
-    if optimizer is not None:
-        if not (before_zero_grad or zero_grad):
-            plain_zero_grad = optimizer.zero_grad
-        if steps_alone and not (shown or overrides(precision, "step", Precision)):
-            # ``step`` is looked up at each call: a scheduler that is created within a run replaces it by torch's wrapper.
-            plain_step = partial(_STEP, optimizer)
+    if optimizer is not None and not (before_zero_grad or zero_grad):
+        plain_zero_grad = optimizer.zero_grad
     return ResolvedHooks(
         before_zero_grad=before_zero_grad,
         before_backward=hooks("on_before_backward"),
@@ -485,9 +462,8 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: 
         run_backward=run_backward,
         backward=partial(precision.backward, run=run_backward) if scales else run_backward,
         wants_outputs=bool(hooks("on_train_batch_end")),
-        shows_gradients=shown,
+        shows_gradients=bool(before_step or clipping or step),
         plain_zero_grad=plain_zero_grad,
-        plain_step=plain_step,
     )
 
 

@@ -370,7 +370,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         if self.state is not state or state.changes.count != self._changes:
             return False
         if not self._rows_key.are_parameters(list(chain.from_iterable(map(_params, self.param_groups)))):
-            return False  # a parameter was put into a group, or taken out of it
+            return False  # a parameter was put into a group, taken out of it, or given other memory
         self._scalars.upload(parts, self._rule, self.param_groups, self._option_values(self))
         return True
 

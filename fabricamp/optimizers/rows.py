@@ -198,9 +198,13 @@ class RowsCacheKey:
         self._flags = flags
 
     def are_parameters(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the rows are those of ``parameters``, in this order."""
+        """Whether the rows are those of ``parameters``, in this order and in the same memory."""
         own = self._parameters
-        return len(parameters) == len(own) and all(map(operator.is_, parameters, own))
+        return (
+            len(parameters) == len(own)
+            and all(map(operator.is_, parameters, own))
+            and are_at(self._addressed, self._pointers, self._positions)
+        )
 
     def holds(
         self, parameters: Sequence[Tensor], gradients: Column, copies: Column | None, flags: Column | None
@@ -210,7 +214,6 @@ class RowsCacheKey:
             copies is self._copies
             and flags is self._flags
             and self.are_parameters(parameters)
-            and are_at(self._addressed, self._pointers, self._positions)
             and all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None)))
         )
 

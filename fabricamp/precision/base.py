@@ -9,7 +9,7 @@ from torch import Tensor
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.registry import Registry
 from fabricamp.gradients.flat import IN_PLACE, Gradients
-from fabricamp.precision.update_plan import Stages, UpdatePlan, is_own
+from fabricamp.precision.update_plan import Stages, StepPlan, UpdatePlan, is_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,8 +93,10 @@ class Precision(NamesKeywords):
     def plan(self, optimizer: Optimizer, strategy: Strategy, clip: Clip | None) -> UpdatePlan:
         """Returns the update of ``optimizer`` in automatic optimization; called once a fit, after :meth:`setup_optimizers`.
 
-        If no hook, exchange or check surrounds ``optimizer.step``, the loop calls only ``optimizer.step``.
+        In full precision without clipping, its ``run`` calls only ``optimizer.step`` if nothing is exchanged.
         """
+        if clip is None and self.verdicts is None and is_own(self, "step", Precision):
+            return StepPlan(self, optimizer, strategy, None)
         return UpdatePlan(self, optimizer, strategy, clip)
 
     def forward(self, step: Step, *args: Any) -> Any:

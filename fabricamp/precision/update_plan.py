@@ -12,15 +12,20 @@ A CUDA graph captures what the first one launches; the function of ``StepResults
 
 The host waits for a result only if the optimizer cannot read the overflow flag on the device, or the module overrides
 ``optimizer_step`` (the flag is fetched before the step), or if an optimizer without kernels lacks a gradient on this rank of
-several.  Three kinds of step run the same stages:
+several.  Four kinds of step run the same stages:
 
 ===========================================  ========================================================================
+``optimizer.step`` alone                     full precision, no clipping, nothing exchanged: no other stage has work
 :meth:`Stages.launch`                        the package's optimizers: their kernels read the gradients where they are
 :meth:`Stages.step` by ``.grad``             other optimizers: gradients * multiplier go into ``.grad`` first, and the
                                              optimizer reads them there
 :meth:`Stages.show`, then :meth:`~Stages.step`  hooks read or edit gradients, or the module overrides ``optimizer_step`` or
                                              ``configure_gradient_clipping``: ``.grad`` has unscaled ones before the step
 ===========================================  ========================================================================
+
+No method checks before ``run`` what hooks may have changed since the last step.  Each change is found where the step reads the
+value anyway: parameters of the groups by ``ParamGradMap.refresh``; their memory, missing gradients, state and numbers by
+``FusedOptimizer.gather``.  A graph compares them before each replay (``CapturedStep.is_valid``).
 
 For an optimizer whose step a CUDA graph cannot hold, :meth:`UpdatePlan.prepare` is captured and :meth:`UpdatePlan.step_prepared`
 runs after each replay.  Together they do what ``run`` and ``after`` do; ``prepare`` also ends the training step, which ``run`` does
@@ -152,6 +157,18 @@ class UpdatePlan:
         """Does the host's part of :meth:`run`; here :meth:`Precision.step <fabricamp.precision.Precision.step>` has done it."""
 
 
+class StepPlan(UpdatePlan):
+    """The update in full precision, without clipping: the optimizer's own step, unless gradients are exchanged before it."""
+
+    def run(self, loss: Tensor | None) -> None:
+        """Launches the update."""
+        if self.exchanges:
+            super().run(loss)
+        else:
+            # Looked up in each step: a scheduler that is created within a run replaces ``step`` by torch's wrapper.
+            self.optimizer.step()
+
+
 class FusedPlan(UpdatePlan):
     """The update of one of the package's optimizers by an OptLevel whose ``step`` and ``gradients`` nobody has overridden.
 
@@ -162,6 +179,9 @@ class FusedPlan(UpdatePlan):
         self, stages: Stages, precision: Precision, optimizer: FusedOptimizer, strategy: Strategy, clip: Clip | None
     ) -> None:
         super().__init__(precision, optimizer, strategy, clip)
+        self._gradients = stages.gradients
+        if self.memory is not None:
+            self.memory = stages.gradients
         # In full precision the optimizer's step enters no_grad itself; entered here, it would also cover the step's hooks.
         self._launch = torch.no_grad()(stages.launch) if isinstance(stages, ScaledStages) else stages.launch
         self.after = stages.after  # type: ignore[method-assign]  # the loop calls it without a frame in between
@@ -183,7 +203,7 @@ class FusedPlan(UpdatePlan):
         """Runs the update alone: manual optimization clips as the step asks, and ends the training step later."""
         gradients = IN_PLACE
         if self.exchanges:
-            gradients = self.reduce(self._precision.gradients(self.optimizer))
+            gradients = self.reduce(self._gradients())
         self._launch(gradients, clip, None)
         self.after()
 

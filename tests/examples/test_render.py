@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # torch's wrapper imports it: here once, before the ranks are forked, instead of in each rank
 
-from benchmarks import cross_entropy, fsdp, norms, render, rounds, syncbn
+from benchmarks import cross_entropy, fsdp, norms, render, rounds, syncbn, two_trees
 from tests.distributed.ranks import run_ranks
 
 ABOUT = {
@@ -155,6 +155,39 @@ def test_overhead_beside_an_earlier_tree():
     page = render.overhead_trees(result)
     assert "each on a core of its own" in page
     assert "| 3 callbacks, 1 log | mean | 10.0 (9.0 to 11.0) | 9.9 (9.0 to 12.0) | 0.990 (0.980 to 1.010) |" in page
+
+
+class Process:
+    """A process of a tree, whose figures are given."""
+
+    def __init__(self, name, figures, asked):
+        self.name, self.figures, self.asked = name, iter(figures), asked
+
+    def ask(self, row):
+        self.asked.append(self.name)
+
+    def answer(self):
+        return {"wall ms": next(self.figures)}
+
+
+def test_two_trees_are_measured_in_turn():
+    asked = []
+    processes = {
+        "before": [Process("old 1", [1.0, 2.0], asked), Process("old 2", [4.0], asked)],
+        "after": [Process("new 1", [1.0, 1.0], asked), Process("new 2", [3.0], asked)],
+    }
+    rounds = [two_trees.one_round(processes, "mlp eager", number) for number in range(3)]
+    assert asked == ["old 1", "new 1", "new 2", "old 2", "old 1", "new 1"]
+    row = two_trees.result_of("mlp eager", "wall ms", rounds)
+    assert row["before"] == 2.0
+    assert row["before_range"] == [1.0, 4.0]
+    assert row["after"] == 1.0
+    assert row["ratio"] == 0.75
+    assert row["ratio_range"] == [0.5, 1.0]
+    page = render.two_trees({**ABOUT, "before": "one", "after": "two", "rows": [row]})
+    assert (
+        "| mlp eager, wall ms | 2.000 (1.000 to 4.000) | 1.000 (1.000 to 3.000) | 0.750 (0.500 to 1.000) | 3 |" in page
+    )
 
 
 def test_the_page_has_what_there_is(tmp_path, monkeypatch):

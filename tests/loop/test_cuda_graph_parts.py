@@ -17,6 +17,7 @@ import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
@@ -40,8 +41,8 @@ from fabricamp.engine.graph.host_effects import (
     host_generators,
 )
 from fabricamp.engine.graph.memory_pool import GraphPool
-from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, reason_outside, said_of_outside
-from fabricamp.engine.graph.update import AccumulationGradients, Role
+from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, reason_outside, said_of_outside, step_hooks
+from fabricamp.engine.graph.update import AccumulationGradients, GraphUpdate, Role
 from fabricamp.engine.run_context import gathered
 from fabricamp.errors import NotCapturableError
 from fabricamp.gradients.memory import GradientMemory
@@ -760,6 +761,11 @@ HYPERPARAMETER_CHANGES = {
     "another number": lambda one: one.param_groups[0].update(weight_decay=0.1),
     "another word": lambda one: one.param_groups[0].update(amsgrad="no"),
     "a further group": lambda one: one.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    "a parameter less": lambda one: one.param_groups[0]["params"].pop(),
+    "another parameter in the same memory": lambda one: one.param_groups[0].update(
+        params=[nn.Parameter(one.param_groups[0]["params"][0].data)]
+    ),
+    "other memory": lambda one: setattr(one.param_groups[0]["params"][0], "data", torch.ones(2)),
     "another tensor": lambda one: one.param_groups[0].update(lr=torch.tensor(0.1)),
     "a loaded state": lambda one: one.load_state_dict(copy.deepcopy(one.state_dict())),
 }
@@ -773,6 +779,50 @@ def test_what_a_graph_has_of_an_optimizer_that_is_not_fused(name):
     assert may_replay()
     HYPERPARAMETER_CHANGES[name](optimizer)
     assert not may_replay()
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, LARC])
+def test_step_hooks_that_come_or_go_count(wrap):
+    inner = FusedSGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer = wrap(inner)
+    registered = []
+    for register in (
+        inner.register_step_pre_hook,
+        inner.register_step_post_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_post_hook,
+    ):
+        constants = CapturedConstantsGuard(nn.Linear(2, 2), {}, step_hooks(optimizer))
+        assert constants.are_unchanged()
+        registered.append(register(lambda *_: None))
+        assert not constants.are_unchanged()
+    for hook in registered:
+        constants = CapturedConstantsGuard(nn.Linear(2, 2), {}, step_hooks(optimizer))
+        hook.remove()
+        assert not constants.are_unchanged()
+
+
+def test_an_optimizer_goes_outside_of_the_graph_once_it_has_step_hooks():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    said = []
+    update = GraphUpdate.__new__(GraphUpdate)
+    update._optimizer = optimizer
+    update._parts = SimpleNamespace(precision=OptLevel("O0"), optimizers=[optimizer], schedulers=[])
+    update._options = CudaGraph()
+    update._session = SimpleNamespace(run_summary=SimpleNamespace(say_of_graph=said.append))
+    update.steps_outside = False
+    update.why_eager = ""
+    update._look_where_to_step()
+    assert not update.steps_outside
+    optimizer.register_step_post_hook(lambda *_: None)
+    update._parts.precision = OwnStep("O0")
+    with pytest.raises(ConfigError, match="OwnStep overrides step, so SGD cannot step by itself after a replay"):
+        update._look_where_to_step()
+    assert not update.steps_outside
+    update._parts.precision = OptLevel("O0")
+    update._look_where_to_step()
+    assert update.steps_outside
+    assert "its step hooks run on the host" in said[0]
 
 
 @pytest.mark.parametrize("beside", ["_OWN_FOLDER", "_TORCHS_FOLDER"])

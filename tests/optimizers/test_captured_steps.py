@@ -231,6 +231,15 @@ def test_other_rows_after_a_capture_are_refused_until_it_is_forgotten(kernel_dev
         run.step()
 
 
+@pytest.mark.parametrize("kind", [*FEW, "larc"])
+def test_parameters_in_other_memory_are_found_before_a_replay(kernel_device, graphs, kind):
+    run, _ = runs(kernel_device, kind)
+    captured(graphs, run)
+    assert run.optimizer.upload()
+    run.weights[1].data = run.weights[1].data.clone()
+    assert not run.optimizer.upload()
+
+
 def test_momentum_that_comes_after_a_capture_is_refused(kernel_device, graphs):
     run, _ = runs(kernel_device, "sgd")
     captured(graphs, run)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fabricamp.precision import Clip, OptLevel, precision_from
+from fabricamp.precision import Clip, OptLevel, Precision, precision_from
 from fabricamp.strategies.base import Strategy
 from tests.pairs import pairs
 from tests.windows import add_up, close_window
@@ -171,6 +171,36 @@ def snapshot(module, optimizer):
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     state = [v for p in updated for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
     return [tensor.detach().clone() for tensor in [*module.parameters(), *updated, *state]]
+
+
+class OwnStep(Precision):
+    """Another package's precision: counts its steps."""
+
+    steps = 0
+
+    def step(self, *arguments, **options):
+        self.steps += 1
+        super().step(*arguments, **options)
+
+
+def test_another_precision_s_step_runs_where_nothing_surrounds_the_optimizer_s():
+    """In full precision, without clipping and exchange, a plan is the optimizer's step alone if ``step`` is the package's."""
+    own = OwnStep()
+    replaced = Precision()
+    calls = []
+    replaced.step = lambda *arguments, **options: calls.append("replaced")
+    for precision in (own, replaced):
+        optimizer = torch.optim.SGD(task().parameters(), lr=0.1)
+        precision.plan(optimizer, Strategy(), None).run(None)
+    assert own.steps == 1
+    assert calls == ["replaced"]
+    optimizer = torch.optim.SGD(task().parameters(), lr=0.1)
+    optimizer.step = lambda: calls.append("optimizer")
+    plain = Precision()
+    plan = plain.plan(optimizer, Strategy(), None)
+    plain.step = None  # not called
+    plan.run(None)
+    assert calls == ["replaced", "optimizer"]
 
 
 @pytest.mark.parametrize("seen", [False, True])

@@ -77,5 +77,5 @@ def warn_or_err(msg: str) -> None:
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Any]:
-    """Yields the parameters that ``optimizer`` updates: masters for half models, with unscaled gradients after ``scale_loss``."""
-    yield from owned_parameters(optimizer)
+    """Returns the parameters that ``optimizer`` updates: masters for half models, with unscaled gradients after ``scale_loss``."""
+    return iter(owned_parameters(optimizer))

@@ -87,7 +87,8 @@ class AmpOptimizerState(ParameterLists):
         """Moves the gradients of earlier passes (unscaled already) to ``earlier``."""
         self.lazy_init()
         pairs = self.pairs()
-        self.earlier = [_own(updated.grad) for _, updated in pairs]
+        gradients = [updated.grad for _, updated in pairs]
+        self.earlier = [None if gradient is None else _own(gradient) for gradient in gradients]
         self._resent = False
         for parameter, updated in pairs:
             parameter.grad = None
@@ -95,8 +96,11 @@ class AmpOptimizerState(ParameterLists):
 
     def is_local(self) -> bool:
         """Returns whether ``no_sync`` or ``disable_allreduce`` keeps a wrapper around the model from exchanging gradients."""
-        wrappers = [wrapper() for wrapper in self._wrappers]
-        return any(wrapper is not None and not wrapper.require_backward_grad_sync for wrapper in wrappers)
+        for reference in self._wrappers:
+            wrapper = reference()
+            if wrapper is not None and not wrapper.require_backward_grad_sync:
+                return True
+        return False
 
     @torch.no_grad()
     def resend(self, scale: Tensor | float) -> None:
@@ -343,7 +347,7 @@ class _Unscaling(NamedTuple):
 
     def as_real(self) -> _Unscaling:
         """Returns the same work with complex gradients viewed as real ones, twice as many numbers."""
-        if not any(gradient.is_complex() for gradient in self.incoming):
+        if not any(map(torch.is_complex, self.incoming)):
             return self
         return _Unscaling(
             [_as_real(gradient) for gradient in self.incoming],
@@ -389,9 +393,9 @@ def _as_real(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() and not gradient.is_sparse else gradient
 
 
-def _own(gradient: Tensor | None) -> Tensor | None:
+def _own(gradient: Tensor) -> Tensor:
     """Returns the gradient, cloned if it is a view: a wrapper's gradients are views of memory that the next backward overwrites."""
-    return gradient.clone() if gradient is not None and gradient._is_view() else gradient
+    return gradient.clone() if gradient._is_view() else gradient
 
 
 def _half_on_cpu(tensors: list[Tensor]) -> bool:

@@ -100,7 +100,7 @@ def backward_pass(
         return
     # Before the exchange each rank would check only its own gradients, and the ranks' scales would diverge.  So the check waits for
     # the exchange, which carries inf and nan to all ranks.
-    local = any(stash.is_local() for stash in stashes)
+    local = any(map(AmpOptimizerState.is_local, stashes))
     _unscale(stashes, scaler, loss, loss_id, checks=checks and not local)
     if local:
         for stash in stashes:
@@ -175,7 +175,7 @@ def _unscale(
         stash.distribute(work, scaler.multiplier)
     if not checks:
         return
-    waits = scaler.dynamic and not all(stash.may_skip_on_device() for stash in stashes)
+    waits = scaler.dynamic and not all(map(AmpOptimizerState.may_skip_on_device, stashes))
     whole = loss.detach() if loss.numel() == 1 else loss.detach().mean()  # a script may reduce it inside the context
     overflowed, hopeless = scaler.close(whole, waits=waits, loss_id=loss_id)
     if hopeless:

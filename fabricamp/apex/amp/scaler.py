@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,8 @@ from fabricamp import ops
 from fabricamp.apex.amp._amp_state import maybe_print
 from fabricamp.precision import loss_scaler as device_scaler
 from fabricamp.precision.param_grads import values_of
+
+_is_sparse: Final = attrgetter("is_sparse")
 
 _FLOOR: Final = 2.0**-14
 """The minimum of a scale without ``min_loss_scale``: apex's scale would fall to zero and then be a divisor."""
@@ -186,9 +189,11 @@ class LossScaler:
         if not self.dynamic:
             return
         state = self.moving.state
+        if any(map(_is_sparse, gradients)):
+            gradients = list(map(values_of, gradients))
         statistics = [
             ops.gradient_statistics(some, state.scale.to(device)).to(self.device)
-            for device, (some,) in by_device([values_of(gradient) for gradient in gradients])
+            for device, (some,) in by_device(gradients)
         ] or [ops.gradient_statistics([], state.scale)]
         whole = torch.cat(statistics) if len(statistics) != 1 else statistics[0]
         ops.finish(state, whole, scale=state.scale)
@@ -288,13 +293,12 @@ class LossScaler:
     unscale_with_stashed_python = unscale_with_stashed
 
 
-def by_device(*columns: Sequence[Tensor]) -> Iterator[tuple[torch.device, list[list[Tensor]]]]:
-    """Yields (device, lists) for each device, where ``lists`` are ``columns`` with only the rows on that device."""
+def by_device(*columns: Sequence[Tensor]) -> list[tuple[torch.device, list[list[Tensor]]]]:
+    """Returns (device, lists) for each device, where ``lists`` are ``columns`` with only the rows on that device."""
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(columns[0]):
         places.setdefault(tensor.device, []).append(place)
-    for device, own in places.items():
-        yield device, [[column[place] for place in own] for column in columns]
+    return [(device, [[column[place] for place in own] for column in columns]) for device, own in places.items()]
 
 
 def multiply(sources: Sequence[Tensor], destinations: Sequence[Tensor], multiplier: Tensor | float) -> None:

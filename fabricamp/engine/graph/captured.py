@@ -41,11 +41,12 @@ from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generato
 from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
 from fabricamp.ops.copies import Copies
+from fabricamp.ops.layouts import addresses
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.torch_private import end_failed_capture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -66,10 +67,12 @@ _grad_of: Final = operator.attrgetter("grad")
 class Captured:
     """A captured call for batches of one shape, with the host's work for each replay.
 
-    The graph reads ``inputs`` and writes ``outputs``; this object keeps both alive.
+    The graph reads ``inputs`` and writes ``outputs``; this object keeps both alive.  ``hooks``: tables of hooks that the call runs.
     """
 
-    def __init__(self, module: nn.Module, inputs: Batch, log_replay: LogReplay) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: Batch, log_replay: LogReplay, hooks: Sequence[Mapping[int, Any]] = ()
+    ) -> None:
         self.outputs: Output = None
         self.replays = 0
         self._counts = False
@@ -84,7 +87,7 @@ class Captured:
         self._graph = torch.cuda.CUDAGraph()
         self.generators = Generators(module)
         self.metric_states = MetricStates(module)
-        self.constants = CapturedConstantsGuard(module, getattr(module, "hparams", {}))
+        self.constants = CapturedConstantsGuard(module, getattr(module, "hparams", {}), hooks)
 
     def capture(self, run: Callable[[], Output], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run``, which launches on ``stream``, without running it on the device.
@@ -157,9 +160,15 @@ class CapturedStep(Captured):
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Batch, role: Role, log_replay: LogReplay, memory: GradientMemory | None
+        self,
+        module: nn.Module,
+        inputs: Batch,
+        role: Role,
+        log_replay: LogReplay,
+        memory: GradientMemory | None,
+        hooks: Sequence[Mapping[int, Any]],
     ) -> None:
-        super().__init__(module, inputs, log_replay)
+        super().__init__(module, inputs, log_replay, hooks)
         self.loss: Tensor | None = None
         """The loss, if the micro-batch does not finish its accumulation."""
         self.note: Callable[[], None] | None = None
@@ -257,11 +266,12 @@ class CapturedGroup(CapturedStep):
         role: Role,
         metrics: Metrics,
         single: CapturedStep,
+        hooks: Sequence[Mapping[int, Any]],
         *,
         lr_table: LrTable | None,
         shows_logs: bool,
     ) -> None:
-        super().__init__(module, inputs, role, LogReplay(metrics), None)
+        super().__init__(module, inputs, role, LogReplay(metrics), None, hooks)
         self.lr_table = lr_table
         self.notes: list[Callable[[], None]] = []
         """One callback per step, in place of ``note``; it records which parameters the step's gradient statistics belong to."""
@@ -403,8 +413,9 @@ def hyperparameter_upload(optimizer: Optimizer) -> Callable[[], bool]:
     """Returns the call that prepares the optimizer's hyper-parameters for a replay; it returns whether the graph may be replayed.
 
     A fused optimizer uploads them, as long as it still has the tensors of the capture.  For other optimizers they are constants in
-    the graph, or tensors that it reads, and are compared with the present values.  ``load_state_dict`` replaces the parameter
-    groups and the state, which the graph would not notice; so replaced groups count as a change, too.
+    the graph, or tensors that it reads, and are compared with the present values; so are its parameters and their memory.
+    ``load_state_dict`` replaces the parameter groups and the state, which the graph would not notice; so replaced groups count as a
+    change, too.
     """
     if is_fused(optimizer):
         upload: Callable[[], bool] = optimizer.upload
@@ -419,15 +430,21 @@ def hyperparameter_upload(optimizer: Optimizer) -> Callable[[], bool]:
 
     def objects() -> list[object]:
         groups = optimizer.param_groups
-        return [*groups, *(value for group in groups for value in group.values() if isinstance(value, Tensor))]
+        tensors = (value for group in groups for value in group.values() if isinstance(value, Tensor))
+        return [*groups, *tensors, *owned_parameters(optimizer)]
 
     constants_before = constants()
     objects_before = objects()
+    addresses_before = addresses(owned_parameters(optimizer))
 
     def are_unchanged() -> bool:
         now = objects()
-        same_objects = len(now) == len(objects_before) and all(map(operator.is_, now, objects_before))
-        return same_objects and constants() == constants_before
+        return (
+            len(now) == len(objects_before)
+            and all(map(operator.is_, now, objects_before))
+            and addresses(owned_parameters(optimizer)) == addresses_before
+            and constants() == constants_before
+        )
 
     return are_unchanged
 

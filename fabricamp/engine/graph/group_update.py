@@ -29,7 +29,7 @@ from fabricamp.engine.graph.capture_errors import reason_of_failure
 from fabricamp.engine.graph.captured import CapturedGroup, hyperparameter_upload
 from fabricamp.engine.graph.host_effects import MOST_CAPTURES_IN_A_ROW
 from fabricamp.engine.graph.lr_table import LrTable
-from fabricamp.engine.graph.refusals import BATCH_HOOKS
+from fabricamp.engine.graph.refusals import BATCH_HOOKS, step_hooks
 from fabricamp.engine.graph.update import GraphUpdate, Key, Role
 from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.hooks import overrides
@@ -191,6 +191,7 @@ class GroupUpdate(GraphUpdate):
             self._role,
             parts.metrics,
             self._steps[key],
+            step_hooks(optimizer),
             lr_table=lr_table,
             shows_logs=self._shows_logs,
         )

@@ -241,11 +241,12 @@ def _same(before: Any, now: Any, depth: int) -> bool:
 class CapturedConstantsGuard:
     """The host values that are constants of a captured step: plain attributes of the modules, and the tensors of their weights.
 
+    ``hooks`` are tables of hooks around the optimizer's step: a replay repeats what those of the capture have launched.
     :meth:`are_unchanged` is called before each replay, so it works by C functions (``map``, ``operator``, ``itemgetter``) where
     possible.
     """
 
-    def __init__(self, module: nn.Module, hparams: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, hparams: Mapping[str, Any], hooks: Sequence[Mapping[int, Any]] = ()) -> None:
         modules = list(module.modules())
         owners = [(vars(part), managed_attributes(part)) for part in modules]
         # Plain attributes, and hyper-parameters: for each owner its dict, the names, one getter for all of them, their values.
@@ -258,8 +259,9 @@ class CapturedConstantsGuard:
                 self._names.append(names)
         self._getters = [itemgetter(*names) for names in self._names]
         self._values = list(map(operator.call, self._getters, self._tables))
-        # Submodules, parameters and buffers.
-        self._parents = [table for one in modules for table in (one._modules, one._parameters, one._buffers) if table]
+        # Submodules, parameters and buffers, and hooks.
+        children = [table for one in modules for table in (one._modules, one._parameters, one._buffers) if table]
+        self._parents: list[Mapping[Any, Any]] = [*children, *hooks]
         self._lengths = list(map(len, self._parents))
         self._children = [child for table in self._parents for child in table.values()]
         # Tensors that are plain attributes: not registered, so the lists above do not hold them.
@@ -274,12 +276,13 @@ class CapturedConstantsGuard:
         self._trained = list(map(_requires_grad, self._tensors))
 
     def are_unchanged(self) -> bool:
-        """Whether no module, tensor, attribute or ``requires_grad`` has changed."""
+        """Whether no module, tensor, attribute, ``requires_grad`` or hook has changed."""
         present = chain.from_iterable(map(_children, self._parents))
         if list(map(len, self._parents)) != self._lengths or not all(map(operator.is_, present, self._children)):
             return False
-        if any(table.get(name) is not value for table, name, value in self._loose):
-            return False
+        for table, name, value in self._loose:
+            if table.get(name) is not value:
+                return False
         try:
             plain = list(map(operator.call, self._getters, self._tables)) == self._values
         except KeyError:  # an attribute was deleted

@@ -20,7 +20,7 @@ from fabricamp.precision.torch_updates import demands_closure, reads_found_inf
 from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.optim import Optimizer
 
@@ -43,11 +43,11 @@ def graph_refusal(parts: FitParts) -> str:
         return "manual optimization is not captured; leave the steps to the Trainer"
     if not parts.optimizers:
         return "there is no optimizer whose step could be captured"
-    return _hook_in_a_step(parts) or _refusal_of(parts.optimizers[0], parts)
+    return _hook_in_a_step(parts) or refusal_of_optimizer(parts)
 
 
 def _hook_in_a_step(parts: FitParts) -> str:
-    bound = resolve_hooks(parts, parts.optimizers[0], steps_alone=False)
+    bound = resolve_hooks(parts, parts.optimizers[0])
     hooks = {
         "on_before_zero_grad": bound.before_zero_grad,
         "optimizer_zero_grad": bound.zero_grad,
@@ -61,7 +61,9 @@ def _hook_in_a_step(parts: FitParts) -> str:
     return f"{hook} runs in the middle of a step; leave it out" if hook else ""
 
 
-def _refusal_of(optimizer: Optimizer, parts: FitParts) -> str:
+def refusal_of_optimizer(parts: FitParts) -> str:
+    """Returns why no steps of this optimizer can be captured, and what to change; an empty string if they can be."""
+    optimizer = parts.optimizers[0]
     name = type(optimizer).__name__
     if demands_closure(optimizer):
         return f"{name} runs the forward itself; take an optimizer that steps once"
@@ -83,7 +85,7 @@ def reason_outside(parts: FitParts) -> str:
     optimizer = parts.optimizers[0]
     if is_fused(optimizer):
         return ""
-    if _has_step_hooks(optimizer):
+    if any(step_hooks(optimizer)):
         return "its step hooks run on the host, and a replay would leave them out"
     groups = optimizer.param_groups
     counts_on_device = type(optimizer) is torch.optim.SGD or all(group.get("capturable") for group in groups)
@@ -104,10 +106,13 @@ def reason_outside(parts: FitParts) -> str:
     return ""
 
 
-def _has_step_hooks(optimizer: Optimizer) -> bool:
+def step_hooks(optimizer: Optimizer) -> list[Mapping[int, Any]]:
+    """Returns torch's tables of the hooks around the optimizer's ``step``, by the number of each hook; they change in place."""
+    owners = [optimizer, optimizer.optim] if isinstance(optimizer, LARC) else [optimizer]
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooks = [getattr(optimizer, name, None) for name in names]  # a class of another package may have none
-    return any(hooks) or bool(global_optimizer_pre_hooks) or bool(global_optimizer_post_hooks)
+    # A class of another package may have none.
+    own = [getattr(owner, name, {}) for owner in owners for name in names]
+    return [*own, global_optimizer_pre_hooks, global_optimizer_post_hooks]
 
 
 def _lr_is_elsewhere(group: ParamGroup) -> bool:

@@ -30,7 +30,6 @@ import contextlib
 import logging
 import operator
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -45,7 +44,14 @@ from fabricamp.engine.graph.comparison import ComparedState, compare
 from fabricamp.engine.graph.host_effects import FEWEST_EAGER_CALLS, MOST_CAPTURES_IN_A_ROW, LogReplay, StepWatch
 from fabricamp.engine.graph.memory_budget import GraphMemoryError, free_host_memory
 from fabricamp.engine.graph.memory_pool import GraphPool
-from fabricamp.engine.graph.refusals import is_fused, reason_outside, refused, said_of_outside
+from fabricamp.engine.graph.refusals import (
+    is_fused,
+    reason_outside,
+    refusal_of_optimizer,
+    refused,
+    said_of_outside,
+    step_hooks,
+)
 from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.engine.update import Update
 from fabricamp.errors import NotCapturableError
@@ -210,6 +216,7 @@ class GraphUpdate(Update):
             self._count_capture(step)
             # One eager step adopts what has changed (another parameter, say), one is watched, and the next is captured.
             self._drop()
+            self._look_where_to_step()
             return None
         if not self._reclaim_pool(step):
             return None
@@ -237,11 +244,20 @@ class GraphUpdate(Update):
                 f"{what} is replaced in each step, and each step would be captured again; change a buffer in place"
             )
 
+    def _look_where_to_step(self) -> None:
+        """Takes the optimizer's own step out of the next graphs if a change asks for it, such as step hooks that came late."""
+        reason = reason_outside(self._parts)
+        if not reason or self.steps_outside or self.why_eager:
+            return
+        refusal = refusal_of_optimizer(self._parts)
+        if refusal:
+            self._give_up(refusal)
+        else:
+            self._step_outside(reason)
+
     def _step_outside(self, reason: str) -> None:
         """Lets the optimizer step after each replay from the next capture on, and says why."""
         self.steps_outside = True
-        # The plan's update, in two parts, also replaces a step without anything around it.
-        self._hooks = replace(self._hooks, plain_step=None)
         self._session.run_summary.say_of_graph(said_of_outside(self._optimizer, reason))
 
     def _are_all_ready(self, key: Key | None, step: CapturedStep | None) -> bool:
@@ -420,7 +436,8 @@ class GraphUpdate(Update):
         self._memory_budget.check(
             key, kept=self._kept_bytes(role), shared=self._pool.reserved(), shapes=shapes, lends=self._lends_to(role)
         )
-        step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory)
+        hooks = step_hooks(optimizer)
+        step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory, hooks)
         used = self._capture_launches(step, lambda: self._launch_captured(inputs, role))
         step.handed = self._handed
         self._handed = []
@@ -499,10 +516,8 @@ class GraphUpdate(Update):
                 raise NotCapturableError(
                     f"{name} steps after each replay, and a replay hands it no sparse gradients; leave out sparse=True"
                 )
-        elif self._hooks.plain_step is None:
-            self._launch_update(loss, batch_idx)
         else:
-            self._hooks.plain_step()
+            self._launch_update(loss, batch_idx)
         return outputs
 
     def _launch_update(self, loss: Tensor | None, batch_idx: int = 0) -> None:
@@ -623,11 +638,7 @@ class GraphUpdate(Update):
         """Does the host's bookkeeping of a step whose update the device has launched."""
         self.loss = None
         self._state.open_batches = 0
-        if self._hooks.plain_step is None:
-            self._note_update()
-        else:
-            self._state.global_step += 1
-            self.stepped = True
+        self._note_update()
 
     # -- giving up ---------------------------------------------------------------------------------------------------------------
 
