@@ -69,7 +69,7 @@ ifdef HAS_GPU
 	$(PYTEST) -m "gpu or gpu2"
 endif
 
-kernels: $(STAMP) ## tests of the kernels: compiled for every architecture, and run on a CPU
+kernels: $(STAMP) ## tests of kernels, compiled for every architecture and run on a CPU, and of the layers and optimizers on them
 	$(PART)
 
 sharded: $(STAMP) ## tests of parameters and optimizers in parts, on two ranks and four

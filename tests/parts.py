@@ -30,9 +30,23 @@ class Part:
 
 
 PARTS = {
-    "kernels": Part(  # compiled for every architecture, and run on a CPU beside their references
-        ("tests/kernels", "tests/ops"),
-        ("fabricamp/commands/doctor.py", "fabricamp/ops", "tests/cuda_on_cpu"),
+    "kernels": Part(  # compiled for every architecture, and run on a CPU beside their references; layers and optimizers on them
+        (
+            "tests/distributed/test_sync_batch_norm_ranks.py",
+            "tests/kernels",
+            "tests/nn",
+            "tests/ops",
+            "tests/optimizers",
+        ),
+        (
+            "fabricamp/commands/doctor.py",
+            "fabricamp/nn",
+            "fabricamp/ops",
+            "fabricamp/optimizers",
+            "fabricamp/precision",
+            "tests/cuda_on_cpu",
+            "tests/windows.py",
+        ),
     ),
     "sharded": Part(  # parameters and state in parts, on two ranks and four
         (
