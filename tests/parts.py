@@ -127,13 +127,16 @@ PARTS = {
             "tests/launch",
             "tests/test_cli_processes.py",
             "tests/test_messages_processes.py",
+            "tests/test_verify.py",
         ),
         (
             "fabricamp/callbacks/async_checkpoint.py",
             "fabricamp/checkpoint",
             "fabricamp/cli.py",
+            "fabricamp/engine/verification.py",
             "fabricamp/launch",
             "fabricamp/messages.py",
+            "fabricamp/runs/verify.py",
             "fabricamp/strategies",
             "fabricamp/trainer",
             "fabricamp/watchdog",
@@ -152,6 +155,7 @@ PARTS = {
             "tests/checkpoint/test_lightning_names.py",
             "tests/checkpoint/test_objects_elsewhere.py",
             "tests/lightning/test_door.py",
+            "tests/lightning/test_helpers.py",
             "tests/lightning/test_lightning_repros.py",
             "tests/lightning/test_names.py",
             "tests/lightning/test_objects_in_files.py",
@@ -160,6 +164,7 @@ PARTS = {
             "fabricamp/apex",
             "fabricamp/checkpoint",
             "fabricamp/lightning",
+            "fabricamp/utilities",
             "tests/apex",
             "tests/lightning",
             "tools/aliases.toml",
@@ -206,7 +211,16 @@ PARTS = {
         ("LICENSE", "MANIFEST.in", "README.md", "tools/matrix.py"),
     ),
 }
-FOR_ALL = ("Makefile", "constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/parts.py", "tests/startup")
+FOR_ALL = (
+    "Makefile",
+    "constraints.txt",
+    "pyproject.toml",
+    "tests/conftest.py",
+    "tests/parts.py",
+    "tests/shared.py",
+    "tests/small.py",
+    "tests/startup",
+)
 """Inputs of every part."""
 DAY = 24 * 60 * 60
 
