@@ -1,84 +1,89 @@
-"""Measures from which width on blocks of linear layers are faster in FP8 than in bf16: compiled, forward and backward, by recipe.
+"""Measures from which width on a compiled block of a transformer is faster in FP8 than in bf16: forward and backward, by recipe.
 
-    python benchmarks/fp8_linears.py [--tokens 8192] [--recipes tensorwise,rowwise] [--seconds 100] [--out FILE]
+    python benchmarks/fp8_linears.py [--sizes 2048x8192,4096x4096] [--seconds 100] [--out FILE]
 
-A block is a norm, a linear layer, GELU, a linear layer and the sum with its input, so the compiler can fuse the casts with what
-comes before and after; two blocks follow each other.  GPU ms: events around passes that were queued after a sleeping kernel, so
-launch gaps do not count; bf16 and FP8 alternately, medians.  "gain" is bf16's time divided by FP8's.  The sizes at the end of the
-list are left out when the time is over.
+A size is a width and a number of tokens.  The block is that of the GPT example, compiled as ``Trainer(compile="blocks")`` compiles
+it, so the casts are fused with what comes before and after; all of its linear layers are in FP8.
+
+GPU ms: a pass is a CUDA graph, so the host does not count, and is replayed for half a second at a time, as a card that multiplies
+without a pause runs at a lower clock; the recipes alternately, medians.  "gain" is bf16's time divided by that of a recipe.  Each
+size has a process; all compile at the same time, then they measure one after the other.  Recipes at the end of the list are left
+out when the time is over.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
+import sys
 import time
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import nn
-from torch.nn import functional as F
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from examples.gpt.gpt import Block
+from fabricamp.precision.float8_linears import change
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-SIZES = (  # width of the block, and within it
-    (1024, 4096),
-    (2048, 2048),
-    (2048, 8192),
-    (1024, 1024),
-    (1536, 6144),
-    (768, 3072),
-    (4096, 4096),
-    (1536, 1536),
-    (4096, 16384),
-)
+LENGTH: Final = 2048
+HEAD: Final = 128
+KINDS: Final = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+SIZES: Final = "2048x8192,4096x8192,3072x8192,1536x8192,2048x4096,4096x4096"
 
 
-class Block(nn.Module):
-    """Two linear layers with a norm, GELU and a sum."""
-
-    def __init__(self, width: int, within: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.wide = nn.Linear(width, within)
-        self.narrow = nn.Linear(within, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of ``x`` and the output of the layers."""
-        return x + self.narrow(F.gelu(self.wide(self.norm(x))))
-
-
-def blocks_of(width: int, within: int, recipe: str | None) -> nn.Module:
-    """Returns two blocks in bf16, or with FP8 products by ``recipe``."""
+def pass_of(width: int, tokens: int, kind: str, device: torch.device) -> Callable[[], None]:
+    """Returns a compiled forward and backward of a block with bf16 weights."""
     torch.manual_seed(0)
-    blocks = nn.Sequential(Block(width, within), Block(width, within)).to("cuda", torch.bfloat16)
-    if recipe is not None:
-        convert_to_float8_training(blocks, config=Float8LinearConfig.from_recipe_name(recipe))
-    return blocks
-
-
-def pass_of(blocks: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> Callable[[], None]:
-    """Returns a compiled forward and backward of ``blocks``."""
-    compiled = torch.compile(blocks, dynamic=False, options={"deterministic": True})  # as the Trainer compiles
+    block = Block(width, max(1, width // HEAD)).to(device, torch.bfloat16)
+    if kind != "bf16":
+        layers = [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
+        change(layers, kind, emulate=device.type == "cpu")
+    length = min(LENGTH, tokens)
+    x = torch.randn(tokens // length, length, width, dtype=torch.bfloat16, device=device).requires_grad_()
+    upstream = torch.randn_like(x)
+    compiled = torch.compile(block, dynamic=False, options={"deterministic": True})  # as the Trainer compiles
 
     def run() -> None:
         x.grad = None
-        for parameter in blocks.parameters():
+        for parameter in block.parameters():
             parameter.grad = None
         compiled(x).backward(upstream)
 
     return run
 
 
-def gpu_ms(run: Callable[[], None], repeats: int = 10) -> float:
-    """Returns the GPU time of one call of ``run`` in ms."""
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """Returns the replay of a CUDA graph of ``run``, which is called a few times before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
+def milliseconds(run: Callable[[], None], estimate: float) -> float:
+    """Returns the GPU time of one call of ``run`` in ms, over half a second after a quarter; it takes about ``estimate`` ms."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000_000)  # the host queues the calls meanwhile, about 1 ms each
+    for _ in range(round(250 / estimate)):
+        run()
+    repeats = round(500 / estimate)
     start.record()
     for _ in range(repeats):
         run()
@@ -87,46 +92,119 @@ def gpu_ms(run: Callable[[], None], repeats: int = 10) -> float:
     return start.elapsed_time(end) / repeats
 
 
-def measured(width: int, within: int, tokens: int, recipes: list[str], rounds: int) -> dict[str, Any]:
-    """Returns GPU ms of bf16 and each recipe for one size."""
-    x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda").requires_grad_()
-    upstream = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
-    ways: dict[str, Callable[[], None]] = {}
-    torch.compiler.reset()  # torch keeps a few variants of a module's code, and each size is one per recipe
-    for recipe in (None, *recipes):
-        run = pass_of(blocks_of(width, within, recipe), x, upstream)
+def estimated(run: Callable[[], None]) -> float:
+    """Returns about how many ms one call of ``run`` takes."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(5):
         run()
+    torch.cuda.synchronize()
+    return 200 * (time.perf_counter() - begun)
+
+
+def worker(width: int, tokens: int, rounds: int, parent: Connection) -> None:
+    """Compiles the kinds of one size until ``parent`` says "stop", measures them when it says "measure", and sends the row."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch._dynamo.config.recompile_limit = 4 * len(KINDS)  # each kind is a variant of the block's code
+    runs: dict[str, Callable[[], None]] = {}
+    for kind in KINDS:
+        if parent.poll():
+            break
+        run = pass_of(width, tokens, kind, device)
         run()
-        ways[recipe or "bf16"] = run
-    times: dict[str, list[float]] = {name: [] for name in ways}
+        runs[kind] = run if device.type == "cpu" else captured(run)
+    parent.send("ready")
+    while parent.recv() != "measure":
+        pass
+    if device.type == "cpu":
+        parent.send({"width": width, "tokens": tokens, "compiled": list(runs)})
+        return
+    times: dict[str, list[float]] = {kind: [] for kind in runs}
+    estimates = {kind: estimated(run) for kind, run in runs.items()}
     for _ in range(rounds):
-        for name, run in ways.items():
-            times[name].append(gpu_ms(run))
-    row: dict[str, Any] = {"width": width, "within": within, "tokens": tokens}
-    row.update({f"{name}_ms": round(statistics.median(each), 4) for name, each in times.items()})
-    row.update({f"{name}_gain": round(row["bf16_ms"] / row[f"{name}_ms"], 3) for name in recipes})
-    return row
+        for kind, run in runs.items():
+            times[kind].append(milliseconds(run, estimates[kind]))
+    middle = {kind: statistics.median(each) for kind, each in times.items()}
+    gains = {kind: round(middle["bf16"] / each, 3) for kind, each in middle.items() if kind != "bf16"}
+    spread = {kind: round(max(each) / min(each) - 1, 4) for kind, each in times.items()}
+    gpu_ms = {kind: round(each, 4) for kind, each in middle.items()}
+    parent.send({"width": width, "tokens": tokens, "gpu_ms": gpu_ms, "spread": spread, "gain": gains})
+
+
+class Workers:
+    """The processes of all sizes."""
+
+    def __init__(self, sizes: list[tuple[int, int]], rounds: int) -> None:
+        context = get_context("spawn")
+        self.pipes = []
+        for width, tokens in sizes:
+            own, other = context.Pipe()
+            context.Process(target=worker, args=(width, tokens, rounds, other), daemon=True).start()
+            other.close()
+            self.pipes.append(own)
+
+    def compile(self, end: float) -> None:
+        """Waits until all have compiled their kinds, or the one that they compile at the time ``end``."""
+        waiting = list(self.pipes)
+        while waiting and time.perf_counter() < end:
+            ready = wait(waiting, timeout=max(0.0, end - time.perf_counter()))
+            waiting = [pipe for pipe in waiting if pipe not in ready]
+        for pipe in waiting:
+            pipe.send("stop")
+        self.pipes = [pipe for pipe in self.pipes if is_alive(pipe)]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields a row per size."""
+        for pipe in self.pipes:
+            pipe.send("measure")
+            yield pipe.recv()
+
+
+def is_alive(pipe: Connection) -> bool:
+    """Returns whether a process has said that it is ready; one that has failed has printed its error."""
+    try:
+        pipe.recv()
+    except EOFError:
+        return False
+    return True
+
+
+def sizes_of(text: str) -> list[tuple[int, int]]:
+    """Returns pairs of width and tokens."""
+    pairs = [part.split("x") for part in text.split(",")]
+    return [(int(width), int(tokens)) for width, tokens in pairs]
 
 
 def main() -> None:
     """Measures the sizes and prints a row each."""
+    begun = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--recipes", default=",".join(RECIPES[:2]))
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=sizes_of, default=SIZES)
+    parser.add_argument("--seconds", type=float, default=100, help="nothing is compiled after 60 %% of them")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    begun = time.perf_counter()
-    about = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
-    rows = []
-    for width, within in SIZES:
-        if time.perf_counter() - begun > options.seconds:
-            break
-        rows.append(measured(width, within, options.tokens, options.recipes.split(","), options.rounds))
-        print(json.dumps(rows[-1]), flush=True)
+    # The processes share the cores.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(options.sizes)))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    workers = Workers(options.sizes, options.rounds)
+    workers.compile(begun + 0.6 * options.seconds)
+    print(f"compiled after {time.perf_counter() - begun:.0f} s", flush=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    found: dict[str, Any] = {
+        "device": device,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": str(datetime.now(UTC).date()),
+        "command": "python benchmarks/fp8_linears.py",
+        "length": LENGTH,
+        "rows": [],
+    }
+    for row in workers.rows():
+        found["rows"].append(row)
+        print(json.dumps(row), flush=True)
         if options.out is not None:
-            options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Compares training with sharded weights by ``strategy="fsdp"`` with hand-written loops over torch's ``fully_shard``.
 
-    torchrun --nproc_per_node=2 benchmarks/fsdp.py [--out results.json] [--cells 1.4B 6.9B] [--ways ours fused foreach] [--quick]
+    torchrun --nproc_per_node=2 benchmarks/fsdp.py [--out results.json] [--cells 1.4B 6.9B] [--ways ours fused foreach]
+        [--minutes 5] [--warm] [--quick]
 
 Two GPTs on synthetic tokens: 1.4 billion parameters on 4 x 1024 tokens per rank with reshard_after_forward=False, 6.9 billion
 on 1 x 2048 with True.  Weights are fp32 shards, gathered and computed in bf16, gradients averaged in fp32, clipped to a norm
@@ -11,11 +12,22 @@ memory of a rank's shards, clipped by the norm of these alone: the host's cost o
 "ours" also runs five steps of a network of Llama 3 8B's shape, to measure peak memory, and writes and reads checkpoints of
 the first network ("saved").
 
+The blocks of "compiled", which is otherwise "fused", are compiled by torch.compile, and those of "fabricamp blocks" by the
+Trainer's ``compile="blocks"``.  "compiled fp8" and "fabricamp fp8 blocks" have FP8 products in all linear layers of the blocks,
+with tensorwise scales and weights gathered in FP8, by torchao; in the former as torchao's page shows, in the latter by
+``Float8(all_gather=True)``.  "fabricamp fp8 blocks, bf16 gather" is the same without it.  The steps after the warm-up are cut into
+seven windows, whose GPU times per step have the median "window_ms" with its quartiles.  The ratios to "compiled" are those of
+medians, with the ranges that the quartiles of both give; the goals are 0.9 with compiled blocks and 0.8 with FP8.  Ways do not
+alternate, as each compiles anew and two of them at 6.9 billion parameters do not fit on a GPU; a drift of the clock rate is part
+of the ratios.
+
 Step ms: wall time of all measured steps together.  Update ms: GPU time between events at the end of backward and at the end of
 the update, with clipping.  Host ms: host time from the end of backward to the end of the step's calls.
 Checkpoints: seconds of a save that training waits for; of the first background save, how long training waits (also for pinned
 memory) and when the file is on the disk; of a run from its setup to its first batch, without and with a checkpoint.  All figures
-are rank 0's; update and host are medians.  A cell already in ``--out`` is skipped, so an interrupted command can be repeated.
+are rank 0's; update and host are medians.  A cell already in ``--out`` is skipped, so an interrupted command can be repeated; no
+cell begins after ``--minutes``.  ``--warm`` runs a few steps of two blocks in each way and keeps nothing: afterwards torch finds
+the compiled code in its cache, and measuring begins sooner.
 """
 
 from __future__ import annotations
@@ -30,9 +42,10 @@ import tempfile
 import time
 import warnings
 from datetime import UTC, datetime
-from itertools import product
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,12 +54,16 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import rounds as of_rounds
 from benchmarks.models import Layer, llama_8b
 from examples.gpt.gpt import GPT, Block
-from fabricamp import Callback, Trainer, TrainingModule, launch
+from fabricamp import Callback, Compile, Float8, Trainer, TrainingModule, launch
 from fabricamp.callbacks import AsyncCheckpoint
 from fabricamp.optimizers import FusedAdam
 from fabricamp.strategies import FSDP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CLIP, LR = 1.0, 1e-4
 
@@ -74,16 +91,33 @@ class Cell(NamedTuple):
 
 
 CELLS = {
-    "1.4B": Cell(24, 2048, 16, 4, 1024, False),
-    "6.9B": Cell(32, 4096, 32, 1, 2048, True, steps=20),
+    "1.4B": Cell(24, 2048, 16, 4, 1024, False, steps=43),
+    "6.9B": Cell(32, 4096, 32, 1, 2048, True, steps=29),
     "Llama 8B": Cell(32, 4096, 32, 1, 2048, True, 128256, llama=True, steps=5),
 }
-TINY = Cell(2, 64, 2, 2, 32, True, 128, steps=6)
-OURS = {"ours": "O5", "ours O4": "O4"}
+TINY = Cell(2, 64, 2, 2, 32, True, 128, steps=9)
+
+
+def float8(*, all_gather: bool) -> Float8:
+    """Returns the level with FP8 products in all linear layers of the blocks."""
+    return Float8("tensorwise", include=["net.blocks"], all_gather=all_gather)
+
+
+OURS: dict[str, Callable[[], str | Float8]] = {
+    "ours": lambda: "O5",
+    "ours O4": lambda: "O4",
+    "fabricamp blocks": lambda: "O5",
+    "fabricamp fp8 blocks": partial(float8, all_gather=True),
+    "fabricamp fp8 blocks, bf16 gather": partial(float8, all_gather=False),
+}
+COMPILED, COMPILED_FP8 = "compiled", "compiled fp8"
+GOALS = {"fabricamp blocks": 0.9, "fabricamp fp8 blocks": 0.8}
+"""The largest ratios of a step to one of "compiled" that are aimed at."""
+WINDOWS = 7
 SAVED = "saved"
 ALONE = {("1.4B", SAVED), ("Llama 8B", "ours")}
 """Combinations measured for this network only; the other networks are measured in every other variant."""
-WAYS = (*OURS, "fused", "foreach", "plain", SAVED)
+WAYS = (*OURS, "fused", "foreach", "plain", COMPILED, COMPILED_FP8, SAVED)
 
 
 class Tokens(Dataset[Any]):
@@ -109,6 +143,8 @@ class Clock:
         self._device, self._warm_up, self._last, self._steps = device, warm_up, last, 0
         self._events: list[list[torch.cuda.Event]] = []
         self._host: list[float] = []
+        self._ends: list[float] = []
+        self._loss = torch.zeros(())
         self._began = self._ended = self._backward_at = 0.0
         self._peak = 0
 
@@ -128,10 +164,12 @@ class Clock:
         self._events.append(self._mark())
         self._backward_at = time.perf_counter()
 
-    def after_step(self) -> None:
-        """Records the end of the update."""
+    def after_step(self, loss: torch.Tensor) -> None:
+        """Records the end of the update, and the step's loss."""
+        self._loss = loss
         self._host.append(time.perf_counter() - self._backward_at)
         self._events[-1] += self._mark()
+        self._ends.append(time.perf_counter())
         self._steps += 1
         if self._steps == self._warm_up:
             self._synchronize()
@@ -144,19 +182,33 @@ class Clock:
             if self._device.type == "cuda":
                 self._peak = torch.cuda.max_memory_allocated(self._device)
 
-    def result(self, cell: Cell, parameters: int) -> dict[str, float]:
+    def result(self, cell: Cell, parameters: int) -> dict[str, Any]:
         """Returns the figures; called after the last step."""
         step = (self._ended - self._began) / (self._last - self._warm_up)
         pairs = [pair for pair in self._events[self._warm_up :] if len(pair) == 2]
         update = statistics.median(one.elapsed_time(other) for one, other in pairs) if pairs else 0.0
+        windows = self._windows()
+        low, middle, high = statistics.quantiles(windows, method="inclusive")
         return {
             "step_ms": round(step * 1e3, 2),
+            "window_ms": round(middle, 2),
+            "window_quartiles_ms": [round(low, 2), round(high, 2)],
             "update_ms": round(update, 2),
             "host_ms": round(statistics.median(self._host[self._warm_up :]) * 1e3, 2),
             "tokens_s_gpu": round(cell.batch * cell.length / step),
             "tflops_gpu": round(6 * parameters * cell.batch * cell.length / step / 1e12, 1),
             "memory_gb": round(self._peak / 1e9, 2),
+            "loss": round(self._loss.item(), 4),
         }
+
+    def _windows(self) -> list[float]:
+        """Returns the ms per step of each window, between the ends of updates; on a CPU those of the host."""
+        size = max(1, (self._last - self._warm_up) // WINDOWS)
+        ends = range(self._warm_up - 1, self._last, size)
+        if self._device.type == "cuda":
+            marks = [self._events[step][1] for step in ends]
+            return [one.elapsed_time(other) / size for one, other in pairwise(marks)]
+        return [(self._ends[other] - self._ends[one]) * 1e3 / size for one, other in pairwise(ends)]
 
 
 class Timing(Callback):
@@ -169,9 +221,9 @@ class Timing(Callback):
         """Calls the clock after backward."""
         self.clock.after_backward()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, *_: Any) -> None:
         """Calls the clock after the update."""
-        self.clock.after_step()
+        self.clock.after_step(outputs["loss"])
 
 
 class Model(TrainingModule):
@@ -196,10 +248,21 @@ class Model(TrainingModule):
         return FusedAdam(self.parameters(), lr=LR, weight_decay=0.01)
 
 
+def backend(accelerator: str) -> str:
+    """Returns the backend of torch.compile; a CPU may have no compiler for inductor."""
+    return "inductor" if accelerator == "gpu" else "aot_eager"
+
+
 def by_trainer(
-    cell: Cell, level: str, steps: int, accelerator: str, *callbacks: Callback, ckpt_path: str | None = None
+    cell: Cell,
+    level: str | Float8,
+    steps: int,
+    accelerator: str,
+    *callbacks: Callback,
+    ckpt_path: str | None = None,
+    blocks: bool = False,
 ) -> int:
-    """Runs a fit; returns the network's number of parameters."""
+    """Runs a fit; returns the network's number of parameters.  ``blocks``: each block is compiled."""
     trainer = Trainer(
         strategy=Sharded([Layer if cell.llama else Block], reshard_after_forward=cell.reshard),
         precision=level,
@@ -211,6 +274,7 @@ def by_trainer(
         enable_checkpointing=any(isinstance(one, AsyncCheckpoint) for one in callbacks),
         enable_progress_bar=False,
         callbacks=[*callbacks],
+        compile=Compile("blocks", backend=backend(accelerator)) if blocks else None,
     )
     model = Model(cell)
     loader = DataLoader(Tokens(cell, cell.batch * steps * trainer.world_size), batch_size=cell.batch)
@@ -226,6 +290,11 @@ def by_hand(cell: Cell, way: str, clock: Clock, steps: int, device: torch.device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     net = cell.build()
+    if way == COMPILED_FP8:
+        to_float8(net, emulate=device.type == "cpu")
+    if way in (COMPILED, COMPILED_FP8):
+        for number, block in enumerate(net.blocks):
+            net.blocks[number] = torch.compile(block, backend=backend("gpu" if device.type == "cuda" else "cpu"))
     for block in net.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=cell.reshard)
     fully_shard(net, mesh=mesh, mp_policy=policy, reshard_after_forward=None if cell.reshard else False)
@@ -248,8 +317,25 @@ def by_hand(cell: Cell, way: str, clock: Clock, steps: int, device: torch.device
         clock.after_backward()
         torch.nn.utils.clip_grad_norm_(trained, CLIP)
         optimizer.step()
-        clock.after_step()
+        if way == COMPILED_FP8:
+            precompute_scales(net)
+        clock.after_step(loss.detach())
     return sum(one.numel() for one in net.parameters())
+
+
+def to_float8(net: nn.Module, *, emulate: bool) -> None:
+    """Gives the linear layers of the blocks torchao's FP8 products, with weights that FSDP gathers in FP8."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
+    convert_to_float8_training(net, config=config, module_filter_fn=lambda _, name: name != "head")
+
+
+def precompute_scales(net: nn.Module) -> None:
+    """Computes the scales of all FP8 weights in one all-reduce, as torchao's page shows."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(net)
 
 
 class Sharded(FSDP):
@@ -322,16 +408,19 @@ def saved(cell: Cell, accelerator: str) -> dict[str, float]:
     return {"checkpoint_gb": round(size / 1e9, 2), **{name: round(value, 2) for name, value in seconds.items()}}
 
 
-def measured(cell: Cell, way: str, device: torch.device) -> dict[str, float]:
+def measured(cell: Cell, way: str, device: torch.device) -> dict[str, Any]:
     """Runs one cell in one variant."""
     accelerator, warm_up = "gpu" if device.type == "cuda" else "cpu", min(8, cell.steps // 3)
     clock = Clock(device, warm_up, cell.steps)
     if way == SAVED:
         result = saved(cell, accelerator)
     elif way in OURS:
-        result = clock.result(cell, by_trainer(cell, OURS[way], cell.steps, accelerator, Timing(clock)))
+        blocks = "blocks" in way
+        parameters = by_trainer(cell, OURS[way](), cell.steps, accelerator, Timing(clock), blocks=blocks)
+        result = clock.result(cell, parameters)
     else:
         result = clock.result(cell, by_hand(cell, way, clock, cell.steps, device))
+    torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -343,6 +432,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--warm", action="store_true", help="fill torch's cache of compiled code, and measure nothing")
     parser.add_argument("--quick", action="store_true", help="tiny networks, wherever it runs: whether it runs at all")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -355,9 +446,20 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     rows = json.loads(options.out.read_text())["rows"] if options.out is not None and options.out.exists() else []
     done = {(row["network"], row["way"]) for row in rows}
-    for way, name in product(options.ways, options.cells):
+    begun = time.monotonic()
+    if options.warm:
+        for name, way in product(options.cells, options.ways):
+            cell = TINY if options.quick else CELLS[name]
+            # A small vocabulary, as most of the weights have to be in the blocks.
+            cell = cell._replace(layers=2, vocabulary=128, steps=4)
+            print(name, way, measured(cell, way, device)["loss"], flush=True)
+        dist.destroy_process_group()
+        return
+    for name, way in product(options.cells, options.ways):
         if (name, way) in done or not is_wanted(name, way):
             continue
+        if is_late(begun, options.minutes, device):
+            break
         cell = CELLS[name]
         found = measured(TINY._replace(llama=cell.llama) if options.quick else cell, way, device)
         rows.append({"network": name, "way": way, **found})
@@ -365,8 +467,35 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(name, way, found, flush=True)
             if options.out is not None:
-                options.out.write_text(json.dumps({**about(device), "rows": rows}, indent=1) + "\n")
+                found = {**about(device), "rows": rows, "ratios": ratios(rows)}
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
+
+
+def is_late(begun: float, minutes: float, device: torch.device) -> bool:
+    """Returns whether ``minutes`` have passed on any rank since ``begun``."""
+    late = torch.tensor(float(time.monotonic() - begun > 60 * minutes), device=device)
+    dist.all_reduce(late, dist.ReduceOp.MAX)
+    return bool(late.item())
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the ratios of each network's compiled ways to "compiled", and whether their quartiles decide the goal."""
+    found = []
+    bases = {row["network"]: row for row in rows if row["way"] == COMPILED}
+    for row in rows:
+        base = bases.get(row["network"])
+        if base is None or row["way"] not in (*GOALS, COMPILED_FP8):
+            continue
+        low = row["window_quartiles_ms"][0] / base["window_quartiles_ms"][1]
+        high = row["window_quartiles_ms"][1] / base["window_quartiles_ms"][0]
+        ratio = {"median": round(row["window_ms"] / base["window_ms"], 4), "range": [round(low, 4), round(high, 4)]}
+        goal = GOALS.get(row["way"])
+        if goal is not None:
+            decided = "met" if high <= goal else "missed" if low > goal else "not decided"
+            ratio |= {"goal": goal, "decided": decided}
+        found.append({"network": row["network"], "way": row["way"], **ratio})
+    return found
 
 
 def is_wanted(name: str, way: str) -> bool:
@@ -380,7 +509,7 @@ def about(device: torch.device) -> dict[str, str]:
         "device": f"{dist.get_world_size()} x {machine}",
         "torch": torch.__version__,
         "date": str(datetime.now(UTC).date()),
-        "command": f"torchrun --nproc_per_node={dist.get_world_size()} benchmarks/fsdp.py",
+        "command": of_rounds.command(),
     }
 
 

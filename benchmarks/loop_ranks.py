@@ -85,7 +85,10 @@ class Case:
     def few(self):
         """The batches, generated once."""
         generator = torch.Generator().manual_seed(dist.get_rank())
-        return [tuple(one.pin_memory() for one in self.made(generator)) for _ in range(4)]
+        batches = [self.made(generator) for _ in range(4)]
+        if torch.cuda.is_available():
+            batches = [tuple(one.pin_memory() for one in batch) for batch in batches]
+        return batches
 
     def made(self, generator):
         """Returns a batch on the host."""

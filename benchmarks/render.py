@@ -48,6 +48,30 @@ def overhead(result):
     return f"## What a step costs on the host, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
 
+def overhead_trees(result):
+    def cell(row, name, form):
+        low, middle, high = row[name]
+        return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+    rows = [
+        [
+            row["run"],
+            row["step"],
+            cell(row, "old_us", ".1f"),
+            cell(row, "new_us", ".1f"),
+            cell(row, "new_over_old", ".3f"),
+        ]
+        for row in result["rows"]
+    ]
+    head = ["one process on CPU, one thread", "step", "us before", "us now", "now / before"]
+    at_once = "; all rounds ran at once, each on a core of its own" if result["rounds_at_once"] else ""
+    about = (
+        "The steps of the table above, in the tree before the agenda of the loop and in this one: four processes a round, in the\n"
+        f"order before, now, now, before{at_once}. Medians with quartiles; a ratio is that of the two sums of a round."
+    )
+    return f"## What a step costs on the host beside an earlier tree, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
+
+
 def calls(result):
     rows = [
         [name, f"{row['calls']:.0f}", f"{row['files']}", f"{row['changes_of_file']:.0f}"]
@@ -265,7 +289,7 @@ def fsdp(result):
         "host_ms": "host ms of them",
         "memory_gb": "GB",
     }
-    steps = [row for row in result["rows"] if "step_ms" in row]
+    steps = [row for row in result["rows"] if "step_ms" in row and not is_compiled(row)]
     by_hand = {row["network"]: row["step_ms"] for row in steps if row["way"] == "fused"}
     plain = {row["network"]: row["host_ms"] for row in steps if row["way"] == "plain"}
     rows = [
@@ -288,11 +312,76 @@ def fsdp(result):
         'the fused AdamW with plain\ntensors as large as a rank\'s shards, and one norm per rank. "Llama 8B" is a network of '
         "Llama 3 8B's shape, 1 x 2048\ntokens, five steps. Every row is one run; MFU is relative to 989.4 TFLOP/s."
     )
-    parts = [f"## Sharded weights on {result['device']}", about]
+    parts = [f"## Sharded weights on {result['device']}"]
     head = ["network", "by", *names.values(), "tokens/s a GPU", "MFU", "step over fused", "host over plain"]
-    parts.append(table(head, rows))
+    if rows:
+        parts += [about, table(head, rows)]
+    if compiled := [row for row in result["rows"] if is_compiled(row)]:
+        parts += compiled_blocks(compiled, result["ratios"])
     parts += [checkpoints(row) for row in result["rows"] if "save_s" in row]
     return "\n\n".join(parts)
+
+
+def is_compiled(row):
+    return row["way"].startswith("compiled") or "blocks" in row["way"]
+
+
+def compiled_blocks(rows, ratios):
+    """Returns the steps of sharded weights with compiled blocks."""
+    about = (
+        "GPTs with sharded weights and compiled blocks: 1.4 billion parameters, 4 x 1024 tokens per rank, "
+        'reshard_after_forward=False;\nand 6.9 billion, 1 x 2048 tokens, reshard_after_forward=True. "Compiled" is torch\'s '
+        "fully_shard by hand, each block within\ntorch.compile, in bf16 with fp32 shards, the fused AdamW and clip_grad_norm_; "
+        '"compiled fp8" is the same with torchao\'s FP8\nproducts and FP8 gathers. "fabricamp blocks" is the Trainer at O5 with '
+        '`compile="blocks"` and everything on, "fabricamp fp8 blocks" with\n`Float8("tensorwise", all_gather=True)`. GPU ms of a '
+        'step: the median of seven windows of steps, with quartiles; ratios to\n"compiled" are those of the medians, with the '
+        "range that the quartiles give. A way is one run; ways do not alternate."
+    )
+    over = {(row["network"], row["way"]): row for row in ratios}
+    cells = []
+    for row in rows:
+        low, high = row["window_quartiles_ms"]
+        ratio = over.get((row["network"], row["way"]))
+        words = "1"
+        if ratio is not None:
+            least, most = ratio["range"]
+            words = f"{ratio['median']:.3f} ({least:.3f} to {most:.3f})"
+            if "goal" in ratio:
+                words += f"; aim {ratio['goal']}, {ratio['decided']}"
+        cells.append(
+            [
+                row["network"],
+                row["way"],
+                f"{row['window_ms']:.2f} ({low:.2f} to {high:.2f})",
+                f"{row['update_ms']:.2f}",
+                f"{row['memory_gb']:.2f}",
+                str(row["tokens_s_gpu"]),
+                words if ratio is not None or row["way"] == "compiled" else "",
+            ]
+        )
+    head = ["network", "by", "step, GPU ms", "clip and update", "GB", "tokens/s a GPU", "over compiled"]
+    return [about, table(head, cells)]
+
+
+def compiled_ranks(result):
+    about = (
+        "ResNet-50 (channels_last) with SyncBatchNorm under bf16 autocast, AdamW: wall ms per step, medians of windows that "
+        'alternate\nin one process. "torch" is `torch.compile` of DistributedDataParallel over its SyncBatchNorm, with the fused '
+        'AdamW;\n"fabricamp" is the Trainer with `compile=True`, `cuda_graph=True`, `strategy="delayed_ddp"` and everything on. '
+        "Ratios are\nmedians of the rounds' with quartiles; the aim is at most 0.9, met or missed where both are on one side of it."
+    )
+    rows = [
+        [
+            str(row["batch"]),
+            str(len(row["wall_ms_of_rounds"]["torch"])),
+            f"{row['wall_ms']['torch']:.2f}",
+            f"{row['wall_ms']['fabricamp']:.2f}",
+            rounds.described(row["ratio"]),
+        ]
+        for row in result["rows"]
+    ]
+    head = ["batch per rank", "rounds", "torch", "fabricamp", "fabricamp over torch"]
+    return "\n\n".join([f"## Compiled steps of two ranks on {result['device']}", about, table(head, rows)])
 
 
 def checkpoints(row):
@@ -476,29 +565,111 @@ def fastest(result):
         "The Trainer and Lightning (bf16-mixed) have everything on. A cell is empty where a way was not measured."
     )
     head = f"## The fastest step on {result['device']}"
-    parts = [head, about, table(["wall ms", *[GOALS[row["network"]][0] for row in rows]], lines)]
-    if any(row.get("losses") for row in rows):  # results of earlier versions have none
-        parts.append(against_goals(rows))
-    return "\n\n".join(parts)
+    return f"{head}\n\n{about}\n\n{table(['wall ms', *[GOALS[row['network']][0] for row in rows]], lines)}"
 
 
-def against_goals(rows):
+def against_goals(result):
     """The fastest way by hand beside the fastest of the Trainer, with the goal and the losses of both."""
     lines = []
-    for row in rows:
+    rounds_made = []
+    for row in sorted(result["rows"], key=lambda row: list(GOALS).index(row["network"])):
         name, goal = GOALS[row["network"]]
         times = row["wall_ms"]
-        hands = [way for way in times if way.startswith("by hand")]
-        own = [way for way in times if way.startswith("fabricamp")]
+        numbers = {way: len(values) for way, values in row["wall_ms_of_rounds"].items()}
+        hands, own = (measured_most(numbers, side) for side in ("by hand", "fabricamp"))
         if not hands or not own:
             continue
+        rounds_made += [numbers[hands[0]], numbers[own[0]]]
         theirs, ours = (min(each, key=times.get) for each in (hands, own))
-        losses = [f"{row['losses'][way]:.4f}" if way in row["losses"] else "" for way in (theirs, ours)]
+        # Several steps a launch have the losses of single ones, and no hook that could copy them.
+        keys = [way.removesuffix(", 8 steps a launch") for way in (theirs, ours)]
+        losses = [f"{row['losses'][key]:.4f}" if key in row["losses"] else "" for key in keys]
+        if "first_losses" in row:  # later ones differ between two runs of one way too
+            losses = [f"{row['first_losses'][key]:.4f} (1 to 12)" for key in keys]
         shares = [f"{times[ours] / times[theirs]:.2f}", f"{goal:.2f}"]
-        digits = 2 if times[theirs] >= 1 else 3
-        lines.append([name, theirs, f"{times[theirs]:.{digits}f}", ours, f"{times[ours]:.{digits}f}", *shares, *losses])
+        lines.append([name, theirs, with_spread(row, theirs), ours, with_spread(row, ours), *shares, *losses])
     columns = ["", "fastest by hand", "ms", "fastest of the Trainer", "ms", "share", "target"]
-    return table([*columns, "loss by hand (steps 100 to 200)", "of the Trainer"], lines)
+    about = (
+        f"A whole step on one {result['device']}, torch {result['torch']}: forward, backward, clipping and AdamW in bf16.\n"
+        f"Wall ms, medians of {min(rounds_made)} to {max(rounds_made)} rounds with quartiles. By hand is the fastest of bf16\n"
+        "autocast and of bf16 weights with fp32 masters, by `torch.compile`, also with its CUDA graphs. The Trainer has\n"
+        "everything on: bar, logger, checkpoint callback, a logged value. The losses are means of steps 100 to 200, or of those\n"
+        "that are named."
+    )
+    return f"{about}\n\n{table([*columns, 'loss by hand', 'of the Trainer'], lines)}"
+
+
+def measured_most(numbers, side):
+    """Returns the ways of a side that have the most rounds: those that were slow in the first one have no others."""
+    of_side = {way: number for way, number in numbers.items() if way.startswith(side)}
+    return [way for way, number in of_side.items() if number == max(of_side.values())]
+
+
+def with_spread(row, way):
+    """Returns a median with its quartiles; the digits depend on its size."""
+    middle = row["wall_ms"][way]
+    if middle < 1:
+        digits = 3
+    elif middle < 1000:
+        digits = 2
+    else:
+        digits = 0
+    low, high = row["quartiles"][way]
+    return f"{middle:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def fp8_linears(result):
+    """Compiled blocks in bf16 and FP8, by width and tokens."""
+    recipes = list(dict.fromkeys(recipe for row in result["rows"] for recipe in row["gain"]))
+    rows = [
+        [
+            str(row["width"]),
+            str(row["tokens"]),
+            f"{row['gpu_ms']['bf16']:.2f}",
+            *[f"{row['gpu_ms'][one]:.2f} ({row['gain'][one]:.2f}x)" if one in row["gain"] else "" for one in recipes],
+        ]
+        for row in sorted(result["rows"], key=lambda row: (-row["tokens"], row["width"]))
+    ]
+    about = (
+        'GPU ms of forward and backward of one block of GPT with bf16 weights, compiled as `compile="blocks"` does, replayed as a\n'
+        f"CUDA graph for half a second at a time; sequences of {result['length']} tokens. FP8: all linear layers of the block, by\n"
+        "recipe, and in brackets the time of bf16 divided by that of FP8."
+    )
+    head = f"## Linear layers in FP8 on {result['device']}"
+    return "\n\n".join([head, about, table(["width", "tokens", "bf16", *recipes], rows)])
+
+
+def gaps_of(rows):
+    """Returns by seed, kind and change how far each run ends from its seed's bf16 run without a change, as a share."""
+    exact = {row["seed"]: row["final"] for row in rows if row["kind"] == "bf16" and not row["change"]}
+    return {
+        (row["seed"], row["kind"], row["change"]): row["final"] / exact[row["seed"]] - 1
+        for row in rows
+        if row["seed"] in exact and (row["kind"] == "fp8" or row["change"])
+    }
+
+
+def fp8_losses(result):
+    """The last losses of runs in FP8 and of controls in bf16, beside bf16 by the same seed."""
+    gaps = gaps_of(result["rows"])
+    exact = {row["seed"]: row for row in result["rows"] if row["kind"] == "bf16" and not row["change"]}
+    rows = []
+    for seed, row in sorted(exact.items()):
+        shown = {
+            kind: [f"{gap:+.2%}" for run, gap in sorted(gaps.items()) if run[:2] == (seed, kind)]
+            for kind in ("fp8", "bf16")
+        }
+        rows.append([str(seed), f"{row['final']:.4f}", ", ".join(shown["fp8"]), ", ".join(shown["bf16"])])
+    sizes = result["sizes"]
+    batch = f"{sizes['batch']} x {sizes['context']}"
+    about = (
+        f"A GPT of width {sizes['width']} with {sizes['layers']} layers, {result['steps']} steps of {batch} bytes of text; the "
+        f"rate rises to {result['peak']}.\nMean loss of the last 100 steps in bf16 (O5), and how far other runs with the same seed "
+        f"and batches end from it:\nFP8 ({result['recipe']}, all layers of the blocks), and bf16 with each initial weight changed "
+        "by up to one rounding."
+    )
+    head = f"## Losses in FP8 on {result['device']}, rate {result['peak']}"
+    return "\n\n".join([head, about, table(["seed", "bf16", "FP8", "bf16, other roundings"], rows)])
 
 
 def graph_memory(result):
@@ -523,18 +694,22 @@ def cell(value, form="{:.2f}", factor=1.0):
 RENDERERS = {
     "syncbn": syncbn,
     "overhead": overhead,
+    "overhead_trees": overhead_trees,
     "calls": calls,
     "optimizers": optimizers,
     "norms": norms,
     "ddp": ddp,
     "ddp_graphs": ddp_graphs,
     "fastest": fastest,
+    "fp8_linears": fp8_linears,
+    "fp8_losses": fp8_losses,
     "graph_memory": graph_memory,
     "cross_entropy": cross_entropy,
     "end_to_end": end_to_end,
     "loop": loop,
     "loop_ranks": loop_ranks,
     "fsdp": fsdp,
+    "compiled_ranks": compiled_ranks,
 }
 """Keyed by the first part of a result file's name, before ``-``."""
 
@@ -548,6 +723,10 @@ def main():
     paths = sorted((HERE / "results").glob("*.json"), reverse=True)
     results = {path.name: json.loads(path.read_text()) for path in paths}
     parts = [HEAD]
+    for name, result in results.items():
+        # Results of earlier versions have no losses.
+        if name.startswith("fastest-") and any(row.get("losses") for row in result["rows"]):
+            parts.append(by_fabricamp(against_goals(result)))
     if rows := summary.rows_of(results):
         parts.append(table(summary.HEAD, rows))
     for name, result in results.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 import sys
 from typing import Any
@@ -48,4 +49,4 @@ def command() -> str:
     if "--out" in words:
         at = words.index("--out")
         del words[at : at + 2]
-    return " ".join(["torchrun", f"--nproc_per_node={os.environ['WORLD_SIZE']}", *words])
+    return shlex.join(["torchrun", f"--nproc_per_node={os.environ['WORLD_SIZE']}", *words])

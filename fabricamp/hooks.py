@@ -81,10 +81,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch, StateDict
+    from fabricamp._utils.types import Batch, Output, StateDict
     from fabricamp.trainer import Trainer
 
-Calls = tuple["Callable[..., Any]", ...]
+Calls = tuple["Callable[..., object]", ...]
 
 
 class ModuleHooks:
@@ -114,11 +114,11 @@ class ModuleHooks:
     def predict_dataloader(self) -> Any:
         """Returns the loader to predict, or a list of loaders."""
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Returns the batch, changed before the transfer to the device."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Returns the batch on ``device``; override this hook for batches of your own type.
 
         On a GPU this hook runs one batch ahead, as ``on_before_batch_transfer`` does, and does not see changes that the step makes;
@@ -126,7 +126,7 @@ class ModuleHooks:
         """
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Returns the batch, changed on the device (augmentation)."""
         return batch
 
@@ -151,7 +151,7 @@ class ModuleHooks:
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         """Before a micro-batch; return -1 to skip the rest of the epoch."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Output, batch: Batch, batch_idx: int) -> None:
         """After a micro-batch."""
 
     def on_validation_start(self) -> None:
@@ -169,7 +169,7 @@ class ModuleHooks:
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a validation batch."""
 
-    def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(self, outputs: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a validation batch."""
 
     def on_test_start(self) -> None:
@@ -187,7 +187,7 @@ class ModuleHooks:
     def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a test batch."""
 
-    def on_test_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(self, outputs: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a test batch."""
 
     def on_predict_start(self) -> None:
@@ -205,7 +205,7 @@ class ModuleHooks:
     def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a batch to predict."""
 
-    def on_predict_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(self, outputs: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a batch to predict."""
 
     def on_validation_model_zero_grad(self) -> None:

@@ -26,12 +26,12 @@ from fabricamp.precision.base import Clip
 from fabricamp.precision.torch_updates import clip_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch
+    from fabricamp._utils.types import Batch, Closure
     from fabricamp.loggers.base import Logger
     from fabricamp.metrics import Metrics
     from fabricamp.trainer import Trainer
@@ -132,7 +132,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         optimizer.zero_grad()
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Closure | None = None
     ) -> None:
         """Runs the update.  The forward has run already: the closure returns the loss that it computed."""
         optimizer.step(closure=optimizer_closure)

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from fabricamp._utils import lightning_alias
 from fabricamp._utils.first_rank import started_rank
 from fabricamp.arguments.checks import check_flag
 from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
 
 _LOG = logging.getLogger("fabricamp")
 _SEED = "FABRICAMP_GLOBAL_SEED"
@@ -103,7 +106,7 @@ def capture_rng(snapshot: tuple[Any, Any, Tensor, list[Tensor]] | None = None) -
     }
 
 
-def restore_rng(state: dict[str, Any]) -> None:
+def restore_rng(state: StateDict) -> None:
     """Restores the states that :func:`capture_rng` returned; states of missing devices are left out."""
     import numpy as np
 

@@ -1,13 +1,21 @@
-"""The state of a run: plain counters and flags on the host; nothing is stored on the user's module."""
+"""The state of a run on the host; nothing is stored on the user's module.
+
+:class:`RunState` has the counters.  Its parts have the rest: :class:`UserCall`, the user code that runs now, and
+:class:`StopRequest`, why training ends; the agenda (``agenda.py``) says after which micro-batch the loop acts next.
+"""
 
 from __future__ import annotations
 
 import enum
 import sys
 import time
-from typing import Any, Generic, Self, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from fabricamp.agenda import Agenda
+
+if TYPE_CHECKING:
+    from fabricamp._utils.types import Batch
 
 REQUEUES = ("SIGUSR1", "SIGUSR2")
 INTERRUPTIONS = ("interrupted", "SIGTERM", *REQUEUES)
@@ -83,17 +91,49 @@ class Scope(enum.Enum):
 Value = TypeVar("Value")
 
 
-class _OfAgenda(Generic[Value]):
-    """A descriptor for a position that the run's agenda holds under the same name."""
+@dataclass(slots=True)
+class UserCall:
+    """The user code that runs now; ``self.log`` reads where it is called from, and on what."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    scope: Scope = Scope.NOWHERE
+    batch: Batch = None
+    """The current micro-batch; ``self.log`` weighs values by its batch size."""
+    dataloader_idx: int = 0
+    num_dataloaders: int = 1
+    ahead: bool = False
+    """Whether transfer hooks run for a prefetched batch: the step that it belongs to is not known yet."""
+    capturing: bool = False
+    """Whether the step is being captured as a CUDA graph: a counter that it reads would stay constant."""
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Why training ends; written by the methods of :class:`RunState`, and by the agreement of the ranks (``watchdog``)."""
+
+    asks: bool = False
+    """Whether this rank asks to end training (``should_stop``), for ``reason``."""
+    agreed: bool = False
+    """Whether all ranks end it at this boundary."""
+    reason: str = ""
+    explanation: str = ""
+    error: Exception | None = None
+    """Raised by ``fit`` at its end."""
+    interruption: str = ""
+    """The signal that interrupted the run."""
+
+
+class _OfPart(Generic[Value]):
+    """A descriptor for a value that a part of the state holds; callbacks read and write it by this name of :class:`RunState`."""
+
+    def __init__(self, part: str, name: str) -> None:
+        self._part = part
         self._name = name
 
     def __get__(self, state: RunState | None, owner: type | None = None) -> Value:
-        return cast("Value", self if state is None else getattr(state.agenda, self._name))
+        return cast("Value", self if state is None else getattr(getattr(state, self._part), self._name))
 
     def __set__(self, state: RunState, value: Value) -> None:
-        setattr(state.agenda, self._name, value)
+        setattr(getattr(state, self._part), self._name, value)
         state.agenda.look()
 
 
@@ -105,67 +145,70 @@ class RunState:
     ``global_step`` grows by one per step (an attempted update), ``batch_idx`` per micro-batch of the epoch, ``batches_done`` per
     micro-batch of the run.  ``open_batches`` of these belong to the accumulation in progress; a resumed run repeats them
     if their gradients could not be saved.
-    ``epoch_ended`` is True while the callbacks at the end of an epoch run.  ``batch`` is the current micro-batch; ``self.log``
-    weighs values by its batch size.
+    ``epoch_ended`` is True while the callbacks at the end of an epoch run.
 
-    ``should_stop``: this rank asks to end training, for ``stop_reason``.  ``agreed``: all ranks end it at this boundary.
-    ``interruption`` names the signal that interrupted the run.
-
-    ``agenda`` says after which micro-batch the loop has to act next; ``hold_at``, ``hold_evaluated``, ``passed`` and ``committed``
-    are its positions.
+    ``user_call`` is the user code that runs now, ``stop_request`` says why training ends, and ``agenda`` after which micro-batch
+    the loop has to act next.  Callbacks reach the values of these parts by the names below the slots, too.
     """
 
     __slots__ = (
-        "_asks",
         "agenda",
-        "agreed",
-        "ahead",
-        "batch",
         "batch_idx",
         "batches",
         "batches_done",
-        "capturing",
         "closed_at",
-        "dataloader_idx",
         "epoch",
         "epoch_ended",
         "evaluated",
         "fn",
         "global_step",
-        "interruption",
-        "num_dataloaders",
         "open_batches",
         "peak_bytes",
         "runs_as",
-        "scope",
         "skipped_before",
         "stage",
         "started",
         "status",
-        "stop_error",
-        "stop_explanation",
-        "stop_reason",
+        "stop_request",
+        "user_call",
         "validated_at",
         "validations",
     )
 
-    committed = _OfAgenda[int]()
-    hold_at = _OfAgenda[int]()
-    hold_evaluated = _OfAgenda[int]()
-    passed = _OfAgenda[float]()
+    scope = _OfPart[Scope]("user_call", "scope")
+    batch = _OfPart[Any]("user_call", "batch")
+    dataloader_idx = _OfPart[int]("user_call", "dataloader_idx")
+    num_dataloaders = _OfPart[int]("user_call", "num_dataloaders")
+    ahead = _OfPart[bool]("user_call", "ahead")
+    capturing = _OfPart[bool]("user_call", "capturing")
+
+    agreed = _OfPart[bool]("stop_request", "agreed")
+    stop_reason = _OfPart[str]("stop_request", "reason")
+    stop_explanation = _OfPart[str]("stop_request", "explanation")
+    stop_error = _OfPart["Exception | None"]("stop_request", "error")
+    interruption = _OfPart[str]("stop_request", "interruption")
+
+    committed = _OfPart[int]("agenda", "committed")
+    hold_at = _OfPart[int]("agenda", "hold_at")
+    hold_evaluated = _OfPart[int]("agenda", "hold_evaluated")
+    passed = _OfPart[float]("agenda", "passed")
+
     agenda: Agenda
+    stop_request: StopRequest
+    user_call: UserCall
 
     def __new__(cls) -> Self:
-        """Makes the agenda here: pickles of earlier versions restore its positions by name, and do not call ``__init__``."""
+        """Makes the parts here: pickles of earlier versions restore their values by name, and do not call ``__init__``."""
         state = super().__new__(cls)
         state.agenda = Agenda()
+        state.stop_request = StopRequest()
+        state.user_call = UserCall()
         return state
 
     def __init__(self) -> None:
         self.fn: TrainerFn | None = None
         self.stage: RunningStage | None = None
         self.status = TrainerStatus.INITIALIZING
-        self.scope = Scope.NOWHERE
         self.epoch = 0
         self.epoch_ended = False
         self.global_step = 0
@@ -173,21 +216,10 @@ class RunState:
         self.batch_idx = 0
         self.batches_done = 0
         # The epoch's iterator of (batch_idx, micro-batch), as the loop reads it; None outside of an epoch.
-        self.batches: enumerate[Any] | None = None
+        self.batches: enumerate[Batch] | None = None
         self.open_batches = 0
-        self.batch: Any = None
-        self.ahead = False  # transfer hooks run for a prefetched batch
-        self.capturing = False  # the current step is being captured as a CUDA graph
         self.peak_bytes = 0  # peak of allocated GPU memory before the last reset of torch's peak statistics
         self.runs_as = ""  # "graph" or "eager" if a CUDA graph was asked for, else empty
-        self.dataloader_idx = 0
-        self.num_dataloaders = 1
-        self._asks = False
-        self.agreed = False
-        self.stop_reason = ""
-        self.stop_explanation = ""
-        self.stop_error: Exception | None = None  # raised by fit at its end
-        self.interruption = ""
         self.validations = 0  # finished validations within fit
         # The ``batches_done`` at the end of the last finished validation within fit: a resumed run repeats an unfinished one.
         self.validated_at = -1
@@ -199,7 +231,7 @@ class RunState:
 
     def __repr__(self) -> str:
         doing = ", ".join(str(part) for part in (self.fn, self.stage, self.status) if part is not None)
-        reason = self.stop_reason or self.interruption
+        reason = self.stop_request.reason or self.stop_request.interruption
         ends = f", {reason}" if reason else ""
         return f"<RunState: {doing}, epoch={self.epoch}, global_step={self.global_step}{ends}>"
 
@@ -272,7 +304,7 @@ class RunState:
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C or a signal interrupted the run."""
-        return bool(self.interruption)
+        return bool(self.stop_request.interruption)
 
     @property
     def open_batch(self) -> bool:
@@ -285,44 +317,40 @@ class RunState:
     @property
     def cut(self) -> bool:
         """Whether the run ends without the hooks of its epoch's end: after a signal, or by ``nan_policy="stop"``."""
-        return self.interrupted or self.stop_reason == NON_FINITE
+        return self.interrupted or self.stop_request.reason == NON_FINITE
 
     @property
     def should_stop(self) -> bool:
         """Whether this rank asks to end training; may be set in any thread."""
-        return self._asks
+        return self.stop_request.asks
 
     @should_stop.setter
     def should_stop(self, asks: bool) -> None:
-        self._asks = asks
+        self.stop_request.asks = asks
         self.agenda.look()
 
     def ask(self, reason: str) -> None:
         """Asks all ranks to end training; may be called from any thread."""
         if not self.should_stop:
             # The reason first: another thread reads it once the flag is set.
-            self.stop_reason = reason
+            self.stop_request.reason = reason
             self.should_stop = True
 
     def stop(self, reason: str, explanation: str = "") -> None:
         """Ends training at the next step boundary; every rank has to call it at the same boundary."""
         if not self.should_stop or reason == NON_FINITE:
-            self.stop_reason = reason
-            self.stop_explanation = explanation
+            self.stop_request.reason = reason
+            self.stop_request.explanation = explanation
         self.should_stop = True
-        self.agreed = True
+        self.stop_request.agreed = True
 
     def forget_stop(self) -> None:
         """Clears the stop requests and the interruption of the run before."""
-        self.should_stop = False
-        self.agreed = False
-        self.stop_reason = ""
-        self.stop_explanation = ""
-        self.interruption = ""
-        self.stop_error = None
-        self.hold_at = sys.maxsize
-        self.hold_evaluated = sys.maxsize
+        self.stop_request = StopRequest()
+        self.agenda.hold_at = sys.maxsize
+        self.agenda.hold_evaluated = sys.maxsize
+        self.agenda.look()
 
     def interrupt(self, name: str) -> None:
         """Interrupts the run here; every rank has to call it at the same position."""
-        self.interruption = name
+        self.stop_request.interruption = name

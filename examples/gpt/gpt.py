@@ -44,17 +44,40 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and a two-layer network, each after a normalisation and added to its input."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, layers: int) -> None:
         super().__init__()
+        self.width = width
+        self.layers = layers  # of the whole network: 2 * layers results are added up
         self.first_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.second_norm = nn.LayerNorm(width)
         self.wide = nn.Linear(width, 4 * width)
         self.narrow = nn.Linear(4 * width, width)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Gives the linear layers their first values; the Trainer calls it too, for blocks that were built on the meta device."""
+        inward = 0.5 / self.width**0.5
+        outward = 0.5 / (self.width * 2 * self.layers) ** 0.5
+        for linear, std in (
+            (self.attention.inward, inward),
+            (self.attention.outward, outward),
+            (self.wide, inward),
+            (self.narrow, outward),
+        ):
+            nn.init.normal_(linear.weight, std=std)
+            nn.init.zeros_(linear.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.first_norm(hidden))
         return hidden + self.narrow(F.gelu(self.wide(self.second_norm(hidden))))
+
+
+class Table(nn.Embedding):
+    """An embedding with small first values."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
 
 
 class GPT(nn.Module):
@@ -78,19 +101,11 @@ class GPT(nn.Module):
             raise ConfigError(f"width={width} cannot be shared by heads={heads}; give a multiple")
         # In place, because the logits are most of the memory and nothing else reads them.
         self.loss = loss or partial(fused_cross_entropy, in_place=True)
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.tokens = Table(vocabulary, width)
+        self.positions = Table(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, layers) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.Linear):
-                into_residual = name.endswith(("outward", "narrow"))
-                nn.init.normal_(module.weight, std=0.5 / (width * 2 * layers if into_residual else width) ** 0.5)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean cross-entropy (nats per token), in fp32; ``tokens`` and ``targets`` are integers (batch, length)."""
@@ -103,7 +118,10 @@ class GPT(nn.Module):
 
 
 class LanguageModel(TrainingModule):
-    """Learns to predict the next byte; ``optimizer`` is "fused" (FusedAdam) or "torch" (AdamW)."""
+    """Learns to predict the next byte; ``optimizer`` is "fused" (FusedAdam) or "torch" (AdamW).
+
+    ``meta`` builds the network without memory; under "fsdp" each process then gets memory for its shards alone.
+    """
 
     def __init__(
         self,
@@ -114,6 +132,7 @@ class LanguageModel(TrainingModule):
         layers: int = 3,
         width: int = 96,
         heads: int = 3,
+        meta: bool = False,
     ) -> None:
         super().__init__()
         if optimizer not in OPTIMIZERS:
@@ -121,7 +140,14 @@ class LanguageModel(TrainingModule):
                 f"optimizer={optimizer!r} is not known{nearest(optimizer, OPTIMIZERS)} (known: fused, torch)"
             )
         self.save_hyperparameters()
-        self.net = GPT(BYTES, context=context, layers=layers, width=width, heads=heads)
+        self.net: GPT | None = None
+        self.sizes = {"context": context, "layers": layers, "width": width, "heads": heads}
+
+    def configure_model(self) -> None:
+        """Builds the network in each process, unless an earlier fit has built it."""
+        if self.net is None:
+            with torch.device("meta" if self.hparams.meta else "cpu"):
+                self.net = GPT(BYTES, **self.sizes)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)

@@ -19,3 +19,12 @@ Step: TypeAlias = Callable[..., Any]
 
 StateDict: TypeAlias = dict[str, Any]
 """What ``state_dict()`` returns, or the content of a checkpoint: values by name, of the types that a checkpoint can hold."""
+
+ParamGroup: TypeAlias = dict[str, Any]
+"""A group of an optimizer: its parameters under "params", and its options by their names."""
+
+Closure: TypeAlias = Callable[[], Any]
+"""Computes the loss again and returns it, for an optimizer that asks for it within its step."""
+
+Output: TypeAlias = Any
+"""What a step of the user's module returns: a loss, a dict with one, a prediction, or None."""

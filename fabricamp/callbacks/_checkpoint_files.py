@@ -369,7 +369,7 @@ class Lineage:
         earlier = {**self.earlier, self.attempt: step} if self.attempt else self.earlier
         return Lineage(secrets.token_hex(8), earlier)
 
-    def sort_key(self, header: dict[str, Any]) -> tuple[int, ...]:
+    def sort_key(self, header: StateDict) -> tuple[int, ...]:
         """Returns a sort key for files of this lineage, newest last; an empty key for a file of no attempt in it."""
         attempt = header.get(WRITTEN_BY)
         progress = progress_in(header)
@@ -424,7 +424,7 @@ def find_own_files(
     return kept, frozenset(kept.all() - headers.keys()), lineage
 
 
-def _kept_files_in(header: dict[str, Any]) -> KeptFiles | None:
+def _kept_files_in(header: StateDict) -> KeptFiles | None:
     """Returns the kept files of the callback that wrote the file with ``header``; None if its state is not in the header."""
     states = header.get("callbacks")
     if not isinstance(states, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabricamp.callbacks.base import Callback
 from fabricamp.checkpoint import apex_scales, read_together, write_checkpoint
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fabricamp._utils.types import Batch, StateDict
+    from fabricamp._utils.types import Batch, Output, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.precision import Precision
     from fabricamp.precision.step_results import StepResults
@@ -65,7 +65,7 @@ class AmpState(Callback):
         return math.inf
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
     ) -> None:
         """Logs at the same steps as the Trainer, and reports new overflows."""
         step = trainer.global_step

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch, StateDict
+    from fabricamp._utils.types import Batch, Output, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -95,7 +95,7 @@ class Callback(NamesKeywords):
         """Called before a micro-batch; the batch is on the device."""
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
     ) -> None:
         """Called after a micro-batch; ``outputs`` is what ``training_step`` returned."""
 
@@ -129,7 +129,7 @@ class Callback(NamesKeywords):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Any,
+        outputs: Output,
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -157,7 +157,7 @@ class Callback(NamesKeywords):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Any,
+        outputs: Output,
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -185,7 +185,7 @@ class Callback(NamesKeywords):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Any,
+        outputs: Output,
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +14,7 @@ from fabricamp.errors import ConfigError, NotInstalledError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fabricamp._utils.types import Batch
+    from fabricamp._utils.types import Batch, Output
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -67,7 +67,7 @@ class DeviceStatsMonitor(Callback):
             self._log(trainer, "on_train_batch_start", step)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
     ) -> None:
         """Logs after the same batch."""
         if self._step is not None:
@@ -83,7 +83,7 @@ class DeviceStatsMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Any,
+        outputs: Output,
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -101,7 +101,7 @@ class DeviceStatsMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Any,
+        outputs: Output,
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,

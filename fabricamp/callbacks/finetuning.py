@@ -58,7 +58,7 @@ class BaseFinetuning(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._state: dict[str, Any] = {}
+        self._state: StateDict = {}
         self._trainer: Trainer | None = None
         self._module: Callable[[], TrainingModule | None] = lambda: None
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
-    from fabricamp._utils.types import Batch, StateDict
+    from fabricamp._utils.types import Batch, Output, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -279,7 +279,7 @@ class ModelCheckpoint(RotationMethods):
         return max(self._cadence.next_look, global_step + 1)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
     ) -> None:
         """Saves if the interval of steps or time has passed."""
         step = trainer.global_step
@@ -461,9 +461,7 @@ class ModelCheckpoint(RotationMethods):
         trainer.strategy.on_rank_zero(plan.rotate)
         self._publish(trainer, plan)
 
-    def _write(
-        self, trainer: Trainer, plan: SavePlan, write: Callable[[str, dict[str, Any]], None] | None = None
-    ) -> None:
+    def _write(self, trainer: Trainer, plan: SavePlan, write: Callable[[str, StateDict], None] | None = None) -> None:
         """Lets the Trainer write the checkpoint; the callback state inside already includes the new file."""
         options = {} if write is None else {"write": write}
         self._writing = plan.after

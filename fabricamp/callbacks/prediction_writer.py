@@ -12,7 +12,7 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fabricamp._utils.types import Batch
+    from fabricamp._utils.types import Batch, Output
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -105,7 +105,7 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Any,
+        outputs: Output,
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,

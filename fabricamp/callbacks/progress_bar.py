@@ -14,7 +14,7 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fabricamp._utils.types import Batch, StateDict
+    from fabricamp._utils.types import Batch, Output, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -237,7 +237,7 @@ class ProgressBar(Callback):
         return math.inf
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
     ) -> None:
         """Draws if a refresh is due."""
         if monotonic() < self._due:
@@ -261,8 +261,9 @@ class ProgressBar(Callback):
             # The scheduler has stepped already: its rate is the next epoch's.
             values = [(name, _as_text(self._rate) if name == "lr" else text) for name, text in values]
         self._pending = [(train.label, ""), *position, *values, time, ("", train.mean_pace)]
-        self._train = None
+        self._shown = values
         self._write_pending()
+        self._train = None
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Releases the terminal; always writes the last epoch's line."""
@@ -287,7 +288,8 @@ class ProgressBar(Callback):
             return
         self._evaluation = None
         train.resume()
-        self._pending = [(train.label, ""), ("", train.position), *self._step_and_metrics(trainer), ("", train.pace)]
+        self._shown = self._step_and_metrics(trainer)
+        self._pending = [(train.label, ""), ("", train.position), *self._shown, ("", train.pace)]
         if train.total is not None and train.done < train.total:
             self._write_pending()
 
@@ -311,7 +313,7 @@ class ProgressBar(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Any,
+        outputs: Output,
         batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
@@ -379,16 +381,18 @@ class ProgressBar(Callback):
         self._shown = self._step_and_metrics(trainer) if self._train is not None else []
         self._draw_tasks()
 
-    def _draw_tasks(self) -> None:
+    def _draw_tasks(self) -> bool:
+        """Draws the open bars; returns whether the terminal is still there."""
         tasks = [task for task in (self._train, self._evaluation) if task is not None]
         if self._screen is None or not tasks:  # no bar is open between two epochs or before the first
-            return
+            return self._screen is not None
         try:
             self._screen.draw(tasks, self._shown)
         except OSError:  # the terminal, or the reader of the pipe, is gone: no reason to end the training
             self._close(keep=False)
-            return
+            return False
         self._due = monotonic() + self._screen.interval
+        return True
 
     def _write_pending(self, *, in_any_case: bool = False) -> None:
         now = monotonic()
@@ -396,6 +400,10 @@ class ProgressBar(Callback):
             return
         too_many_lines = self._num_lines >= _FREE_LINES and now - self._last_line < 1.0
         if too_many_lines and not in_any_case:
+            return
+        # A line is written above the bar of the last refresh: of an earlier epoch, if epochs are shorter than the time between two
+        # refreshes.
+        if self._screen.is_live and not self._draw_tasks():
             return
         try:
             self._screen.write(self._pending)

@@ -95,7 +95,7 @@ class StochasticWeightAveraging(Callback):
 
     def _forget(self) -> None:
         self._averages: Averages | None = None
-        self._saved: dict[str, Any] | None = None
+        self._saved: StateDict | None = None
         self._scheduler: SWALR | None = None
         self._trainer: Trainer | None = None
         self._latest_epoch = -1

@@ -25,7 +25,7 @@ from fabricamp.torch_private import stream_in_use
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fabricamp._utils.types import Batch
+    from fabricamp._utils.types import Batch, Output
     from fabricamp.data import Feed
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
@@ -203,7 +203,7 @@ class ThroughputMonitor(Callback):
             self._counter.__enter__()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
     ) -> None:
         """Ends the count of FLOPs, or records the time of a step."""
         pace = self._pace

@@ -18,7 +18,7 @@ from fabricamp.errors import ConfigError, UnknownArgumentError, nearest
 from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
-    from fabricamp._utils.types import Batch, StateDict
+    from fabricamp._utils.types import Batch, Output, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -93,7 +93,7 @@ class WeightAveraging(Callback):
     def _forget(self) -> None:
         self._averages: Averages | None = None
         self._raw: dict[str, Tensor] | None = None  # the weights, while the average replaces them
-        self._saved: dict[str, Any] | None = None
+        self._saved: StateDict | None = None
         self._applied_at_update: Tensor | None = None  # from the checkpoint of a resumed run
         self._module: Callable[[], TrainingModule | None] = lambda: None
 
@@ -138,7 +138,7 @@ class WeightAveraging(Callback):
             self._averages.follow(pl_module, trainer.optimizers, trainer.strategy)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
     ) -> None:
         """Updates the average after a step, if ``should_update`` says so."""
         step = trainer.global_step

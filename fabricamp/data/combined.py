@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -31,6 +31,9 @@ from fabricamp.data.position import (
 )
 from fabricamp.errors import ConfigError
 from fabricamp.rng import capture_rng
+
+if TYPE_CHECKING:
+    from fabricamp._utils.types import Batch
 
 Mode = Literal["max_size_cycle", "max_size", "min_size", "sequential"]
 _PASS = 0x9E3779B1
@@ -73,14 +76,14 @@ class CombinedLoader(NamesKeywords):
             loader_length(self.loaders[key], f"CombinedLoader[{key!r}]")
 
     @property
-    def members(self) -> list[Any]:
+    def members(self) -> list[Loader]:
         """The loaders, in order."""
         return [self.loaders[key] for key in self._keys]
 
     @property
-    def flattened(self) -> list[Any]:
+    def flattened(self) -> list[Loader]:
         """The loaders, in order, with nested collections flattened."""
-        loaders: list[Any] = []
+        loaders: list[Loader] = []
         for member in self.members:
             loaders += member.flattened if _is_nested(member, self.mode) else [member]
         return loaders
@@ -90,7 +93,7 @@ class CombinedLoader(NamesKeywords):
         """The loaders in their original, possibly nested collection."""
         return self.collect([member.iterables if _is_nested(member, self.mode) else member for member in self.members])
 
-    def map(self, function: Callable[[Any], Any]) -> CombinedLoader:
+    def map(self, function: Callable[[Loader], Loader]) -> CombinedLoader:
         """Returns a combined loader of the same form and mode, with ``function(loader)`` in place of each loader."""
         return CombinedLoader(self.collect([function(loader) for loader in self.members]), self.mode)
 
@@ -105,7 +108,7 @@ class CombinedLoader(NamesKeywords):
             raise TypeError(message)
         return int(length)
 
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+    def __iter__(self) -> Iterator[tuple[Batch, int, int]]:
         passes = self.flattened if self.mode == "sequential" else [self.batches()]
         for number, batches in enumerate(passes):
             yield from ((batch, index, number) for index, batch in enumerate(batches))
@@ -114,11 +117,11 @@ class CombinedLoader(NamesKeywords):
         """Returns a pass from the beginning that yields batches only, without indices."""
         return self.starting_at([])
 
-    def starting_at(self, positions: Sequence[dict[str, Any]]) -> CombinedPass:
+    def starting_at(self, positions: Sequence[StateDict]) -> CombinedPass:
         """Returns a pass that begins at ``positions``, see :meth:`CombinedPass.positions`; empty: at the beginning."""
         return CombinedPass(self, self._sources(positions))
 
-    def stopped(self, positions: Sequence[dict[str, Any]]) -> CombinedPass:
+    def stopped(self, positions: Sequence[StateDict]) -> CombinedPass:
         """Returns a pass at ``positions`` whose end is repeated; it skips loaders that do not continue after a limited pass."""
         sources = self._sources(positions)
         if self.mode != "sequential":
@@ -126,14 +129,14 @@ class CombinedLoader(NamesKeywords):
             sources = [source if continues_after_limit(source.loader) else nothing for source in sources]
         return CombinedPass(self, sources)
 
-    def _sources(self, positions: Sequence[dict[str, Any]]) -> list[_Source]:
+    def _sources(self, positions: Sequence[StateDict]) -> list[_Source]:
         cycles = self.mode == "max_size_cycle"
         return [
             _Source(loader, self._epoch, cycles=cycles, entered=position, again=self.again)
             for loader, position in zip(self.members, positions or [{}] * len(self._keys), strict=True)
         ]
 
-    def batches_before(self, positions: Sequence[dict[str, Any]]) -> int:
+    def batches_before(self, positions: Sequence[StateDict]) -> int:
         """Returns the number of batches before ``positions``, also for those of a run with another batch size or world size."""
         in_first_round = []
         in_all = 0
@@ -154,7 +157,7 @@ class CombinedLoader(NamesKeywords):
             return sum(lengths)
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
-    def nothing(self) -> Any:
+    def nothing(self) -> Batch:
         """Returns what a ``max_size`` pass has in place of a batch of these loaders once all have ended: None for each."""
         return self.collect([member.nothing() if _is_nested(member, self.mode) else None for member in self.members])
 
@@ -165,7 +168,7 @@ class CombinedLoader(NamesKeywords):
         return values if isinstance(self.loaders, list) else tuple(values)
 
 
-def _is_nested(member: object, mode: str) -> bool:
+def _is_nested(member: object, mode: str) -> TypeGuard[CombinedLoader]:
     """Whether ``member`` is a nested collection of loaders combined by ``mode``."""
     return isinstance(member, CombinedLoader) and member.mode == mode
 
@@ -192,7 +195,7 @@ class CombinedPass:
     def __iter__(self) -> CombinedPass:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         self._read += 1
         for source in self._sources:
             source.record()
@@ -208,7 +211,7 @@ class CombinedPass:
             raise StopIteration
         return self._combined.collect(batches)
 
-    def _next_in_turn(self) -> Any:
+    def _next_in_turn(self) -> Batch:
         for source in self._sources:
             if source.ended:
                 continue
@@ -217,7 +220,7 @@ class CombinedPass:
                 return batch
         raise StopIteration
 
-    def positions(self, read: int) -> list[dict[str, Any]]:
+    def positions(self, read: int) -> list[StateDict]:
         """Returns each loader's position after the last batch read; before it if ``read`` is one less than the batches read."""
         if read == self._read - 1:
             return [source.recorded_position() for source in self._sources]
@@ -246,15 +249,15 @@ class _Source:
         self._again = again
         self._read = 0  # number of batches of this round since it was entered
         self._unread = 0  # number of batches to read past before the first one
-        self._batches: Iterator[Any] | None = None
+        self._batches: Iterator[Batch] | None = None
         self._first: list[Any] = []  # the first batch of a begun round, if it had to be read under restored RNG states
         self._begins_round = False  # whether the batch that was taken last is the first of its round
         # The position as it was before the last batch: rounds, entered, read, drawn.
         self._recorded: tuple[int, dict[str, Any], int, list[dict[str, Any]]]
         # The position that was returned since the last batch; it is corrected if the next batch is beyond the loader's end.
-        self._returned: dict[str, Any] = {}
+        self._returned: StateDict = {}
         # RNG states before the pass was opened, and before its first batch: a resumed run reads skipped batches from these.
-        self._drawn: list[dict[str, Any]] = list(entered.get("rng_states", ()))
+        self._drawn: list[StateDict] = list(entered.get("rng_states", ()))
         if self.ended and not cycles and "state" in entered:
             enter(loader, entered)
 
@@ -303,7 +306,7 @@ class _Source:
         elif len(self._drawn) > moment:
             restore(self._drawn[moment], generators)
 
-    def take(self) -> Any:
+    def take(self) -> Batch:
         """Returns the next batch; None after the end of a loader that does not cycle, as :meth:`CombinedLoader.nothing` has it."""
         self._begins_round = self._read == 0 and not self.entered.get("batches")
         batch = self._next()
@@ -314,7 +317,7 @@ class _Source:
         self._read += 1
         return batch
 
-    def _next(self) -> Any:
+    def _next(self) -> Batch:
         self.open()
         if self._first:
             return self._first.pop()
@@ -322,7 +325,7 @@ class _Source:
             self._record_draws(1)
         return _END if self._batches is None else next(self._batches, _END)
 
-    def _start_again(self, returned: dict[str, Any]) -> Any:
+    def _start_again(self, returned: StateDict) -> Batch:
         """Starts the loader again after its end and returns its next batch; None (of each nested loader) if it does not cycle.
 
         Corrects ``returned`` in place, a position from before the end was known: a stream resumed there would start anew.
@@ -359,7 +362,7 @@ class _Source:
         self._begins_round = False
         self._recorded = (self.rounds, self.entered, self._read, self._drawn)
 
-    def recorded_position(self) -> dict[str, Any]:
+    def recorded_position(self) -> StateDict:
         """Returns the position at the last :meth:`record`; for a loader that keeps its own position, the present one."""
         rounds, entered, read, drawn = self._recorded
         if self.ended and not self._cycles and (rounds or not continues_after_limit(self.loader)):
@@ -419,7 +422,7 @@ def _is_loader(member: object) -> bool:
     return hasattr(member, "__iter__") and not computed
 
 
-def leaves_of(loader: Loader) -> list[Any]:
+def leaves_of(loader: Loader) -> list[Loader]:
     """Returns the flattened loaders of a CombinedLoader; for any other loader, a list of only that loader."""
     return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
 

@@ -129,15 +129,15 @@ class DataModule(HyperparametersMixin):
         """Returns a loader, or a list of loaders, to predict on."""
         raise self._not_defined("predict_dataloader")
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Returns the batch, possibly changed, while it is still on the host."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Returns the batch on ``device``; override this method for types that :func:`move_to_device` does not know."""
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Returns the batch, possibly changed, on the device."""
         return batch
 

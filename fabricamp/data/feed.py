@@ -72,7 +72,7 @@ class Feed:
         *,
         limit: float = math.inf,
         prepare: Callable[[Batch], Batch] | None = None,
-        finish: Callable[[Any], Any] | None = None,
+        finish: Callable[[Batch], Batch] | None = None,
         device: torch.device | None = None,
         prefetch: int = 0,
         hooked: bool = False,
@@ -82,7 +82,7 @@ class Feed:
         self.limit = limit
         self._loader = loader
         self._combined = loader if isinstance(loader, CombinedLoader) else None
-        self._members: list[Any] = [loader] if self._combined is None else self._combined.members
+        self._members: list[Loader] = [loader] if self._combined is None else self._combined.members
         self._prepare = prepare
         self._finish = finish
         self._device = device or torch.device("cpu")
@@ -99,30 +99,30 @@ class Feed:
         """Whether hooks of the user run on a batch between the previous step and its own."""
 
         # The pass.
-        self._running: Generator[Any, None, None] | None = None
+        self._running: Generator[Batch, None, None] | None = None
         self._source: Any = None  # the loader's iterator
-        self._entered: list[dict[str, Any]] = []  # each loader's position at which the pass began
+        self._entered: list[StateDict] = []  # each loader's position at which the pass began
         self._skipped = 0  # number of batches before that position
         # RNG states before the loader was opened: a resumed pass opens it, and reads past batches, from these.
-        self._at_opening: dict[str, Any] = {}
+        self._at_opening: StateDict = {}
         # Positions before the first batch of a pass that began in this process; set when that batch is read.
-        self._first_positions: list[dict[str, Any]] = []
+        self._first_positions: list[StateDict] = []
         # Batches read ahead, each with the snapshot before it (empty if none is needed), and the snapshot before the batch that is
         # in the step.  Then the exception that ended the reading, which is raised where its batch would come.
-        self._queue: deque[tuple[Any, dict[str, Any]]] = deque()
-        self._in_step: dict[str, Any] = {}
+        self._queue: deque[tuple[Batch, StateDict]] = deque()
+        self._in_step: StateDict = {}
         self._failure: Exception | None = None
         # Number of batches handed out; without reading ahead only set with the last batch, as counting costs time.
         self._handed_out: float = math.inf
         self._ends_with_loader = False  # not at a limit
         # Snapshot before the last batch of a pass that a limit ended: the next pass continues there.  (_loaded has the resumed
         # run's.)
-        self._limit_snapshot: dict[str, Any] | None = None
+        self._limit_snapshot: StateDict | None = None
 
         # Resuming.
         self._has_begun = begun  # a pass, in this or in an earlier process
-        self._loaded: dict[str, Any] | None = None  # the loaded resume point, until a pass opens the loader
-        self._resume: dict[str, Any] | None = None  # where the next pass begins, if not at the beginning
+        self._loaded: StateDict | None = None  # the loaded resume point, until a pass opens the loader
+        self._resume: StateDict | None = None  # where the next pass begins, if not at the beginning
         self._resumed_at_end = False  # the resume point is after the last batch of a pass
 
     def __iter__(self) -> Iterator[Batch]:
@@ -186,7 +186,7 @@ class Feed:
 
     # -- one pass ----------------------------------------------------------------------------------------------------------------
 
-    def _run(self) -> Generator[Any, None, None]:
+    def _run(self) -> Generator[Batch, None, None]:
         announced = exact_length(self._loader)
         total = min(announced, self.limit) - self._skipped
         if total <= 0:
@@ -279,7 +279,7 @@ class Feed:
                 return itertools.chain(list(itertools.islice(batches, 1)), batches)
             return batches
 
-    def _end_again(self, ended: dict[str, Any], generators: list[torch.Generator]) -> None:
+    def _end_again(self, ended: StateDict, generators: list[torch.Generator]) -> None:
         """Repeats the end of a pass that a limit ended in the resumed run, so that the next pass can continue after it."""
         with isolate(generators):
             if self._combined is None:
@@ -290,7 +290,7 @@ class Feed:
             next(iter(self._source), None)
             self._end()
 
-    def _enter(self, resume: dict[str, Any]) -> Any:
+    def _enter(self, resume: StateDict) -> Any:
         """Begins a pass at the positions of ``resume``, or after its number of ``batches``."""
         batches = resume.get("batches", 0)
         self._entered = resume.get("positions") or [{"batches": batches} for _ in self._members]
@@ -355,7 +355,7 @@ class Feed:
             )
         yield from ()
 
-    def _read_ahead(self, batches: Iterator[Batch], ahead: int) -> Iterator[tuple[Any, bool]]:
+    def _read_ahead(self, batches: Iterator[Batch], ahead: int) -> Iterator[tuple[Batch, bool]]:
         """Yields (batch, whether it is the last), reading ``ahead`` batches ahead; raises an error in place of its batch."""
         queue = self._queue
         read = len(queue)  # a resumed pass has read batches in _open
@@ -444,12 +444,12 @@ class Feed:
         drawn_ahead = [snapshot["rng_states"] for snapshot in snapshots[1:]]
         return {**state, **first, "rng_states_ahead": drawn_ahead, "at_pass_start": self._at_opening, "is_over": False}
 
-    def _snapshot(self, read: int) -> dict[str, Any]:
+    def _snapshot(self, read: int) -> StateDict:
         """Returns the positions after ``read`` batches with the generators' states, from which the next one is read again."""
         drawn = {"rng": snapshot_rng() if self._draws else None, "generators": states_of(generators_of(self._members))}
         return {"positions": self._positions(read), "rng_states": drawn}
 
-    def _positions(self, read: int) -> list[dict[str, Any]]:
+    def _positions(self, read: int) -> list[StateDict]:
         if self._combined is None:
             return [position_of(self._loader, self._entered[0], read)]
         return self._entered if self._source is None else list(self._source.positions(read))
@@ -482,7 +482,7 @@ class Feed:
             return self._combined.batches_before(positions)
         return batches_before(self._loader, positions[0])
 
-    def _choose_orders(self, orders: list[Any] | None, positions: list[dict[str, Any]]) -> None:
+    def _choose_orders(self, orders: list[Any] | None, positions: list[StateDict]) -> None:
         """Continues with the sample orders of the resumed run; ``orders`` is None for a checkpoint that does not store them."""
         for member, order, position in itertools.zip_longest(self._members, orders or (), positions):
             sampler = own_sampler(member)

@@ -51,7 +51,7 @@ def wire_loader(
     in_batches: bool = False,
     at_once: int = 1,
     from_first: Callable[[Any], Any] | None = None,
-) -> Any:
+) -> Loader:
     """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or unchanged.
 
     Rebuilds exactly torch's ``DataLoader`` (no subclass) with a plain Random- or SequentialSampler, and keeps its other options.
@@ -153,7 +153,7 @@ def set_sampler_epoch(loader: Loader, epoch: int) -> None:
                 own_set_epoch(epoch)
 
 
-def release_workers(loader: Loader) -> None:
+def release_workers(loader: Loader | None) -> None:
     """Ends the persistent workers of ``loader``; its next pass starts new ones."""
     if isinstance(loader, CombinedLoader):
         for member in loader.members:

@@ -222,7 +222,7 @@ def draw_seed(loader: DataLoader[Any]) -> None:
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
 
 
-def without_first(batches: Any, unread: int) -> Any:
+def without_first(batches: Any, unread: int) -> Batch:
     """Reads and drops the first ``unread`` of ``batches``; returns ``batches``."""
     next(itertools.islice(batches, unread, unread), None)
     return batches
@@ -238,7 +238,7 @@ def end_workers(loader: Loader, batches: object) -> None:
 # -- the generators --------------------------------------------------------------------------------------------------------------
 
 
-def generators_of(loaders: Sequence[Any]) -> list[Generator]:
+def generators_of(loaders: Sequence[Loader]) -> list[Generator]:
     """Returns the generators of ``loaders``, their samplers and batch samplers, each once."""
     generators: dict[int, Generator] = {}
     for loader in loaders:
@@ -261,13 +261,13 @@ def restore_states(generators: Sequence[Generator], states: Sequence[Tensor]) ->
         generator.set_state(state.cpu())
 
 
-def as_saved(snapshot: dict[str, Any]) -> dict[str, Any]:
+def as_saved(snapshot: StateDict) -> StateDict:
     """Returns a snapshot of positions and RNG states (``rng_states``) in the form that a checkpoint stores."""
     rng = snapshot["rng_states"]["rng"]
     return {**snapshot, "rng_states": {**snapshot["rng_states"], "rng": None if rng is None else capture_rng(rng)}}
 
 
-def restore(drawn: dict[str, Any], generators: Sequence[Generator]) -> None:
+def restore(drawn: StateDict, generators: Sequence[Generator]) -> None:
     """Restores the recorded states of the global generators (``rng``, may be None) and of ``generators``."""
     if drawn.get("rng"):
         restore_rng(drawn["rng"])

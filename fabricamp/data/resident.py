@@ -52,7 +52,7 @@ class ResidentLoader(NamesKeywords):
         batch_size: int,
         shuffle: bool = False,
         drop_last: bool = False,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Callable[[Batch], Batch] | None = None,
         seed: int | None = None,
     ) -> None:
         data = tensors[0] if len(tensors) == 1 else tensors

@@ -27,7 +27,7 @@ _SMALL: Final = 2**16
 _PLAIN = (str, bytes, int, float, bool, type, type(None))
 
 
-def move_to_device(batch: Batch, device: torch.device) -> Any:
+def move_to_device(batch: Batch, device: torch.device) -> Batch:
     """Returns ``batch`` with every tensor in it on ``device``; ``batch`` itself if nothing has to move.
 
     Walks mappings, lists, tuples, namedtuples and dataclasses, and keeps their types.  Calls ``to(device)`` on other objects that
@@ -85,7 +85,7 @@ def lies_on_gpu(batch: Batch) -> bool:
     return next(_recordable(batch, set()), None) is not None
 
 
-def _recordable(item: object, seen: set[int]) -> Iterator[Any]:
+def _recordable(item: object, seen: set[int]) -> Iterator[Batch]:
     """Yields the CUDA tensors in ``item``, and objects with their own ``record_stream``."""
     if isinstance(item, Tensor):
         if item.is_cuda:
@@ -121,7 +121,7 @@ class Staging:
     what a step has written, and may return tensors that cannot be found in the batch.
     """
 
-    def __init__(self, device: torch.device, prepare: Callable[[Any], Any] | None, *, hooked: bool) -> None:
+    def __init__(self, device: torch.device, prepare: Callable[[Batch], Batch] | None, *, hooked: bool) -> None:
         self._prepare = prepare
         self._hooked = hooked
         self._side = _side_stream(device) if device.type == "cuda" else None
@@ -151,7 +151,7 @@ class Staging:
         # The given batch is kept while the side stream may read it: memory of the step's stream would be reused too early.
         return [ready, copied, batch]
 
-    def take(self, staged: list[Any]) -> Any:
+    def take(self, staged: list[Any]) -> Batch:
         """Returns the batch, ready for the current stream, and empties ``staged``."""
         ready = staged[0]
         if self._side is not None:

@@ -7,7 +7,7 @@ names of the parameters with a gradient; ``tensors``, what the update keeps besi
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -18,6 +18,7 @@ from fabricamp.ops.shards import is_shard, local
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.engine.update import Update
     from fabricamp.module import TrainingModule
     from fabricamp.state import RunState
@@ -55,10 +56,10 @@ class AccumulationState(Section):
         stepped, self._stepped = self._stepped, False
         return stepped
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns the gradients, stacked over the ranks, with the accumulation's counters; every rank has to call it."""
         update = self.update
-        content: dict[str, Any] = {}
+        content: StateDict = {}
         if update is not None and update.weights is not None:
             content["loops.fit.loss_reference"] = update.weights.reference.cpu()
         if self._state.failed:
@@ -70,7 +71,7 @@ class AccumulationState(Section):
             content["loops.fit.accumulation"] = _gathered(self._module, update, self._strategy)
         return content
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Restores the accumulation; warns if that is impossible.  Files of other libraries contain no accumulation."""
         loop = checkpoint.get("loops", {}).get("fit", {})
         self._stepped = bool(loop.get("stepped"))
@@ -101,7 +102,7 @@ class AccumulationState(Section):
 # -- saving ------------------------------------------------------------------------------------------------------------------------
 
 
-def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dict[str, Any] | None:
+def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> StateDict | None:
     """Returns the gradients of the accumulation in progress, stacked over the ranks; None if there is none."""
     accumulation = update.accumulation_state()
     if accumulation is None:
@@ -133,7 +134,7 @@ def _gathered(module: TrainingModule, update: Update, strategy: Strategy) -> dic
     }
 
 
-def _offsets_of_shards(gradients: dict[str, Any]) -> dict[str, Any]:
+def _offsets_of_shards(gradients: StateDict) -> StateDict:
     """Returns the memory offsets of sharded gradients: torch lays shards one after the other, without aligning each.
 
     Kernels sum unaligned memory in another order, so a resumed run puts the shards at the same offsets.
@@ -153,7 +154,7 @@ def _stacked(tensor: Tensor, strategy: Strategy) -> Tensor:
 # -- restoring ---------------------------------------------------------------------------------------------------------------------
 
 
-def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, strategy: Strategy) -> dict[str, Any]:
+def _for_shards(checkpoint: StateDict, path: str, module: TrainingModule, strategy: Strategy) -> StateDict:
     """Returns the accumulation of ``checkpoint`` with gradients for a sharded module, averaged over the ranks that wrote them.
 
     Full gradients that are not scattered to shards yet stay each rank's own if the number of ranks is the same.
@@ -180,7 +181,7 @@ def _for_shards(checkpoint: dict[str, Any], path: str, module: TrainingModule, s
     return {**accumulation, "gradients": sharded_gradients(checkpoint, path, dict(module.named_parameters()))}
 
 
-def _restored(accumulation: dict[str, Any], module: TrainingModule, update: Update, strategy: Strategy) -> str:
+def _restored(accumulation: StateDict, module: TrainingModule, update: Update, strategy: Strategy) -> str:
     """Restores the accumulation on this rank; returns why that is impossible, or an empty string.
 
     With another number of ranks, each rank gets the mean over the saved ranks, which preserves the average over all ranks.

@@ -17,6 +17,7 @@ from fabricamp.state import NON_FINITE, Scope, TrainerFn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks.base import Callback
     from fabricamp.engine.accumulation_state import AccumulationState
     from fabricamp.engine.session import Session
@@ -75,16 +76,16 @@ class Counters(Section):
     module: TrainingModule
     data: DataSource
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns the counters of a run resumed from here; ``epoch`` is the running epoch, as in Lightning's files."""
         state = self.state
         repeated = self.accumulation.repeated_batches()
         # In the end hooks of a validation within fit all its batches are done, so a resumed run does not repeat the validation.
-        validation_ends = state.validating_in_fit and state.scope is Scope.NOWHERE
+        validation_ends = state.validating_in_fit and state.user_call.scope is Scope.NOWHERE
         epochs = state.epoch + state.epoch_ended
         batches = 0 if state.epoch_ended else state.batch_idx - repeated
         done = state.batches_done - repeated
-        repeats_stop = state.should_stop and state.stop_reason != NON_FINITE
+        repeats_stop = state.should_stop and state.stop_request.reason != NON_FINITE
         return {
             "epoch": state.epoch,
             "global_step": state.global_step,
@@ -102,13 +103,13 @@ class Counters(Section):
             "loops.fit.batches_done": done,
             "loops.fit.validations": state.validations + validation_ends,
             "loops.fit.skipped_before": state.skipped_before,
-            "loops.fit.stop_reason": state.stop_reason if repeats_stop else "",
+            "loops.fit.stop_reason": state.stop_request.reason if repeats_stop else "",
             "loops.fit.interrupted": state.interrupted,
             "loops.fit.epoch_ended": state.epoch_ended or state.closed_at == state.batches_done,
             "loops.fit.validated": state.epoch_ended or validation_ends or state.validated_at == state.batches_done,
         }
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Restores the counters, and a request to stop that was not fulfilled.
 
         The request is repeated if it was still waiting for ``min_steps`` or ``min_epochs``, or if a signal came first.  A request
@@ -148,12 +149,12 @@ class CallbackSection(Section):
     callbacks: Sequence[Callback]
     fn: TrainerFn
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns their state dicts by ``state_key``."""
         states = {callback.state_key: state for callback in self.callbacks if (state := callback.state_dict())}
         return {"callbacks": states}
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Loads the callbacks' states; an evaluation skips fabricamp's own callbacks, because their states are about training."""
         for callback, state in matched_states(self.callbacks, checkpoint.get("callbacks", {})):
             ours = type(callback).load_state_dict.__module__.startswith("fabricamp.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabricamp.callbacks._checkpoint_files import files_in, possible_folders, trusted_folders
 from fabricamp.callbacks.base import matched_states
@@ -26,6 +26,7 @@ from fabricamp.launch import restarts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.trainer import Trainer
 
 _LOG = logging.getLogger("fabricamp")
@@ -35,7 +36,7 @@ _EVALUATED = ("best", "last")
 
 def resolve_checkpoint(
     trainer: Trainer, ckpt_path: str | None, *, weights_only: bool | None = None
-) -> tuple[str | None, dict[str, Any] | None]:
+) -> tuple[str | None, StateDict | None]:
     """Returns (file to load or None, its content if it was read already); every rank calls this, rank 0 chooses.
 
     "last" is the checkpoint furthest in training that every rank can read, of this run or of earlier runs in sibling folders;
@@ -79,7 +80,7 @@ def _refuse_a_misspelt_word(trainer: Trainer, ckpt_path: str | None) -> None:
         raise CheckpointNotFoundError(f"ckpt_path={ckpt_path!r} is not there{hint}", ckpt_path)
 
 
-def _furthest(trainer: Trainer, word: str, weights_only: bool | None) -> tuple[str, dict[str, Any] | None]:
+def _furthest(trainer: Trainer, word: str, weights_only: bool | None) -> tuple[str, StateDict | None]:
     """Returns the furthest checkpoint that every rank can read, and its content; all ranks skip a file that one rank cannot."""
     candidates = _candidates(trainer, weights_only)
     while path := _from_rank_zero(trainer, word, candidates.next_path):

@@ -16,6 +16,8 @@ _LOG = logging.getLogger("fabricamp")
 
 _ATTRIBUTE: Final = re.compile(r"^(?P<name>(?:module|self)\.[\w.\[\]'\"]+|\w+) == ")
 """Matches, in the text of a guard, the attribute or argument whose value torch treats as a constant."""
+_RESUMED: Final = re.compile(r"torch_dynamo_resume_in_\w+_at_(?P<line>\d+)")
+"""Matches torch's name of the rest of a function after a line that it cannot compile."""
 
 
 class CompilationWatch:
@@ -47,6 +49,9 @@ class CompilationWatch:
         """Returns the log line for a compilation; an empty string for the first compilation of a function."""
         # If torch cannot compile the code around a module's call, it compiles the function that runs the call.
         name = self.name if record.co_name in (None, "__call__") else record.co_name
+        resumed = _RESUMED.fullmatch(name)
+        if resumed:
+            name = f"{self.name} from line {resumed['line']} on"
         reason = _reason(record.recompile_reason)
         if record.fail_reason is not None and _hits_limit(record):
             return f"{name} has been compiled too often, and runs eagerly where its code does not fit: {reason}; {_cure(reason)}"

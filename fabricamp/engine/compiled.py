@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fabricamp._utils.types import Batch, Output, Step
     from fabricamp.compilation import Part
     from fabricamp.engine.session import Session
 
@@ -63,13 +64,13 @@ class Compilation:
 
     # -- what is compiled ---------------------------------------------------------------------------------------------------------
 
-    def training_step(self) -> Callable[..., Any]:
+    def training_step(self) -> Step:
         """Returns the module's ``training_step``, compiled if that was asked for.
 
         If it cannot be compiled, ``Trainer(compile=...)`` raises :class:`ConfigError`, and a module that was compiled trains
         uncompiled.
         """
-        step: Callable[..., Any] = self._session.module.training_step
+        step: Step = self._session.module.training_step
         if self._options is None and self._compiler is None:
             return step
         self._check_graph()
@@ -83,7 +84,7 @@ class Compilation:
             return step
         return self._armed(step, "training")
 
-    def evaluation_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluation_step(self, step: Step) -> Step:
         """Returns a step of an evaluation, compiled if the options say so."""
         if self._options is None or not self._options.evaluation:
             return step
@@ -113,9 +114,9 @@ class Compilation:
         modules = called_modules(session.module) if chosen == "modules" else repeated_blocks(session.module)
         calls.put_on(modules, shared=chosen == "blocks")
 
-    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile(self, function: Step) -> Step:
         if self._compiler is not None:
-            compiled: Callable[..., Any] = self._compiler(function)
+            compiled: Step = self._compiler(function)
             return compiled
         assert self._options is not None
         return torch.compile(function, **self._options.for_torch())
@@ -144,7 +145,7 @@ class Compilation:
 
     # -- a step -------------------------------------------------------------------------------------------------------------------
 
-    def _armed(self, step: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def _armed(self, step: Step, kind: str) -> Step:
         """Returns a function that runs ``step`` with the compiled code, and logs the values of its ``self.log`` calls after it."""
         run_context = self._session.run_context
         held = HeldLogs()
@@ -154,7 +155,7 @@ class Compilation:
             self._watched(self._compile(step), step.__name__) if calls is None else partial(_arm, calls, kind, step)
         )
 
-        def run(*batch: Any) -> Any:
+        def run(*batch: Batch) -> Output:
             if dispatch_modes():  # these, such as a counter of FLOPs, have to see the uncompiled step
                 return step(*batch)
             metrics = run_context.metrics
@@ -172,8 +173,8 @@ class Compilation:
 
         return run
 
-    def _watched(self, compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def run(*batch: Any) -> Any:
+    def _watched(self, compiled: Step, name: str) -> Step:
+        def run(*batch: Batch) -> Output:
             self._watch.name = name
             with self._watch:
                 return compiled(*batch)
@@ -185,7 +186,7 @@ class Compilation:
         self._changed.close()
 
 
-def _arm(calls: CompiledCalls, kind: str, step: Callable[..., Any], *batch: Any) -> Any:
+def _arm(calls: CompiledCalls, kind: str, step: Step, *batch: Batch) -> Any:
     calls.armed = kind
     try:
         return step(*batch)

@@ -92,7 +92,7 @@ def _fail(trainer: Trainer, session: Session, error: BaseException) -> None:
         launch.record_failure(error)  # again: the error has a note now
         launch.record_others(before=earlier)
     state = trainer.state
-    if isinstance(error, KeyboardInterrupt) or state.batches_done < state.committed:
+    if isinstance(error, KeyboardInterrupt) or state.batches_done < state.agenda.committed:
         # Interrupted anywhere, perhaps within an update or a launch of several steps: this state must not be saved.
         state.stage = None
     _release_after(session, error)
@@ -113,9 +113,9 @@ def end_fit(trainer: Trainer, session: Session, loop: TrainingLoop) -> None:
     state = trainer.state
     agreement = session.agreement
     if agreement.came_late():
-        call_all(session.hooks.callbacks("on_exception"), KeyboardInterrupt(state.interruption))
+        call_all(session.hooks.callbacks("on_exception"), KeyboardInterrupt(state.stop_request.interruption))
         return
-    explanation = state.stop_explanation
+    explanation = state.stop_request.explanation
     if explanation:
         call_all(session.hooks.callbacks("on_exception"), NonFiniteError(explanation))
         if trainer.is_global_zero:
@@ -126,7 +126,7 @@ def end_fit(trainer: Trainer, session: Session, loop: TrainingLoop) -> None:
     check_peers()
     call_all(session.hooks("on_fit_end"))
     # A signal during these hooks, or non-finite gradients, are logged by a separate line.
-    if not agreement.came_late() and not state.stop_explanation:
+    if not agreement.came_late() and not state.stop_request.explanation:
         session.run_summary.end()
 
 
@@ -136,7 +136,7 @@ def _last_checkpoint(trainer: Trainer) -> str:
 
 def leave_interrupted(trainer: Trainer) -> None:
     """Ends the process after a signal (exit code 143), and a script after Ctrl-C (130); returns to an interactive prompt."""
-    reason = trainer.state.interruption
+    reason = trainer.state.stop_request.interruption
     if not reason:
         return
     at_prompt = reason == "interrupted" and launch.interactive()

@@ -302,7 +302,7 @@ class Stop(Entry):
                 lightning_alias.say_difference(
                     "steps while a stop waits for min_steps or min_epochs are logged every log_every_n_steps; Lightning logs each"
                 )
-            elif state.agreed or self._requests.all_ask(boundary):
+            elif state.stop_request.agreed or self._requests.all_ask(boundary):
                 return True
         state.agenda.passed = boundary
         return False

@@ -23,7 +23,7 @@ _DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
 _STATUS = ("status", "--porcelain", "--untracked-files=normal")
 
 
-def code_of(module: Any) -> dict[str, Any]:
+def code_of(module: object) -> dict[str, Any]:
     """Returns revision, changed files and diff of the repository of the module's class, or else of the current folder."""
     try:
         folders = [str(Path(inspect.getfile(type(module))).resolve().parent), str(Path.cwd())]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from fabricamp.state import NOT_VALIDATING, RunState, Scope, TrainerFn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from fabricamp._utils.types import Batch, Output, Step
     from fabricamp.engine.prediction_record import PredictionRecord
     from fabricamp.metrics import Metrics
     from fabricamp.module import TrainingModule
@@ -42,10 +45,10 @@ class EvaluationLoop:
         metrics: Metrics,
         hooks: Hooks,
         agreement: StopAgreement,
-        together: Callable[[Iterable[Any]], Iterable[Any]],
+        together: Callable[[Iterable[Batch]], Iterable[Batch]],
         inference_mode: bool,
         record: PredictionRecord | None = None,
-        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step,
+        compiled: Callable[[Step], Step] = lambda step: step,
     ) -> None:
         self._kind = kind
         self._module = module
@@ -53,10 +56,12 @@ class EvaluationLoop:
         self._metrics = metrics
         self._agreement = agreement
         self._together = together
-        self._no_gradients: Callable[[], Any] = torch.inference_mode if inference_mode else torch.no_grad
+        self._no_gradients: Callable[[], AbstractContextManager[object]] = (
+            torch.inference_mode if inference_mode else torch.no_grad
+        )
         step = getattr(module, f"{kind}_step")
         self._arguments = _count_arguments(step)
-        self.forward: Callable[..., Any] = partial(precision.forward, compiled(step))
+        self.forward: Step = partial(precision.forward, compiled(step))
         """Calls the step with (batch, batch_idx, dataloader_idx), or as many of these as it takes."""
         self._in_fit = state.fitting
         # The sanity check is short: it is never stopped early.
@@ -75,14 +80,15 @@ class EvaluationLoop:
             self._batch_start = (record.begin_batch, *self._batch_start)
             self._batch_end = (*self._batch_end, record.end_batch)
 
-    def run(self, feeds: Sequence[Feed], *, keep: bool = False) -> list[list[Any]]:
+    def run(self, feeds: Sequence[Feed], *, keep: bool = False) -> list[list[Output]]:
         """Runs every loader once; returns one list per loader, with the steps' outputs if ``keep``."""
         state = self._state
         modes = [(submodule, submodule.training) for submodule in self._module.modules()]
         call_hook(self._module, f"on_{self._kind}_model_eval")
         # Restored for the training loop after a validation within fit.
-        before = state.scope, state.batch, state.dataloader_idx, state.num_dataloaders
-        state.num_dataloaders = len(feeds)
+        user_call = state.user_call
+        before = replace(user_call)
+        user_call.num_dataloaders = len(feeds)
         self.cut_short = False
         state.evaluated = 0 if self._in_fit else NOT_VALIDATING
         if state.fn is not TrainerFn.FITTING:
@@ -93,7 +99,10 @@ class EvaluationLoop:
             _set_modes(modes)  # for whoever trains the module next
             raise
         state.evaluated = NOT_VALIDATING
-        state.scope, state.batch, state.dataloader_idx, state.num_dataloaders = before
+        user_call.scope = before.scope
+        user_call.batch = before.batch
+        user_call.dataloader_idx = before.dataloader_idx
+        user_call.num_dataloaders = before.num_dataloaders
         name = f"on_{self._kind}_model_train"
         # As in Lightning, predict has no such hook.
         if self._kind != "predict" and overrides(self._module, name, ModuleHooks):
@@ -102,20 +111,21 @@ class EvaluationLoop:
             _set_modes(modes)
         return outputs
 
-    def _within(self, contexts: Sequence[Callable[[], Any]], run: Callable[[], list[list[Any]]]) -> list[list[Any]]:
+    def _within(
+        self, contexts: Sequence[Callable[..., Any]], run: Callable[[], list[list[Output]]]
+    ) -> list[list[Output]]:
         """Calls ``run`` within all contexts; an ExitStack loses a context if an interruption comes right after its entry."""
         if not contexts:
             return run()
         with contexts[0]():
             return self._within(contexts[1:], run)
 
-    def _run_loaders(self, feeds: Sequence[Feed], *, keep: bool) -> list[list[Any]]:
+    def _run_loaders(self, feeds: Sequence[Feed], *, keep: bool) -> list[list[Output]]:
         state = self._state
-        batches_done = (
-            state.batches_done
-        )  # counts the batches of an entry point's evaluation meanwhile (_count_and_stop)
-        state.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
-        outputs: list[list[Any]] = [[] for _ in feeds]
+        # It counts the batches of an entry point's evaluation meanwhile (_count_and_stop).
+        batches_done = state.batches_done
+        state.user_call.scope = Scope.PREDICT if self._kind == "predict" else Scope.EVAL_EPOCH
+        outputs: list[list[Output]] = [[] for _ in feeds]
         if self._record is not None:
             self._record.share(outputs)
         call_all(self._start)
@@ -137,22 +147,22 @@ class EvaluationLoop:
         call_all(self._epoch_end)
         if self._kind != "predict":
             self._metrics.end_evaluation(self._state.global_step)
-            self._state.scope = Scope.NOWHERE  # values logged from here on would get lost
+            self._state.user_call.scope = Scope.NOWHERE  # values logged from here on would get lost
         call_all(self._end)
 
-    def _run_loader(self, feed: Feed, dataloader_idx: int, outputs: list[Any] | None) -> None:
-        state = self._state
-        state.dataloader_idx = dataloader_idx
+    def _run_loader(self, feed: Feed, dataloader_idx: int, outputs: list[Output] | None) -> None:
+        user_call = self._state.user_call
+        user_call.dataloader_idx = dataloader_idx
         # As in Lightning: with one loader, hooks need not take dataloader_idx.
-        index = (dataloader_idx,) if state.num_dataloaders > 1 else ()
+        index = (dataloader_idx,) if user_call.num_dataloaders > 1 else ()
         if self._kind != "predict":
-            state.scope = Scope.EVAL_STEP
+            user_call.scope = Scope.EVAL_STEP
         if self.cut_short:  # in an earlier loader
             return
         # The first loader only: ranks reach later ones at different times, as a loader may have fewer batches on one rank.
         batches = self._together(feed) if dataloader_idx == 0 else feed
         for batch_idx, batch in enumerate(batches):
-            state.batch = batch
+            user_call.batch = batch
             for hook in self._batch_start:
                 hook(batch, batch_idx, *index)
             arguments = (batch, batch_idx, dataloader_idx)[: self._arguments or 2 + len(index)]
@@ -164,7 +174,7 @@ class EvaluationLoop:
             if self._stops and self._count_and_stop():
                 break
         if self._kind != "predict":
-            state.scope = Scope.EVAL_EPOCH
+            user_call.scope = Scope.EVAL_EPOCH
 
     def _count_and_stop(self) -> bool:
         """Counts a batch for the stop agreement; returns whether all ranks agreed to stop here."""
@@ -184,7 +194,7 @@ def _set_modes(modes: list[tuple[torch.nn.Module, bool]]) -> None:
         submodule.training = training
 
 
-def _count_arguments(step: Callable[..., Any]) -> int:
+def _count_arguments(step: Step) -> int:
     """Returns how many of (batch, batch_idx, dataloader_idx) the step takes by position; 0 for ``*args``, which takes all."""
     parameters = inspect.signature(step).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -199,7 +209,7 @@ def _count_arguments(step: Callable[..., Any]) -> int:
     return count
 
 
-def gather_predictions(predictions: list[list[list[Any]]], strategy: Strategy) -> list[Any]:
+def gather_predictions(predictions: list[list[list[Output]]], strategy: Strategy) -> list[Any]:
     """Returns all ranks' predictions, one list per loader, or the list of a single loader.
 
     They are in the order in which samples were distributed: batch 0 of every rank, then batch 1.  ``predictions`` has a list of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabricamp.checkpoint.record import Section
 from fabricamp.cuda_graph import reason_against
@@ -14,6 +14,7 @@ from fabricamp.ops.dispatch import set_kernel_choice
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.engine.session import Session
 
 
@@ -36,11 +37,11 @@ class KernelChoice(Section):
 
     name = "choice of kernels"
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns the rule."""
         return {"loops.fit.kernel_choice": dispatch.settings.mode}
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Restores the rule; other programs' files have none, and runs of earlier versions counted GPU time alone."""
         earlier = "graph" if "fabricamp_version" in checkpoint else dispatch.settings.mode
         saved = checkpoint.get("loops", {}).get("fit", {}).get("kernel_choice", earlier)

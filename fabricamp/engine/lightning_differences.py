@@ -6,7 +6,7 @@ run to which it applies; code with facts that the session does not know calls ``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 
@@ -26,6 +26,8 @@ from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import nn
 
     from fabricamp.callbacks.base import Callback
     from fabricamp.engine.session import Session
@@ -131,5 +133,5 @@ def _of_checkpoint(callback: ModelCheckpoint) -> Iterator[str]:
         )
 
 
-def _has_batch_norm(module: Any) -> bool:
+def _has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, AnyBatchNorm) for part in module.modules())

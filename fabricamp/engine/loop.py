@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, Loader, Step
     from fabricamp.data import Feed
     from fabricamp.engine.optimizer_setup import SchedulerConfig
     from fabricamp.engine.resume import ResumePoint
@@ -57,8 +58,8 @@ class FitParts:
     agreement: StopAgreement
     requests: LoopRequests
     feed: Feed
-    loader: Any
-    step: Callable[..., Any]
+    loader: Loader
+    step: Step
     optimizers: list[Optimizer]
     schedulers: list[SchedulerConfig]
     clip: Clip | None
@@ -68,7 +69,7 @@ class FitParts:
     """The number of micro-batches of an epoch; inf if unknown."""
     validate: Callable[[], bool] | None
     resume_point: ResumePoint
-    together: Callable[[Iterable[Any]], Iterator[Any]]
+    together: Callable[[Iterable[Batch]], Iterator[Batch]]
     """Makes the ranks begin a pass over their batches together."""
     meet_at_end_of_data: Callable[[int], None]
     renew: Callable[[FitParts], None]
@@ -112,7 +113,7 @@ class TrainingLoop:
         self._idle = self.parts.feed.limit == 0 or not (resume_point.resumed or self._epochs_remain())
         if self._idle:
             return
-        state.scope = Scope.TRAIN_EPOCH
+        state.user_call.scope = Scope.TRAIN_EPOCH
         # Resumed within an epoch: the checkpoint has what on_train_start and on_train_epoch_start log; they must not log it twice.
         self.metrics.muted = resume_point.resumed and state.batch_idx > 0
         call_all(hooks("on_train_start"))
@@ -136,7 +137,7 @@ class TrainingLoop:
                 resume_point.note_cut()
             self._end_epoch(complete, epoch_end, monitors)
         resume_point.restore_ended()
-        state.scope = Scope.NOWHERE
+        state.user_call.scope = Scope.NOWHERE
         if not state.interrupted:  # else the resumed run delivers the pending values, at the same steps
             self._finish_last_steps()
 
@@ -160,7 +161,7 @@ class TrainingLoop:
     def _begin_epoch(self, hooks: Calls) -> None:
         """Prepares an epoch and runs its start hooks: before its first batch, or before the next batch of a resumed epoch."""
         state = self.state
-        state.scope = Scope.TRAIN_EPOCH
+        state.user_call.scope = Scope.TRAIN_EPOCH
         self.parts.resume_point.begin_epoch()
         self.parts.renew(self.parts)
         self._validation.read_settings()
@@ -213,13 +214,15 @@ class TrainingLoop:
     def _run_epoch(self) -> bool:
         """Runs the micro-batches of an epoch; returns whether the epoch is complete: no batch of it is left.
 
-        The pass ends if the loader has no more batches, a hook skips the others, or an entry of the agenda says so.
+        The pass ends after the loader's last batch, before a batch that a hook skips with the others, or where an entry of the
+        agenda says so.  docs/architecture.md ("The loop") shows the same in nine lines.
         """
         state = self.state
+        user_call = state.user_call
         agenda = self._agenda
         feed = self.parts.feed
         update = self.update
-        state.scope = Scope.TRAIN_STEP
+        user_call.scope = Scope.TRAIN_STEP
         first = state.batch_idx
         steps_before = state.global_step
         update.begin_epoch(first)
@@ -227,11 +230,13 @@ class TrainingLoop:
         state.batches = enumerate(update.read(self.parts.together(feed.starting_at(first))), first)
         # A resumed epoch may have been saved after its last batch: then no batch is left, and the epoch only has to be finished.
         last = first > 0
+        skipped = False
+        end = None
         for batch_idx, batch in state.batches:
-            state.batch = batch
+            user_call.batch = batch
             last = feed.last
             if self._batch_start and self._skips(batch, batch_idx):
-                last = True  # the epoch is complete without this batch and those after it
+                skipped = True
                 break
             outputs = update.run_batch(batch, batch_idx, last)
             if last:
@@ -243,20 +248,20 @@ class TrainingLoop:
                 hook(outputs, batch, batch_idx)
             if last or state.batches_done >= agenda.next:
                 end = agenda.run(last)
-                if end is PassEnd.CUT_SHORT:
-                    last = False  # a resumed run begins with the validation that was cut short
                 if end is not None:
                     break
             elif update.stepped:
                 agenda.passed = state.batches_done  # as Stop does where it acts: this rank did not stop after this step
             update.stepped = False
+        # Complete without the batches that a hook skipped; not while a validation is left, with which a resumed run begins.
+        complete = (last or skipped) and end is not PassEnd.CUT_SHORT
         # No warning for a resumed epoch: its steps may have been made before the cut.
-        self._check_epoch(steps_before, ended=last and first == 0)
-        state.batch = None
+        self._check_epoch(steps_before, ended=complete and first == 0)
+        user_call.batch = None
         state.batches = None
-        return last
+        return complete
 
-    def _skips(self, batch: Any, batch_idx: int) -> bool:
+    def _skips(self, batch: Batch, batch_idx: int) -> bool:
         """Runs every ``on_train_batch_start``; returns whether one of them returned -1, which skips the rest of the epoch."""
         skips = False
         for hook in self._batch_start:
@@ -282,7 +287,7 @@ class TrainingLoop:
     def _check_epoch(self, steps_before: int, *, ended: bool) -> None:
         """Raises if the epoch had no batch; warns, once, if it ``ended`` with no step made and no accumulation begun."""
         state = self.state
-        if state.batch is None and not state.batch_idx:
+        if state.user_call.batch is None and not state.batch_idx:
             raise ConfigError(
                 f"the train loader gave no batch in epoch {state.epoch}; check the data set and the batch size (an iterator "
                 "is used up after one pass: give a loader that can be iterated again)"
@@ -304,7 +309,7 @@ class TrainingLoop:
     def _end_epoch(self, complete: bool, hooks: Calls, monitors: Calls) -> None:
         """Reduces logged values and runs the end hooks after an epoch's last batch; only a complete epoch is counted."""
         state = self.state
-        state.scope = Scope.TRAIN_EPOCH
+        state.user_call.scope = Scope.TRAIN_EPOCH
         self.metrics.reduce_train_epoch(state.global_step)
         call_all(hooks)
         self.metrics.end_train_epoch(state.global_step)
@@ -312,7 +317,7 @@ class TrainingLoop:
             self.update.schedules.end_epoch_monitored(state.epoch)
         state.epoch_ended = complete
         state.closed_at = state.batches_done
-        state.scope = Scope.NOWHERE  # values logged from here on would belong to no epoch
+        state.user_call.scope = Scope.NOWHERE  # values logged from here on would belong to no epoch
         call_all(monitors)
         if complete:
             state.epoch += 1
@@ -337,11 +342,11 @@ class TrainingLoop:
         # Validation callbacks see what the last step logged; this waits for that step, once per validation.
         self.metrics.drain()
         self.metrics.reduce_steps(self.state.global_step)
-        self.state.batch = None
+        self.state.user_call.batch = None
         cut_short = validate()
         if not cut_short:
             self.state.validated_at = self.state.batches_done
-        self.state.scope = Scope.TRAIN_STEP
+        self.state.user_call.scope = Scope.TRAIN_STEP
         return cut_short
 
     def _end_as_in_lightning(self) -> None:

@@ -13,11 +13,10 @@ from fabricamp.precision.base import Clip
 from fabricamp.precision.torch_updates import clip_gradients, demands_closure, write_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, Closure, Output, StateDict
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.update import LossWeights
     from fabricamp.precision.update_plan import UpdatePlan
@@ -39,7 +38,7 @@ class ManualUpdate(Update):
         """Returns the fewest micro-batches in which ``steps`` steps can be made: the user decides which of them make one."""
         return steps
 
-    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+    def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs the user's ``training_step``; counts as one step if any optimizer stepped in it."""
         output = self._forward(batch, batch_idx)
         if self._not_stepped and not self._batch_complete:  # a backward, and an optimizer without a step
@@ -67,7 +66,7 @@ class ManualUpdate(Update):
         for hook in hooks.after_backward:
             hook()
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def step(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """Implements ``step`` of an optimizer from ``TrainingModule.optimizers()``."""
         if closure is not None and demands_closure(optimizer):
             # Such an optimizer calls the closure itself, any number of times, and uses the gradients as the closure leaves them.
@@ -107,14 +106,14 @@ class ManualUpdate(Update):
             hook(optimizer)
         return self._clips.pop(optimizer, None)
 
-    def accumulation_state(self) -> dict[str, Any] | None:
+    def accumulation_state(self) -> StateDict | None:
         """Returns the accumulation's state if the user keeps gradients from one training_step to the next; else None."""
         if not self._accumulates or not self._batch_complete:
             return None
         loss = torch.zeros((), dtype=torch.float32, device="cpu") if self.loss is None else self.loss
         return self._accumulation_tensors().state(loss)
 
-    def load_accumulation_state(self, state: dict[str, Any]) -> str:
+    def load_accumulation_state(self, state: StateDict) -> str:
         """Restores the result of :meth:`accumulation_state`; returns why that is impossible, or an empty string."""
         self._accumulates = True
         problem = super().load_accumulation_state(state)
@@ -138,11 +137,11 @@ class ClosureUpdate(Update):
         name = type(self._optimizer).__name__
         raise ConfigError(f"training_step returned (sum, weight), but {name} runs backward itself; return the mean")
 
-    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+    def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs the optimizer on one batch; ``self.log`` counts only the first forward."""
         self._check_optimizer()
         optimizer = cast("Optimizer", self._optimizer)
-        outputs: list[Any] = []
+        outputs: list[Output] = []
 
         def forward_backward() -> Tensor:
             self.loss = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from fabricamp._utils import lightning_alias
 from fabricamp.arguments.migration import hinted_hooks
@@ -89,7 +90,7 @@ def _check_training_step(module: TrainingModule) -> None:
         )
 
 
-def returns_nothing(call: Any) -> bool:
+def returns_nothing(call: object) -> bool:
     """Whether ``call`` is written in Python and returns None at every ``return``, explicit or implicit."""
     function = getattr(call, "__func__", call)
     if not isinstance(function, FunctionType) or inspect.isgeneratorfunction(function):
@@ -106,7 +107,10 @@ def returns_nothing(call: Any) -> bool:
 
 
 def warn_of_oversights(
-    module: TrainingModule, optimizers: Sequence[Any], datamodule: DataModule | None, callbacks: Sequence[Callback]
+    module: TrainingModule,
+    optimizers: Sequence[Optimizer],
+    datamodule: DataModule | None,
+    callbacks: Sequence[Callback],
 ) -> None:
     """Warns if nothing will be trained, and of methods with nearly the name of a hook that their class does not define."""
     if module.automatic_optimization and not optimizers:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.torch_updates import demands_closure
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import Closure
     from fabricamp.module import TrainingModule
     from fabricamp.trainer.arguments import Settings
 
@@ -47,9 +48,9 @@ class ManagedOptimizer:
     def __init__(self, optimizer: Optimizer, module: TrainingModule) -> None:
         self.optimizer = optimizer
         self._module = module
-        self.update: Callable[[Optimizer, Callable[[], Any] | None], Any] | None = None
+        self.update: Callable[[Optimizer, Closure | None], Any] | None = None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure | None = None) -> Any:
         """Makes one update from the gradients that ``manual_backward`` left; runs ``closure`` first if one is given."""
         if self.update is None:
             raise ConfigError(
@@ -75,7 +76,7 @@ class ManagedOptimizer:
 
 
 def parse_optimizers(
-    returned: Any, *, own_step: bool = False, manual: bool = False
+    returned: object, *, own_step: bool = False, manual: bool = False
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Returns optimizers and scheduler configs from any form that ``configure_optimizers`` may return.
 
@@ -116,7 +117,7 @@ def _use_builtin_numbers(values: dict[str, Any]) -> None:
             values[name] = builtin_numbers(value)
 
 
-def _unpacked(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def _unpacked(returned: object) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if returned is None:
         return [], []
     if _is_optimizer(returned):
@@ -185,20 +186,21 @@ def check_optimization(
             )
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> TypeGuard[Optimizer]:
+    # Duck-typed: LARC wraps an optimizer without being one.
     return isinstance(value, Optimizer) or (hasattr(value, "step") and hasattr(value, "param_groups"))
 
 
-def _optimizer(value: Any) -> Optimizer:
+def _optimizer(value: object) -> Optimizer:
     if not _is_optimizer(value):
         raise ConfigError(
             f"configure_optimizers returned a {type(value).__name__} where an optimizer was expected: {value!r}; "
             "return schedulers as the second list of a pair, or as 'lr_scheduler' in a dict"
         )
-    return value  # type: ignore[no-any-return]  # duck-typed: LARC wraps an optimizer without being one
+    return value
 
 
-def _from_dicts(dicts: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def _from_dicts(dicts: Iterable[dict[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     optimizers = []
     schedulers = []
     for options in dicts:
@@ -211,7 +213,7 @@ def _from_dicts(dicts: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     return optimizers, schedulers
 
 
-def _check_scheduler(scheduler: Any, *, own_step: bool) -> None:
+def _check_scheduler(scheduler: object, *, own_step: bool) -> None:
     if scheduler is None or isinstance(scheduler, type):
         raise ConfigError(f"lr_scheduler has no usable 'scheduler', got {scheduler!r}; give an object with step()")
     if not own_step and not callable(getattr(scheduler, "step", None)):
@@ -221,8 +223,8 @@ def _check_scheduler(scheduler: Any, *, own_step: bool) -> None:
         )
 
 
-def _scheduler(value: Any, monitor: str | None = None) -> SchedulerConfig:
-    options = dict(value) if isinstance(value, dict) else {"scheduler": value}
+def _scheduler(value: object, monitor: str | None = None) -> SchedulerConfig:
+    options: dict[str, Any] = dict(value) if isinstance(value, dict) else {"scheduler": value}
     check_names("lr_scheduler has key", options, SCHEDULER_KEYS)
     scheduler = options.setdefault("scheduler", None)
     plateau = isinstance(scheduler, ReduceLROnPlateau)

@@ -59,7 +59,7 @@ class OverflowPolicy:
         """Stops the run or raises, at the same step on every rank: all have read the same step status."""
         state = self._state
         policy = self._step_results.policy
-        if state.stop_reason == NON_FINITE:  # stopped already; this status is of a step launched before
+        if state.stop_request.reason == NON_FINITE:  # stopped already; this status is of a step launched before
             return
         explanation = self._step_results.explain(state.global_step)
         if policy == "stop":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,6 +22,7 @@ from fabricamp.lightning.given import writes_predictions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fabricamp._utils.types import Batch, Loader, Output
     from fabricamp.trainer import Trainer
 
 
@@ -34,18 +35,18 @@ class PredictionRecord:
     Without a callback that ``writes``, no indices are recorded, and the predictions are those that ``predict`` returns (if any).
     """
 
-    def __init__(self, loaders: Sequence[Any], *, writes: bool, keeps: bool) -> None:
+    def __init__(self, loaders: Sequence[Loader], *, writes: bool, keeps: bool) -> None:
         noted = [note_indices(loader) if writes else (loader, None) for loader in loaders]
         self.writes = writes
         self.loaders = [loader for loader, _ in noted]
         self.indices: list[Any] | None = None
         """The sample indices of the present batch; None if its loader does not know them."""
         self.epoch_indices: list[list[list[Any]] | None] = [None if indices is None else [] for _, indices in noted]
-        self.predictions: list[list[Any]] = [[] for _ in loaders]
+        self.predictions: list[list[Output]] = [[] for _ in loaders]
         self._noted = [indices for _, indices in noted]
         self._keeps = keeps
 
-    def begin_batch(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def begin_batch(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Notes the batch's indices; called before the hooks of a batch's start."""
         noted = self._noted[dataloader_idx]
         epoch = self.epoch_indices[dataloader_idx]
@@ -53,18 +54,18 @@ class PredictionRecord:
         if self._keeps and epoch is not None and self.indices is not None:
             epoch.append(self.indices)
 
-    def share(self, outputs: list[list[Any]]) -> None:
+    def share(self, outputs: list[list[Output]]) -> None:
         """Makes the loop's ``outputs`` the predictions, unless the record keeps its own."""
         if not self._keeps:
             self.predictions = outputs
 
-    def end_batch(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def end_batch(self, output: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keeps the output, in host memory, if the epoch is kept; called after the hooks of a batch's end."""
         if self._keeps:
             self.predictions[dataloader_idx].append(move_to_device(output, _HOST))
 
 
-def open_record(trainer: Trainer, loaders: Sequence[Any]) -> PredictionRecord:
+def open_record(trainer: Trainer, loaders: Sequence[Loader]) -> PredictionRecord:
     """Returns the record that the Trainer's callbacks and the module read."""
     writers: list[Any] = [
         one for one in trainer.callbacks if isinstance(one, BasePredictionWriter) or writes_predictions(one)
@@ -115,7 +116,7 @@ class NotedIndices:
         return self._noted[0]
 
 
-def note_indices(loader: Any) -> tuple[Any, NotedIndices | None]:
+def note_indices(loader: Loader) -> tuple[Any, NotedIndices | None]:
     """Returns a copy of ``loader`` that records its batches' indices, and the record; (``loader``, None) if they are unknowable."""
     if isinstance(loader, ResidentLoader):
         batches = NotedIndices(torch.split(loader.sampler.indices(), loader.batch_size))
@@ -132,7 +133,7 @@ def note_indices(loader: Any) -> tuple[Any, NotedIndices | None]:
     return copied, noted
 
 
-def _asks_in_order(loader: Any) -> bool:
+def _asks_in_order(loader: Loader) -> TypeGuard[DataLoader[Any]]:
     """Whether ``loader`` yields its batches in the order in which its sampler yields indices."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False

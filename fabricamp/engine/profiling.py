@@ -11,6 +11,7 @@ from fabricamp.profilers.base import PassThroughProfiler
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from fabricamp._utils.types import Step
     from fabricamp.data import Feed
     from fabricamp.engine.evaluation import EvaluationLoop
     from fabricamp.engine.loop import TrainingLoop
@@ -74,7 +75,7 @@ def profile_fit(session: Session, loop: TrainingLoop) -> TrainingLoop:
         update.plan.reduce = profiled(profiler, f"{strategy}.reduce_gradients", update.plan.reduce)
     use = update.use
 
-    def use_profiled(step: Callable[..., Any]) -> None:
+    def use_profiled(step: Step) -> None:
         use(step)
         changed._forward = profiled(profiler, f"{strategy}.training_step", update._forward)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import read_together
 from fabricamp.checkpoint.background import on_host
 from fabricamp.checkpoint.file import load_closed
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 PEER: Final = "a replica group that runs"
 """Replaces the path of a checkpoint, for a state that came from a running group."""
 
-Found = tuple[str | None, dict[str, Any] | None]
+Found = tuple[str | None, StateDict | None]
 
 
 def join_groups(
-    session: Session, path: str | None, checkpoint: dict[str, Any] | None, *, weights_only: bool | None = None
+    session: Session, path: str | None, checkpoint: StateDict | None, *, weights_only: bool | None = None
 ) -> Found:
     """Returns what a fit resumes from: ``path`` and its ``checkpoint``, or the state that another group sends.
 
@@ -58,20 +59,20 @@ def join_groups(
     runs = True
     if received is None:
         return path, given
-    content: dict[str, Any] = load_closed(io.BytesIO(received.numpy().tobytes()), "cpu", weights_only=None)
+    content: StateDict = load_closed(io.BytesIO(received.numpy().tobytes()), "cpu", weights_only=None)
     unpack_objects(content, PEER, weights_only=weights_only)
     return content["path"], content["checkpoint"]
 
 
 @torch.no_grad()
-def _present(session: Session) -> dict[str, Any]:
+def _present(session: Session) -> StateDict:
     """Returns the state of this run, without that of its loggers, whose files belong to this run alone."""
     saved: list[dict[str, Any]] = []
     session.save_checkpoint(PEER, weights_only=False, write=lambda _, checkpoint: saved.append(checkpoint))
     return {name: value for name, value in saved[0].items() if name != "loggers"}
 
 
-def _packed(content: dict[str, Any]) -> Tensor:
+def _packed(content: StateDict) -> Tensor:
     """Returns ``content`` as bytes, which later training does not change."""
     file = io.BytesIO()
     save(on_host(pack_objects(content)), file)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.engine.update import Update
     from fabricamp.loggers.logger_collection import LoggerCollection
     from fabricamp.module import TrainingModule
@@ -72,9 +73,9 @@ class ResumePoint(Section):
         self._callbacks = callbacks
         self._feed: Feed | None = None
         self._before_validation: _BeforeValidation | None = None
-        self._cut: dict[str, Any] | None = None
-        self._rng: dict[str, Any] | None = None
-        self._ended: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._cut: StateDict | None = None
+        self._rng: StateDict | None = None
+        self._ended: tuple[StateDict, StateDict] | None = None
         self.resumed = False
         """Whether the run was resumed from a checkpoint and has not reached its first batch yet."""
         self.reloaded = 0
@@ -120,12 +121,12 @@ class ResumePoint(Section):
         self._cut = self._present()
         self.loggers.note_cut()
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns this rank's resume point."""
         state = self._state
         strategy = self._strategy
         own = self._cut or self._present()
-        position: dict[str, Any] = {}
+        position: StateDict = {}
         if self._feed is not None:
             done = 0 if state.epoch_ended else state.batch_idx - self.accumulation.repeated_batches()
             position = self._feed.state_dict(done, within=state.batches is not None)
@@ -140,9 +141,9 @@ class ResumePoint(Section):
             content["loops.fit.reloaded"] = self.reloaded
         return content if strategy.world_size == 1 else move_to_device(content, _CPU)
 
-    def _present(self) -> dict[str, Any]:
+    def _present(self) -> StateDict:
         """Returns this rank's present resume point; within an unfinished validation, that before the validation."""
-        unfinished = self._before_validation if self._state.scope is not Scope.NOWHERE else None
+        unfinished = self._before_validation if self._state.user_call.scope is not Scope.NOWHERE else None
         objects = find_objects(self._module)
         return {
             "rng": capture_rng() if unfinished is None else unfinished.rng,
@@ -152,7 +153,7 @@ class ResumePoint(Section):
 
     # -- resuming ----------------------------------------------------------------------------------------------------------------
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Restores the resume point except RNG states (:meth:`restore_rng_once`); warns about what cannot be restored exactly."""
         ranks = len(checkpoint.get("rng", []))
         assert self._feed is not None
@@ -220,21 +221,21 @@ class LoggerSection(Section):
     def __init__(self, delivery: LoggerCollection, state: RunState) -> None:
         self._delivery = delivery
         self._state = state
-        self._cut: list[dict[str, Any]] | None = None
-        self._before_end: list[dict[str, Any]] | None = None
+        self._cut: list[StateDict] | None = None
+        self._before_end: list[StateDict] | None = None
 
     def note_cut(self) -> None:
         """Keeps the loggers' present positions."""
         self._cut = self._delivery.state_dict()
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns each logger's position; only rank 0 has loggers."""
         now = self._delivery.state_dict()
         if self._cut is None:
             return {"loggers": now, "loops.fit.loggers_at_end": []}
         return {"loggers": self._cut, "loops.fit.loggers_at_end": now}
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Restores the loggers' positions; files of earlier versions have none."""
         positions = checkpoint.get("loggers", ())
         ended = checkpoint.get("loops", {}).get("fit", {}).get("loggers_at_end")

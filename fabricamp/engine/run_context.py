@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,7 +43,7 @@ class RunContext:
         self.trainer: Trainer | None = None
         self.metrics: Metrics | None = None
         self.optimizers: list[ManagedOptimizer] = []
-        self.schedulers: list[Any] = []
+        self.schedulers: list[object] = []
         self.manual_backward: Callable[..., None] | None = None
         self.manual_clip: Callable[[Optimizer, Clip], None] | None = None
         self.toggled: list[Tensor] = []
@@ -77,7 +77,7 @@ def gathered(trainer: Trainer, tensor: Tensor) -> Tensor:
     strategy = trainer.strategy
     session = trainer._runner.session
     captures = session is not None and session.settings.cuda_graph is not None
-    if strategy.world_size > 1 and not captures and trainer.state.scope is not Scope.TRAIN_STEP:
+    if strategy.world_size > 1 and not captures and trainer.state.user_call.scope is not Scope.TRAIN_STEP:
         check_shapes(strategy, tensor)
     return strategy.all_gather(tensor)
 

@@ -25,6 +25,7 @@ from fabricamp.loggers.run_folder import folder_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.engine.session import Session
     from fabricamp.trainer import Trainer
 
@@ -45,7 +46,7 @@ def recorded(session: Session) -> Iterator[None]:
     if folder is None:
         yield
         return
-    content: dict[str, Any] = {}
+    content: StateDict = {}
     with _never_an_error():
         beginning = _beginning(session, folder)
         file = folder / NAME
@@ -86,14 +87,14 @@ def _log_folders(trainer: Trainer) -> list[Path]:
     return list(dict.fromkeys(Path(folder) for one in trainer.loggers if (folder := folder_of(one))))
 
 
-def _write(session: Session, folder: Path, content: dict[str, Any]) -> None:
+def _write(session: Session, folder: Path, content: StateDict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     private = any(logger.private for logger in session.trainer.loggers)
     text = json.dumps(_as_json(content), indent=1, ensure_ascii=False, allow_nan=False)
     replace_text(folder / NAME, text + "\n", private=private)
 
 
-def _beginning(session: Session, folder: Path) -> dict[str, Any]:
+def _beginning(session: Session, folder: Path) -> StateDict:
     trainer = session.trainer
     module = session.module
     hyperparameters: dict[str, Any] = {}
@@ -129,9 +130,9 @@ def _beginning(session: Session, folder: Path) -> dict[str, Any]:
     }
 
 
-def _end(session: Session, error: BaseException | None) -> dict[str, Any]:
+def _end(session: Session, error: BaseException | None) -> StateDict:
     state = session.trainer.state
-    interruption = state.interruption
+    interruption = state.stop_request.interruption
     if session.agreement.abandoned and not interruption:
         interruption = session.agreement.reason
     if interruption or isinstance(error, KeyboardInterrupt):
@@ -166,7 +167,7 @@ def _name_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     """Returns ``value`` in types that JSON has; the ``str`` of values that JSON cannot express."""
     if isinstance(value, dict):
         return {str(key): _as_json(item) for key, item in value.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import DataLoader
@@ -21,6 +21,7 @@ from fabricamp.loggers.run_folder import RunFolderLogger, folder_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabricamp._utils.types import Loader
     from fabricamp.callbacks.base import Callback
     from fabricamp.engine.session import Session
     from fabricamp.trainer import Trainer
@@ -43,8 +44,12 @@ class RunSummary:
         """Logs what a fit runs on, where its files go, and what it resumes from."""
         self._first = self._trainer.state.batches_done
         self.say(*self._beginning())
+        slowness = self._session.precision.slowness(compiled=self._session.compilation.compiles)
+        if slowness and self._trainer.is_global_zero and not self.is_trial:
+            # Logged even if bar and summary are switched off: nothing else would show it.
+            _LOG.info(slowness)
 
-    def workers(self, loader: Any) -> None:
+    def workers(self, loader: Loader) -> None:
         """Logs which workers are started again in each epoch; called once the training ``loader`` has been asked for."""
         if self._session.settings.max_epochs != 1 and not self._trainer.fast_dev_run:
             self.say(*_workers_of(loader))
@@ -92,7 +97,7 @@ class RunSummary:
         trainer = self._trainer
         settings = self._session.settings
         yield (f"{_machine(trainer)}, strategy {self._session.strategy.name}, precision {self._session.precision.name}")
-        yield from self._session.precision.notes(compiled=self._session.compilation.compiles)
+        yield from self._session.precision.notes()
         if settings.performance is not None:
             yield settings.performance.line
         if settings.fast_dev_run:
@@ -119,7 +124,7 @@ class RunSummary:
         if 0 <= settings.max_steps <= state.global_step:
             return f"max_steps={settings.max_steps} reached"
         if state.should_stop:
-            return state.stop_reason
+            return state.stop_request.reason
         return f"max_epochs={settings.max_epochs} reached"
 
     def _ending(self) -> str:
@@ -142,7 +147,7 @@ class RunSummary:
                 _LOG.info(line)
 
 
-def _workers_of(loader: Any) -> Iterator[str]:
+def _workers_of(loader: Loader) -> Iterator[str]:
     """Yields a line per torch DataLoader with workers that restart in each epoch, or persist because of ``per_sample_seed``."""
     for leaf in leaves_of(loader):
         if not isinstance(leaf, DataLoader) or leaf.num_workers == 0:

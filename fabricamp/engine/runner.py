@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks.base import Callback
     from fabricamp.strategies.base import Environment
     from fabricamp.trainer import Trainer
@@ -94,12 +95,12 @@ class Runner:
         self.environment = launch.detect() or self.trainer.strategy.environment
         self.launches = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns all state except the last session, whose threads and loops stay in their process."""
         earlier = {"_earlier_lengths": self._lengths(), "_earlier_metrics": self._published()}
         return {**self.__dict__, "session": None, **earlier}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         # A pickle of version 0.1.0 has neither of these, nor a root folder.
         added_since: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None}
         self.__dict__.update({**added_since, **state})
@@ -107,7 +108,12 @@ class Runner:
             self.root_folder = storage.normalized(self.settings.default_root_dir)
 
     def check_call(
-        self, fn: TrainerFn, module: TrainingModule | None, train: Any, evaluation: Any, datamodule: DataModule | None
+        self,
+        fn: TrainerFn,
+        module: TrainingModule | None,
+        train: object,
+        evaluation: object,
+        datamodule: DataModule | None,
     ) -> tuple[TrainingModule, GivenData]:
         """Returns the module and the data given to an entry point; raises :class:`ConfigError` if they cannot work."""
         if module is None and self.session is not None:
@@ -232,7 +238,7 @@ class Runner:
 
     def resolve(
         self, ckpt_path: str | Path | None, *, weights_only: bool | None = None
-    ) -> tuple[str | None, dict[str, Any] | None]:
+    ) -> tuple[str | None, StateDict | None]:
         """Returns the file to load, and its content if that was read in choosing the file; sets ``trainer.ckpt_path``."""
         fits = self.trainer.state.fn is TrainerFn.FITTING
         plan = the_plan() if fits else None
@@ -308,7 +314,7 @@ def _shown(value: object) -> str:
     return f"the class {value.__name__}, not an instance" if isinstance(value, type) else type(value).__name__
 
 
-def _is_datamodule(value: object) -> bool:
+def _is_datamodule(value: object) -> TypeGuard[DataModule]:
     return isinstance(value, DataModule) or derives_from(value, DATA)
 
 

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import StateDict, Step
     from fabricamp.checkpoint.record import Record
     from fabricamp.data import Feed
     from fabricamp.engine.runner import Runner
@@ -108,12 +109,12 @@ class Session:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[SchedulerConfig] = []
         self.hooks = Hooks(trainer, module, trainer.callbacks)
-        self.checkpoint: dict[str, Any] | None = None
+        self.checkpoint: StateDict | None = None
         self.resumed = False
         self.closed = False
         self._told_of_objects = False
         self.run_context = DETACHED  # until attach
-        self.step: Callable[..., Any] = module.training_step  # in fit: as wrapped by the strategy
+        self.step: Step = module.training_step  # in fit: as wrapped by the strategy
         self.validation_follows: Callable[[], bool] = bool  # in fit: TrainingLoop.validation_follows
         self._validation: tuple[EvaluationLoop, list[Feed]] | None = None  # of the validation within fit
         self._synchronised_norms: list[nn.Module] = []
@@ -140,9 +141,7 @@ class Session:
         self.strategy.attach(self)
         self.metrics.sinks.append(partial(log_values, self.trainer.state, self.delivery))
 
-    def open(
-        self, ckpt_path: str | None, checkpoint: dict[str, Any] | None, *, weights_only: bool | None = None
-    ) -> None:
+    def open(self, ckpt_path: str | None, checkpoint: StateDict | None, *, weights_only: bool | None = None) -> None:
         """Sets up everything before ``on_fit_start``; ``checkpoint`` is the content of ``ckpt_path`` if it was read already.
 
         ``weights_only`` False allows code to rebuild the objects in ``ckpt_path``.
@@ -258,7 +257,7 @@ class Session:
         self.run_context.optimizers = [ManagedOptimizer(optimizer, module) for optimizer in self.optimizers]
         self.run_context.schedulers = [config.scheduler for config in self.schedulers]
 
-    def replace_schedules(self, scheduler: Any) -> None:
+    def replace_schedules(self, scheduler: object) -> None:
         """Replaces all schedulers by one that steps per epoch; for hooks before an epoch."""
         self.schedulers[:] = [SchedulerConfig(scheduler)]
         self.run_context.schedulers = [scheduler]
@@ -536,7 +535,7 @@ class Session:
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, filepath: str, *, weights_only: bool, write: Callable[[str, dict[str, Any]], None] | None
+        self, filepath: str, *, weights_only: bool, write: Callable[[str, StateDict], None] | None
     ) -> None:
         """Writes a checkpoint, or lets ``write`` do it: a file on rank 0, a folder on every rank.
 
@@ -558,7 +557,7 @@ class Session:
         else:
             form_of(self.strategy).on_writers(self.strategy, lambda: write(filepath, checkpoint))
 
-    def _with_objects_pickled(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def _with_objects_pickled(self, checkpoint: StateDict) -> StateDict:
         """Returns ``checkpoint`` with its objects pickled on rank 0; the other ranks write sharded tensors alone."""
         packed = checkpoint
 

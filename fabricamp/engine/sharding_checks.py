@@ -47,7 +47,7 @@ def shard_module(session: Session, *, filled_later: bool) -> None:
 def check_saving(session: Session) -> None:
     """Raises :class:`CheckpointError` if weights and counters are not of the same step, or the shards for a folder are gone."""
     state = session.trainer.state
-    if state.batches_done < state.committed:
+    if state.batches_done < state.agenda.committed:
         raise CheckpointError(
             f"save_checkpoint after step {state.global_step}, within a launch of several steps: the weights are those of the "
             "last; let the callback's holds_at return the step, or give CudaGraph(steps=1)"

@@ -40,6 +40,7 @@ from fabricamp.state import TrainerFn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp._utils.types import Batch, Loader
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
     from fabricamp.trainer.arguments import Settings
@@ -63,14 +64,14 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 class GivenData:
     """The data given to an entry point; given loaders take precedence over the DataModule's, and these over the module's."""
 
-    train: Any = None
-    evaluation: Any = None
+    train: object = None
+    evaluation: object = None
     datamodule: DataModule | None = None
     fn: TrainerFn = TrainerFn.FITTING
-    compiler: Callable[[Any], Any] | None = None
+    compiler: Callable[[Batch], Batch] | None = None
     """The compiler that ``torch.compile`` attached to the given module; None: the module was not compiled."""
 
-    def given(self, name: str) -> Any:
+    def given(self, name: str) -> object:
         """Returns the loaders given for ``name`` ("train", "val", "test" or "predict"), or None."""
         if name == "train":
             return self.train
@@ -97,19 +98,19 @@ class DataSource:
         self._settings = settings
         self._state = state
         self._loaded_in = self._reload_epoch
-        self._train_loader: Any = None
-        self._unwired_train_loader: Any = None  # as it was given or made
+        self._train_loader: Loader | None = None
+        self._unwired_train_loader: object = None  # as it was given or made
         self._num_training_batches: float | None = None
-        self._feeds: list[tuple[Any, Feed]] = []
+        self._feeds: list[tuple[Loader, Feed]] = []
         self.train_feed: Feed | None = None
         """The batches to train on; None before their loader is created, and after it was released for another one."""
-        self._evaluation: dict[str, tuple[list[Any], list[float]]] = {}
-        self._collections: dict[str, Any] = {}  # the evaluation loaders in the collections that they were given in
+        self._evaluation: dict[str, tuple[list[Loader], list[float]]] = {}
+        self._collections: dict[str, object] = {}  # the evaluation loaders in the collections that they were given in
 
     # -- the training loader -----------------------------------------------------------------------------------------------------
 
     @property
-    def train_loader(self) -> Any:
+    def train_loader(self) -> Loader:
         """The training loader; raises on every rank if the number of batches differs over ranks."""
         if self._train_loader is None:
             loader = self._ask("train")
@@ -152,7 +153,7 @@ class DataSource:
 
     # -- the evaluation loaders --------------------------------------------------------------------------------------------------
 
-    def evaluation_loaders(self, name: str) -> list[Any]:
+    def evaluation_loaders(self, name: str) -> list[Loader]:
         """The loaders of ``name`` ("val", "test" or "predict")."""
         return self.evaluation(name)[0]
 
@@ -160,13 +161,13 @@ class DataSource:
         """The numbers of batches of the loaders of ``name``, on this rank."""
         return self.evaluation(name)[1]
 
-    def evaluation(self, name: str) -> tuple[list[Any], list[float]]:
+    def evaluation(self, name: str) -> tuple[list[Loader], list[float]]:
         """The loaders of ``name``, and their numbers of batches on this rank."""
         if name not in self._evaluation:
             self._evaluation[name] = self._make_evaluation(name)
         return self._evaluation[name]
 
-    def _make_evaluation(self, name: str) -> tuple[list[Any], list[float]]:
+    def _make_evaluation(self, name: str) -> tuple[list[Loader], list[float]]:
         limit = getattr(self._settings, f"limit_{name}_batches")
         has_step = name != "val" or overrides(self._module, "validation_step", TrainingModule)
         used = limit != 0 and has_step
@@ -180,8 +181,9 @@ class DataSource:
             # Validation makes a pass of its own, over a second training loader.
             length = self.num_training_batches  # creates the training loader if there is none yet
             train_loader = self._wire(combine(self._unwired_train_loader), train=True)
-            is_combined = isinstance(train_loader, CombinedLoader)
-            self._collections["val"] = train_loader.iterables if is_combined else train_loader
+            self._collections["val"] = train_loader
+            if isinstance(train_loader, CombinedLoader):
+                self._collections["val"] = train_loader.iterables
             return [train_loader], [length]
         wired, self._collections[name] = self._wire_evaluation(loaders, in_batches=name == "predict")
         label = "val_dataloaders" if name == "val" else "dataloaders"
@@ -193,7 +195,7 @@ class DataSource:
         """Whether validation within fit runs on training batches instead of its own loaders' (``overfit_batches``)."""
         return bool(self._settings.overfit_batches) and self._source.fn is TrainerFn.FITTING
 
-    def _wire_evaluation(self, loaders: Any, *, in_batches: bool) -> tuple[list[Any], Any]:
+    def _wire_evaluation(self, loaders: object, *, in_batches: bool) -> tuple[list[Loader], object]:
         """Returns the evaluation loaders as a list, and in their original collection."""
         if loaders is None or (isinstance(loaders, dict | list | tuple) and not loaders):  # none, as in Lightning
             return [], None
@@ -204,7 +206,7 @@ class DataSource:
             return wired.flattened, wired.iterables
         return [wired], wired.iterables
 
-    def as_given(self, name: str) -> Any:
+    def as_given(self, name: str) -> object:
         """The loaders of ``name`` (or "train") in their original collection; None if this run does not use them.
 
         Loaders of other entry points are not asked for: the DataModule has not set up their data.
@@ -222,7 +224,7 @@ class DataSource:
         """Whether loaders of ``name`` were given, or a method returns them; does not call the method."""
         return self._source.given(name) is not None or self._owner(name) is not None
 
-    def _owner(self, name: str) -> Any:
+    def _owner(self, name: str) -> DataModule | TrainingModule | None:
         """Returns the DataModule or else the module, if it defines loaders of ``name``; None if neither does."""
         hook = f"{name}_dataloader"
         datamodule = self._source.datamodule
@@ -231,7 +233,7 @@ class DataSource:
         # Only an overridden method is called: that of Lightning's base class would raise.
         return self._module if overrides(self._module, hook, ModuleHooks) else None
 
-    def _ask(self, name: str) -> Any:
+    def _ask(self, name: str) -> object:
         given = self._source.given(name)
         owner = self._owner(name)
         if given is not None or owner is None:
@@ -252,7 +254,7 @@ class DataSource:
             return f"write {type(datamodule).__name__}.{hook}, or pass {argument} in place of the datamodule"
         return f"pass {argument} or a datamodule, or write {type(self._module).__name__}.{hook}"
 
-    def _wire(self, loader: Any, *, train: bool, in_batches: bool = False) -> Any:
+    def _wire(self, loader: Loader, *, train: bool, in_batches: bool = False) -> Loader:
         strategy = self._strategy
         settings = self._settings
         rank, world_size = strategy.train_share if train else (strategy.data_rank, strategy.data_ranks)
@@ -273,7 +275,7 @@ class DataSource:
 
     # -- feeds: batches on the device --------------------------------------------------------------------------------------------
 
-    def feed(self, loader: Any, limit: float, dataloader_idx: int = 0, *, begun: bool = False) -> Feed:
+    def feed(self, loader: Loader, limit: float, dataloader_idx: int = 0, *, begun: bool = False) -> Feed:
         """Returns a feed of the loader's batches on the device; on a GPU it prefetches them unless they are there already.
 
         ``begun``: the run had passes over the loader before it was resumed.
@@ -291,10 +293,10 @@ class DataSource:
                 prepare = with_ahead_flag(prepare, self._state)
             else:
                 prefetch = 0
-        finish: Callable[[Any], Any] | None = None
+        finish: Callable[[Batch], Batch] | None = None
         if after.overridden:
 
-            def finish(batch: Any) -> Any:
+            def finish(batch: Batch) -> Batch:
                 return after.owner.on_after_batch_transfer(batch, dataloader_idx)
 
         feed = Feed(
@@ -323,10 +325,10 @@ class DataSource:
 
     def _preparation(
         self, before: _TransferHook, transfer: _TransferHook | None, dataloader_idx: int
-    ) -> Callable[[Any], Any] | None:
+    ) -> Callable[[Batch], Batch] | None:
         """Returns a function that runs the hooks up to the transfer and converts inputs; None if nothing has to be done."""
         device = self._strategy.device
-        steps: list[Callable[[Any], Any]] = []
+        steps: list[Callable[[Batch], Batch]] = []
         if before.overridden:
             steps.append(lambda batch: before.owner.on_before_batch_transfer(batch, dataloader_idx))
         if transfer is not None and not transfer.overridden:
@@ -338,7 +340,7 @@ class DataSource:
         if len(steps) <= 1:
             return steps[0] if steps else None
 
-        def prepare(batch: Any) -> Any:
+        def prepare(batch: Batch) -> Batch:
             for step in steps:
                 batch = step(batch)
             return batch
@@ -395,16 +397,16 @@ class DataSource:
         evaluation_loaders = [loader for loaders, _ in self._evaluation.values() for loader in loaders]
         self._release(self._train_loader, *evaluation_loaders)
 
-    def _release(self, *loaders: Any) -> None:
+    def _release(self, *loaders: Loader | None) -> None:
         remaining = []
         for loader, feed in self._feeds:
-            if any(loader is released for released in loaders):
+            if any(loader is one for one in loaders):
                 feed.close()
             else:
                 remaining.append((loader, feed))
         self._feeds = remaining
-        for loader in loaders:
-            release_workers(loader)
+        for released in loaders:
+            release_workers(released)
 
     def lengths(self) -> dict[str, Any]:
         """Returns the known numbers of batches, for a caller whose worker processes had the loaders."""
@@ -440,16 +442,16 @@ def _names(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(_names(function, name) for function in inner)
 
 
-def with_ahead_flag(prepare: Callable[[Any], Any] | None, state: RunState) -> Callable[[Any], Any] | None:
-    """Returns ``prepare``, wrapped to set ``state.ahead`` while it runs ahead of the step."""
+def with_ahead_flag(prepare: Callable[[Batch], Batch] | None, state: RunState) -> Callable[[Batch], Batch] | None:
+    """Returns ``prepare``, wrapped to set ``ahead`` while it runs ahead of the step."""
     if prepare is None:
         return None
 
-    def ahead(batch: Any) -> Any:
-        state.ahead = True
+    def ahead(batch: Batch) -> Batch:
+        state.user_call.ahead = True
         try:
             return prepare(batch)
         finally:
-            state.ahead = False
+            state.user_call.ahead = False
 
     return ahead

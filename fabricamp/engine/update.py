@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, Output, StateDict, Step
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.flat import Gradients
@@ -105,7 +106,7 @@ class Update:
             self._hooks = replace(self._hooks, before_backward=before_backward)
         self.use(parts.step)
 
-    def use(self, step: Callable[..., Any]) -> None:
+    def use(self, step: Callable[..., object]) -> None:
         """Sets the step to run: ``training_step``, as wrapped by the strategy."""
         precision = self._parts.precision
         step = with_index(step, self._parts.module.training_step)
@@ -133,11 +134,11 @@ class Update:
         before_last = -(self._state.batch_idx + self._offset) % self._accumulate
         return before_last + 1 + (steps - 1) * self._accumulate
 
-    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Returns an epoch's batches for the loop; an elastic strategy (``heals``) begins each step before its batch is read."""
         return self._beginning_steps(batches) if self._parts.strategy.membership.heals else batches
 
-    def _beginning_steps(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _beginning_steps(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Lets the strategy begin each step before its first batch is read, when the run's state is as in a checkpoint."""
         membership = self._parts.strategy.membership
         end = object()
@@ -158,7 +159,7 @@ class Update:
 
     # -- a micro-batch -----------------------------------------------------------------------------------------------------------
 
-    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+    def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs a micro-batch (``last``: the last one of its epoch); returns the outputs for the hooks after it."""
         ends = self._ends_accumulation(batch_idx, last)
         if ends and not self._sums:
@@ -193,20 +194,20 @@ class Update:
     def _ends_accumulation(self, batch_idx: int, last: bool) -> bool:
         return (batch_idx + self._offset) % self._accumulate == 0 or (last and self._steps_at_epoch_end)
 
-    def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
+    def _forward_backward(self, batch: Batch, batch_idx: int) -> Output:
         hooks = self._hooks
+        if self.loss is None and hooks.plain_zero_grad is not None:
+            # No code of the user's surrounds the call.  Before the forward, at whose end memory is at its peak in most networks.
+            hooks.plain_zero_grad()
         output = self._forward(batch, batch_idx)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
         if loss is None:
             return {} if self._shows_shares else None
         if not loss.requires_grad or loss.numel() != 1:
             self._refuse_loss(loss)
-        if self.loss is None:
+        if self.loss is None and hooks.plain_zero_grad is None:
             # The first loss of an accumulation.  A micro-batch without a loss has not cleared the gradients of the last one.
-            if hooks.plain_zero_grad is None:
-                self._clear_gradients(batch_idx)
-            else:
-                hooks.plain_zero_grad()
+            self._clear_gradients(batch_idx)
         self.loss = loss
         if self._accumulate > 1:
             loss = loss / self._accumulate
@@ -216,15 +217,20 @@ class Update:
         hooks.backward(loss)
         for hook in hooks.after_backward:
             hook()
-        if self._sums and self.plan is not None and self.plan.memory is not None:
-            self.plan.memory().add()
+        if self._sums:
+            self._sum_gradients()
         if not hooks.wants_outputs:
             return None
         if self._shows_shares:
             return {**self._detached(output), "loss": loss.detach()}
         return {"loss": output.detach()} if isinstance(output, Tensor) else self._detached(output)
 
-    def _loss_of(self, output: Any) -> Tensor | None:
+    def _sum_gradients(self) -> None:
+        """Moves the gradients of a micro-batch into the precision's sums."""
+        if self.plan is not None and self.plan.memory is not None:
+            self.plan.memory().add()
+
+    def _loss_of(self, output: Output) -> Tensor | None:
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor):
             return loss
@@ -288,7 +294,7 @@ class Update:
         else:
             optimizer.zero_grad()
 
-    def _detached(self, output: Any) -> Any:
+    def _detached(self, output: Output) -> Output:
         """Returns what hooks get, detached from the graph: a loss becomes a dict."""
         if self.weights is not None:
             return self.weights.outputs(output)
@@ -368,7 +374,7 @@ class Update:
                 optimizer._opt_called = True
             self.schedules.advance(self._state.global_step)
 
-    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Any:
+    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Output:
         """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step.
 
         In a program written for Lightning it counts all of them, as there: a step's value is that of the last one.
@@ -389,13 +395,13 @@ class Update:
         if self.weights is not None:
             self.weights.forget()
 
-    def accumulation_state(self) -> dict[str, Any] | None:
+    def accumulation_state(self) -> StateDict | None:
         """Returns the state of the accumulation in progress beside ``.grad``; None if there is none, or within a micro-batch."""
         if self.loss is None or not self._batch_complete:
             return None
         return self._accumulation_tensors().state(self.loss.detach())
 
-    def load_accumulation_state(self, state: dict[str, Any]) -> str:
+    def load_accumulation_state(self, state: StateDict) -> str:
         """Restores the result of :meth:`accumulation_state`; returns why that is impossible, or an empty string."""
         if state.get("weighted"):
             self._use_weights()
@@ -408,7 +414,7 @@ class Update:
         return AccumulationTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
 
 
-def with_index(step: Callable[..., Any], training_step: Callable[..., Any]) -> Callable[..., Any]:
+def with_index(step: Callable[..., object], training_step: Callable[..., object]) -> Step:
     """Returns ``step`` as a callable of (batch, batch_idx), also if ``training_step`` takes only the batch."""
     signature = inspect.signature(training_step)
     for arguments in ((None, 0), (None,)):
@@ -430,23 +436,23 @@ class ResolvedHooks:
     A hook that nobody overrides costs nothing in a step.
     """
 
-    before_zero_grad: Sequence[Callable[..., Any]]
-    before_backward: Sequence[Callable[..., Any]]
-    after_backward: Sequence[Callable[..., Any]]
-    before_step: Sequence[Callable[..., Any]]
-    zero_grad: Callable[..., Any] | None
-    clipping: Callable[[Any, Clip | None], None] | None
-    step: Callable[..., Any] | None
-    run_backward: Callable[..., Any]
-    backward: Callable[..., Any]
+    before_zero_grad: Sequence[Callable[..., object]]
+    before_backward: Sequence[Callable[..., object]]
+    after_backward: Sequence[Callable[..., object]]
+    before_step: Sequence[Callable[..., object]]
+    zero_grad: Callable[..., object] | None
+    clipping: Callable[[Optimizer, Clip | None], None] | None
+    step: Callable[..., object] | None
+    run_backward: Callable[..., object]
+    backward: Callable[..., object]
     """Called with the loss: ``run_backward``, through ``precision.backward`` if the precision overrides it."""
     wants_outputs: bool
     """Whether a hook after the batch gets the step's output."""
     shows_gradients: bool
     """Whether hooks or overridden methods see gradients before the update: only then a separate pass unscales them."""
-    plain_zero_grad: Callable[[], Any] | None
+    plain_zero_grad: Callable[[], object] | None
     """The optimizer's own ``zero_grad``, if the user does nothing around it; else None."""
-    plain_step: Callable[[], Any] | None
+    plain_step: Callable[[], object] | None
     """The optimizer's own ``step``, if neither the Trainer, the precision nor the user does anything around it; else None."""
 
 
@@ -456,7 +462,7 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: 
     module = parts.module
     precision = parts.precision
     own = partial(overrides, module, base=TrainingModule)
-    run_backward: Callable[..., Any] = module.backward if own("backward") else Tensor.backward
+    run_backward: Callable[..., object] = module.backward if own("backward") else Tensor.backward
     # Methods that only pass a call on are left out: a Python call costs as much as three hooks.
     scales = overrides(precision, "backward", Precision)
     before_zero_grad = hooks("on_before_zero_grad")
@@ -465,8 +471,8 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: 
     clipping = partial(_clip_by, module.configure_gradient_clipping) if own("configure_gradient_clipping") else None
     step = module.optimizer_step if own("optimizer_step") else None
     shown = bool(before_step or clipping or step)
-    plain_zero_grad: Callable[[], Any] | None = None
-    plain_step: Callable[[], Any] | None = None
+    plain_zero_grad: Callable[[], object] | None = None
+    plain_step: Callable[[], object] | None = None
     if optimizer is not None:
         if not (before_zero_grad or zero_grad):
             plain_zero_grad = optimizer.zero_grad
@@ -490,7 +496,7 @@ def resolve_hooks(parts: FitParts, optimizer: Optimizer | None, *, steps_alone: 
     )
 
 
-def _clip_by(configure: Callable[..., Any], optimizer: Any, clip: Clip | None) -> None:
+def _clip_by(configure: Callable[..., object], optimizer: Optimizer, clip: Clip | None) -> None:
     """Calls the module's own method by Lightning's keywords."""
     configure(optimizer, gradient_clip_val=clip and clip.value, gradient_clip_algorithm=clip and clip.algorithm)
 
@@ -525,7 +531,7 @@ class LossWeights:
         self.number: float | None = None
         """The last micro-batch's weight, if it was given as a number on the host; else None."""
 
-    def take(self, loss: Tensor, weight: Any) -> Tensor:
+    def take(self, loss: Tensor, weight: object) -> Tensor:
         """Adds a micro-batch's weight; returns the loss for backward, not yet divided by the number of micro-batches."""
         own = self._on_device(weight)
         if not self._knows_reference:
@@ -556,10 +562,10 @@ class LossWeights:
         """Begins a new accumulation."""
         self.total.zero_()
 
-    def requiring_weights(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def requiring_weights(self, forward: Step) -> Step:
         """Returns ``forward``, wrapped to raise for a loss without a weight: it would be counted with a wrong weight."""
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any) -> Output:
             output = forward(*args)
             loss = output.get("loss") if isinstance(output, dict) else output
             if isinstance(loss, Tensor):
@@ -568,7 +574,7 @@ class LossWeights:
 
         return run
 
-    def outputs(self, output: Any) -> dict[str, Any]:
+    def outputs(self, output: Output) -> dict[str, Any]:
         """Returns the outputs for hooks, detached: the mean as "loss", the weight, and the other values of a dict."""
         others = output if isinstance(output, dict) else {}
         total, weight = output["loss"] if others else output
@@ -577,7 +583,7 @@ class LossWeights:
         others = {key: value.detach() if isinstance(value, Tensor) else value for key, value in others.items()}
         return {"weight": weight, **others, "loss": total.detach() / weight}
 
-    def _on_device(self, weight: Any) -> Tensor:
+    def _on_device(self, weight: object) -> Tensor:
         self.number = None
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
             if weight.device == self.total.device:
@@ -617,7 +623,7 @@ def _power_of_two(mean: Tensor, otherwise: Tensor) -> Tensor:
     return torch.where((power > 0) & power.isfinite(), power, otherwise)
 
 
-def _described(weight: Any) -> str:
+def _described(weight: object) -> str:
     if not isinstance(weight, Tensor):
         return repr(weight) if isinstance(weight, Real) else f"a {type(weight).__name__}"
     graph = " with a graph" if weight.requires_grad else ""
@@ -638,14 +644,14 @@ class AccumulationTensors:
         self._optimizers = optimizers
         self._accumulate = accumulate
 
-    def state(self, loss: Tensor) -> dict[str, Any]:
+    def state(self, loss: Tensor) -> StateDict:
         """Returns the tensors, not copied, followed by the last micro-batch's ``loss``, with precision and ``accumulate``."""
         sums = [tensor for memory in self._memories() for tensor in memory.tensors]
         tensors = [*sums, *self._others(), loss]
         state = {"level": self._level, "accumulate": self._accumulate, "tensors": tensors}
         return state if self._weights is None else {**state, "weighted": True}
 
-    def load(self, state: dict[str, Any]) -> str:
+    def load(self, state: StateDict) -> str:
         """Restores the result of :meth:`state`; returns why that is impossible, or an empty string."""
         for name, current in (("level", self._level), ("accumulate", self._accumulate)):
             if state[name] != current:
@@ -689,19 +695,24 @@ def forward_train_batches(session: Session) -> None:
     metrics = session.metrics
     data = session.data
     step = with_index(session.module.training_step, session.module.training_step)
-    position = (state.scope, state.batch, state.batch_idx)
+    user_call = state.user_call
+    scope = user_call.scope
+    batch_before = user_call.batch
+    batch_idx = state.batch_idx
     muted = metrics.muted
     set_epoch(data.train_loader, state.epoch)
     feed = data.feed(data.train_loader, data.num_training_batches)
-    state.scope = Scope.TRAIN_STEP
+    user_call.scope = Scope.TRAIN_STEP
     metrics.muted = True
     try:
         for number, batch in enumerate(feed):
-            state.batch = batch
+            user_call.batch = batch
             state.batch_idx = number  # the watchdog sees progress by this number
             session.precision.forward(step, batch, number)
         feed.finish()
     finally:
-        state.scope, state.batch, state.batch_idx = position
+        user_call.scope = scope
+        user_call.batch = batch_before
+        state.batch_idx = batch_idx
         metrics.muted = muted
         feed.close()

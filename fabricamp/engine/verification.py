@@ -23,6 +23,7 @@ from fabricamp.rng import capture_rng
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabricamp._utils.types import Batch, Output, StateDict
     from fabricamp.engine.runner import Runner
     from fabricamp.engine.session import Session
     from fabricamp.module import TrainingModule
@@ -72,19 +73,19 @@ class Recorder(Callback):
     def __init__(self, plan: VerificationPlan, runner: Runner) -> None:
         self._plan = plan
         self._runner = runner
-        self._before: dict[str, Any] = {}
+        self._before: StateDict = {}
         self._batches = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Writes the state that the fit begins with; a resumed fit begins with that of its checkpoint."""
         self._write(trainer, {"at": START, "state": self._state()})
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
         """Keeps the digests of the batch, and of the RNG states before it."""
         self._before = {"data": digests(batch, "batch"), "rng": digests(capture_rng(), "random")}
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
     ) -> None:
         """Writes the digests of the batch and of the state after it; saves, or ends the run, at the plan's batches."""
         self._batches += 1
@@ -128,12 +129,12 @@ def digests_of_state(session: Session) -> dict[str, str]:
     }
 
 
-def digests(value: Any, name: str) -> dict[str, str]:
+def digests(value: object, name: str) -> dict[str, str]:
     """Returns digests, by name, of the tensors, numbers and texts in ``value``."""
     return {path: hashlib.blake2b(content, digest_size=8).hexdigest() for path, content in _contents(value, name)}
 
 
-def _contents(value: Any, name: str) -> Iterator[tuple[str, bytes]]:
+def _contents(value: object, name: str) -> Iterator[tuple[str, bytes]]:
     if isinstance(value, torch.Tensor):
         flat = local(value.detach()).cpu().contiguous().flatten()
         yield name, f"{value.dtype} {tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes()

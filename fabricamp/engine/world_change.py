@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fabricamp.checkpoint.record import Section
 from fabricamp.cuda_graph import check_cuda_graph
 from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
     from fabricamp.engine.session import Session
 
 KEEP_GLOBAL_BATCH: Final = "keep_global_batch"
@@ -39,14 +40,14 @@ class StepSizes(Section):
 
     session: Session
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StateDict:
         """Returns the numbers; None if the loader's batch size is unknown."""
         session = self.session
         sizes = session.data.batch_sizes
         now = StepSize(session.settings.accumulate_grad_batches, session.strategy.data_ranks, sizes or [])
         return {"loops.fit.step_size": now._asdict() if sizes else None}
 
-    def restore(self, checkpoint: dict[str, Any], path: str) -> None:
+    def restore(self, checkpoint: StateDict, path: str) -> None:
         """Does nothing: :func:`keep_samples_of_a_step` reads the numbers before optimizers are made."""
 
 
@@ -95,7 +96,7 @@ def _known_here(session: Session) -> StepSize:
     return StepSize(settings.accumulate_grad_batches, session.strategy.data_ranks, sizes)
 
 
-def _of_checkpoint(checkpoint: dict[str, Any], path: str) -> StepSize:
+def _of_checkpoint(checkpoint: StateDict, path: str) -> StepSize:
     saved = checkpoint.get("loops", {}).get("fit", {}).get("step_size")
     if saved is None:
         raise ConfigError(
@@ -139,7 +140,7 @@ def _number(before: StepSize, here: StepSize, processes: int) -> int:
     return micro_batches if set(quotients) == {(micro_batches, 0)} else 0
 
 
-def _scale_accumulation(loop: dict[str, Any], before: int, now: int) -> None:
+def _scale_accumulation(loop: StateDict, before: int, now: int) -> None:
     """Converts the saved accumulation's count of micro-batches to the present number per step, if that gives an integer.
 
     A loss is divided by the number per step, so the gradients, averaged over the ranks, are of the same fraction of a step.

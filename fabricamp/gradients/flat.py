@@ -37,9 +37,10 @@ _ALIGNMENT: Final = 64  # elements: a slot starts where a kernel can load 16 byt
 class Gradients(NamedTuple):
     """The gradients that the update reads.
 
-    ``tensors`` None: each parameter's own ``.grad``; else one tensor (or None) per parameter, in the order of the parameters.
+    ``tensors``: one tensor per parameter, in the order of the parameters, or None for a parameter without a gradient.  None in
+    place of the list: they are where backward left them, in each ``.grad`` or in the precision's sums of micro-batches.
     ``divisor``: the update has to divide the values by it (a strategy leaves the average to the update).
-    ``present`` None: every parameter with a tensor is updated; else one flag per parameter, in device memory.
+    ``present``: one flag per parameter, in device memory: whether it is updated.  None: every parameter with a tensor is.
     ``complete``: this rank knows without reading the flags that every parameter with a tensor is updated.
     ``weight``: a second divisor, one number on the device; None: no second divisor.
     """
@@ -63,7 +64,7 @@ class Gradients(NamedTuple):
 
 
 IN_PLACE = Gradients()
-"""Gradients that are ready in each ``.grad``."""
+"""Gradients that are where backward left them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ from fabricamp.launch.start import STARTED_BY
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+    from fabricamp._utils.types import StateDict
+
 OTHERS = "others.json"
 """File with what a worker knows about other ranks; separate from its error file, which torch's agent may overwrite."""
 
@@ -135,7 +137,7 @@ def _write(target: Path, message: str, trace: str, nanoseconds: int, exit_code: 
     _write_json(target, {"message": {"message": message, "extraInfo": detail}}, nanoseconds)
 
 
-def _write_json(target: Path, content: dict[str, Any], nanoseconds: int) -> None:
+def _write_json(target: Path, content: StateDict, nanoseconds: int) -> None:
     """Writes a JSON file atomically: the agent may end this process at any moment, and must not read half a file.
 
     The starter sorts the files by their time of modification, ``nanoseconds``.
@@ -316,5 +318,5 @@ def _read(files: list[Path], rank: int) -> tuple[str, str]:
 
 
 def _content(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text())["message"]
+    content: StateDict = json.loads(file.read_text())["message"]
     return content

@@ -160,7 +160,7 @@ class _TrainerFace(_Face):
         """The object that ``super().log`` calls in a module that overrides ``log``; sets the hook's name, which it reads next."""
         module = vars(self)["_module"]
         trainer = vars(self)["_ours"]
-        vars(module)["_current_fx_name"] = _HOOKS.get(trainer.state.scope, "training_step")
+        vars(module)["_current_fx_name"] = _HOOKS.get(trainer.state.user_call.scope, "training_step")
         return SimpleNamespace(log=partial(_log, module))
 
     @property

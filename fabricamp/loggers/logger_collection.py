@@ -60,7 +60,7 @@ class LoggerCollection:
             with logger.trouble.guard():
                 logger.after_save_checkpoint(checkpoint_callback)
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[StateDict]:
         """Returns the position in each log."""
         states = []
         for logger in self._loggers:
@@ -70,7 +70,7 @@ class LoggerCollection:
             states.append({"logger": type(logger).__qualname__, "state": state})
         return states
 
-    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_state_dict(self, states: Sequence[StateDict]) -> None:
         """Resumes each logger from the saved state of a logger of its class; others keep their state."""
         unused = list(states)
         for logger in self._loggers:

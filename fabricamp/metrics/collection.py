@@ -52,7 +52,8 @@ class Metrics(Recording):
     """
 
     def __init__(self, state: RunState, strategy: Strategy) -> None:
-        super().__init__(state, strategy)
+        super().__init__(state.user_call, strategy)
+        self._state = state
         self.reduced: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.progress_bar_metrics: dict[str, float] = {}
@@ -162,7 +163,8 @@ class Metrics(Recording):
         On a GPU, step values lag by one or two calls; at an epoch's end all values are exact.
         """
         latest = self._progress_snapshot.latest(self.table(MetricTable.TRAINING))
-        if self._state.scope in (Scope.NOWHERE, Scope.TRAIN_EPOCH):  # the last step's values are older than the epoch's
+        # At an epoch's end the last step's values are older than the epoch's.
+        if self._user_call.scope in (Scope.NOWHERE, Scope.TRAIN_EPOCH):
             latest = {key: value for key, value in latest.items() if key not in self._shown_for_epoch}
         return {**self.progress_bar_metrics, **latest}
 
@@ -195,7 +197,7 @@ class Metrics(Recording):
         """Returns this rank's latest values: of the current step, or those that the current epoch hook has logged."""
         if self.before_look is not None:
             self.before_look()
-        scope = self._state.scope
+        scope = self._user_call.scope
         table = self._tables.get(self._table_name())
         if table is None or scope in (Scope.NOWHERE, Scope.PREDICT):
             return ()
@@ -381,7 +383,7 @@ class Metrics(Recording):
             **self.published(),
         }
 
-    def load_state_dict(self, states: Sequence[dict[str, Any]], first: dict[str, Any], objects: dict[str, Any]) -> None:
+    def load_state_dict(self, states: Sequence[StateDict], first: dict[str, Any], objects: dict[str, Any]) -> None:
         """Restores :meth:`state_dict` of this rank, of several ranks together, or of none; ``first`` is rank 0's.
 
         With the states of several ranks, pending flushes are dropped.

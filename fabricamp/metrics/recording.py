@@ -15,7 +15,7 @@ from fabricamp._utils.lightning_alias import say_difference
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Published, Slot
 from fabricamp.metrics.values import Dtypes, as_weight, batch_length, dtype_of, is_metric, plain_value, tell_of_lengths
-from fabricamp.state import RunState, Scope
+from fabricamp.state import Scope, UserCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,11 +32,11 @@ LOADER_MARK = "/dataloader_idx_"
 class Recording:
     """Finds the slot of each ``self.log`` call and stores the value there; with ``muted`` it stores nothing."""
 
-    def __init__(self, state: RunState, strategy: Strategy) -> None:
+    def __init__(self, user_call: UserCall, strategy: Strategy) -> None:
         self.muted = False
         # Reading a CPU tensor does not wait, and storing a number costs a tenth of a copy into a tensor.
         self.reads_cpu_tensors = True
-        self._state = state
+        self._user_call = user_call
         self._strategy = strategy
         self._tables: dict[str, MetricTable] = {}
         self._known: dict[tuple[Any, ...], Slot] = {}
@@ -56,12 +56,12 @@ class Recording:
             return
         if self.muted:
             return
-        state = self._state
+        user_call = self._user_call
         try:
             slot = self._known.get(call)
         except TypeError:  # not hashable: an argument is wrong, and _find_slot reports it
             slot = None
-        if slot is None or slot.scope is not state.scope or slot.loader != state.dataloader_idx:
+        if slot is None or slot.scope is not user_call.scope or slot.loader != user_call.dataloader_idx:
             slot = self._find_slot(Arguments(*call), value, batch_size)
             self._known[call] = slot
         if type(value) is not Tensor or value.ndim or slot.metric is not None:
@@ -78,7 +78,7 @@ class Recording:
             self._keep_tensor(slot, value.detach(), batch_size)
 
     def _table_name(self) -> str:
-        trains = self._state.scope in (Scope.TRAIN_STEP, Scope.TRAIN_EPOCH)
+        trains = self._user_call.scope in (Scope.TRAIN_STEP, Scope.TRAIN_EPOCH)
         return MetricTable.TRAINING if trains else MetricTable.EVALUATION
 
     def table(self, name: str) -> MetricTable:
@@ -92,32 +92,32 @@ class Recording:
 
     def _find_slot(self, arguments: Arguments, value: object, batch_size: int | None) -> Slot:
         """Returns the slot of a new call, or of a call from another hook or dataloader than before."""
-        state = self._state
-        check_arguments(arguments, state)
-        slot = self.table(self._table_name()).slots.get((state.scope, full_name(arguments, state)))
+        user_call = self._user_call
+        check_arguments(arguments, user_call)
+        slot = self.table(self._table_name()).slots.get((user_call.scope, full_name(arguments, user_call)))
         if slot is None:
             slot = self._new_slot(arguments, value)
-        elif slot.loader not in (state.dataloader_idx, NO_LOADER) and state.scope is Scope.EVAL_STEP:
+        elif slot.loader not in (user_call.dataloader_idx, NO_LOADER) and user_call.scope is Scope.EVAL_STEP:
             raise ConfigError(
-                f"{arguments} was called for the dataloaders {slot.loader} and {state.dataloader_idx}, whose values would mix; "
+                f"{arguments} was called for the dataloaders {slot.loader} and {user_call.dataloader_idx}, whose values would mix; "
                 "use add_dataloader_idx=True, or a name for each loader"
             )
-        elif not slot.follow(published_values(arguments, state, metric=slot.metric is not None)):
+        elif not slot.follow(published_values(arguments, user_call, metric=slot.metric is not None)):
             raise ConfigError(
-                f"one key is logged with different arguments in {state.scope.value}: {slot.arguments} and {arguments}; "
+                f"one key is logged with different arguments in {user_call.scope.value}: {slot.arguments} and {arguments}; "
                 "use the same arguments, or two names"
             )
-        slot.loader = state.dataloader_idx
+        slot.loader = user_call.dataloader_idx
         if batch_size is None and slot.weighs and self._strategy.rank == 0:
-            tell_of_lengths(arguments.name, state.batch)
+            tell_of_lengths(arguments.name, user_call.batch)
         return slot
 
     def _new_slot(self, arguments: Arguments, value: Any) -> Slot:
         """Returns a new slot for a call, with its cells in the table; raises :class:`ConfigError` for a value that is refused."""
-        state = self._state
+        user_call = self._user_call
         strategy = self._strategy
         metric = value if is_metric(value) else None
-        published = published_values(arguments, state, metric=metric is not None)
+        published = published_values(arguments, user_call, metric=metric is not None)
         if metric is None:
             plain_value(arguments.name, value)
         elif strategy.world_size > 1 and not metric.sync_on_compute:
@@ -131,7 +131,7 @@ class Recording:
                 f"{strategy.tensor_parallel}: it would count each sample {strategy.tensor_parallel} times; log numbers, or its "
                 "compute()"
             )
-        slot = Slot(arguments, state.scope, published)
+        slot = Slot(arguments, user_call.scope, published)
         slot.metric = metric
         for step_or_epoch in published:
             if step_or_epoch is not None:
@@ -144,7 +144,7 @@ class Recording:
             slot.epoch = None if of_epoch is None else table.add(of_epoch, slot)
             if slot.epoch is not None:
                 slot.epoch.metric = metric
-        table.slots[state.scope, full_name(arguments, state)] = slot
+        table.slots[user_call.scope, full_name(arguments, user_call)] = slot
         return slot
 
     def _keep_tensor(self, slot: Slot, value: Tensor, batch_size: int | None) -> None:
@@ -210,7 +210,7 @@ class Recording:
         if not slot.weighs:
             return 1
         name = slot.arguments.name
-        return batch_length(name, self._state.batch) if batch_size is None else as_weight(name, batch_size)
+        return batch_length(name, self._user_call.batch) if batch_size is None else as_weight(name, batch_size)
 
 
 def _mixed(slot: Slot, kind: type) -> ConfigError:
@@ -224,22 +224,22 @@ def _mixed(slot: Slot, kind: type) -> ConfigError:
 # -- the rules, which are Lightning's: once per call site ------------------------------------------------------------------------
 
 
-def full_name(arguments: Arguments, state: RunState) -> str:
+def full_name(arguments: Arguments, user_call: UserCall) -> str:
     """Returns the name within its table, with the loader's suffix if there are several evaluation loaders."""
-    return arguments.name + _suffix(arguments, state)
+    return arguments.name + _suffix(arguments, user_call)
 
 
 def published_values(
-    arguments: Arguments, state: RunState, *, metric: bool
+    arguments: Arguments, user_call: UserCall, *, metric: bool
 ) -> tuple[Published | None, Published | None]:
     """Returns the step value and the epoch value of a call; None for a value that the call does not publish."""
-    on_step, on_epoch = _cadence(arguments, state.scope)
-    if on_step and state.scope is Scope.EVAL_STEP:
+    on_step, on_epoch = _cadence(arguments, user_call.scope)
+    if on_step and user_call.scope is Scope.EVAL_STEP:
         say_difference(
             "on_step=True in an evaluation logs the last batch's value; Lightning logs each batch, on an axis of its own"
         )
     mode = _mode(arguments)
-    suffix = _suffix(arguments, state)
+    suffix = _suffix(arguments, user_call)
 
     def value(*, per_step: bool) -> Published:
         fork = ""
@@ -253,7 +253,7 @@ def published_values(
             prog_bar=bool(arguments.prog_bar),
             logger=arguments.logger is None or bool(arguments.logger),
             sync_dist=bool(arguments.sync_dist),
-            loader=state.dataloader_idx if state.scope is Scope.EVAL_STEP else NO_LOADER,
+            loader=user_call.dataloader_idx if user_call.scope is Scope.EVAL_STEP else NO_LOADER,
         )
 
     of_step = value(per_step=True) if on_step else None
@@ -261,7 +261,7 @@ def published_values(
     return of_step, of_epoch
 
 
-def check_arguments(arguments: Arguments, state: RunState) -> None:
+def check_arguments(arguments: Arguments, user_call: UserCall) -> None:
     """Raises :class:`ConfigError` for a call with wrong arguments, or in a hook where it cannot work."""
     name = arguments.name
     if not isinstance(name, str) or not name:
@@ -272,9 +272,9 @@ def check_arguments(arguments: Arguments, state: RunState) -> None:
             raise ConfigError(f"self.log({name!r}, {flag}={value!r}): give True or False")
     if LOADER_MARK in name:
         raise ConfigError(f"self.log({name!r}, ...): {LOADER_MARK!r} is added automatically; leave it out of the name")
-    if state.scope in (Scope.NOWHERE, Scope.PREDICT):
+    if user_call.scope in (Scope.NOWHERE, Scope.PREDICT):
         raise ConfigError(
-            f"self.log({name!r}, ...) was called in {state.scope.value}; "
+            f"self.log({name!r}, ...) was called in {user_call.scope.value}; "
             "it works in training_step, validation_step, test_step and the hooks around them"
         )
     if arguments.sync_dist_group is not None:
@@ -282,7 +282,7 @@ def check_arguments(arguments: Arguments, state: RunState) -> None:
             f"self.log({name!r}, sync_dist_group=...) is not supported: values are reduced over all ranks; leave it out"
         )
     _mode(arguments)
-    _cadence(arguments, state.scope)
+    _cadence(arguments, user_call.scope)
 
 
 def _cadence(arguments: Arguments, scope: Scope) -> tuple[bool, bool]:
@@ -310,6 +310,6 @@ def _mode(arguments: Arguments) -> str:
     return str(mode)
 
 
-def _suffix(arguments: Arguments, state: RunState) -> str:
-    several = state.scope is Scope.EVAL_STEP and state.num_dataloaders > 1
-    return f"{LOADER_MARK}{state.dataloader_idx}" if several and arguments.add_dataloader_idx else ""
+def _suffix(arguments: Arguments, user_call: UserCall) -> str:
+    several = user_call.scope is Scope.EVAL_STEP and user_call.num_dataloaders > 1
+    return f"{LOADER_MARK}{user_call.dataloader_idx}" if several and arguments.add_dataloader_idx else ""

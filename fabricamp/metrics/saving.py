@@ -33,7 +33,7 @@ def save_table(table: MetricTable, objects: dict[int, str]) -> StateDict:
     }
 
 
-def load_table(table: MetricTable, states: Sequence[dict[str, Any]], objects: dict[str, Any]) -> None:
+def load_table(table: MetricTable, states: Sequence[StateDict], objects: dict[str, Any]) -> None:
     """Loads ``states`` into ``table`` before anything is logged: one rank's values, or several ranks' values combined."""
     for state in states:
         for saved, value in zip(state["slots"], state["values"], strict=True):
@@ -56,7 +56,7 @@ def load_table(table: MetricTable, states: Sequence[dict[str, Any]], objects: di
                 cell.weight = 1 if published.mode == "metric" else cell.weight + saved["weight"]
 
 
-def save_rows(rows: Sequence[RankValues]) -> list[dict[str, Any]]:
+def save_rows(rows: Sequence[RankValues]) -> list[StateDict]:
     """Returns a flush on the host as plain values."""
     return [
         {
@@ -69,7 +69,7 @@ def save_rows(rows: Sequence[RankValues]) -> list[dict[str, Any]]:
     ]
 
 
-def load_rows(saved: Sequence[dict[str, Any]]) -> list[RankValues]:
+def load_rows(saved: Sequence[StateDict]) -> list[RankValues]:
     """Returns the rows that :func:`save_rows` saved."""
     return [
         RankValues(
@@ -102,7 +102,7 @@ def save_objects(objects: dict[str, Any]) -> StateDict:
     }
 
 
-def load_objects(objects: dict[str, Any], states: Sequence[dict[str, Any]]) -> None:
+def load_objects(objects: dict[str, Any], states: Sequence[StateDict]) -> None:
     """Loads the states of one rank, or of several ranks combined, into ``objects``; objects without a state are reset."""
     for name, metric in objects.items():
         metric.reset()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops import AdagradRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import at_least_0
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim.optimizer import ParamsT
+
+    from fabricamp._utils.types import ParamGroup, StateDict
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -26,8 +31,8 @@ class FusedAdagrad(FusedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
-        lr: Any = 1e-2,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
@@ -43,7 +48,7 @@ class FusedAdagrad(FusedOptimizer):
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state of this optimizer, of torch's, or of apex's; apex's has no step counts, so they start at 0."""
         counted = any("step" in group for group in state_dict["param_groups"])
         if not counted:
@@ -51,7 +56,7 @@ class FusedAdagrad(FusedOptimizer):
             state_dict = {**state_dict, "state": entries}
         super().load_state_dict(state_dict)
 
-    def _rule(self, group: dict[str, Any]) -> AdagradRule:
+    def _rule(self, group: ParamGroup) -> AdagradRule:
         return AdagradRule(
             group["lr"],
             group["eps"],

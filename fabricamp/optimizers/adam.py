@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fabricamp.ops import AdamRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim.optimizer import ParamsT
+
+    from fabricamp._utils.types import Closure, ParamGroup
 
 
 class FusedAdam(FusedOptimizer):
@@ -29,8 +34,8 @@ class FusedAdam(FusedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
-        lr: Any = 1e-3,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -62,7 +67,7 @@ class FusedAdam(FusedOptimizer):
 
     def step(
         self,
-        closure: Callable[[], Any] | None = None,
+        closure: Closure | None = None,
         grads: Any = None,
         output_params: Any = None,
         scale: Any = None,
@@ -76,7 +81,7 @@ class FusedAdam(FusedOptimizer):
             )
         return super().step(closure)
 
-    def _rule(self, group: dict[str, Any]) -> AdamRule:
+    def _rule(self, group: ParamGroup) -> AdamRule:
         beta1, beta2 = group["betas"]
         return AdamRule(
             group["lr"],

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ from fabricamp.optimizers.refusals import UnsupportedError, owned_parameters
 from fabricamp.optimizers.rows import LAST, DeviceParams, GroupScalars, RowsCacheKey, zero_gradients
 from fabricamp.optimizers.state_dicts import as_cell, load_into, load_state
 from fabricamp.torch_private import global_optimizer_post_hooks, global_optimizer_pre_hooks, profiler_enabled
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from fabricamp._utils.types import Closure, ParamGroup, StateDict
 
 _grad: Final = operator.attrgetter("grad")
 _params: Final = operator.itemgetter("params")
@@ -70,24 +75,24 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     _copies: Sequence[Tensor | None] | None = None
     _flags: Sequence[Tensor | None] | None = None
     _explicit = False  # whether the last gradients were given to gather()
-    _grad_of: Callable[[Any], Any] = _grad
+    _grad_of: Callable[[Tensor], Tensor | None] = _grad
     _steering: ops.Steering | None = None  # of the next step; None: the step is not controlled by a Precision
     _own_state: ops.StepState | None = None
     _watched: WatchedState | None = None  # the state whose tensors the rows hold, and the count of its changes then
     _changes = 0
     _scalars: GroupScalars  # made with the rows
-    _option_values: Callable[[Any], tuple[Any, ...]]
+    _option_values: Callable[[FusedOptimizer], tuple[object, ...]]
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         # With the package's own names first: for a single name attrgetter would return a value in place of a tuple.
         cls._option_values = operator.attrgetter(*dict.fromkeys((*FusedOptimizer.options, *cls.options)))
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, defaults: ParamGroup) -> None:
         _check(type(self).__name__, params, defaults)
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds a group of parameters; also possible during training."""
         if isinstance(param_group, dict):
             _check(type(self).__name__, (), param_group)
@@ -104,7 +109,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
     # -- what a subclass writes ------------------------------------------------------------------------------------------------
 
-    def _rule(self, group: dict[str, Any]) -> ops.Rule:
+    def _rule(self, group: ParamGroup) -> ops.Rule:
         """Returns the update rule of the rows of ``group``."""
         raise NotImplementedError
 
@@ -284,7 +289,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         """
         self._steering = ops.Steering(state, limit, skips)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure | None = None) -> Any:
         """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned."""
         loss = None
         if closure is not None:
@@ -369,7 +374,7 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         self._scalars.upload(parts, self._rule, self.param_groups, self._option_values(self))
         return True
 
-    def numbers(self, groups: Sequence[dict[str, Any]]) -> list[float | Tensor]:
+    def numbers(self, groups: Sequence[ParamGroup]) -> list[float | Tensor]:
         """Returns the numbers that a step reads from ``groups`` (like ``param_groups``), in the order of the tables' scalars."""
         return [number for group in groups for number in self._rule(group).scalars()]
 
@@ -393,14 +398,14 @@ class FusedOptimizer(NamesKeywords, Optimizer):
 
     # -- state -----------------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns groups and state in plain dicts; as in torch, the tensors are the optimizer's own, not copies."""
-        state_dict: dict[str, Any] = super().state_dict()
+        state_dict: StateDict = super().state_dict()
         entries = state_dict["state"].items()
         plain = {key: dict(entry) if isinstance(entry, ParameterState) else entry for key, entry in entries}
         return {**state_dict, "state": plain}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state of this optimizer, of torch's optimizer of the same rule, or of apex's; never casts state to half."""
         # A graph keeps using the tensors of its capture: the values go into those.
         captured = self.state if any(part.captured for part in self._parts or ()) else None
@@ -410,11 +415,11 @@ class FusedOptimizer(NamesKeywords, Optimizer):
         if captured is not None:
             load_into(captured, self.state)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.options}}
 
 
-def _check(name: str, params: object, defaults: dict[str, Any]) -> None:
+def _check(name: str, params: object, defaults: ParamGroup) -> None:
     if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
         raise ConfigError(
             f"{name} got a {type(params).__name__}; give its parameters: {name}(module.parameters(), ...)"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from fabricamp.ops.lamb import gradient_norm, launch_norm
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
 from fabricamp.optimizers.rows import DeviceParams
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from fabricamp._utils.types import ParamGroup
 
 
 class FusedLAMB(FusedOptimizer):
@@ -37,8 +42,8 @@ class FusedLAMB(FusedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
-        lr: Any = 1e-3,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -71,7 +76,7 @@ class FusedLAMB(FusedOptimizer):
         self.use_nvlamb = use_nvlamb
         super().__init__(params, defaults)
 
-    def _rule(self, group: dict[str, Any]) -> LambRule:
+    def _rule(self, group: ParamGroup) -> LambRule:
         beta1, beta2 = group["betas"]
         return self.rule(
             group["lr"],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from fabricamp.ops.shards import SharedRows, is_shard, local, local_gradient
 from fabricamp.optimizers.base import FusedOptimizer, from_grad_scaler
 from fabricamp.optimizers.refusals import at_least_0, owned_parameters, refuse_rebuild, refuse_unreadable
 from fabricamp.optimizers.rows import DeviceParams, RowsCacheKey, set_scalars
+
+if TYPE_CHECKING:
+    from fabricamp._utils.types import Closure, ParamGroup, StateDict
 
 
 class LARC(NamesKeywords, Optimizer):
@@ -55,13 +58,13 @@ class LARC(NamesKeywords, Optimizer):
         # Not Optimizer.__init__, which would create its own groups; __setstate__ sets up the hooks of a step.
         self.__setstate__({"optim": optimizer, "trust_coefficient": trust_coefficient, "clip": clip, "eps": eps})
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self._parts: list[DeviceParams] | None = None
         self._rows_key: RowsCacheKey | None = None
         self._own_state: ops.StepState | None = None
         super().__setstate__(state)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {name: getattr(self, name) for name in ("optim", "trust_coefficient", "clip", "eps")}
 
     def __getattr__(self, name: str) -> Any:
@@ -82,7 +85,7 @@ class LARC(NamesKeywords, Optimizer):
     # -- a step ----------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure | None = None) -> Any:
         """Rewrites the gradients and steps ``optim``; returns what ``closure`` (forward and backward, called once) returned."""
         loss = None
         if closure is not None:
@@ -163,7 +166,7 @@ class LARC(NamesKeywords, Optimizer):
             for device, indices in indices_of.items()
         ]
 
-    def _rule(self, group: dict[str, Any]) -> LarcRule:
+    def _rule(self, group: ParamGroup) -> LarcRule:
         return LarcRule(group["lr"], group.get("weight_decay", 0.0), self.trust_coefficient, self.eps, self.clip)
 
     @contextlib.contextmanager
@@ -209,12 +212,13 @@ class LARC(NamesKeywords, Optimizer):
         self.optim.state = state
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> list[ParamGroup]:
         """The groups of ``optim``; setting them sets those of ``optim``."""
-        return self.optim.param_groups
+        groups: list[ParamGroup] = self.optim.param_groups
+        return groups
 
     @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
+    def param_groups(self, groups: list[ParamGroup]) -> None:
         self.optim.param_groups = groups
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -224,16 +228,16 @@ class LARC(NamesKeywords, Optimizer):
         else:
             self.optim.zero_grad(set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds parameters to ``optim``."""
         self.optim.add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state of ``optim``; LARC itself has no state."""
-        state: dict[str, Any] = self.optim.state_dict()
+        state: StateDict = self.optim.state_dict()
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads the state of ``optim``."""
         self.optim.load_state_dict(state_dict)
 

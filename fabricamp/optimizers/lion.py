@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fabricamp.ops import LionRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim.optimizer import ParamsT
+
+    from fabricamp._utils.types import ParamGroup
 
 
 class FusedLion(FusedOptimizer):
@@ -26,8 +31,8 @@ class FusedLion(FusedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
-        lr: Any = 1e-4,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
@@ -35,6 +40,6 @@ class FusedLion(FusedOptimizer):
         self.set_grad_none = set_grad_none
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def _rule(self, group: dict[str, Any]) -> LionRule:
+    def _rule(self, group: ParamGroup) -> LionRule:
         beta1, beta2 = group["betas"]
         return LionRule(group["lr"], beta1, beta2, group["weight_decay"])

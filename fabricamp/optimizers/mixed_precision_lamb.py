@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ from fabricamp.ops import LambRule, Steering
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.lamb import FusedLAMB
 from fabricamp.optimizers.rows import Column, DeviceParams
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from fabricamp._utils.types import Closure, ParamGroup, StateDict
 
 
 class _UncountedRule(LambRule):
@@ -45,8 +50,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def __init__(
         self,
-        params: Iterable[Any],
-        lr: Any = 1e-3,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
         step: int = 0,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -88,7 +93,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             for group in self.param_groups
         ]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds a group of parameters with its own ``lr`` and ``step``; also possible during training."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -122,7 +127,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         self._skip = steering.state.found_inf if steering.state is not None and steering.skips else None
         return super()._measure(steering)
 
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
+    def step(self, closure: Closure | None = None, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
         """Updates the parameters that have a gradient; returns what ``closure`` (forward and backward) returned.
 
         ``grad_scaler`` is torch's: its scale and its overflow flag are read on the device.
@@ -152,7 +157,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return found_inf, None if unscaled else scale
 
     @torch.no_grad()
-    def _step_and_count(self, closure: Callable[[], Any] | None) -> Any:
+    def _step_and_count(self, closure: Closure | None) -> Any:
         loss = FusedOptimizer.step(self, closure)  # FusedLAMB's step is wrapped in hooks, which have already run
         for group in self.param_groups:
             group["step"].add_(1.0)
@@ -160,7 +165,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                 group["step"].sub_(self._skip.to(group["step"].device, non_blocking=True))
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state of this optimizer, FusedLAMB's, or apex's; ``lr`` and ``step`` are written into the existing tensors."""
         own = [(group["lr"], group["step"]) for group in self.param_groups]
         super().load_state_dict(state_dict)
@@ -173,7 +178,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             group["step"] = step
 
 
-def _as_device_numbers(group: dict[str, Any], *, copies: bool = False) -> None:
+def _as_device_numbers(group: ParamGroup, *, copies: bool = False) -> None:
     """Makes ``lr`` and ``step`` of a group fp32 tensors on its parameters' device; ``copies``: always new tensors."""
     devices = {parameter.device for parameter in group["params"]}
     if len(devices) > 1:

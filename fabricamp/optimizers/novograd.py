@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -13,6 +12,11 @@ from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.ops import NovoGradRule, Rule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from fabricamp._utils.types import ParamGroup, StateDict
 
 _IS_MAX_NORM: Final = {2: False, 0: True, math.inf: True}
 """The allowed values of ``norm_type``, and whether the norm is the largest absolute value."""
@@ -37,8 +41,8 @@ class FusedNovoGrad(FusedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
-        lr: Any = 1e-3,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -66,14 +70,14 @@ class FusedNovoGrad(FusedOptimizer):
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Adds a group of parameters; also possible during training."""
         norm_type = param_group.get("norm_type", self.defaults["norm_type"])
         if norm_type not in _IS_MAX_NORM:
             raise ConfigError(f"FusedNovoGrad got norm_type={norm_type!r}; give 2, or 0 for the largest absolute value")
         super().add_param_group(param_group)
 
-    def _rule(self, group: dict[str, Any]) -> NovoGradRule:
+    def _rule(self, group: ParamGroup) -> NovoGradRule:
         beta1, beta2 = group["betas"]
         return NovoGradRule(
             group["lr"],
@@ -88,7 +92,7 @@ class FusedNovoGrad(FusedOptimizer):
             from_zero=bool(group["init_zero"]),
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state of this optimizer or of apex's, whose groups have the norms in two lists (``exp_avg_sq``)."""
         groups = []
         state = dict(state_dict["state"])

@@ -117,7 +117,7 @@ def name_of(optimizer: Optimizer, index: int) -> str:
     return f"parameter {index}"
 
 
-def owned_parameters(optimizer: Optimizer) -> list[Any]:
+def owned_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Returns every tensor that ``optimizer`` updates, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

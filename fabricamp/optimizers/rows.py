@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from fabricamp.ops.table import Table
 from fabricamp.ops.uploads import is_capturing
 from fabricamp.optimizers.refusals import is_wrapper
 from fabricamp.torch_private import are_at
+
+if TYPE_CHECKING:
+    from fabricamp._utils.types import ParamGroup
 
 Value = TypeVar("Value")
 Column = Sequence[Tensor | None]
@@ -254,8 +257,8 @@ class GroupScalars:
     def upload(
         self,
         parts: Sequence[DeviceParams],
-        rule: Callable[[dict[str, Any]], Rule],
-        groups: Sequence[dict[str, Any]],
+        rule: Callable[[ParamGroup], Rule],
+        groups: Sequence[ParamGroup],
         options: Iterable[Any],
     ) -> None:
         """Calls :func:`set_scalars`, unless all numbers are those of the last call and every table still has them.
@@ -290,7 +293,7 @@ _PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 
 
 def set_scalars(
-    parts: Sequence[DeviceParams], rule: Callable[[dict[str, Any]], Rule], groups: Sequence[dict[str, Any]]
+    parts: Sequence[DeviceParams], rule: Callable[[ParamGroup], Rule], groups: Sequence[ParamGroup]
 ) -> None:
     """Uploads the scalars of the ``groups``' rules to every device that has a table."""
     scalars: list[Any] | None = None

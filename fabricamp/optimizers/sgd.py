@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +13,11 @@ from fabricamp.ops import Rule, SgdRule
 from fabricamp.optimizers.base import FusedOptimizer
 from fabricamp.optimizers.refusals import at_least_0
 from fabricamp.optimizers.rows import DeviceParams
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from fabricamp._utils.types import ParamGroup
 
 
 class FusedSGD(FusedOptimizer):
@@ -43,7 +47,7 @@ class FusedSGD(FusedOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: Any = required,
         momentum: float = 0.0,
         dampening: float = 0.0,
@@ -99,7 +103,7 @@ class FusedSGD(FusedOptimizer):
             state["momentum_buffer"] = None
         super()._fill_state(parameter)
 
-    def _rule(self, group: dict[str, Any]) -> SgdRule:
+    def _rule(self, group: ParamGroup) -> SgdRule:
         return SgdRule(
             group["lr"],
             group["momentum"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from fabricamp.errors import CheckpointError
 from fabricamp.optimizers.refusals import owned_parameters
+
+if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
 
 _TORCHS_OWN: Final = {"foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay"}
 """Group options of torch's optimizers only.  ``fused=None`` would even tell a Precision that a step cannot skip by itself."""
@@ -25,8 +28,8 @@ def as_cell(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> 
 
 def load_state(
     optimizer: Optimizer,
-    load: Callable[[dict[str, Any]], None],
-    state_dict: dict[str, Any],
+    load: Callable[[StateDict], None],
+    state_dict: StateDict,
     cells: Sequence[str],
     narrow_cells: Sequence[str],
 ) -> None:
@@ -36,9 +39,9 @@ def load_state(
     dict does not have keep their values.
     """
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    normalised: list[dict[str, Any]] = []
+    normalised: list[StateDict] = []
 
-    def normalise(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+    def normalise(_: Optimizer, given: StateDict) -> StateDict:
         normalised.append(_with_steps_by_parameter(given, type(optimizer).__name__, cells=cells))
         return normalised[0]
 
@@ -64,7 +67,7 @@ def load_into(own: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
                 loaded[key][name] = tensor.copy_(value)
 
 
-def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Sequence[str]) -> dict[str, Any]:
+def _with_steps_by_parameter(state_dict: StateDict, name: str, *, cells: Sequence[str]) -> StateDict:
     """Returns ``state_dict`` with a ``step`` for each parameter, where apex has one per group.
 
     Options that only torch's optimizers have are left out.  Raises CheckpointError for amsgrad, and for a state without ``step``
@@ -93,7 +96,7 @@ def _with_steps_by_parameter(state_dict: dict[str, Any], name: str, *, cells: Se
     return result
 
 
-def _restore_full_precision(optimizer: Optimizer, state_dict: dict[str, Any], cells: Sequence[str]) -> None:
+def _restore_full_precision(optimizer: Optimizer, state_dict: StateDict, cells: Sequence[str]) -> None:
     """Restores the saved values that ``Optimizer.load_state_dict`` rounded to half: at least fp32, on the parameter's device."""
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = owned_parameters(optimizer)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, StateDict, Step
     from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.step_results import StepResults
     from fabricamp.strategies.base import Strategy
@@ -37,7 +38,7 @@ class Conversion(NamedTuple):
     """
 
     undo: Callable[[], None]
-    full_state: Callable[[dict[str, Any]], dict[str, Any]]
+    full_state: Callable[[StateDict], StateDict]
 
 
 NOT_CONVERTED: Final = Conversion(lambda: None, lambda state: state)
@@ -55,6 +56,9 @@ class Precision(NamesKeywords):
     verdicts: StepResults | None = None
     """The statuses of past steps (applied or skipped); None if every step is applied."""
 
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raises :class:`ConfigError` if this precision does not work with ``strategy``; called before processes start."""
+
     def convert_module(self, module: nn.Module) -> Conversion | None:
         """Converts the module in place to its compute dtype; returns the functions that undo it (None: nothing to undo).
 
@@ -62,7 +66,7 @@ class Precision(NamesKeywords):
         """
         return None
 
-    def convert_input(self, batch: Any) -> Any:
+    def convert_input(self, batch: Batch) -> Batch:
         """Casts a batch to the module's input dtype; called during the transfer to the device."""
         return batch
 
@@ -93,12 +97,12 @@ class Precision(NamesKeywords):
         """
         return UpdatePlan(self, optimizer, strategy, clip)
 
-    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
+    def forward(self, step: Step, *args: Any) -> Any:
         """Runs the user's code: ``configure_model``, and the steps of training and evaluation."""
         return step(*args)
 
     def backward(
-        self, loss: Tensor, loss_id: int = 0, run: Callable[..., Any] = Tensor.backward, **options: Any
+        self, loss: Tensor, loss_id: int = 0, run: Callable[..., object] = Tensor.backward, **options: Any
     ) -> None:
         """Runs ``run(loss, **options)`` on the scaled loss."""
         run(loss, **options)
@@ -108,7 +112,7 @@ class Precision(NamesKeywords):
         optimizer: Optimizer,
         gradients: Gradients = IN_PLACE,
         clip: Clip | None = None,
-        run: Callable[[], Any] | None = None,
+        run: Callable[[], object] | None = None,
         loss: Tensor | None = None,
         look: Callable[[], Clip | None] | None = None,
     ) -> None:
@@ -138,18 +142,22 @@ class Precision(NamesKeywords):
         """Steps the optimizer with these gradients, or skips: the rest of :meth:`step`."""
         self._stages(optimizer).step_prepared()
 
-    def notes(self, *, compiled: bool) -> list[str]:
-        """Returns lines for the summary of a fit, with the module converted; ``compiled``: parts of its steps are compiled."""
+    def notes(self) -> list[str]:
+        """Returns lines for the summary of a fit, with the module converted."""
         return []
+
+    def slowness(self, *, compiled: bool) -> str:
+        """Returns why steps will be slow, or an empty string; ``compiled``: parts of them are compiled, here or by the user."""
+        return ""
 
     def refresh_masters(self) -> None:
         """Copies the module's weights into the masters; call it after in-place edits of the weights."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns scalers, counters and level, as tensors, numbers, strings, lists and dicts."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restores the state that :meth:`state_dict` returned."""
 
 

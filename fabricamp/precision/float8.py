@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Final, Literal
+import re
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+from torch import Tensor
 
 from fabricamp.arguments.checks import check_choice
 from fabricamp.errors import ConfigError
+from fabricamp.precision.float8_gather import Float8Gather
 from fabricamp.precision.float8_linears import RECIPES, Choice, change, change_back, choose
 from fabricamp.precision.level import OptLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
     from fabricamp.precision.float8_linears import Recipe
+    from fabricamp.strategies.base import Strategy
 
+_OLDEST: Final = (0, 17)
+_INSTALL: Final = f"torchao>={_OLDEST[0]}.{_OLDEST[1]}"
 _HOPPER: Final = (9, 0)
 _NAMES: Final = {"O4": "fp8-mixed", "O5": "fp8"}
 
@@ -40,9 +47,12 @@ class Float8(OptLevel):
         skip: names or patterns of layers that stay in bf16, as in ``named_modules()``; a module's name stands for all its layers.
         include: names or patterns of layers to take though they are heads, first or small.
         base: "O4" (fp32 weights, autocast) or "O5" (bf16 weights, fp32 masters).
+        all_gather: ``strategy="fsdp"`` gathers the weights of these layers in FP8, half the bytes of bf16; their products have the
+            same bits.  For "tensorwise" alone.  Within a step these weights are torchao's ``Float8TrainingTensor``.
 
     Raises:
-        ConfigError: for wrong values, without torchao, or on a GPU before Hopper.
+        ConfigError: for wrong values, without a torchao that fits this torch, on a GPU before Hopper, or if the strategy gathers no
+            weights in FP8.
 
     Example:
         >>> Float8("rowwise", skip=["decoder.*.gate"], base="O4").name  # doctest: +SKIP
@@ -56,17 +66,25 @@ class Float8(OptLevel):
         skip: Sequence[str] = (),
         include: Sequence[str] = (),
         base: Literal["O4", "O5"] = "O5",
+        all_gather: bool = False,
     ) -> None:
         check_choice("recipe", recipe, RECIPES)
         check_choice("base", base, tuple(_NAMES))
+        check_choice("all_gather", all_gather, (False, True))
+        if all_gather and recipe != "tensorwise":
+            raise ConfigError(
+                f"Float8({recipe!r}, all_gather=True) is not offered, as a gathered weight has one scale; give 'tensorwise', or "
+                "leave all_gather out"
+            )
         super().__init__(base)
         self.name = _NAMES[base]
         self.recipe = recipe
         self.skip = _patterns("skip", skip)
         self.include = _patterns("include", include)
+        self.all_gather = all_gather
         self._choice: Choice | None = None
-        if importlib.util.find_spec("torchao") is None:
-            raise ConfigError(f'precision {self.name!r} needs the package torchao: pip install "fabricamp[fp8]"')
+        self._gather: Float8Gather | None = None
+        _check_torchao(self.name)
 
     def check_device(self, device_type: str) -> None:
         """Raises :class:`ConfigError` if devices of ``device_type`` ("cpu" or "cuda") have no FP8 products."""
@@ -86,6 +104,12 @@ class Float8(OptLevel):
         if cards:
             self._check_card(max(cards, key=torch.cuda.get_device_capability))
 
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raises :class:`ConfigError` if weights are to be gathered in FP8 and ``strategy`` does not do so."""
+        reason = strategy.sharding.refuses_float8_gather() if self.all_gather else ""
+        if reason:
+            raise ConfigError(f"Float8(all_gather=True) with strategy={strategy.name!r}: {reason}")
+
     def _check_card(self, card: torch.device | int) -> None:
         if torch.cuda.get_device_capability(card) < _HOPPER:
             raise ConfigError(
@@ -99,26 +123,74 @@ class Float8(OptLevel):
             self._check_card(self._device)
         self._choice = choose(module, self.recipe, skip=self.skip, include=self.include)
         change(self._choice.layers, self.recipe, emulate=self._device.type == "cpu")
+        if self.all_gather:
+            self._gather = Float8Gather(self._choice.layers)
 
     def _restore(self) -> None:
+        if self._gather is not None:
+            self._gather.take_off()
+            self._gather = None
         if self._choice is not None:
             change_back(self._choice.layers)
             self._choice = None
         super()._restore()
 
-    def notes(self, *, compiled: bool) -> list[str]:
-        """Returns which layers have FP8 products, and whether they are slow because nothing is ``compiled``."""
+    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Runs the user's step as the base level does."""
+        if self._gather is not None:
+            self._gather.forget()
+        return super().forward(step, *args)
+
+    def backward(
+        self, loss: Tensor, loss_id: int = 0, run: Callable[..., Any] = Tensor.backward, **options: Any
+    ) -> None:
+        """Runs ``run(loss, **options)`` as the base level does."""
+        super().backward(loss, loss_id, run, **options)
+        if self._gather is not None:
+            # The update follows, and code outside of a step may call the module.
+            self._gather.forget()
+
+    def notes(self) -> list[str]:
+        """Returns which layers have FP8 products."""
         if self._choice is None:
             return []
         lines = [self._choice.line(self.recipe)]
+        if self._gather is not None:
+            lines.append(self._gather.line(len(self._choice.layers)))
         if self._device.type == "cpu":
             lines.append("float8 on a CPU: the products are emulated in fp32, for tests")
-        elif self._choice.layers and not compiled:
-            lines.append(
-                f"float8 without torch.compile is slower than {self.level.name}: give Trainer(compile='blocks'), or "
-                f"precision={self.level.name!r}"
-            )
         return lines
+
+    def slowness(self, *, compiled: bool) -> str:
+        """Returns a line if a GPU's products are slow because nothing is ``compiled``."""
+        if compiled or self._device.type == "cpu" or self._choice is None or not self._choice.layers:
+            return ""
+        return (
+            f"float8 without torch.compile is slower than {self.level.name}: give Trainer(compile='blocks'), or "
+            f"precision={self.level.name!r}"
+        )
+
+
+def _check_torchao(precision: str) -> None:
+    """Raises :class:`ConfigError` if torchao is missing, too old, or cannot be imported with this torch."""
+    needs = f"precision {precision!r} needs the package torchao"
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f'{needs}: pip install "fabricamp[fp8]"')
+    try:
+        torchao = importlib.import_module("torchao")
+        importlib.import_module("torchao.float8")
+    except Exception as error:
+        # What a version of torchao raises that does not fit this torch depends on both.
+        raise ConfigError(
+            f"{needs}, and its import fails with torch {torch.__version__} ({type(error).__name__}: {error}); "
+            f'pip install --upgrade "{_INSTALL}"'
+        ) from error
+    number = re.match(r"(\d+)\.(\d+)", torchao.__version__)
+    if number is not None and tuple(map(int, number.groups())) < _OLDEST:
+        raise ConfigError(
+            f"{needs}, {_OLDEST[0]}.{_OLDEST[1]} or newer, and {torchao.__version__} is installed; "
+            f'pip install --upgrade "{_INSTALL}"'
+        )
 
 
 def _patterns(name: str, value: Sequence[str]) -> tuple[str, ...]:

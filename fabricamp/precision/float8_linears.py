@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from fabricamp.errors import ConfigError, nearest
@@ -31,8 +32,9 @@ RECIPES: Final[tuple[str, ...]] = get_args(Recipe)
 MULTIPLE: Final = 16
 """The FP8 products of GPUs take sizes that are multiples of this number."""
 
-SMALLEST: Final = {"tensorwise": 2048 * 2048, "rowwise": 2048 * 2048, "rowwise_with_gw_hp": 2048 * 2048}
-"""The least number of weights of a layer that is taken, by recipe; an estimate: ``benchmarks/fp8_linears.py`` measures it."""
+SMALLEST: Final = {"tensorwise": 2048, "rowwise": 4096, "rowwise_with_gw_hp": 4096}
+"""The least number of inputs and of outputs of a layer that is taken, by recipe: from this width on compiled blocks of a
+transformer were faster than in bf16 on an H100, with 8192 tokens (``benchmarks/fp8_linears.py``)."""
 
 
 # -- which layers ------------------------------------------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ def choose(root: nn.Module, recipe: str, *, skip: Sequence[str] = (), include: S
                 )
         elif not reason:
             reason = ends.of(name, layer)
-            if not reason and layer.in_features * layer.out_features < SMALLEST[recipe]:
+            if not reason and min(layer.in_features, layer.out_features) < SMALLEST[recipe]:
                 reason = "too small to be faster"
         if reason:
             others[reason] += 1
@@ -233,15 +235,23 @@ class Float8Products(nn.Linear):
         # The product for the weight's gradient sums over the rows of the input, so 16 has to divide their number too.
         rows = input.numel() // self.in_features
         if not rows or rows % MULTIPLE:
-            return nn.Linear.forward(self, input)
+            return self._product(input)
         device_type = input.device.type
         if torch.is_autocast_enabled(device_type):
             input = input.to(torch.get_autocast_dtype(device_type))  # noqa: A001 - torchao casts on GPUs alone
         elif self.weight.dtype is torch.float32:
             # The user has switched autocast off for code that needs fp32.
-            return nn.Linear.forward(self, input)
+            return self._product(input)
         output: Tensor = super().forward(input)
         return output
+
+    def _product(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Returns the layer's output by a product in the dtype of its weight."""
+        weight: Any = self.weight
+        if hasattr(type(weight), "to_original_precision"):
+            # FSDP has gathered the weight in FP8.
+            return F.linear(input, weight.to_original_precision(), self.bias)
+        return nn.Linear.forward(self, input)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # By protocol 1: pickle refuses to build an object of another class by the function of later protocols.

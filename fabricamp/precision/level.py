@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, StateDict, Step
     from fabricamp.precision.base import Clip
     from fabricamp.precision.opt_levels import Level
     from fabricamp.strategies.base import Strategy
@@ -51,7 +52,7 @@ class ConstantScale:
     def __init__(self, level: Level, device: torch.device | None = None) -> None:
         self.device = device
         """The device of the scale; None before a module is known."""
-        self.early: dict[str, Any] = {}
+        self.early: StateDict = {}
         """A state that was loaded before the scalers existed; they load it when they are made."""
         self._level = level
         self._factor = 1.0 if level.dynamic else float(level.loss_scale)
@@ -67,11 +68,11 @@ class ConstantScale:
     def leave(self) -> None:
         """Drops module and optimizers after a run."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns scales, counters and step statuses not read yet."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restores the state that :meth:`state_dict` returned."""
         self.early = state
 
@@ -96,11 +97,11 @@ class JudgedScale(ConstantScale):
         """Drops module and optimizers after a run; the step statuses stay."""
         self.verdicts.leave()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns scales, counters and step statuses not read yet."""
         return {"scaler": self.scaler.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restores a :meth:`state_dict`; the scale starts fresh if only one of the saved and the current one is dynamic."""
         if "scaler" in state and (state.get("loss_scale") == "dynamic") == self._level.dynamic:
             self.scaler.load_state_dict(state["scaler"])
@@ -197,13 +198,13 @@ class OptLevel(Precision):
         self._inside: AbstractContextManager[None] = _NOTHING
         self._outside: tuple[AbstractContextManager[None], AbstractContextManager[None]] = (_NOTHING, _NOTHING)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns the state without the scalers: their kernels hold memory addresses, so a copy makes scalers of its own."""
         scaling = ConstantScale(self.level)
         scaling.early = self._scaling.early
         return {**self.__dict__, "_scaling": scaling, "verdicts": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         """Restores the state, also one from a pickle of version 0.1.0, which has no ``_stages_of``."""
         self.__dict__.update({"_stages_of": None, **state})
         self.__dict__.pop("_stepper", None)
@@ -293,7 +294,7 @@ class OptLevel(Precision):
         self._inside = _NOTHING
         self._outside = (_NOTHING, _NOTHING)
 
-    def convert_input(self, batch: Any) -> Any:
+    def convert_input(self, batch: Batch) -> Batch:
         """Casts the floating tensors of a batch to fp64 if the module is fp64; else returns the batch unchanged.
 
         Half modules cast their own inputs (:class:`Boundary`).  Casting complete batches would also round the targets, and in
@@ -364,13 +365,13 @@ class OptLevel(Precision):
 
     # -- a step ------------------------------------------------------------------------------------------------------------------
 
-    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
+    def forward(self, step: Step, *args: Any) -> Any:
         """Runs the user's step under autocast, or with the half module's boundary hooks armed."""
         with self._autocast, self._inside:
             return step(*args)
 
     def backward(
-        self, loss: Tensor, loss_id: int = 0, run: Callable[..., Any] = Tensor.backward, **options: Any
+        self, loss: Tensor, loss_id: int = 0, run: Callable[..., object] = Tensor.backward, **options: Any
     ) -> None:
         """Runs ``run(loss, **options)`` on the scaled loss, in fp32 or wider."""
         if self.level.loss_scale != 1.0:
@@ -390,7 +391,7 @@ class OptLevel(Precision):
         optimizer: Optimizer,
         gradients: Gradients = IN_PLACE,
         clip: Clip | None = None,
-        run: Callable[[], Any] | None = None,
+        run: Callable[[], object] | None = None,
         loss: Tensor | None = None,
         look: Callable[[], Clip | None] | None = None,
     ) -> None:
@@ -430,7 +431,7 @@ class OptLevel(Precision):
         """Copies the module's weights into the masters; call it after in-place edits of the weights."""
         self._full.refresh()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns level and dtype; if steps may be skipped, also scales, counters and step statuses not read yet."""
         level = self.level
         return {
@@ -440,7 +441,7 @@ class OptLevel(Precision):
             **self._scaling.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restores a :meth:`state_dict` of any level; the scale starts fresh if only one of the two is dynamic."""
         self._scaling.load_state_dict(state)
 

@@ -16,6 +16,7 @@ from fabricamp.torch_private import stream_in_use
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.precision.opt_levels import Level
 
 LAG: Final = 2
@@ -316,7 +317,7 @@ class LossScaler:
             for event in self._events:
                 event.record()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns scales, counters, statuses not read yet, and the last status read; tensors are copies on the device."""
         return {
             "step_state": self.state.state_dict(),
@@ -328,7 +329,7 @@ class LossScaler:
             "keep_skipping": self.sticky and not self._settled,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restores a :meth:`state_dict`, also an earlier version's; losses without an entry in it keep their scale."""
         state = with_current_keys(state)
         self.state.load_state_dict(state["step_state"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabricamp import ops
 from fabricamp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fabricamp._utils.types import StateDict
 
 _PARAMETERS: Final = WeakTensorKeyDictionary()
 """The module parameter of each master, for callers that only have the optimizer."""
@@ -101,7 +104,7 @@ class MasterWeights:
             full.value.copy_(tensor)
             full.version = tensor._version
 
-    def in_state(self, module: nn.Module, state: dict[str, Any], *, written: bool = True) -> dict[str, Any]:
+    def in_state(self, module: nn.Module, state: StateDict, *, written: bool = True) -> StateDict:
         """Returns ``state`` with fp32 values instead of rounded ones; ``written`` False leaves out tensors written since."""
         result = copy.copy(state)
         look_up = self.value_of if written else self._unwritten
@@ -156,9 +159,7 @@ class _RefreshOnLoad:
         return _RefreshOnLoad, ({},)
 
     @torch.no_grad()
-    def __call__(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
-    ) -> None:
+    def __call__(self, module: nn.Module, state: StateDict, prefix: str, metadata: StateDict, *_: Any) -> None:
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, tensor in own:
             full, incoming = self._full.get(tensor), state.get(prefix + name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from fabricamp.precision.base import PRECISIONS, Precision
 from fabricamp.precision.casting import cast_floating
 from fabricamp.precision.float8 import Float8
 from fabricamp.precision.level import OptLevel
+
+if TYPE_CHECKING:
+    from fabricamp._utils.types import Batch, Step
 
 
 class TruePrecision(OptLevel):
@@ -32,11 +35,11 @@ class TruePrecision(OptLevel):
         self.dtype = dtype
         self._default = _DefaultDtype(dtype)
 
-    def convert_input(self, batch: Any) -> Any:
+    def convert_input(self, batch: Batch) -> Batch:
         """Casts the floating tensors of a batch to the module's dtype."""
         return cast_floating(batch, self.dtype)
 
-    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
+    def forward(self, step: Step, *args: Any) -> Any:
         """Runs the user's step with ``dtype`` as torch's default dtype."""
         with self._default:
             return step(*args)

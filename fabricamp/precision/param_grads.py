@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class ParamGradMap:
         """The statistics of a launched step, until the host has recorded them."""
         self._masters = masters
         self._exchanged = exchanged
-        self.grad_of: Callable[[Any], Any] = _grad
+        self.grad_of: Callable[[Tensor], Tensor | None] = _grad
         """Returns the ``.grad`` of a model parameter; of a sharded one this rank's shard."""
         self._shared_rows: SharedRows | None = None
         self.refresh()
@@ -109,8 +109,7 @@ class ParamGradMap:
 
         Like :meth:`gather`, but without a wait, for optimizers that read the flags on the device; call :meth:`refresh` before.
         """
-        if self.sums and gradients.tensors is None:
-            gradients = self._own_sums()
+        gradients = self._located(gradients)
         if gradients.tensors is None:
             return list(map(self.grad_of, self.model_params)), None
         if gradients.present is None:
@@ -120,16 +119,20 @@ class ParamGradMap:
     def gather(self, gradients: Gradients) -> list[Gradient]:
         """Returns the accumulated gradients: those given, this process's sums, or each ``.grad``."""
         self.refresh()
-        if self.sums and gradients.tensors is None:
-            gradients = self._own_sums()
+        gradients = self._located(gradients)
         return [
             Gradient(model_param, master, value)
             for (model_param, master), value in zip(self._pairs(), self._values(gradients), strict=True)
             if value is not None
         ]
 
-    def _own_sums(self) -> Gradients:
-        """Returns this process's own sums; raises :class:`ConfigError` if they have to be exchanged first."""
+    def _located(self, gradients: Gradients) -> Gradients:
+        """Returns this process's own sums for gradients that backward left there, else ``gradients``.
+
+        Raises :class:`ConfigError` if the sums have to be exchanged first.
+        """
+        if gradients.tensors is not None or not self.sums:
+            return gradients
         if self._exchanged:
             raise ConfigError(
                 "the fp32 sums of an optimizer's gradients have to be exchanged before step: give it what "

@@ -59,10 +59,10 @@ def _prepare_to_skip(optimizer: Optimizer) -> bool:
     return True
 
 
-def run_unless_overflow(optimizer: Any, found_inf: Tensor, update: Callable[[], Any] | None = None) -> None:
+def run_unless_overflow(optimizer: Any, found_inf: Tensor, update: Callable[[], object] | None = None) -> None:
     """Steps ``optimizer``, which reads ``found_inf`` on the device; calls ``update`` instead of ``optimizer.step`` if given.
 
-    ``update`` is for an optimizer with a replaced ``step``.
+    ``update`` is for an optimizer with a replaced ``step``.  Torch's class does not declare the two attributes that are set here.
     """
     optimizer.grad_scale = None
     optimizer.found_inf = found_inf
@@ -120,7 +120,7 @@ def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
         torch.nn.utils.clip_grad_value_(parameters, clip.value)
 
 
-_SHARED_ROWS: Final[WeakKeyDictionary[Any, tuple[list[Tensor], SharedRows | None]]] = WeakKeyDictionary()
+_SHARED_ROWS: Final[WeakKeyDictionary[Optimizer, tuple[list[Tensor], SharedRows | None]]] = WeakKeyDictionary()
 """For each optimizer the parameters clipped last, and which ranks share them."""
 
 

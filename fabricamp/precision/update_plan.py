@@ -110,7 +110,7 @@ class UpdatePlan:
         if self._close is not None:
             self._close(loss)
 
-    def run_shown(self, loss: Tensor | None, look: Callable[[], Clip | None], run: Callable[[], Any] | None) -> None:
+    def run_shown(self, loss: Tensor | None, look: Callable[[], Clip | None], run: Callable[[], object] | None) -> None:
         """As :meth:`run`, but ``look`` sees and edits unscaled gradients before, and ``run`` replaces ``optimizer.step``."""
         self._precision.step(self.optimizer, self.exchange(), run=run, look=look)
         if self._close is not None:
@@ -195,7 +195,7 @@ class Stages:
     """The stages of one optimizer's update in full precision: no masters, no scale, every step is applied."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer: Any = optimizer
+        self.optimizer: Any = optimizer  # its kernels' methods are called only if it is a FusedOptimizer
 
     def gradients(self) -> GradientMemory:
         """Returns the memory with the optimizer's gradients before its step."""
@@ -212,7 +212,9 @@ class Stages:
         if gradients is not IN_PLACE:
             write_gradients(self.optimizer, gradients)
 
-    def step(self, gradients: Gradients, clip: Clip | None, run: Callable[[], Any] | None, loss: Tensor | None) -> None:
+    def step(
+        self, gradients: Gradients, clip: Clip | None, run: Callable[[], object] | None, loss: Tensor | None
+    ) -> None:
         """Clips and updates, or skips; ``loss``: see :meth:`Precision.step <fabricamp.precision.Precision.step>`."""
         if run is None and isinstance(self.optimizer, FusedOptimizer):
             self.launch(gradients, clip, loss)
@@ -369,7 +371,9 @@ class ScaledStages(Stages):
     # -- a step --------------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, gradients: Gradients, clip: Clip | None, run: Callable[[], Any] | None, loss: Tensor | None) -> None:
+    def step(
+        self, gradients: Gradients, clip: Clip | None, run: Callable[[], object] | None, loss: Tensor | None
+    ) -> None:
         """Clips and updates, or skips; with ``loss`` it also finishes the training step if the same launch can do so."""
         if run is None and self.params.shown is None and isinstance(self.optimizer, FusedOptimizer):
             self.launch(gradients, clip, loss)
@@ -473,7 +477,7 @@ class ScaledStages(Stages):
     # -- a step through .grad: optimizers without kernels, a replaced optimizer.step, gradients that hooks saw ---------------------
 
     def _launch_by_grad(
-        self, gradients: Gradients, clip: Clip | None, run: Callable[[], Any] | None, loss: Tensor | None
+        self, gradients: Gradients, clip: Clip | None, run: Callable[[], object] | None, loss: Tensor | None
     ) -> None:
         """Writes unscaled and clipped gradients into ``.grad``, runs the optimizer on them, and rounds its masters."""
         params = self.params
@@ -484,7 +488,7 @@ class ScaledStages(Stages):
             found_inf = self._take_edits(params.shown, clip)
         self._update_by_grad(run, found_inf)
 
-    def _update_by_grad(self, run: Callable[[], Any] | None, found_inf: Tensor) -> None:
+    def _update_by_grad(self, run: Callable[[], object] | None, found_inf: Tensor) -> None:
         """Runs the optimizer on the gradients in ``.grad``, unless ``found_inf`` is set, and rounds its masters."""
         params = self.params
         pairs = zip(params.model_params, params.master_params, strict=True)
@@ -576,7 +580,7 @@ class ScaledStages(Stages):
         sizes = [gradient.numel() for gradient in gradients] if shared is None else [1] * len(gradients)
         params.stats_record = GradStatsRecord(statistics, (masters, sizes))
 
-    def _run(self, run: Callable[[], Any] | None, found_inf: Tensor) -> None:
+    def _run(self, run: Callable[[], object] | None, found_inf: Tensor) -> None:
         """Runs ``optimizer.step``, or ``run`` in its place, unless ``found_inf`` says that the step is skipped."""
         optimizer = self.optimizer
         if self._scaling.half_on_cpu and isinstance(optimizer, torch.optim.SGD):
@@ -591,7 +595,7 @@ class ScaledStages(Stages):
         with torch.enable_grad():
             (run or optimizer.step)()
 
-    def _warn_of_wait(self, run: Callable[[], Any] | None) -> None:
+    def _warn_of_wait(self, run: Callable[[], object] | None) -> None:
         scaling = self._scaling
         if scaling.warned_of_wait or scaling.strategy.rank != 0 or scaling.strategy.device.type == "cpu":
             return
@@ -611,6 +615,6 @@ class ScaledStages(Stages):
         self.optimizer.__dict__.pop("zero_grad", None)
 
 
-def _zero_grad(params: ParamGradMap, optimizer: Any, set_to_none: bool = True) -> None:
+def _zero_grad(params: ParamGradMap, optimizer: Optimizer, set_to_none: bool = True) -> None:
     type(optimizer).zero_grad(optimizer, set_to_none)
     params.clear()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
+    from fabricamp._utils.types import StateDict
+
 _TIMES = ("cpu_time", "cuda_time", "cpu_time_total", "cuda_time_total", "cpu_memory_usage", "cuda_memory_usage")
 _SORT_KEYS = (*_TIMES, *(f"self_{name}" for name in _TIMES[2:]), "count")
 
@@ -129,7 +131,7 @@ class PyTorchProfiler(Profiler):
         while self._handles:
             self._handles.pop().remove()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {**self.__dict__, "profiler": None, "function_events": None, "_handles": [], "_ranges": {}}
 
     def _open(self) -> None:

@@ -21,6 +21,8 @@ from fabricamp.runs.reading import find_runs, read_curves
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from fabricamp._utils.types import StateDict
+
 _SHORT: Final = 30
 _LEAST: Final = 6
 """Minimum width of the last column; below it, names are wrapped too."""
@@ -46,7 +48,7 @@ class Summary(NamedTuple):
 
 def summarise(folder: Path) -> Summary:
     """Returns the summary of a run from its run.json; from its logs if that file is missing or was never completed."""
-    content: dict[str, Any] = {}
+    content: StateDict = {}
     if not (folder / NAME).exists():
         # Only a fit writes run.json.
         reason = f"an evaluation or another trainer's (no {NAME})"

@@ -385,6 +385,20 @@ class FSDP(ProcessGroupStrategy, Sharding):
         if self._whole is not None:
             self._whole.restore(stacked)
 
+    def refuses_float8_gather(self) -> str:
+        """Returns the option under which torch gathers weights in their own dtypes alone; an empty string without one."""
+        if self.offload:
+            return "weights in host memory are not gathered in FP8; leave FSDP(offload=True) out, or all_gather"
+        if self.parallelize is not None:
+            return "layers that are split are not gathered in FP8; leave FSDP(parallelize=...) out, or all_gather"
+        after = self.reshard_after_forward
+        if not isinstance(after, bool):
+            return (
+                f"FSDP(reshard_after_forward={after}) keeps larger shards, which are not gathered in FP8; give True or False, or "
+                "leave all_gather out"
+            )
+        return ""
+
     def refuses_graph(self) -> str:
         """Returns the reason: steps are never captured with this strategy."""
         return "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out"

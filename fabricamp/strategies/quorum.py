@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from fabricamp._utils.types import StateDict
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.gradients.buckets import RankSums
 from fabricamp.torch_private import TCPStore
@@ -21,15 +22,14 @@ from fabricamp.torch_private import TCPStore
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fabricamp._utils.types import StateDict
 
 _LOG = logging.getLogger("fabricamp")
 _MOST_TRIES: Final = 10
 """Maximal number of failures of a sum in a row; each retry uses the remaining groups."""
 
 
-LoadState = Callable[[dict[str, Any]], None]
-GetState = Callable[[], dict[str, Any]]
+LoadState = Callable[[StateDict], None]
+GetState = Callable[[], StateDict]
 Connect = Callable[[LoadState, GetState], "Connection"]
 
 
@@ -66,7 +66,7 @@ class Quorum(RankSums):
         """Number of committed sums since the first group began; 0 before this group has joined."""
         self._open = False  # whether the quorum of the next step has started
         self._shrink_only = False  # whether it started without room for groups that join
-        self._received: dict[str, Any] | None = None  # another group's state
+        self._received: StateDict | None = None  # another group's state
         self._last: list[Tensor] = []  # this group's last sum, for a group that lacks it
         self._lacking: list[Tensor] | None = None  # another group's last sum, which this group lacks
         self._manager, self._hang_up, self.close = connect(self._load_state, self._get_state)
@@ -200,12 +200,12 @@ class Quorum(RankSums):
     def _load_state(self, received: StateDict) -> None:
         self._received = received
 
-    def _take_received(self) -> dict[str, Any] | None:
+    def _take_received(self) -> StateDict | None:
         received = self._received
         self._received = None
         return received
 
-    def _get_state(self) -> dict[str, Any]:
+    def _get_state(self) -> StateDict:
         # Within a step, where a failed sum is repeated, the run has no state to continue from.
         state = None if self._shrink_only or self.state is None else self.state()
         # Copied to the host at once: torchft copies on another stream, which would not wait for a clone on the GPU.

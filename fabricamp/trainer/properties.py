@@ -219,7 +219,7 @@ class TrainerProperties(TrainerLimits):
     def global_step(self) -> int:
         """The number of attempted steps."""
         self._refuse_in_a_capture("global_step")
-        if self.state.ahead:
+        if self.state.user_call.ahead:
             raise ConfigError(
                 "global_step was read by a transfer hook that runs ahead of its step, where the step is not known yet; read it in "
                 "on_after_batch_transfer, or give Trainer(prefetch_batches=0)"
@@ -227,7 +227,7 @@ class TrainerProperties(TrainerLimits):
         return self.state.global_step
 
     def _refuse_in_a_capture(self, name: str) -> None:
-        if self.state.capturing:
+        if self.state.user_call.capturing:
             raise NotCapturableError(
                 f"the step reads {name}, which stays constant in a step captured as a CUDA graph; count in a buffer on the "
                 "device, or leave it out"
@@ -277,7 +277,7 @@ class TrainerProperties(TrainerLimits):
     @property
     def received_sigterm(self) -> bool:
         """Whether SIGTERM ended the run."""
-        return self.state.interruption == "SIGTERM"
+        return self.state.stop_request.interruption == "SIGTERM"
 
     @property
     def enable_validation(self) -> bool:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.callbacks.base import Callback
     from fabricamp.checkpoint import CheckpointIO
     from fabricamp.compilation import Compile
@@ -199,6 +200,7 @@ class Trainer(TrainerProperties):
         if settings.start_method == "auto":
             settings.start_method = self.strategy.start_method or "auto"
         self.precision_plugin = precision_from(given["precision"], settings.nan_policy, self.device_type)
+        self.precision_plugin.check_strategy(self.strategy)
         self.profiler = profiler_from(given["profiler"], self.device_type)
         self.state = RunState()
         self.ckpt_path: str | None = None
@@ -254,8 +256,8 @@ class Trainer(TrainerProperties):
         refuse_unknown_data("fit", unknown)
         allowed = check_weights_only("fit", weights_only)
         self._run(TrainerFn.FITTING, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, allowed)
-        if self.state.stop_error is not None:
-            raise self.state.stop_error
+        if self.state.stop_request.error is not None:
+            raise self.state.stop_request.error
 
     def validate(
         self,
@@ -424,7 +426,8 @@ class Trainer(TrainerProperties):
         if value:
             self.state.ask("should_stop was set")
         else:
-            self.state.should_stop = self.state.agreed = False
+            self.state.should_stop = False
+            self.state.stop_request.agreed = False
 
     def stop(self, reason: str, error: Exception | None = None) -> None:
         """Ends training at the next step boundary; every rank has to call it at the same position (else set ``should_stop``).
@@ -432,7 +435,8 @@ class Trainer(TrainerProperties):
         ``fit`` raises ``error``, if given, after it has ended the run in the usual way.
         """
         self.state.stop(reason)
-        self.state.stop_error = error or self.state.stop_error
+        if error is not None:
+            self.state.stop_request.error = error
 
     def reduce_step_metrics(self) -> None:
         """Updates ``monitored_metrics`` to the values of the last step, and waits for them; every rank has to call it, or none."""
@@ -443,7 +447,7 @@ class Trainer(TrainerProperties):
         filepath: str | Path,
         weights_only: bool = False,
         *,
-        write: Callable[[str, dict[str, Any]], None] | None = None,
+        write: Callable[[str, StateDict], None] | None = None,
     ) -> None:
         """Writes a checkpoint, or passes it to ``write``; every rank calls it; raises :class:`CheckpointError` on every rank."""
         if self._runner.launches:

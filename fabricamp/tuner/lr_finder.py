@@ -15,7 +15,7 @@ from fabricamp.tuner.trials import leaving_no_trace, train
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fabricamp._utils.types import Batch
+    from fabricamp._utils.types import Batch, Output, ParamGroup
     from fabricamp.callbacks.lr_finder import LearningRateFinder
     from fabricamp.engine.session import Session
     from fabricamp.engine.source import GivenData
@@ -209,7 +209,7 @@ class _Sweep(Callback):
     def __init__(self, rates: list[float], early_stop_threshold: float | None) -> None:
         self.rates = rates
         self.losses: list[float] = []
-        self.groups: list[dict[str, Any]] = []
+        self.groups: list[ParamGroup] = []
         self._threshold = early_stop_threshold
         self._losses_of_step: list[Tensor] = []
         self._average = 0.0
@@ -224,7 +224,7 @@ class _Sweep(Callback):
                 group["lr"] = rate
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
     ) -> None:
         if outputs:
             self._losses_of_step.append(outputs["loss"].float())

@@ -96,7 +96,7 @@ def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Ite
         yield session
     leave_interrupted(trainer)
     if trainer.state.interrupted:
-        raise KeyboardInterrupt(trainer.state.interruption)
+        raise KeyboardInterrupt(trainer.state.stop_request.interruption)
 
 
 # -- restoring the module ----------------------------------------------------------------------------------------------------------

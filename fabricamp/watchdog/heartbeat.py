@@ -141,7 +141,7 @@ class HeartbeatSource:
         """Returns the seconds since the counters last changed."""
         state = self._state
         counters = (state.epoch, state.global_step, state.batch_idx, state.batches_done, state.evaluated)
-        mark = (state.fn, state.stage, state.scope, *counters)
+        mark = (state.fn, state.stage, state.user_call.scope, *counters)
         if mark != self._mark:
             self._mark = mark
             self._since = now
@@ -174,9 +174,9 @@ def position_of(state: RunState) -> str:
     step = f"in {name} at step {state.global_step} (epoch {state.epoch}, batch {state.batch_idx}), "
     if state.evaluated != NOT_VALIDATING:
         return f"{step}in validation batch {state.evaluated}"
-    if state.scope is Scope.NOWHERE:
+    if state.user_call.scope is Scope.NOWHERE:
         return f"{step}before, between or after epochs"
-    return f"{step}{state.scope.value}"
+    return f"{step}{state.user_call.scope.value}"
 
 
 def _activity_of(frame: FrameType | None) -> str:

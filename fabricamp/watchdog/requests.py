@@ -62,7 +62,7 @@ class LoopRequests:
 
     def spread(self) -> None:
         """Publishes this rank's request without waiting: ``min_steps`` or ``min_epochs`` do not allow any rank to stop yet."""
-        self._reason = self._state.stop_reason
+        self._reason = self._state.stop_request.reason
 
     def all_ask(self, boundary: float) -> bool:
         """Returns whether all ranks ask to stop at ``boundary``; waits for ranks that have not reached it.
@@ -70,7 +70,7 @@ class LoopRequests:
         Raises :class:`DistributedError` if they do not reach it within the strategy's timeout, or if the store is lost.
         """
         if self._world_size == 1:
-            self._state.agreed = True
+            self._state.stop_request.agreed = True
             return True
         self._asks_at = boundary
         self.spread()
@@ -79,8 +79,8 @@ class LoopRequests:
             self._changed.clear()
             decided = self._decide(boundary)
             if decided:
-                self._state.agreed = True
-                self._state.stop_reason = self._first
+                self._state.stop_request.agreed = True
+                self._state.stop_request.reason = self._first
             if decided is not None:
                 return decided
             if self._lost or not self._changed.wait(max(deadline - time.monotonic(), 0)):
@@ -106,8 +106,8 @@ class LoopRequests:
         ]
         named = f"rank {', '.join(map(str, late))}" if late else "the other ranks"
         return (
-            f"rank {self._rank} asked to stop ({self._state.stop_reason}) after micro-batch {self._state.batches_done}, and "
-            f"{named} did not reach it: {why}; see what ended or blocks them"
+            f"rank {self._rank} asked to stop ({self._state.stop_request.reason}) after micro-batch "
+            f"{self._state.batches_done}, and {named} did not reach it: {why}; see what ended or blocks them"
         )
 
     # -- for the watchdog thread -------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class LoopRequests:
                 return
             self._first = store.get(_ASKED).decode()
             self._state.ask(self._first)
-        self._publish(store, (self._state.passed, self._asks_at))
+        self._publish(store, (self._state.agenda.passed, self._asks_at))
         keys = [_progress_key(rank) for rank in range(self._world_size)]
         if not store.check(keys):
             return
@@ -132,7 +132,7 @@ class LoopRequests:
 
     def leave(self, store: Store) -> None:
         """Publishes the final progress: this rank is past every boundary, unless it stopped at one by agreement."""
-        passed = self._state.passed if self._state.agreed else _ENDED
+        passed = self._state.agenda.passed if self._state.stop_request.agreed else _ENDED
         self._publish(store, (passed, self._asks_at))
 
     def note_store_lost(self, why: str) -> None:

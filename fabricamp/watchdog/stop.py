@@ -158,7 +158,7 @@ class StopAgreement:
 
         Every rank calls it, with ``here`` for its own answer (one small collective).
         """
-        reason = self._state.interruption or self.reason or self.asked
+        reason = self._state.stop_request.interruption or self.reason or self.asked
         number = 1 + INTERRUPTIONS.index(reason) if here else 0
         if self._strategy.world_size > 1:
             # A rank that had no batch left may not have reached the position where the others stopped.

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError
 
@@ -32,6 +32,9 @@ from fabricamp.watchdog.leaving import exit_now
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code
 from fabricamp.watchdog.stop import ANSWER_SECONDS, StopAgreement
+
+if TYPE_CHECKING:
+    from fabricamp._utils.types import Batch
 
 _POLL_SECONDS = 0.1
 _SHORTEST_SECONDS = 0.0005
@@ -136,7 +139,7 @@ class Watchdog:
                 time.sleep(_POLL_SECONDS)
         return {}
 
-    def together(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def together(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Returns ``batches``, but yields the first batch only when every rank has its first batch, or knows that it has none.
 
         Loader workers may start slowly on one rank.  The other ranks would wait in a collective, which fails after the strategy's
@@ -146,7 +149,7 @@ class Watchdog:
             return iter(batches)
         return itertools.chain.from_iterable(self._first_and_rest(iter(batches)))
 
-    def _first_and_rest(self, batches: Iterator[Any]) -> Iterator[Iterable[Any]]:
+    def _first_and_rest(self, batches: Iterator[Batch]) -> Iterator[Iterable[Any]]:
         first = list(itertools.islice(batches, 1))
         self._meet_at_first_batch()
         yield first

@@ -21,6 +21,7 @@ from fabricamp.loggers import CSVLogger
 from fabricamp.ops.shards import local
 from fabricamp.optimizers import FusedAdam
 from tests.distributed.ranks import run_ranks
+from tests.inside import session
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -370,7 +371,7 @@ class Ends(Callback):
     """Requests an interruption in step 3; all ranks then end after step 4."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        agreement = trainer._runner.session.agreement
+        agreement = session(trainer).agreement
         if trainer.global_step == 3:
             agreement.request("SIGTERM")
             assert agreement._settled.wait(30.0)

@@ -12,6 +12,7 @@ from fabricamp import Callback
 from fabricamp._utils.say_once import say_once
 from fabricamp.callbacks import BasePredictionWriter
 from fabricamp.errors import ConfigError, UnknownArgumentError
+from tests.inside import session
 from tests.small import Classifier, quiet_trainer
 from tests.small import loader as trained_on
 
@@ -177,7 +178,7 @@ class Looks(Callback):
 
     def on_predict_epoch_end(self, trainer, pl_module):
         self.look(trainer)
-        self.loaders = [feed._loader for _, feed in trainer._opened.data._feeds]
+        self.loaders = [feed._loader for _, feed in session(trainer).data._feeds]
 
     def look(self, trainer):
         loop = trainer.predict_loop
@@ -191,7 +192,7 @@ def test_without_a_writer_nothing_is_noted():
     assert looks.loaders[0] is loader
     trainer = quiet_trainer(callbacks=[Notes("epoch")], max_steps=1)
     trainer.fit(Classifier(), trained_on(), trained_on())
-    assert trainer._opened.predicted is None
+    assert session(trainer).predicted is None
 
 
 def test_batches_that_are_written_one_by_one_are_not_kept():

@@ -239,7 +239,26 @@ def test_the_first_batch_does_not_wait_under_the_sanity_checks_bar(clock, monkey
     trainer.sanity_checking = False
     run_epoch(bar, trainer, clock, 0.001, validate_at=(4,))
     bar.on_train_epoch_start(trainer, None)
-    assert screen.labels == ["sanity check", "epoch 1/3"]
+    assert list(dict.fromkeys(screen.labels)) == ["sanity check", "epoch 1/3"]
+
+
+def test_below_a_line_is_the_bar_of_its_epoch_however_short_epochs_are(clock, monkeypatch):
+    """Refreshes are seconds apart on a slow terminal; the bar of the first epoch stood below the lines of later ones."""
+
+    class Screen(Pictures):
+        def write(self, pairs):
+            self.labels.append(f"line of {pairs[0][0]}")
+
+    screen = Screen()
+    monkeypatch.setattr(progress_bar, "open_renderer", lambda interval: screen)
+    bar, trainer = ProgressBar(), stand_in()
+    bar.setup(trainer, None, "fit")
+    for _ in range(3):
+        run_epoch(bar, trainer, clock, 0.001)
+    lines = [at for at, label in enumerate(screen.labels) if label.startswith("line")]
+    assert [screen.labels[at - 1 : at + 1] for at in lines] == [
+        [f"epoch {epoch}/3", f"line of epoch {epoch}/3"] for epoch in (1, 2, 3)
+    ]
 
 
 def test_other_ranks_show_nothing(clock, caplog):

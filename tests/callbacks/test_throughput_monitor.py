@@ -13,6 +13,7 @@ from fabricamp.callbacks.throughput_monitor import peak_flops
 from fabricamp.loggers import Logger
 from fabricamp.torch_private import dispatch_modes
 from tests.distributed.ranks import run_ranks
+from tests.inside import captured_groups, graph_update
 from tests.loop.test_cuda_graph_steps import Together
 from tests.small import QUIET, Classifier, Trainer, loader, quiet_trainer
 
@@ -247,7 +248,7 @@ class Waits(Callback):
         torch.cuda.set_sync_debug_mode("error" if trainer.global_step >= 40 else "default")
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        groups = getattr(trainer._runner.session.graphs.update, "_groups", {})
+        groups = captured_groups(graph_update(trainer))
         self.launches = max(self.launches, sum(one.replays for one in groups.values()))
 
     def on_train_end(self, trainer, module):

@@ -17,6 +17,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedAdam
 from fabricamp.optimizers.refusals import owned_parameters
 from tests.distributed.ranks import run_ranks
+from tests.inside import averaged_steps, replaced_weights
 from tests.small import loader, quiet_trainer
 
 
@@ -215,7 +216,7 @@ def test_the_average_is_validated_and_the_weights_go_on(precision, dtype):
         torch.testing.assert_close(seen[name], value.to(seen[name].dtype))
         torch.testing.assert_close(averaged[name], value)
     plain = state_of(fit(precision=precision, validates=True)[1])
-    assert all(torch.equal(plain[name], value) for name, value in trainer.callbacks[0]._raw.items())
+    assert all(torch.equal(plain[name], value) for name, value in replaced_weights(trainer.callbacks[0]).items())
     assert not torch.equal(plain["net.0.weight"], averaged["net.0.weight"])
     trainer.test(module, loader(8, 4), verbose=False)
     assert equal(module.validated[-1], seen)
@@ -300,9 +301,9 @@ def check_resume(tmp_path, precision, accumulation, fused, step):
     cut.save_checkpoint(tmp_path / "cut.ckpt")
     resumed, again = fit(EMA(0.9, every=2), ckpt_path=tmp_path / "cut.ckpt", **options())
     assert equal(state_of(module), state_of(again))
-    assert equal(straight.callbacks[0]._raw, resumed.callbacks[0]._raw)
+    assert equal(replaced_weights(straight.callbacks[0]), replaced_weights(resumed.callbacks[0]))
     assert equal(module.validated[-1], again.validated[-1])
-    assert int(straight.callbacks[0]._averages.count) == int(resumed.callbacks[0]._averages.count)
+    assert averaged_steps(straight.callbacks[0]) == averaged_steps(resumed.callbacks[0])
 
 
 @pytest.mark.parametrize(("precision", "accumulation", "fused", "step"), RESUMES)
@@ -316,7 +317,7 @@ def test_a_run_goes_on_from_before_an_update_whose_step_is_skipped(tmp_path):
     cut, _ = fit(EMA(0.9, every=4), save_at=6, **options)
     cut.save_checkpoint(tmp_path / "cut.ckpt")
     resumed, again = fit(EMA(0.9, every=4), ckpt_path=tmp_path / "cut.ckpt", bad=(1, 2), **options)
-    assert int(straight.callbacks[0]._averages.count) == int(resumed.callbacks[0]._averages.count) == 6
+    assert averaged_steps(straight.callbacks[0]) == averaged_steps(resumed.callbacks[0]) == 6
     assert equal(state_of(module), state_of(again))
 
 
@@ -352,12 +353,12 @@ def test_a_second_fit_begins_a_new_average():
     callback, module = EMA(0.9), Net()
     trainer = quiet_trainer(max_epochs=1, callbacks=[callback])
     trainer.fit(module, loader())
-    assert int(callback._averages.count) == 8
+    assert averaged_steps(callback) == 8
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader())
-    assert int(callback._averages.count) == 8
+    assert averaged_steps(callback) == 8
     quiet_trainer(max_epochs=1, callbacks=[callback]).fit(Net(), loader())
-    assert int(callback._averages.count) == 8
+    assert averaged_steps(callback) == 8
     assert pickle.loads(pickle.dumps(callback))._averages is None
 
 

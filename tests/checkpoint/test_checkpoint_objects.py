@@ -27,6 +27,7 @@ from fabricamp.checkpoint.packing import pack_objects
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointObjectsError
 from tests.distributed.ranks import run_ranks
+from tests.inside import settings
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -174,10 +175,10 @@ def test_a_state_without_objects_has_the_same_bytes_with_the_switch(tmp_path):
 
 
 def test_the_switch_is_on_for_scripts_of_lightning(monkeypatch):
-    assert not quiet_trainer()._runner.settings.checkpoint_objects
+    assert not settings(quiet_trainer()).checkpoint_objects
     monkeypatch.setattr("fabricamp._utils.lightning_alias._installed", True)
-    assert quiet_trainer()._runner.settings.checkpoint_objects
-    assert not quiet_trainer(checkpoint_objects=False)._runner.settings.checkpoint_objects
+    assert settings(quiet_trainer()).checkpoint_objects
+    assert not settings(quiet_trainer(checkpoint_objects=False)).checkpoint_objects
     with pytest.raises(ConfigError, match="checkpoint_objects"):
         quiet_trainer(checkpoint_objects="yes")
 

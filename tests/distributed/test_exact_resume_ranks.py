@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp.strategies import DDP, DelayedDDP
 from tests.distributed.ranks import run_ranks
+from tests.inside import session
 from tests.small import quiet_trainer
 from tests.trainer.test_exact_resume import BATCH, Net, Samples, Saves
 from tests.trainer.test_resume import assert_equal
@@ -54,9 +55,7 @@ def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, s
         **options,
     )
     rows = []
-    module.on_train_start = lambda: trainer._runner.session.metrics.sinks.append(
-        lambda row, step: rows.append((step, row))
-    )
+    module.on_train_start = lambda: session(trainer).metrics.sinks.append(lambda row, step: rows.append((step, row)))
     contents = {}
 
     def keep():

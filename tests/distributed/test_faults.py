@@ -22,6 +22,7 @@ from fabricamp.strategies import DDP
 from fabricamp.watchdog import watch
 from fabricamp.watchdog.heartbeat import HeartbeatSource, _lives
 from tests.distributed.ranks import side_by_side
+from tests.inside import session
 from tests.kill.attempts import attempt, import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
 
@@ -53,7 +54,7 @@ class Impatient(Callback):
         self.stands = stands
 
     def on_train_start(self, trainer, module):
-        watchdog = trainer._runner.session.watchdog
+        watchdog = session(trainer).watchdog
         source = HeartbeatSource(trainer.state, trainer.global_rank)
         store = trainer.strategy.store.clone()
 
@@ -375,7 +376,7 @@ class Deaf(Callback):
                     time.sleep(0.05)
                 os._exit(9)
 
-            trainer._runner.session.watchdog._poll = look
+            session(trainer).watchdog._poll = look
             gone.wait()
 
 

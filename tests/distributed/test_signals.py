@@ -17,6 +17,7 @@ from fabricamp import Callback
 from fabricamp.callbacks import ModelCheckpoint
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import end, finish, start, wait_for_line
+from tests.inside import session
 from tests.kill.attempts import attempt, import_everything
 from tests.small import Classifier, data, loader, quiet_trainer
 
@@ -47,7 +48,7 @@ class Late:
 
 def wait_until_settled(trainer):
     """Waits until the common stop position is known."""
-    while not trainer._runner.session.agreement.settled:
+    while not session(trainer).agreement.settled:
         time.sleep(0.01)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.strategies import DDP
 from tests.distributed.ranks import run_ranks
+from tests.inside import runner
 from tests.small import Classifier, loader, quiet_trainer
 
 # (samples, batch size): uneven shares, fewer samples than ranks, batches that do not divide, one sample.
@@ -180,7 +181,7 @@ def log_once(folder):
         trainer.fit(Measured(), loader(), loader(7, 2))
         trainer.save_checkpoint(folder / "one.ckpt")
         trainer.predict(Measured(), loader(7, 2))
-        trainer.strategy.setup_environment(trainer._runner.environment, torch.device("cpu"))
+        trainer.strategy.setup_environment(runner(trainer).environment, torch.device("cpu"))
         gathered = trainer.strategy.all_gather(torch.tensor([dist.get_rank()]))
     assert gathered.flatten().tolist() == list(range(dist.get_world_size()))
     return [f"{one.category.__name__}: {one.message} ({one.filename})" for one in caught]

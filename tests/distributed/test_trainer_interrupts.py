@@ -16,6 +16,7 @@ from tests.kill.attempts import import_everything
 SCRIPT = """
 import sys, threading, time
 from fabricamp import Trainer
+from tests.inside import session
 from tests.small import Classifier, loader
 
 what = sys.argv[1]
@@ -34,7 +35,7 @@ class Net(Classifier):
             note(f"t{self.global_step}")
         time.sleep(0.03)
         if "stuck" in what and self.global_step == 3:
-            wait_until(lambda: self.trainer._runner.session.agreement.asked)
+            wait_until(lambda: session(self.trainer).agreement.asked)
             note(f"asked {self.global_rank}")
             threading.Event().wait()  # for ever
         return super().training_step(batch, batch_idx)

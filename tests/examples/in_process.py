@@ -28,7 +28,7 @@ def digits_accuracy(precision, optimizer, *, epochs, accelerator="cpu"):
 @cache
 def gpt_losses(precision, optimizer, accelerator="cpu"):
     """Returns losses of a small variant of the GPT example (nats per byte) on the test text: after 50 steps, and at the start."""
-    from examples.gpt.gpt import LanguageModel, SourceText
+    from examples.gpt.gpt import BYTES, GPT, LanguageModel, SourceText
 
     seed_everything(0)
     limits = {"max_steps": 50, "limit_test_batches": 8, "gradient_clip_val": 1.0}
@@ -37,7 +37,7 @@ def gpt_losses(precision, optimizer, accelerator="cpu"):
     data.setup("fit")
     windows = data.train.tensors[0][:64].long()
     with torch.no_grad():
-        first = module.net(windows[:, :-1], windows[:, 1:]).item()
+        first = GPT(BYTES, **GPT_SIZES)(windows[:, :-1], windows[:, 1:]).item()
     trainer.fit(module, datamodule=data)
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
     (result,) = trainer.test(module, datamodule=data, verbose=False)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from examples.gpt import gpt
 from fabricamp import ConfigError
+from fabricamp.runs.reading import read_curves
 from tests.distributed.ranks import run_ranks
 from tests.examples.in_process import gpt_losses
 
@@ -91,17 +93,30 @@ def cell(output, label):
     return value
 
 
+def loss_in(output):
+    return float(cell(output, "test loss").removesuffix(" nats per byte"))
+
+
 @pytest.mark.parametrize("precision", ["O0", pytest.param("O5", marks=pytest.mark.slow)])
-def test_the_script_learns_in_two_processes_and_reports_once(precision):
+def test_a_sharded_run_reports_once_and_goes_on_in_one_process(precision):
     sizes = ("--layers", 2, "--width", 64, "--heads", 2)
-    options = ("--precision", precision, "--devices", 2, "--strategy", "ddp", "--max-steps", 40, *sizes)
-    output, second = run_ranks(run, 2, *options, backend=None)
+    options = ("--precision", precision, "--max-steps", 40, "--save-every", 20, *sizes)
+    sharded, second = run_ranks(run, 2, "--devices", 2, "--strategy", "fsdp", *options, backend=None)
     assert second == ""
-    assert float(cell(output, "test loss").removesuffix(" nats per byte")) < 3.1
-    assert float(cell(output, "tokens/s")) > 0
-    assert Path(cell(output, "checkpoint")).is_file()
-    assert list(Path(cell(output, "TensorBoard logs")).glob("events.*"))
-    assert len(output.partition("What it writes by itself:\n\ndef ")[2].encode()) >= 200
+    assert loss_in(sharded) < 3.1
+    assert float(cell(sharded, "tokens/s")) > 0
+    last = Path(cell(sharded, "checkpoint"))
+    assert list(last.glob("**/*.distcp")), "the ranks wrote no shards"
+    assert list(Path(cell(sharded, "TensorBoard logs")).glob("events.*"))
+    assert len(sharded.partition("What it writes by itself:\n\ndef ")[2].encode()) >= 200
+
+    shutil.rmtree(last)
+    (alone,) = run_ranks(run, 1, "--devices", 1, "--resume", "--picture", "losses.svg", *options, backend=None)
+    assert Path(cell(alone, "checkpoint")).is_file()
+    assert loss_in(alone) == pytest.approx(loss_in(sharded), abs=0.002 if precision == "O0" else 0.02)
+    assert read_curves(Path(cell(alone, "TensorBoard logs")))["train_loss"].steps[0] > 20
+    picture = Path("losses.svg").read_text()
+    assert [name for name in ("version_0", "version_1") if name not in picture] == []
 
 
 def test_an_unknown_optimizer_ends_before_training(monkeypatch):

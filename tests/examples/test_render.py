@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # torch's wrapper imports it: here once, before the ranks are forked, instead of in each rank
 
-from benchmarks import cross_entropy, norms, render, syncbn
+from benchmarks import cross_entropy, fsdp, norms, render, rounds, syncbn
 from tests.distributed.ranks import run_ranks
 
 ABOUT = {
@@ -103,6 +103,58 @@ def test_cross_entropy():
     ]
     page = render.cross_entropy(ABOUT | {"rows": rows})
     assert f"| {shape} | ours | 0.200 | 0.400 | 0.600 | 0.700 | 90% | 2.00 | 2.50x |" in page
+
+
+def test_sharded_weights_with_compiled_blocks():
+    def row(way, *times):
+        return {
+            "network": "1.4B",
+            "way": way,
+            "step_ms": times[1],
+            "window_ms": times[1],
+            "window_quartiles_ms": [times[0], times[2]],
+            "update_ms": 1.0,
+            "memory_gb": 2.0,
+            "tokens_s_gpu": 3,
+        }
+
+    rows = [
+        row("fabricamp blocks", 8.5, 8.8, 9.5),
+        row("fabricamp fp8 blocks", 7.0, 7.5, 7.6),
+        row("compiled", 10.0, 10.0, 10.0),
+    ]
+    found = fsdp.ratios([*rows, {"network": "1.4B", "way": "saved"}])
+    assert [(one["way"], one["decided"]) for one in found] == [
+        ("fabricamp blocks", "not decided"),
+        ("fabricamp fp8 blocks", "met"),
+    ]
+    page = render.fsdp(ABOUT | {"rows": rows, "ratios": found})
+    assert (
+        "| 1.4B | fabricamp fp8 blocks | 7.50 (7.00 to 7.60) | 1.00 | 2.00 | 3 | 0.750 (0.700 to 0.760); aim 0.8, met |"
+        in page
+    )
+    assert page.count("step, GPU ms") == 1
+    assert "step over fused" not in page
+
+
+def test_compiled_steps_of_ranks():
+    times = {"torch": [10.0, 10.0], "fabricamp": [8.0, 9.0]}
+    row = {
+        "batch": 8,
+        "wall_ms": {"torch": 10.0, "fabricamp": 8.5},
+        "wall_ms_of_rounds": times,
+        "ratio": rounds.ratio(times["fabricamp"], times["torch"], 0.9),
+    }
+    page = render.compiled_ranks(ABOUT | {"rows": [row]})
+    assert "| 8 | 2 | 10.00 | 8.50 | 0.850 (0.825 to 0.875), met |" in page
+
+
+def test_overhead_beside_an_earlier_tree():
+    row = {"run": "3 callbacks, 1 log", "step": "mean", "old_us": [9, 10, 11], "new_us": [9, 9.9, 12]}
+    result = {"cores": 16, "rounds_at_once": True, "rows": [{**row, "new_over_old": [0.98, 0.99, 1.01]}]}
+    page = render.overhead_trees(result)
+    assert "each on a core of its own" in page
+    assert "| 3 callbacks, 1 log | mean | 10.0 (9.0 to 11.0) | 9.9 (9.0 to 12.0) | 0.990 (0.980 to 1.010) |" in page
 
 
 def test_the_page_has_what_there_is(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabricamp import Callback, ConfigError, CudaGraph, NonFiniteError, OptLevel, Trainer, TrainingModule
 from fabricamp.callbacks import EMA, BaseFinetuning, ModelCheckpoint
 from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
+from tests.inside import captured_evaluations, captured_steps, graph_update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -114,7 +115,7 @@ def fit(graph, precision="O0", module=None, loader=None, validation=None, seed=3
 
 
 def captured(trainer):
-    return trainer._runner.session.graphs.update
+    return graph_update(trainer)
 
 
 def equal(one, other):
@@ -215,7 +216,7 @@ class Poison(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         update = captured(trainer)
-        if update is None or len(update._steps) < 9:
+        if update is None or len(captured_steps(update)) < 9:
             return
         if self.graph is None:
             torch.cuda.synchronize()
@@ -291,7 +292,7 @@ def test_it_replays_and_gives_the_stream_and_memory_back():
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            (step,) = captured(trainer)._steps.values() or (None,) if trainer.global_step > 10 else (None,)
+            (step,) = captured_steps(captured(trainer)).values() or (None,) if trainer.global_step > 10 else (None,)
             steps.append(step and step.replays)
             addresses.append([one.grad.data_ptr() for one in module.parameters()])
 
@@ -300,7 +301,7 @@ def test_it_replays_and_gives_the_stream_and_memory_back():
     assert steps[-2] == 20
     assert addresses[10:-1] == [addresses[10]] * 20  # gradients stay where the graph writes them
     assert torch.cuda.current_stream() == outer
-    assert not captured(trainer)._steps
+    assert not captured_steps(captured(trainer))
 
 
 def test_an_attribute_that_hooks_rebind_is_captured_anew():
@@ -587,7 +588,7 @@ def test_evaluation_and_torchmetrics_have_the_bits_of_eager_ones(precision):
         trainer = fitted[0]
         results = trainer.validate(module, loaders)
         if graph:
-            (evaluation,) = trainer._runner.session.graphs._evaluations.values()
+            (evaluation,) = captured_evaluations(trainer)
             assert not evaluation.why_eager
         predictions = trainer.predict(module, images(12, last=3))
         found.append((fitted, watch, results, predictions))
@@ -637,7 +638,7 @@ def test_a_wrong_replay_of_an_evaluation_is_no_batch_of_the_run():
 def test_an_evaluation_that_is_replayed():
     class Look(Callback):
         def on_validation_epoch_end(self, trainer, module):
-            graphs = trainer._runner.session.graphs._evaluations.values()
+            graphs = captured_evaluations(trainer)
             self.replays = sum(one.replays for each in graphs for one in each._graphs.values())
 
     look, module = Look(), Measured()

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel, TrainingModule
+from tests.inside import captured_steps, graph_update
 from tests.small import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -95,9 +96,9 @@ class Watch(Callback):
         self.options.append([{key: type(value).__name__ for key, value in group.items()} for group in groups])
 
     def on_train_end(self, trainer, module):
-        update = trainer._runner.session.graphs.update
+        update = graph_update(trainer)
         self.update = update
-        self.replays = 0 if update is None else sum(step.replays for step in update._steps.values())
+        self.replays = 0 if update is None else sum(step.replays for step in captured_steps(update).values())
 
 
 def batches(*, spikes=False):
@@ -167,6 +168,16 @@ def test_steps_with_onecycle_have_the_bits_of_eager_ones(level, name):
     assert (eager[0].skipped_steps > 0) == spikes
 
 
+class OwnStep(OptLevel):
+    def step(self, *arguments, **options):
+        super().step(*arguments, **options)
+
+
+def test_betas_that_change_in_each_step_are_refused_under_a_precision_with_a_step_of_its_own():
+    with pytest.raises(ConfigError, match="changes in each step, and OwnStep overrides step"):
+        trained(maker("AdamW tensor"), CudaGraph(), OwnStep("O0"))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -233,10 +244,20 @@ class Sparse(Net):
         return super().training_step((x + self.table(y), y), batch_idx)
 
 
-def test_sparse_gradients_after_a_replay_are_refused():
-    with pytest.raises(ConfigError, match="Adagrad steps after each replay, and a replay hands it no sparse gradients"):
-        trained(None, GRAPH, module=Sparse(maker("Adagrad")))
-    runs = [trained(None, graph, module=Sparse(maker("Adagrad"))) for graph in (False, "auto")]
+@pytest.mark.parametrize(
+    ("accumulate", "words"),
+    [
+        (1, "Adagrad steps after each replay, and a replay hands it no sparse gradients"),
+        (2, "sparse gradients of an accumulation have another size each time"),
+    ],
+)
+def test_sparse_gradients_after_a_replay_are_refused(accumulate, words):
+    with pytest.raises(ConfigError, match=words):
+        trained(None, GRAPH, module=Sparse(maker("Adagrad")), accumulate_grad_batches=accumulate)
+    runs = [
+        trained(None, graph, module=Sparse(maker("Adagrad")), accumulate_grad_batches=accumulate)
+        for graph in (False, "auto")
+    ]
     for left, right in zip(runs[0][1].parameters(), runs[1][1].parameters(), strict=True):
         assert torch.equal(left, right)
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback, CudaGraph, TrainingModule
 from fabricamp.optimizers import FusedAdam
+from tests.inside import captured_steps, graph_update
 from tests.small import quiet_trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -69,9 +70,9 @@ class Looks(Callback):
         self.lends = True
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        update = trainer._runner.session.graphs.update
+        update = graph_update(trainer)
         if update is not None:
-            self.replays = max(self.replays, 0, *[one.replays for one in update._steps.values()])
+            self.replays = max(self.replays, 0, *[one.replays for one in captured_steps(update).values()])
             self.lends = update._lends
 
 
@@ -117,6 +118,19 @@ def test_outputs_that_a_hook_keeps():
     same(module, eager())
     assert looks.lends
     assert looks.replays == ROWS.count(FULL) - 3
+
+
+@pytest.mark.parametrize("precision", ["O1", "O4", "O5"])
+def test_micro_batches_of_an_accumulation_share_the_memory(precision):
+    """Eager ones between replays leave their gradients, or the sums of these, and their loss outside."""
+    rows = ([FULL] * 7 + [SHORT]) * 8
+    options = {"rows": rows, "precision": precision, "accumulate_grad_batches": 3}
+    keeps, module = KeepsOutputs(), Net()
+    looks = fit(GRAPH, module, keeps, **options)
+    keeps.kept.check(2 * len(rows))
+    same(module, eager(**options))
+    assert looks.lends
+    assert looks.replays > 3
 
 
 class KeepsGradients(Callback):
@@ -309,8 +323,8 @@ def test_several_steps_a_launch_and_several_shapes_share_the_memory(steps):
 
     class Pools(Callback):
         def on_train_end(self, trainer, module):
-            update = trainer._runner.session.graphs.update
-            self.graphs = len(update._steps)
+            update = graph_update(trainer)
+            self.graphs = len(captured_steps(update))
             self.pools = {one["segment_pool_id"] for one in torch.cuda.memory_snapshot()} - before - {(0, 0)}
 
     gc.collect()
@@ -323,3 +337,31 @@ def test_several_steps_a_launch_and_several_shapes_share_the_memory(steps):
     same(module, eager(rows=rows))
     assert pools.graphs == 3
     assert len(pools.pools) == 1
+
+
+def test_the_workspaces_of_cublas_are_not_in_the_graphs_memory():
+    """torch keeps them for good: between the tensors of a step they would split a large block that the step frees."""
+
+    def allocated():
+        """Returns the allocated bytes of the ordinary pool, and of all other pools."""
+        found = {True: 0, False: 0}
+        for segment in torch.cuda.memory_snapshot():
+            found[segment["segment_pool_id"] == (0, 0)] += segment["allocated_size"]
+        return found[True], found[False]
+
+    class ClearsWorkspaces(Callback):
+        def on_train_end(self, trainer, module):
+            torch.cuda.synchronize()
+            before = allocated()
+            torch._C._cuda_clearCublasWorkspaces()
+            after = allocated()
+            self.freed = [one - other for one, other in zip(before, after, strict=True)]
+
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # those of earlier tests, for the same stream
+    clears = ClearsWorkspaces()
+    looks = fit(GRAPH, Net(), clears)
+    assert looks.replays > 1
+    ordinary, graphs = clears.freed
+    assert ordinary > 0
+    assert graphs == 0

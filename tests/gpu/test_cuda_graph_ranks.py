@@ -17,6 +17,7 @@ from fabricamp.engine.graph.comparison import compare
 from fabricamp.optimizers import FusedAdam, FusedSGD
 from fabricamp.strategies import DDP, DelayedDDP
 from tests.distributed.ranks import run_ranks
+from tests.inside import captured_steps, graph_update
 from tests.small import quiet_trainer
 
 pytestmark = [
@@ -79,8 +80,8 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.losses.append(outputs["loss"].clone())
-        graph = trainer._runner.session.graphs.update
-        self.replays = 0 if graph is None else sum(one.replays for one in graph._steps.values())
+        graph = graph_update(trainer)
+        self.replays = 0 if graph is None else sum(one.replays for one in captured_steps(graph).values())
         self.first = self.first or (trainer.global_step if self.replays else 0)
 
 
@@ -205,7 +206,7 @@ def one_cannot():
     join()
     trainer = quiet_trainer(accelerator="gpu", devices="auto", strategy="delayed_ddp", max_epochs=1, cuda_graph="auto")
     trainer.fit(Late(), DataLoader(Samples(60), batch_size=None))
-    why = trainer._runner.session.graphs.update.why_eager
+    why = graph_update(trainer).why_eager
     dist.destroy_process_group()
     return trainer.global_step, why
 

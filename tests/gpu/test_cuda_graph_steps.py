@@ -23,6 +23,7 @@ from tests.gpu.test_cuda_graph import (
     images,
     trainer_of,
 )
+from tests.inside import captured_groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -221,7 +222,7 @@ def test_it_launches_together_what_it_can():
             return math.inf
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            launches.append(sum(one.replays for one in captured(trainer)._groups.values()))
+            launches.append(sum(one.replays for one in captured_groups(captured(trainer)).values()))
 
     _, _, late = fit(GROUPED, "O0", Net(), images(40), Look(), max_epochs=1)
     # Eleven batches run one by one, the last of them as the first replay; a launch is made at the first of its batches.

@@ -15,6 +15,7 @@ from fabricamp import Callback, ConfigError, CudaGraph
 from fabricamp.callbacks import GradientAccumulationScheduler
 from fabricamp.engine.graph import graphs
 from tests.gpu.test_cuda_graph import Net, captured, fit, images, same
+from tests.inside import captured_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -29,7 +30,9 @@ def test_windows_whose_length_changes_over_epochs(precision, optimizer):
         def on_train_epoch_end(self, trainer, module):
             update = captured(trainer)
             if update is not None:
-                self.found.append({(role.accumulate, step.replays > 3) for (_, role), step in update._steps.items()})
+                self.found.append(
+                    {(role.accumulate, step.replays > 3) for (_, role), step in captured_steps(update).items()}
+                )
 
     schedule, options = {0: 2, 2: 1, 3: 4}, {"max_epochs": 5, "gradient_clip_val": 0.5}
     roles = Roles()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from fabricamp import Callback, ConfigError, CudaGraph, TrainingModule
 from fabricamp.optimizers import FusedAdam
 from tests.gpu.test_cuda_graph import Net, captured, fit, images, same, trainer_of
+from tests.inside import captured_evaluations, captured_groups, captured_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -162,7 +163,7 @@ class Names(Callback):
         assert self.seen[-1] == tuple(batch[2])
         update = captured(trainer)
         if update is not None:
-            self.replays = max([self.replays, *(step.replays for step in update._steps.values())])
+            self.replays = max([self.replays, *(step.replays for step in captured_steps(update).values())])
 
 
 def named(graph, module=None, **options):
@@ -203,7 +204,7 @@ def test_an_evaluation_with_hook_entries():
         trainer = trainer_of(CudaGraph(warmup=4, hook_entries=[2], check_every=3))
         for one, other in zip(expected, trainer.predict(module, loader), strict=True):
             assert torch.equal(one, other)
-        (evaluation,) = trainer._runner.session.graphs._evaluations.values()
+        (evaluation,) = captured_evaluations(trainer)
         assert evaluation.seen.captured
 
 
@@ -257,7 +258,7 @@ def test_several_steps_a_launch_with_hook_entries():
 
             class Look(Callback):
                 def on_train_epoch_end(self, trainer, module):
-                    grouped.append(sum(group.replays for group in captured(trainer)._groups.values()))
+                    grouped.append(sum(group.replays for group in captured_groups(captured(trainer)).values()))
 
             trainer.callbacks.append(Look())
         trainer.fit(module, DataLoader(Named(32), batch_size=8))
@@ -300,7 +301,7 @@ class OfSquares(Net):
 def test_batches_whose_strides_change_have_the_bits_of_eager_ones(precision):
     class Look(Callback):
         def on_train_epoch_end(self, trainer, module):
-            self.replays = [step.replays for step in captured(trainer)._steps.values()]
+            self.replays = [step.replays for step in captured_steps(captured(trainer)).values()]
 
     look = Look()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from fabricamp import Float8
 from fabricamp.precision.float8_linears import RECIPES, float8_class, plain_linears
@@ -37,6 +39,28 @@ def trained(precision, *, ckpt_path=None, **options):
     )
     trainer.fit(module, batches(), ckpt_path=ckpt_path)
     return module
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_have_real_products_of_the_recipe(recipe):
+    """What torchao emulates is a bf16 product of rounded values; a real one is a call of torch's scaled product."""
+    net = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 128), nn.Linear(128, 64)).cuda()
+    precision = Float8(recipe, include=["1"])
+    conversion = precision.convert_module(net)
+    assert not net[1].config.emulate
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        precision.forward(lambda: net(torch.arange(32, device="cuda") % 8)).sum().backward()
+    calls = sum(event.count for event in seen.key_averages() if event.key == "aten::_scaled_mm")
+    assert calls == (2 if recipe == "rowwise_with_gw_hp" else 3)
+    conversion.undo()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_that_is_not_compiled_says_that_it_is_slow(caplog, compiled):
+    with caplog.at_level(logging.INFO, logger="fabricamp"):
+        trained(fp8(), compile="blocks" if compiled else None, limit_train_batches=1)
+    said = [message for message in caplog.messages if "slower than O5" in message]
+    assert len(said) == (not compiled)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -16,6 +16,7 @@ from fabricamp.precision import Clip, precision_from
 from fabricamp.precision.loss_scaler import LAG
 from fabricamp.state import NON_FINITE
 from fabricamp.strategies.base import Strategy
+from tests.inside import captured_groups, graph_update
 from tests.small import Classifier, loader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -254,7 +255,7 @@ class Launches(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.replays = trainer.state.runs_as == "graph"
-        groups = getattr(trainer._runner.session.graphs.update, "_groups", {})
+        groups = captured_groups(graph_update(trainer))
         self.launches = max(self.launches, sum(one.replays for one in groups.values()))
 
 

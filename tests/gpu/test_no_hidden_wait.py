@@ -16,6 +16,7 @@ from fabricamp import Callback, Trainer, TrainingModule
 from fabricamp.callbacks import EMA, GradientMonitor
 from fabricamp.loggers import CSVLogger
 from fabricamp.optimizers import FusedAdam
+from tests.inside import averaged_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -112,7 +113,7 @@ def test_silent_under_torchs_sync_debug_mode(precision, optimizer):
 def test_averages_of_the_weights_are_silent_too(precision, optimizer):
     average = EMA(0.9)
     assert fit(precision, optimizer, average, ErrorOnWait()).global_step == WARM + STEPS
-    assert 0 < int(average._averages.count) <= WARM + STEPS
+    assert 0 < averaged_steps(average) <= WARM + STEPS
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("O0", "torch"), ("O1", "torch"), ("O2", "fused")], indirect=True)

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.optimizers import FusedAdam
+from tests.inside import captured_steps, graph_update
 from tests.small import quiet_trainer
 from tests.weighted import ACCUMULATE, LEVELS, TOLERANCE, Tokens, apart, batches, by_hand, flat
 
@@ -90,8 +91,8 @@ class Replays(Callback):
         self.count, self.seen = 0, []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        update = trainer._runner.session.graphs.update
-        self.count = 0 if update is None else sum(one.replays for one in update._steps.values())
+        update = graph_update(trainer)
+        self.count = 0 if update is None else sum(one.replays for one in captured_steps(update).values())
         self.seen.append(torch.stack([outputs["loss"].double(), torch.as_tensor(outputs["weight"]).double().cuda()]))
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import fabricamp
 from fabricamp import ConfigError, TrainingModule
 from fabricamp.lightning.bases import lightnings_base
+from tests.inside import session
 from tests.lightning.run import LIGHTNINGS_OBJECTS, NAMES, printed
 from tests.lightning.test_programs import FOLLOWS_NOISE, differences, expected, torch_computes_the_same
 from tests.small import quiet_trainer
@@ -207,7 +208,7 @@ def test_no_hook_of_the_base_is_taken_for_the_users():
     module.net, module.hparams["lr"] = torch.nn.Linear(4, 1), 0.1
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(module, data(), data())
-    hooks = trainer._runner.session.hooks
+    hooks = session(trainer).hooks
     assert [name for name in dir(pl.LightningModule) if name.startswith("on_") and hooks.module(name)] == []
     assert not trainer.enable_validation
     with pytest.raises(ConfigError, match="Bare has no test_step"):

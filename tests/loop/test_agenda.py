@@ -16,6 +16,7 @@ from fabricamp.agenda import Agenda, Entry, PassEnd, Position
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.loggers import Logger
 from fabricamp.state import RunState
+from tests.inside import session
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -363,7 +364,7 @@ class Signals(Callback):
 
     def interrupt(self, trainer, module, *_):
         if trainer.state.batches_done == self.at:
-            trainer._runner.session.agreement.request("SIGTERM")
+            session(trainer).agreement.request("SIGTERM")
 
 
 def resumable(folder, *, signals=None, ckpt_path=None):

@@ -20,7 +20,7 @@ from torch import nn
 
 from fabricamp import Callback, ConfigError, CudaGraph, OptLevel
 from fabricamp.cuda_graph import as_cuda_graph
-from fabricamp.engine.graph import capture_errors, memory_budget
+from fabricamp.engine.graph import capture_errors, memory_budget, memory_pool
 from fabricamp.engine.graph.batches import BatchIndex, copied, signature, tensors_of
 from fabricamp.engine.graph.capture_consensus import CaptureConsensus, Stage
 from fabricamp.engine.graph.captured import (
@@ -31,7 +31,6 @@ from fabricamp.engine.graph.captured import (
 )
 from fabricamp.engine.graph.evaluation import GraphEvaluation
 from fabricamp.engine.graph.host_effects import (
-    MOST_CAPTURES_IN_A_ROW,
     AttributeSnapshot,
     CapturedConstantsGuard,
     LogReplay,
@@ -42,7 +41,7 @@ from fabricamp.engine.graph.host_effects import (
 )
 from fabricamp.engine.graph.memory_pool import GraphPool
 from fabricamp.engine.graph.refusals import graph_refusal, group_refusal, reason_outside, said_of_outside
-from fabricamp.engine.graph.update import AccumulationGradients, GraphUpdate, Role
+from fabricamp.engine.graph.update import AccumulationGradients, Role
 from fabricamp.engine.run_context import gathered
 from fabricamp.errors import NotCapturableError
 from fabricamp.gradients.memory import GradientMemory
@@ -255,26 +254,6 @@ def test_every_number_that_a_captured_optimizer_reads_on_the_host_counts(name, v
     assert not may_replay()
 
 
-class OwnStep(OptLevel):
-    def step(self, *arguments, **options):
-        raise AssertionError("not called here")
-
-
-def test_an_optimizer_does_not_go_outside_of_the_graph_under_a_precision_with_a_step_of_its_own():
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1), capturable=True)
-    update = GraphUpdate.__new__(GraphUpdate)
-    update._optimizer = optimizer
-    update._captures_in_a_row = MOST_CAPTURES_IN_A_ROW
-    update.steps_outside = False
-    update._parts = SimpleNamespace(precision=OwnStep("O0"))
-    update._options = CudaGraph()
-    stale = SimpleNamespace(upload=hyperparameter_upload(optimizer))
-    optimizer.param_groups[0]["betas"] = (0.8, 0.99)  # as OneCycleLR does in each step
-    with pytest.raises(ConfigError, match="changes in each step, and OwnStep overrides step"):
-        update._count_capture(stale)
-    assert not update.steps_outside
-
-
 class PoolOf(GraphPool):
     """A pool whose segments are given, as torch lists them."""
 
@@ -292,6 +271,15 @@ class PoolOf(GraphPool):
             }
             for stream, address, size in self.blocks
         ]
+
+
+def test_the_product_for_workspaces_draws_no_numbers_and_may_run_anywhere():
+    """A run may be within no_grad or autocast, and its random numbers are those of a run without a graph."""
+    before = torch.get_rng_state()
+    for context in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+        with context:
+            memory_pool._make_workspaces(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_tensor_of_a_stream_that_a_captured_step_forks_is_found():
@@ -351,6 +339,14 @@ def test_gradients_of_an_accumulation_have_an_address_each():
     module.zero_grad()
     assert gradients.prepare([None] * 4)
     assert not gradients.prepare(fixed)
+
+
+def test_sparse_gradients_of_an_accumulation_stay_where_they_are():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 3])).sum().backward()
+    found = table.weight.grad
+    assert AccumulationGradients(table).settle() == [found]
+    assert table.weight.grad is found
 
 
 def test_views_of_what_was_exchanged_stay_at_the_end_of_an_accumulation():
@@ -830,7 +826,9 @@ def test_shapes_that_are_gathered_are_compared_but_where_a_step_may_not_wait(gra
     asked = []
     strategy = SimpleNamespace(world_size=2, all_gather=lambda one: asked.append(one) or torch.stack([one, one]))
     runner = SimpleNamespace(session=SimpleNamespace(settings=SimpleNamespace(cuda_graph=graph)))
-    trainer = SimpleNamespace(strategy=strategy, state=SimpleNamespace(scope=scope), _runner=runner)
+    trainer = SimpleNamespace(
+        strategy=strategy, state=SimpleNamespace(user_call=SimpleNamespace(scope=scope)), _runner=runner
+    )
     assert gathered(trainer, torch.ones(3)).shape == (2, 3)
     assert len(asked) == gathers
 

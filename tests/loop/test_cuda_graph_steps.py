@@ -39,6 +39,7 @@ from fabricamp.precision.step_results import StepResults
 from fabricamp.state import RunState
 from fabricamp.strategies import DDP, Environment
 from fabricamp.strategies.base import Strategy
+from tests.inside import session
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -281,7 +282,7 @@ def test_a_request_to_stop_and_a_signal_wait_for_the_end_of_a_launch(together):
     class Interrupts(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             if trainer.global_step == 5:
-                trainer._runner.session.agreement.request("SIGTERM")
+                session(trainer).agreement.request("SIGTERM")
 
     trainer = quiet_trainer(max_epochs=3, callbacks=[Interrupts()])
     with pytest.raises(SystemExit):

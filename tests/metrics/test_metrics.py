@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fabricamp.errors import ConfigError
 from fabricamp.metrics import Metrics, exchange
+from fabricamp.metrics.slots import MetricTable
 from fabricamp.state import RunningStage, RunState, Scope, TrainerFn
 from fabricamp.strategies.base import Strategy
 from tests.metrics.log_calls import log
@@ -342,7 +343,7 @@ def test_slots_are_reused(run):
         run.log("loss", torch.tensor(1.0), on_step=True, on_epoch=True)
         run.metrics.flush(step)
         run.metrics.end_train_epoch(step)
-    (table,) = run.metrics._tables.values()
+    table = run.metrics.table(MetricTable.TRAINING)
     assert (len(table.slots), len(table.cells), len(table.bank)) == (1, 2, 64)
 
 
@@ -453,7 +454,7 @@ def test_a_wrong_call_says_what_is_wrong(run, scope, args, kwargs, message):
     run.state.scope = scope
     with pytest.raises(ConfigError, match=message):
         run.log(*args, **kwargs)
-    assert not any(table.slots for table in run.metrics._tables.values())
+    assert not any(run.metrics.table(name).slots for name in (MetricTable.TRAINING, MetricTable.EVALUATION))
 
 
 def test_a_shape_that_is_wrong_later_is_found_too(run):

@@ -10,6 +10,7 @@ import copy
 import io
 import logging
 import pickle
+import re
 import shutil
 
 import pytest
@@ -397,7 +398,10 @@ def test_a_block_that_cannot_be_compiled_is_one_line(caplog):
     fit(module, Compile("blocks", backend="eager"))
     lines = [one.message for one in caplog.records if one.name == "fabricamp" and one.levelno == logging.WARNING]
     assert len(lines) == 1
-    assert "runs eagerly, as torch cannot compile it" in lines[0]
+    assert re.match(r"compile: Opens from line \d+ on runs eagerly, as torch cannot compile it", lines[0])
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=r"contextlib\.closing"):  # torch's own error, with the line of the block
+        fit(module, Compile("blocks", backend="eager", fullgraph=True))
 
 
 INEXACT = {

@@ -21,6 +21,7 @@ from fabricamp.nn import FusedLayerNorm, FusedRMSNorm
 from fabricamp.ops import dispatch, fused_cross_entropy
 from fabricamp.optimizers import FusedAdam
 from tests.distributed.ranks import run_ranks
+from tests.inside import session, settings
 from tests.small import Classifier, loader, quiet_trainer
 
 WHOLE = {"backend": "eager", "fullgraph": True}  # a break of the graph is an error
@@ -54,7 +55,7 @@ class Logs(Classifier):
 def fit(module, **options):
     rows = []
     trainer = quiet_trainer(**{"max_epochs": 2, "log_every_n_steps": 2, "num_sanity_val_steps": 0, **options})
-    module.on_train_start = lambda: trainer._runner.session.metrics.sinks.append(
+    module.on_train_start = lambda: session(trainer).metrics.sinks.append(
         lambda row, step: rows.append((step, dict(row)))
     )
     torch.manual_seed(3)
@@ -254,7 +255,7 @@ def test_a_module_that_was_compiled_trains_as_the_original_compiled_once(tmp_pat
     _, rows = fit(eager)
     compiled = torch.compile(module, backend=backend, fullgraph=True)
     trainer, compiled_rows = quiet_trainer(max_epochs=2, log_every_n_steps=2, num_sanity_val_steps=0, compile=True), []
-    module.on_train_start = lambda: trainer._runner.session.metrics.sinks.append(
+    module.on_train_start = lambda: session(trainer).metrics.sinks.append(
         lambda row, step: compiled_rows.append((step, dict(row)))
     )
     torch.manual_seed(3)
@@ -332,14 +333,14 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_the_forms_of_the_argument(form):
     given, meant = FORMS[form]
-    assert quiet_trainer(compile=given)._runner.settings.compile == meant
+    assert settings(quiet_trainer(compile=given)).compile == meant
     assert pickle.loads(pickle.dumps(meant)) == meant
 
 
 def test_a_pickled_trainer_with_a_dict_is_loaded():
-    settings = quiet_trainer(compile={"fullgraph": True})._runner.settings
-    state = settings.__reduce_ex__(2)[2]
+    given = settings(quiet_trainer(compile={"fullgraph": True}))
+    state = given.__reduce_ex__(2)[2]
     state[1]["compile"] = {"fullgraph": True}  # as version 0.2.0 kept it
-    loaded = object.__new__(type(settings))
+    loaded = object.__new__(type(given))
     loaded.__setstate__(state)
     assert loaded.compile == Compile(fullgraph=True)

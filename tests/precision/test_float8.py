@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import importlib.util
 import pickle
+import sys
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +18,12 @@ from torch.nn.utils import parametrizations, parametrize
 
 from fabricamp import ConfigError, Float8
 from fabricamp.callbacks.model_summary import summarize
-from fabricamp.precision import float8_linears, precision_from, precision_name
+from fabricamp.precision import float8, float8_linears, level, precision_from, precision_name
 from fabricamp.precision.float8_linears import RECIPES, Float8Products, choose, plain_linears
 
 pytest.importorskip("torchao", reason="needs the package torchao")
 
-SMALL = 64 * 64
+SMALL = 64
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +101,34 @@ def test_only_plain_large_layers_within_the_network_are_chosen_and_the_others_co
     assert line.startswith(
         f"float8 (tensorwise): 2 of 17 linear layers, {choice.flops:.0%} of their FLOPs; in bf16: 1 first"
     )
+
+
+@pytest.mark.parametrize(("recipe", "least"), [("tensorwise", 2048), ("rowwise", 4096), ("rowwise_with_gw_hp", 4096)])
+def test_both_sizes_of_a_layer_decide_whether_it_is_large(monkeypatch, recipe, least):
+    """As measured: 1024 x 4096 weights lose where 2048 x 2048 gain."""
+    monkeypatch.undo()
+    with torch.device("meta"):
+        net = nn.Sequential(
+            nn.Embedding(8, least),
+            nn.Linear(least, least),
+            nn.Linear(least, least - 16),
+            nn.Linear(least - 16, 4 * least),
+            nn.Linear(4 * least, least),
+            nn.Linear(least, 16),
+        )
+    choice = choose(net, recipe)
+    assert names(net, choice) == ["1", "4"]
+    assert choice.others == {"too small to be faster": 2, "head": 1}
+
+
+def test_the_oldest_torchao_is_that_of_the_extra_and_of_the_page():
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    (extra,) = project["optional-dependencies"]["fp8"]
+    assert extra == f"torchao>={float8._OLDEST[0]}.{float8._OLDEST[1]}"
+    assert extra in project["optional-dependencies"]["dev"]
+    page = (root / "docs" / "how-to" / "fp8.md").read_text()
+    assert f"torchao {float8._OLDEST[0]}.{float8._OLDEST[1]} or newer" in page
 
 
 def test_a_layer_after_an_embedding_or_a_convolution_is_not_the_first():
@@ -199,6 +230,45 @@ def test_without_torchao_the_level_says_what_to_install(monkeypatch):
         precision_from("fp8")
 
 
+PACKAGES = {
+    # What the folder torchao has: __init__.py, float8.py.
+    "older": ('__version__ = "0.9.0"', "", "0.17 or newer, and 0.9.0 is installed"),
+    "without float8": (
+        '__version__ = "0.18.0"',
+        None,
+        "its import fails with torch {torch} (ModuleNotFoundError: No module named 'torchao.float8')",
+    ),
+    "for another torch": (
+        '__version__ = "0.18.0"',
+        "from torch import no_such_name",
+        "its import fails with torch {torch} (ImportError: cannot import name 'no_such_name' from 'torch'",
+    ),
+    "broken": ('raise AttributeError("no such operator")', "", "(AttributeError: no such operator)"),
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_torchao_that_does_not_fit_is_refused_with_the_cause(monkeypatch, tmp_path, name):
+    start, linears, words = PACKAGES[name]
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text(start)
+    if linears is not None:
+        (tmp_path / "torchao" / "float8.py").write_text(linears)
+    loaded = [module for module in sys.modules if module.partition(".")[0] == "torchao"]
+    with monkeypatch.context() as patch:
+        for module in loaded:
+            patch.delitem(sys.modules, module)
+        patch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigError) as error:
+            precision_from("fp8")
+        for module in [module for module in sys.modules if module.partition(".")[0] == "torchao"]:
+            del sys.modules[module]
+    text = str(error.value)
+    assert text.startswith("precision 'fp8' needs the package torchao, ")
+    assert words.format(torch=torch.__version__) in text
+    assert text.endswith('; pip install --upgrade "torchao>=0.17"')
+
+
 def test_other_cards_than_those_with_fp8_products_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -224,12 +294,28 @@ def test_one_card_with_fp8_products_suffices_until_the_module_is_on_another(monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda card=0: (8 + index(card), 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: f"card {index(card)}")
     precision = precision_from("fp8", device_type="cuda")
-    precision._check_card(torch.device("cuda", 1))
+    # No GPU is needed to see what is refused: only where the weights are is not true.
+    monkeypatch.setattr(level, "device_of", lambda _: torch.device("cuda", 0))
+    net = gpt()
     with pytest.raises(ConfigError, match="and card 0 is older"):
-        precision._check_card(torch.device("cuda", 0))
+        precision.convert_module(net)
+    assert not any(isinstance(layer, Float8Products) for layer in net)
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ConfigError, match="'fp8' needs an NVIDIA GPU"):
         precision_from("fp8", device_type="cuda")
+
+
+HOOKS = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_layers_with_a_hook_of_any_kind_are_left_out(kind):
+    net = gpt()
+    getattr(net[1], f"register_{kind}")(lambda *_: None)
+    choice = choose(net, "tensorwise")
+    assert names(net, choice) == ["2"]
+    assert choice.others == {"with hooks": 1, "head": 1}
 
 
 def test_the_deprecation_within_torchao_is_not_shown():
@@ -423,13 +509,16 @@ def test_a_call_without_autocast_is_in_the_fp32_of_the_weights():
 
 def test_notes_say_which_layers_and_when_it_is_slow():
     _net, precision, conversion = converted()
-    line, on_cpu = precision.notes(compiled=False)
+    line, on_cpu = precision.notes()
     assert line == "float8 (tensorwise): 2 of 3 linear layers, 94% of their FLOPs; in bf16: 1 head"
     assert on_cpu == "float8 on a CPU: the products are emulated in fp32, for tests"
+    assert precision.slowness(compiled=False) == ""
     precision._device = torch.device("cuda")
-    assert precision.notes(compiled=True) == [line]
-    assert precision.notes(compiled=False)[1].startswith(
-        "float8 without torch.compile is slower than O5: give Trainer(compile"
+    assert precision.notes() == [line]
+    assert precision.slowness(compiled=True) == ""
+    assert precision.slowness(compiled=False) == (
+        "float8 without torch.compile is slower than O5: give Trainer(compile='blocks'), or precision='O5'"
     )
     conversion.undo()
-    assert precision.notes(compiled=False) == []
+    assert precision.notes() == []
+    assert precision.slowness(compiled=False) == ""

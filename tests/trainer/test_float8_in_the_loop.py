@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricamp import Callback, ConfigError, Float8, TrainingModule
+from fabricamp import Callback, ConfigError, Float8, OptLevel, TrainingModule
 from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import FusedAdam
 from fabricamp.precision.float8_linears import Float8Products
 from fabricamp.strategies import FSDP
+from fabricamp.tuner import Tuner
 from tests.distributed.ranks import run_ranks
 from tests.small import quiet_trainer
 
@@ -171,7 +175,7 @@ def test_a_step_without_finite_gradients_is_skipped():
     assert not torch.equal(module.head.weight, Words().head.weight)
 
 
-@pytest.mark.parametrize(("base", "part"), [("O4", "step"), ("O5", "blocks")])
+@pytest.mark.parametrize(("base", "part"), [("O4", "step"), ("O5", "blocks"), ("O5", "modules")])
 def test_compiled_steps_have_the_bits_of_eager_ones(base, part):
     eager, _ = trained(fp8(base=base), limit_train_batches=3)
     torch.compiler.reset()
@@ -194,10 +198,15 @@ def test_layers_are_plain_after_a_run_that_fails():
 
 
 class Exports(Callback):
-    """Exports the module in a run; torch.jit compiles no layer with FP8 products."""
+    """Exports the module in a run; torch.jit compiles no layer with FP8 products, and ONNX has no such products."""
+
+    def __init__(self, folder):
+        self.path = folder / "words.onnx"
 
     def on_train_end(self, trainer, pl_module):
-        self.script = pl_module.to_torchscript(method="trace", example_inputs=torch.zeros(2, 8, dtype=torch.int64))
+        words = torch.zeros(2, 8, dtype=torch.int64)
+        self.script = pl_module.to_torchscript(method="trace", example_inputs=words)
+        pl_module.to_onnx(self.path, words, dynamo=True)
         assert isinstance(pl_module.blocks[0].up, Float8Products)
 
 
@@ -219,12 +228,52 @@ def test_a_layer_parametrised_within_a_run_works_after_it():
     assert module(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 16)
 
 
-def test_an_export_within_a_run_has_plain_layers():
-    exports = Exports()
-    trained(fp8(base="O4"), callbacks=[exports])
+def test_exports_within_a_run_have_plain_layers(tmp_path):
+    onnx = pytest.importorskip("onnx", reason="needs the package onnx")
+    pytest.importorskip("onnxscript", reason="needs the package onnxscript")
+    exports = Exports(tmp_path)
+    trained(fp8(base="O4"), callbacks=[exports], limit_train_batches=1)
     text = str(exports.script.inlined_graph)
     assert text.count("aten::linear") == 5
     assert "Float8Linear" not in text
+    operators = Counter(node.op_type for node in onnx.load(str(exports.path)).graph.node)
+    assert operators["Gemm"] + operators["MatMul"] == 5
+    assert not {"Cast", "Clip", "ReduceMax"} & operators.keys()
+
+
+@pytest.mark.parametrize("base", ["O4", "O5"])
+def test_the_graph_on_tensorboard_has_plain_layers(tmp_path, base):
+    """Within a trace, each operation of a cast to FP8 would be a node of its own."""
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    module = Words()
+    module.example_input_array = torch.zeros(2, 8, dtype=torch.int64)
+    trained(fp8(base=base), module=module, logger=logger, limit_train_batches=1)
+    events = EventAccumulator(str(logger.folder))
+    events.Reload()
+    kinds = Counter(node.op for node in events.Graph().node)
+    assert kinds["aten::linear"] == 5
+    assert not {"aten::amax", "aten::max", "aten::clamp"} & kinds.keys()
+
+
+class SaysSlow(OptLevel):
+    def slowness(self, *, compiled):
+        return f"slow unless compiled: {compiled}"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_slow_level_says_so_without_bar_and_summary(caplog, compiled):
+    module = Words()
+    if compiled:
+        module.blocks[0].compile(backend="eager")
+    with caplog.at_level(logging.INFO, logger="fabricamp"):
+        trained(SaysSlow("O4"), module=module, limit_train_batches=1)
+    assert f"slow unless compiled: {compiled}" in caplog.messages
+
+
+def test_trials_of_the_tuner_do_not_repeat_that_a_level_is_slow(caplog):
+    with caplog.at_level(logging.INFO, logger="fabricamp"):
+        Tuner(quiet_trainer(precision=SaysSlow("O4"))).lr_find(Words(), batches(), num_training=3, update_attr=False)
+    assert not any(message.startswith("slow unless") for message in caplog.messages)
 
 
 def test_the_summary_counts_the_layers(caplog):
@@ -246,28 +295,23 @@ def test_evaluation_runs_at_the_level():
 
 
 def two_ranks(strategy, folder, accumulate=1):
-    """Returns the losses, the classes of the taken layers' weights within the run, and the weights of the module after it."""
+    """Returns losses, the layers in FP8, the classes of their weights within the run, and the weights of the module after it."""
     seen = set()
 
     class Look(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             seen.add(type(pl_module.blocks[0].up.weight.data).__name__)
 
+    saves = ModelCheckpoint(folder, save_last=True, every_n_train_steps=1, save_top_k=0)
     module, _ = trained(
         fp8(),
-        module=Words(),
         strategy=strategy(),
         devices=2,
         accumulate_grad_batches=accumulate,
-        callbacks=[Look(), ModelCheckpoint(folder, every_n_train_steps=1)],
+        callbacks=[Look(), saves],
         enable_checkpointing=True,
     )
-    return (
-        module.losses,
-        module.kinds,
-        seen,
-        {name: value.cpu() for name, value in weights(module).items() if not value.is_meta},
-    )
+    return module.losses, module.kinds, seen, weights(module)
 
 
 def layers_as_units():
@@ -279,15 +323,23 @@ def test_layers_that_are_units_of_fsdp_are_named_as_such():
     run_ranks(layers_as_units, 2)
 
 
-@pytest.mark.parametrize("name", ["delayed_ddp", "fsdp"])
-def test_two_ranks_learn_alike_and_gather_plain_bf16_weights(tmp_path, name):
-    strategy = (lambda: FSDP([Block])) if name == "fsdp" else (lambda: "delayed_ddp")
+@pytest.mark.parametrize("name", ["ddp", "delayed_ddp", "fsdp"])
+def test_two_ranks_learn_alike_and_their_checkpoint_has_plain_fp32_weights(tmp_path, name):
+    strategy = (lambda: FSDP([Block])) if name == "fsdp" else (lambda: name)
     first, second = run_ranks(two_ranks, 2, strategy, str(tmp_path), 2 if name == "delayed_ddp" else 1)
-    for losses, kinds, seen, _ in (first, second):
+    for losses, kinds, seen, state in (first, second):
         assert kinds == TAKEN
         assert seen == {"DTensor" if name == "fsdp" else "Tensor"}
         assert losses[-1] < losses[0]
-    assert all(value.isfinite().all() for value in first[3].values())
-    reference, _ = trained("O5", max_epochs=1)
-    assert first[3].keys() == weights(reference).keys()
-    assert list(tmp_path.iterdir())
+        assert {type(value) for value in state.values()} == {torch.Tensor}
+    path = str(tmp_path / "last.ckpt")
+    found = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer, pl_module):
+            found.append(weights(pl_module))
+
+    trained("O5", ckpt_path=path, callbacks=[Look()])
+    assert found[0].keys() == first[3].keys()
+    for name, value in first[3].items():
+        torch.testing.assert_close(found[0][name], value.to(found[0][name].dtype), rtol=0, atol=0)

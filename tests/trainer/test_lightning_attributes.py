@@ -11,6 +11,7 @@ from fabricamp import Callback, ConfigError, OptLevel, Trainer
 from fabricamp.callbacks import ModelCheckpoint, ProgressBar
 from fabricamp.loggers import CSVLogger
 from fabricamp.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from tests.inside import settings
 from tests.small import QUIET, Classifier, loader, quiet_trainer
 
 
@@ -255,7 +256,7 @@ def test_none_is_the_default_of_every_argument():
         name for name in inspect.signature(Trainer).parameters if name not in ("unknown", "check_val_every_n_epoch")
     ]
     trainer = Trainer(**{**dict.fromkeys(names), **QUIET})
-    assert trainer._runner.settings == Trainer(**QUIET)._runner.settings
+    assert settings(trainer) == settings(Trainer(**QUIET))
 
 
 def test_lightnings_own_defaults_are_accepted_and_change_nothing():

@@ -6,6 +6,7 @@ import pytest
 
 import fabricamp
 from fabricamp import ConfigError
+from tests.inside import settings
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -70,11 +71,11 @@ def test_no_error_prints_an_address(call):
 def test_lightnings_names_of_ddp(name, unused, start):
     trainer = quiet_trainer(strategy=name)
     assert (trainer.strategy.name, trainer.strategy.find_unused_parameters) == ("ddp", unused)
-    assert trainer._runner.settings.start_method == start
+    assert settings(trainer).start_method == start
 
 
 def test_what_the_trainer_is_told_of_starting_goes_first():
-    assert quiet_trainer(strategy="ddp_spawn", start_method="fork")._runner.settings.start_method == "fork"
+    assert settings(quiet_trainer(strategy="ddp_spawn", start_method="fork")).start_method == "fork"
 
 
 def test_single_device_by_name_and_class():
@@ -97,7 +98,7 @@ def test_ddp_strategy_takes_lightnings_arguments():
         start_method="spawn",
     )
     trainer = quiet_trainer(strategy=strategy, max_steps=1)
-    assert trainer._runner.settings.start_method == "spawn"
+    assert settings(trainer).start_method == "spawn"
     assert strategy.find_unused_parameters
     assert strategy.comm_hook is not None
     for given, words in {

@@ -13,6 +13,7 @@ from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.loggers import CSVLogger
 from fabricamp.strategies import DDP, Environment
 from tests.distributed.ranks import run_ranks
+from tests.inside import runner
 from tests.small import Classifier, loader, quiet_trainer
 
 
@@ -23,7 +24,7 @@ def test_plugins_are_a_precision_and_an_environment():
     here = Environment(rank=1, local_rank=1, world_size=2, local_world_size=2, name="kubeflow")
     trainer = quiet_trainer(plugins=[level, here], devices="auto")
     assert (trainer.global_rank, trainer.world_size, trainer.strategy.name) == (1, 2, "ddp")
-    assert not trainer._runner.launches
+    assert not runner(trainer).launches
     quiet_trainer(plugins=[], max_steps=1).fit(Classifier(), loader())
 
 

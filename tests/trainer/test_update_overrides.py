@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from fabricamp import Callback, ConfigError
+from fabricamp.optimizers import FusedAdam
 from fabricamp.precision.named import TruePrecision
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -345,3 +346,47 @@ def test_a_deepcopy_of_a_module_in_training_trains_by_itself():
     with pytest.raises(ConfigError, match="not attached"):
         Copies.copied.trainer  # noqa: B018
     assert fitted(Copies.copied, precision="O2").global_step == 4
+
+
+class Looks(Classifier):
+    """Keeps, for each micro-batch, whether gradients are there in its forward, and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.within, self.after = [], []
+
+    def has_gradients(self):
+        return [parameter.grad is not None for parameter in self.parameters()] == [True] * 4
+
+    def training_step(self, batch, batch_idx):
+        self.within.append(self.has_gradients())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_):
+        self.after.append(self.has_gradients())
+
+    def configure_optimizers(self):
+        return FusedAdam(self.parameters(), lr=self.lr)
+
+
+class BeforeZeroGrad(Callback):
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        assert trainer.global_step == 0 or pl_module.has_gradients()
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "within"),
+    [
+        ("O0", {}, [False] * 4),
+        ("O4", {}, [False] * 4),
+        ("O0", {"accumulate_grad_batches": 2}, [False, True, False, True]),
+        ("O0", {"callbacks": BeforeZeroGrad()}, [False, True, True, True]),
+    ],
+    ids=["plain", "autocast", "accumulation", "hook"],
+)
+def test_gradients_take_no_memory_in_a_forward_unless_a_hook_or_an_accumulation_needs_them(precision, options, within):
+    """A hook runs after the forward, as in Lightning, and sees the gradients of the last step."""
+    module = Looks()
+    fitted(module, precision=precision, **options)
+    assert module.within == within
+    assert module.after == [True] * 4

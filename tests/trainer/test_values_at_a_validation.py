@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from fabricamp import Callback, TrainingModule
 from fabricamp.callbacks import ModelCheckpoint
 from tests.distributed.ranks import run_ranks
+from tests.inside import session
 from tests.small import quiet_trainer
 
 HOOKS = ("on_validation_start", "on_validation_epoch_end", "on_validation_end")
@@ -91,7 +92,7 @@ def test_loggers_get_the_rows_that_they_got(tmp_path):
     rows = []
 
     def noting(trainer):
-        trainer._opened.metrics.sinks.append(lambda values, step: rows.append((step, values.get("number"))))
+        session(trainer).metrics.sinks.append(lambda values, step: rows.append((step, values.get("number"))))
 
     class Notes(Callback):
         def on_train_start(self, trainer, pl_module):

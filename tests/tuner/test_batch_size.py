@@ -8,6 +8,7 @@ import torch
 from fabricamp import ConfigError, DataModule, seed_everything
 from fabricamp.callbacks import BatchSizeFinder
 from fabricamp.tuner import Tuner
+from tests.inside import settings
 from tests.small import data, loader, quiet_trainer
 from tests.tuner.modules import Tried, content
 
@@ -69,7 +70,7 @@ def test_only_the_size_is_changed(error, level):
     seed_everything(1)
     module, trainer = Tried(limit=13), quiet_trainer(precision=level, max_steps=2)
     before, state = content(module), torch.get_rng_state()
-    settings = repr(trainer._runner.settings)
+    before_search = repr(settings(trainer))
     if error is None:
         assert Tuner(trainer).scale_batch_size(module) == 8
         before["plain"][3]["batch_size"] = 8
@@ -85,7 +86,7 @@ def test_only_the_size_is_changed(error, level):
         del module.on_train_batch_end
     assert content(module) == before
     assert torch.equal(torch.get_rng_state(), state)
-    assert (repr(trainer._runner.settings), trainer.global_step) == (settings, 0)
+    assert (repr(settings(trainer)), trainer.global_step) == (before_search, 0)
     trainer.fit(module)
     assert trainer.train_dataloader.batch_size == (4 if error else 8)
 

@@ -17,6 +17,7 @@ from fabricamp.loggers import CSVLogger
 from fabricamp.tuner import Tuner
 from fabricamp.tuner.lr_finder import LRFinder
 from tests.distributed.ranks import run_ranks
+from tests.inside import settings
 from tests.small import Classifier, loader, quiet_trainer
 from tests.tuner.modules import Tried, content
 
@@ -34,7 +35,7 @@ def files():
 def everything(trainer, module):
     return {
         "module": content(module),
-        "trainer": repr(vars(trainer._runner)["settings"]) + repr(trainer) + repr(trainer.callback_metrics),
+        "trainer": repr(settings(trainer)) + repr(trainer) + repr(trainer.callback_metrics),
         "callbacks": [(id(one), one.state_dict()) for one in trainer.callbacks],
         "loggers": [id(one) for one in trainer.loggers],
         "folder": (trainer.log_dir, trainer.ckpt_path, trainer.precision_plugin, trainer.skipped_steps),

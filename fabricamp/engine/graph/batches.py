@@ -18,6 +18,8 @@ from fabricamp.errors import ConfigError, NotCapturableError
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
+    from fabricamp._utils.types import Batch, Output
+
 _FLAT: Final = (list, tuple)
 _TENSORS: Final = {Tensor}
 _STRIDED: Final = {torch.strided}
@@ -25,7 +27,7 @@ _layout: Final = attrgetter("layout")
 _PLAIN: Final = (bool, int, float, str, bytes, type(None))
 
 
-def signature(batch: Any) -> Hashable:
+def signature(batch: Batch) -> Hashable:
     """Returns a hashable key, equal for batches of the same graph: structure, values, and of tensors shape, dtype and strides.
 
     Strides are included because torch multiplies a transposed tensor by another kernel, which may round differently.
@@ -52,14 +54,14 @@ def signature(batch: Any) -> Hashable:
     )
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
+def tensors_of(batch: Batch) -> list[Tensor]:
     """Returns the tensors of a batch, in the order of its :func:`signature`."""
     if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS:  # usual form: a third of the time
         return list(batch)
     return list(tensors_within(batch))
 
 
-def copied(outputs: Any) -> Any:
+def copied(outputs: Output) -> Output:
     """Returns ``outputs`` with copies of its tensors, since each replay overwrites the tensors of the capture."""
     if isinstance(outputs, Tensor):
         return outputs.clone()
@@ -68,7 +70,7 @@ def copied(outputs: Any) -> Any:
     return with_parts(outputs, copied)
 
 
-def constants_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+def constants_of(batch: Batch, path: str = "batch") -> Iterator[tuple[str, Any]]:
     """Yields the values of a batch that are constants of its graph, each with its path in the batch, such as ``batch['name']``.
 
     A list of such values counts as one value, a tuple: loaders collect the samples' names in such a list.
@@ -88,7 +90,7 @@ def constants_of(batch: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
 # -- entries that only hooks read --------------------------------------------------------------------------------------------------
 
 
-def view_of(batch: Any, entries: Sequence[tuple[str | int, ...]], *, skips_missing: bool = False) -> Any:
+def view_of(batch: Batch, entries: Sequence[tuple[str | int, ...]], *, skips_missing: bool = False) -> Batch:
     """Returns ``batch`` with a :class:`HookEntry` in place of each entry; ``batch`` itself if there are none.
 
     Raises :class:`ConfigError` for an entry that the batch lacks, unless ``skips_missing``.
@@ -128,7 +130,7 @@ def _shown(entry: tuple[str | int, ...]) -> str:
     return repr(entry[0] if len(entry) == 1 else entry)
 
 
-def _form(batch: Any) -> str:
+def _form(batch: Batch) -> str:
     """Returns the class of a batch with the number of its entries, or their keys."""
     if isinstance(batch, Mapping):
         return f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch))}"
@@ -179,7 +181,7 @@ class HookEntry:
 PLACEHOLDERS: Final = (BatchIndex, HookEntry)
 
 
-def refuse_placeholders(outputs: Any) -> Any:
+def refuse_placeholders(outputs: Output) -> Output:
     """Returns a step's ``outputs``; raises :class:`NotCapturableError` if hooks would get a placeholder among them."""
     if isinstance(outputs, PLACEHOLDERS):
         raise NotCapturableError(

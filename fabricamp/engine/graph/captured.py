@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Batch, Output, ParamGroup
     from fabricamp.engine.graph.lr_table import LrTable
     from fabricamp.engine.graph.update import AccumulationGradients, Role
     from fabricamp.gradients.memory import GradientMemory, Presence
@@ -67,8 +69,8 @@ class Captured:
     The graph reads ``inputs`` and writes ``outputs``; this object keeps both alive.
     """
 
-    def __init__(self, module: nn.Module, inputs: Any, log_replay: LogReplay) -> None:
-        self.outputs: Any = None
+    def __init__(self, module: nn.Module, inputs: Batch, log_replay: LogReplay) -> None:
+        self.outputs: Output = None
         self.replays = 0
         self._counts = False
         """Whether the host counts anything for a replay; set by the capture."""
@@ -84,7 +86,7 @@ class Captured:
         self.metric_states = MetricStates(module)
         self.constants = CapturedConstantsGuard(module, getattr(module, "hparams", {}))
 
-    def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
+    def capture(self, run: Callable[[], Output], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run``, which launches on ``stream``, without running it on the device.
 
         Graphs of one ``pool`` overwrite each other's memory.  Restores the host's state before it raises: the error of the user's
@@ -124,7 +126,7 @@ class Captured:
         """
         return self.constants.are_unchanged() and self.log_replay.is_valid() and self.metric_states.rebind()
 
-    def launch(self, batch: Any) -> None:
+    def launch(self, batch: Batch) -> None:
         """Copies the batch into the graph's inputs and replays the graph."""
         self._copy_inputs(tensors_of(batch))
         self._graph.replay()
@@ -136,7 +138,7 @@ class Captured:
             if len(self._in_flight) > MOST_IN_FLIGHT:
                 self._in_flight.popleft().synchronize()
 
-    def after_replay(self, *, first: bool) -> Any:
+    def after_replay(self, *, first: bool) -> Output:
         """Does the host's work after a replay (the capture has done that of the ``first``); returns copies of the outputs."""
         if not first and self._counts:
             self.count()
@@ -155,7 +157,7 @@ class CapturedStep(Captured):
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Any, role: Role, log_replay: LogReplay, memory: GradientMemory | None
+        self, module: nn.Module, inputs: Batch, role: Role, log_replay: LogReplay, memory: GradientMemory | None
     ) -> None:
         super().__init__(module, inputs, log_replay)
         self.loss: Tensor | None = None
@@ -180,7 +182,7 @@ class CapturedStep(Captured):
         self._presence_after: Presence | None = None
         """Which parameters have summed gradients after the step; set by the capture."""
 
-    def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
+    def capture(self, run: Callable[[], Output], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run`` and records the gradients before and after it."""
         self._gradients_before = list(map(_grad_of, self._parameters))
         super().capture(run, stream, pool)
@@ -213,7 +215,7 @@ class CapturedStep(Captured):
             return False
         return self._role.opens or gradients.prepare(self._gradients_before)
 
-    def launch(self, batch: Any) -> None:
+    def launch(self, batch: Batch) -> None:
         """Runs the step on the device; ``.grad`` has the graph's gradients afterwards."""
         super().launch(batch)
         self.show_gradients()
@@ -231,7 +233,7 @@ class CapturedStep(Captured):
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def after_replay(self, *, first: bool) -> Any:
+    def after_replay(self, *, first: bool) -> Output:
         """Also records which parameters the gradient statistics belong to."""
         if not first and self.note is not None:
             self.note()
@@ -251,7 +253,7 @@ class CapturedGroup(CapturedStep):
     def __init__(
         self,
         module: nn.Module,
-        inputs: list[Any],
+        inputs: list[Batch],
         role: Role,
         metrics: Metrics,
         single: CapturedStep,
@@ -289,7 +291,7 @@ class CapturedGroup(CapturedStep):
             self._logged_cells = torch.tensor(indices, dtype=torch.int64, device=table.device)
             self._logged = torch.zeros(self._steps, len(indices), dtype=torch.float64, device=table.device)
 
-    def capture(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any) -> None:
+    def capture(self, run: Callable[[], Output], stream: torch.cuda.Stream, pool: Any) -> None:
         """Captures ``run``, which calls :meth:`keep` after each step; restores the host's state."""
         super().capture(run, stream, pool)
         # The host does each step's work in after_step(), also after the first replay.
@@ -298,7 +300,7 @@ class CapturedGroup(CapturedStep):
         if type(self.outputs) is dict and all(isinstance(value, Tensor) for value in self.outputs.values()):
             self._names = tuple(self.outputs)
 
-    def keep(self, number: int, outputs: Any) -> None:
+    def keep(self, number: int, outputs: Output) -> None:
         """Captures copies of a step's outputs and logged values, which the next step overwrites."""
         self.metric_states.rebind_in_capture()
         if outputs is not None:
@@ -313,13 +315,13 @@ class CapturedGroup(CapturedStep):
         """Also checks that the learning-rate table is still valid."""
         return super().is_valid() and (self.lr_table is None or self.lr_table.is_valid())
 
-    def launch(self, batch: list[Any]) -> None:
+    def launch(self, batch: list[Batch]) -> None:
         """Runs one step per batch, all in one replay."""
         super().launch(batch)
         copies = [stacked.clone() for stacked in self._stacked_outputs]
         self._launched_outputs = list(zip(*[stacked.unbind() for stacked in copies], strict=True))
 
-    def after_step(self, number: int) -> Any:
+    def after_step(self, number: int) -> Output:
         """Does the host's work after a step of the launch; returns the step's outputs."""
         if self.notes:
             self.notes[number]()
@@ -364,7 +366,7 @@ class CapturedGroup(CapturedStep):
             self._step_in_bank = self._step
 
 
-def _filled(outputs: Any, tensors: Iterator[Tensor]) -> Any:
+def _filled(outputs: Output, tensors: Iterator[Tensor]) -> Output:
     """Returns ``outputs`` with its tensors replaced, in the order of :func:`~fabricamp.engine.graph.batches.tensors_of`."""
     if isinstance(outputs, Tensor):
         return next(tensors)
@@ -397,7 +399,7 @@ def _ended_on_failure(device: torch.device, pool: Any) -> Iterator[None]:
         raise
 
 
-def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
+def hyperparameter_upload(optimizer: Optimizer) -> Callable[[], bool]:
     """Returns the call that prepares the optimizer's hyper-parameters for a replay; it returns whether the graph may be replayed.
 
     A fused optimizer uploads them, as long as it still has the tensors of the capture.  For other optimizers they are constants in
@@ -408,7 +410,7 @@ def hyperparameter_upload(optimizer: Any) -> Callable[[], bool]:
         upload: Callable[[], bool] = optimizer.upload
         return upload
 
-    def constants() -> list[dict[str, Any]]:
+    def constants() -> list[ParamGroup]:
         groups = optimizer.param_groups
         return [
             {key: _constant(value, group["params"]) for key, value in group.items() if key != "params"}
@@ -438,7 +440,7 @@ def _constant(value: Any, parameters: Sequence[Tensor]) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def same_parameters(optimizer: Any) -> Callable[[], bool]:
+def same_parameters(optimizer: Optimizer) -> Callable[[], bool]:
     """Returns the check before a replay whose optimizer steps outside of the graph: whether it still has the same parameters."""
     before = owned_parameters(optimizer)
 
@@ -449,7 +451,7 @@ def same_parameters(optimizer: Any) -> Callable[[], bool]:
     return are_unchanged
 
 
-def kept_gradient(optimizer: Any, handed: Sequence[tuple[Tensor, Tensor | None]]) -> str:
+def kept_gradient(optimizer: Optimizer, handed: Sequence[tuple[Tensor, Tensor | None]]) -> str:
     """Returns the key of optimizer state that shares memory with a gradient of ``handed``; an empty string if none does.
 
     Such a state changes with the next replay, which writes its gradients to the same memory.

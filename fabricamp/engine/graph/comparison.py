@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import Output
     from fabricamp.engine.graph.host_effects import Generators, MetricCopies, MetricStates
     from fabricamp.engine.update import LossWeights
     from fabricamp.gradients.memory import GradientMemory, Presence
@@ -26,7 +27,7 @@ Two steps with atomic sums often have the same bits: with flash attention's back
 
 
 def compare(
-    state: ComparedState, before: StateCopies, eager: Callable[[], Any], everywhere: Callable[[bool], bool]
+    state: ComparedState, before: StateCopies, eager: Callable[[], Output], everywhere: Callable[[bool], bool]
 ) -> str:
     """Returns the first difference between the replay that has run and an ``eager`` step from ``before``; empty for none.
 

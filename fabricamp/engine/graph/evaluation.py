@@ -20,8 +20,9 @@ from fabricamp.errors import NotCapturableError
 from fabricamp.metrics.slots import MetricTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Hashable
 
+    from fabricamp._utils.types import Batch, Output, Step
     from fabricamp.engine.session import Session
 
 _LOG = logging.getLogger("fabricamp")
@@ -30,7 +31,7 @@ _LOG = logging.getLogger("fabricamp")
 class GraphEvaluation:
     """Calls ``forward`` with (batch, batch_idx, dataloader_idx), or fewer if it takes fewer, and replays it if possible."""
 
-    def __init__(self, session: Session, kind: str, forward: Callable[..., Any]) -> None:
+    def __init__(self, session: Session, kind: str, forward: Step) -> None:
         options = session.settings.cuda_graph
         assert options is not None
         self._options = options
@@ -58,7 +59,7 @@ class GraphEvaluation:
             return self._forward(*arguments)
         view = self._view(arguments)
         try:
-            key = (self._step, signature(view), self._state.dataloader_idx)
+            key = (self._step, signature(view), self._state.user_call.dataloader_idx)
         except NotCapturableError as error:
             self._give_up(str(error))
             return self._forward(*arguments)
@@ -72,11 +73,11 @@ class GraphEvaluation:
         graph.launch(view)
         return graph.after_replay(first=False)
 
-    def _view(self, arguments: tuple[Any, ...]) -> Any:
+    def _view(self, arguments: tuple[Any, ...]) -> Batch:
         """Returns what graphs get of the batch: all but the entries that only hooks read, which an evaluation's batch may lack."""
         return view_of(arguments[0], self._options.hook_entries, skips_missing=True)
 
-    def _run_without_graph(self, key: Hashable, arguments: tuple[Any, ...]) -> Any:
+    def _run_without_graph(self, key: Hashable, arguments: tuple[Any, ...]) -> Output:
         """Runs a step for which there is no valid graph: eagerly, watched for the first calls of a key; then captures it."""
         if key in self._graphs:  # out of date
             self._captures_in_a_row += 1
@@ -107,7 +108,7 @@ class GraphEvaluation:
         self._graphs[key] = graph
         return self._run_checked(graph, key, arguments, first=True)
 
-    def _run_watched(self, key: Hashable, arguments: tuple[Any, ...], calls: int) -> Any:
+    def _run_watched(self, key: Hashable, arguments: tuple[Any, ...], calls: int) -> Output:
         """Runs an eager step and looks for effects that a replay would not repeat; also measures the last step before a capture."""
         is_last = calls == self._options.warmup - 1
         call = partial(self._forward, *arguments)
@@ -130,16 +131,16 @@ class GraphEvaluation:
         captured_arguments = (inputs, BatchIndex(self._step), *arguments[2:])[: len(arguments)]
         graph = Captured(session.module, inputs, LogReplay(session.metrics, MetricTable.EVALUATION))
         session.run_context.metrics = self._watch.log_watch()
-        self._state.capturing = True
+        self._state.user_call.capturing = True
         try:
             graph.capture(lambda: self._forward(*captured_arguments), self._stream, self._pool)
         finally:
             session.run_context.metrics = session.metrics
-            self._state.capturing = False
+            self._state.user_call.capturing = False
         self.seen.captured = True
         return graph
 
-    def _run_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...], *, first: bool) -> Any:
+    def _run_checked(self, graph: Captured, key: Hashable, arguments: tuple[Any, ...], *, first: bool) -> Output:
         """Runs a replay, and compares its outputs, logged values and metric states with those of an eager step.
 
         Returns the outputs of the replay; if the replay is wrong, those of the eager step, with its logged values and states.
@@ -160,7 +161,7 @@ class GraphEvaluation:
         drawn_replayed = generators.states()
         weights = [(cell, cell.weight) for cell in self._table.cells.values()]
 
-        def run_eagerly() -> tuple[Any, list[torch.Tensor]]:
+        def run_eagerly() -> tuple[Output, list[torch.Tensor]]:
             bank.copy_(bank_before)
             states.put_back(states_before)
             generators.put_back(drawn_before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -14,8 +14,7 @@ from fabricamp.ops.bridge import runs_kernels
 from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from fabricamp._utils.types import Step
     from fabricamp.engine.graph.update import GraphUpdate
     from fabricamp.engine.session import Session
 
@@ -49,7 +48,7 @@ class Graphs:
         if self._wanted and self._stream is None:
             self._stream = SideStream(self._session.strategy.device)
 
-    def evaluation(self, kind: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluation(self, kind: str, forward: Step) -> Step:
         """Returns the function to call for a step of an evaluation of ``kind``: ``forward``, or its captured form."""
         if not self._wanted or self._session.strategy.refuses_graph():
             self._say_why_eager(kind)

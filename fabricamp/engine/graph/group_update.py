@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from fabricamp.hooks import overrides
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
+    from fabricamp._utils.types import Batch, Output
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
 
@@ -83,14 +84,14 @@ class GroupUpdate(GraphUpdate):
         if isinstance(self._parts.loader, ResidentLoader):
             self._parts.loader.gather_together(self._options.steps)
 
-    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields the batches one by one, but reads those of a launch together."""
         return self._reader.read(batches)
 
     def _is_ready_for_groups(self) -> bool:
         return bool(self._steps) and not self.why_eager and not self.why_single
 
-    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+    def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs a step: does the host's work if the step is launched, or launches a group, or runs the step alone."""
         if self._launched is None:
             read = self._reader.take()
@@ -109,7 +110,7 @@ class GroupUpdate(GraphUpdate):
 
     # -- a launch ----------------------------------------------------------------------------------------------------------------
 
-    def _launch_group(self, key: Key, batches: list[Any], batch_idx: int) -> bool:
+    def _launch_group(self, key: Key, batches: list[Batch], batch_idx: int) -> bool:
         """Launches the steps of ``batches`` together; returns whether that was possible."""
         self._check_optimizer()
         views = list(map(self._view, batches))
@@ -132,7 +133,7 @@ class GroupUpdate(GraphUpdate):
         self._steps_done = 0
         return True
 
-    def _group_for(self, key: Key, batches: list[Any]) -> CapturedGroup | None:
+    def _group_for(self, key: Key, batches: list[Batch]) -> CapturedGroup | None:
         """Returns the graph of these steps, captured now if necessary, with uploaded learning rates; None if there is none."""
         single = self._steps.get(key)
         group = self._groups.get(key)
@@ -159,7 +160,7 @@ class GroupUpdate(GraphUpdate):
             group.lr_table.predict()
         return group
 
-    def _common_key(self, batches: list[Any]) -> Key | None:
+    def _common_key(self, batches: list[Batch]) -> Key | None:
         """Returns the key of the graph for these batches; None if their signatures differ."""
         try:
             first = signature(self._view(batches[0]))
@@ -170,7 +171,7 @@ class GroupUpdate(GraphUpdate):
 
     # -- a capture ---------------------------------------------------------------------------------------------------------------
 
-    def _capture_group(self, key: Key, batches: list[Any]) -> CapturedGroup:
+    def _capture_group(self, key: Key, batches: list[Batch]) -> CapturedGroup:
         """Captures the steps of ``batches`` without running them on the device."""
         parts = self._parts
         optimizer = self._optimizer
@@ -182,7 +183,7 @@ class GroupUpdate(GraphUpdate):
             lr_table = LrTable(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
             lr_table.predict()
         self._memory_budget.check(
-            key, kept=self._kept_bytes(self._role), shared=self._pool.reserved(), lends=self._lends_to(self._role)
+            key, kept=self._kept_bytes(self._role), shared=self._pool.reserved(), lends=self._lends
         )
         group = CapturedGroup(
             parts.module,
@@ -198,13 +199,13 @@ class GroupUpdate(GraphUpdate):
         self._report(batches[0], self._role, used, f" {len(batches)} at a time")
         return group
 
-    def _capture_each(self, group: CapturedGroup, inputs: list[Any]) -> Any:
+    def _capture_each(self, group: CapturedGroup, inputs: list[Batch]) -> Output:
         """Captures step after step, and what the host needs of each one afterwards."""
         optimizer = self._optimizer
         verdicts = self._parts.precision.verdicts
         assert optimizer is not None
 
-        def launch(number: int) -> Any:
+        def launch(number: int) -> Output:
             outputs = self._launch(inputs[number], BatchIndex(), self._role)
             if verdicts is not None:
                 verdicts.keep_statistics(optimizer)
@@ -216,10 +217,10 @@ class GroupUpdate(GraphUpdate):
 
         return _launch_each(group.lr_table, len(inputs), launch)
 
-    def _run_each_eagerly(self, group: CapturedGroup, batches: list[Any], batch_idx: int) -> None:
+    def _run_each_eagerly(self, group: CapturedGroup, batches: list[Batch], batch_idx: int) -> None:
         """Runs the steps of a launch eagerly, for the comparison with its replay."""
 
-        def launch(number: int) -> Any:
+        def launch(number: int) -> Output:
             return self._launch(batches[number], batch_idx + number, self._role)
 
         _launch_each(group.lr_table, len(batches), launch)
@@ -249,7 +250,7 @@ class GroupUpdate(GraphUpdate):
         self._parts.metrics.before_look = None
 
 
-def _launch_each(lr_table: LrTable | None, steps: int, launch: Callable[[int], Any]) -> Any:
+def _launch_each(lr_table: LrTable | None, steps: int, launch: Callable[[int], Output]) -> Output:
     """Calls ``launch`` with the number of each step, under the step's learning rates; returns the last result."""
     outputs = None
     if lr_table is not None:
@@ -276,8 +277,8 @@ class BatchGroup(NamedTuple):
     exception that was raised in place of the next batch.
     """
 
-    batches: list[Any]
-    key: Any
+    batches: list[Batch]
+    key: Key | None
     last: bool
     failure: Exception | None
 
@@ -295,7 +296,7 @@ class GroupReader:
         most: int,
         *,
         ready: Callable[[], bool],
-        key_of: Callable[[list[Any]], Any],
+        key_of: Callable[[list[Batch]], Key | None],
         rng_state: Callable[[], Tensor],
     ) -> None:
         self._parts = parts
@@ -320,7 +321,7 @@ class GroupReader:
             return 1
         return self._most if state.agenda.free_steps(ahead) >= self._most else 1
 
-    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields ``batches``, which come from the feed; sets the feed's ``last`` for the batch that is yielded."""
         read_ahead: BatchGroup | None = None
         while True:
@@ -336,8 +337,8 @@ class GroupReader:
             yield batch
 
     def _yield_group(
-        self, batches: Iterator[Any], count: int, read_ahead: BatchGroup | None
-    ) -> Generator[Any, None, tuple[BatchGroup | None, bool]]:
+        self, batches: Iterator[Batch], count: int, read_ahead: BatchGroup | None
+    ) -> Generator[Batch, None, tuple[BatchGroup | None, bool]]:
         """Yields the batches of a launch, or those that were ``read_ahead`` for a launch that is not made.
 
         Returns the batches read ahead for the next launch, while this one runs, and whether there may be more batches.  Raises an
@@ -362,10 +363,10 @@ class GroupReader:
             raise group.failure
         return read_ahead, steps >= count
 
-    def _read(self, batches: Iterator[Any], count: int) -> BatchGroup:
+    def _read(self, batches: Iterator[Batch], count: int) -> BatchGroup:
         """Reads up to ``count`` batches."""
         feed = self._parts.feed
-        read: list[Any] = []
+        read: list[Batch] = []
         failure = None
         before = self._rng_state()
         try:

@@ -34,6 +34,7 @@ from fabricamp.metrics.values import is_metric, is_metric_collection
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from fabricamp._utils.types import Output, ParamGroup
     from fabricamp.engine.session import Session
     from fabricamp.metrics import Metrics
     from fabricamp.metrics.slots import Cell
@@ -65,7 +66,7 @@ class StepWatch:
         """Returns the object that replaces the metrics of the run while a step is watched or captured."""
         return LogWatch(self._metrics, self._step)
 
-    def run(self, call: Callable[[], Any], *, compares: bool, looks_for_waits: bool) -> tuple[Any, str]:
+    def run(self, call: Callable[[], Output], *, compares: bool, looks_for_waits: bool) -> tuple[Output, str]:
         """Returns the result of ``call``, and why it cannot be captured, or an empty string.
 
         ``compares`` compares the attributes before and after; not for the first call of a shape, which may set some.
@@ -121,7 +122,7 @@ class StepWatch:
                 yield callback
 
 
-def _with_first_wait(call: Callable[[], Any]) -> tuple[Any, str]:
+def _with_first_wait(call: Callable[[], Output]) -> tuple[Output, str]:
     """Returns the result of ``call``, and the file and line of its first wait for the device, or an empty string."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -485,7 +486,7 @@ _NO_NAMES: Final[frozenset[str]] = frozenset()
 def managed_attributes(owner: object) -> frozenset[str]:
     """Returns the attributes of a torchmetrics object that :class:`MetricStates` manages; empty for other objects."""
     if is_metric(owner):
-        defaults: dict[str, Any] = owner._defaults  # type: ignore[attr-defined]
+        defaults: ParamGroup = owner._defaults  # type: ignore[attr-defined]
         return _METRIC_COUNTS.union(name for name, value in defaults.items() if isinstance(value, Tensor))
     return _COLLECTION if is_metric_collection(owner) else _NO_NAMES
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import ParamGroup
     from fabricamp.engine.schedules import Schedules
     from fabricamp.precision.step_results import StepResults
     from fabricamp.state import RunState
@@ -100,7 +101,7 @@ class LrTable:
             for table in self._tables:
                 upload(values, table[: self._steps])
 
-    def _future_groups(self) -> Iterator[Sequence[dict[str, Any]]]:
+    def _future_groups(self) -> Iterator[Sequence[ParamGroup]]:
         """Yields the optimizer's groups before each of the next steps and after the last, if all of these are applied."""
         schedulers, groups = _copies(self._optimizer, self._schedules)
         yield groups

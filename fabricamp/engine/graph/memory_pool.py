@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.nn import functional as F
 
 from fabricamp.torch_private import allocating_in_pool
 
@@ -37,6 +39,7 @@ class GraphPool:
     @cached_property
     def _pool(self) -> torch.cuda.MemPool:
         """Keeps the pool's memory while no graph does; made when it is first used, so that an ended run has none."""
+        _make_workspaces(self._device)
         return torch.cuda.MemPool()
 
     @property
@@ -93,3 +96,18 @@ class GraphPool:
     def _segments(self) -> list[dict[str, Any]]:
         segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(self.id, include_traces=False)
         return segments
+
+
+def _make_workspaces(device: torch.device) -> None:
+    """Multiplies two small matrices, forward and backward, so that cuBLAS has its workspaces for the current stream.
+
+    torch allocates a workspace at the first product of a thread on a stream, and keeps it.  In the graphs' pool it would lie within
+    a large block that the step frees, and what is left of that block would be too small for the step's next tensor of that size.
+    """
+    if torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        return  # torch refuses products then, and the step may have none
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        matrix = torch.ones(16, 16, dtype=torch.float32, device=device, requires_grad=True)
+        bias = torch.ones(16, dtype=torch.float32, device=device)
+        # With a bias the product is one of cuBLASLt, which may have a workspace of its own.
+        F.linear(matrix, matrix, bias).sum().backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from fabricamp.torch_private import global_optimizer_post_hooks, global_optimize
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.optim import Optimizer
+
+    from fabricamp._utils.types import ParamGroup
     from fabricamp.engine.loop import FitParts
 
 
@@ -58,7 +61,7 @@ def _hook_in_a_step(parts: FitParts) -> str:
     return f"{hook} runs in the middle of a step; leave it out" if hook else ""
 
 
-def _refusal_of(optimizer: Any, parts: FitParts) -> str:
+def _refusal_of(optimizer: Optimizer, parts: FitParts) -> str:
     name = type(optimizer).__name__
     if demands_closure(optimizer):
         return f"{name} runs the forward itself; take an optimizer that steps once"
@@ -101,19 +104,19 @@ def reason_outside(parts: FitParts) -> str:
     return ""
 
 
-def _has_step_hooks(optimizer: Any) -> bool:
+def _has_step_hooks(optimizer: Optimizer) -> bool:
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = [getattr(optimizer, name, None) for name in names]  # a class of another package may have none
     return any(hooks) or bool(global_optimizer_pre_hooks) or bool(global_optimizer_post_hooks)
 
 
-def _lr_is_elsewhere(group: dict[str, Any]) -> bool:
+def _lr_is_elsewhere(group: ParamGroup) -> bool:
     """Whether the group's lr is a tensor on another device than its parameters, which torch reads on the host."""
     rate = group.get("lr")
     return isinstance(rate, Tensor) and any(rate.device != parameter.device for parameter in group["params"])
 
 
-def said_of_outside(optimizer: Any, reason: str) -> str:
+def said_of_outside(optimizer: object, reason: str) -> str:
     """Returns the line that says that ``optimizer`` steps outside of the graph, why, and what that costs."""
     name = type(optimizer).__name__
     return (
@@ -123,7 +126,7 @@ def said_of_outside(optimizer: Any, reason: str) -> str:
     )
 
 
-def is_fused(optimizer: Any) -> bool:
+def is_fused(optimizer: Optimizer | None) -> TypeGuard[FusedOptimizer | LARC]:
     """Whether the optimizer is one of fabricamp's fused ones, or a :class:`LARC` around one: these have ``upload``."""
     return isinstance(optimizer.optim if isinstance(optimizer, LARC) else optimizer, FusedOptimizer)
 

@@ -10,6 +10,7 @@ from fabricamp.engine.graph.batches import constants_of, tensors_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+    from fabricamp._utils.types import Batch
     from fabricamp.cuda_graph import CudaGraph
 
 _MOST_SIGNATURES: Final = 1000
@@ -35,7 +36,7 @@ class SeenBatches:
         self.captured = False
         """Whether a graph was captured."""
 
-    def counts(self, signature: Hashable, batch: Any) -> bool:
+    def counts(self, signature: Hashable, batch: Batch) -> bool:
         """Counts an eager batch; returns False if there are too many signatures to count it; it is never captured then."""
         self._batches += 1
         if signature not in self._eager:
@@ -45,7 +46,7 @@ class SeenBatches:
         self._eager[signature] += 1
         return True
 
-    def _look_at_values(self, batch: Any) -> None:
+    def _look_at_values(self, batch: Batch) -> None:
         """Reports which strings and numbers differ between batches, once there are more combinations than graphs are allowed."""
         constants = dict(constants_of(batch))
         if self._has_named_values or not constants:
@@ -67,7 +68,7 @@ class SeenBatches:
             "entry, name it in CudaGraph(hook_entries=[...]); else give it as a tensor"
         )
 
-    def note_full(self, batch: Any) -> None:
+    def note_full(self, batch: Batch) -> None:
         """Reports a batch that was seen often enough for a capture, but has one shape more than graphs are allowed."""
         if self._has_named_shapes:
             return

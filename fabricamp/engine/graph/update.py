@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fabricamp._utils.types import Batch, Output, Step
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.memory import GradientMemory
@@ -125,8 +126,8 @@ class GraphUpdate(Update):
         self._pool = GraphPool(self._stream)
         self._lends = True
         """Whether eager steps may use the graphs' memory: until one of them leaves a tensor there."""
-        self._runs_in_pool = False
-        """Whether forward and backward allocate in the graphs' memory now."""
+        self._lent_to: Role | None = None
+        """The role of the eager step whose forward and backward allocate in the graphs' memory now; None for memory of its own."""
         self._memory_budget = session.graphs.memory_budget
         self._too_large: set[Key] = set()
         """The keys whose graphs do not fit into memory."""
@@ -137,7 +138,7 @@ class GraphUpdate(Update):
         if reason:
             self._step_outside(reason)
 
-    def use(self, step: Callable[..., Any]) -> None:
+    def use(self, step: Step) -> None:
         """Sets another step to run; it is captured again after it has run eagerly."""
         super().use(step)
         self._eager_by_shape.clear()
@@ -154,7 +155,7 @@ class GraphUpdate(Update):
 
     # -- a batch -----------------------------------------------------------------------------------------------------------------
 
-    def run_batch(self, batch: Any, batch_idx: int, last: bool) -> Any:
+    def run_batch(self, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs a micro-batch, as a replay if there is a graph for its shape and role."""
         self._check_optimizer()
         role = Role(self._accumulate, self.loss is None, self._ends_accumulation(batch_idx, last))
@@ -188,11 +189,11 @@ class GraphUpdate(Update):
             step.launch(view)
         return self._after_replay(step, role)
 
-    def _view(self, batch: Any) -> Any:
+    def _view(self, batch: Batch) -> Batch:
         """Returns what graphs get of a batch: all but the entries that only hooks read."""
         return view_of(batch, self._options.hook_entries)
 
-    def _key_of(self, batch: Any, role: Role) -> Key | None:
+    def _key_of(self, batch: Batch, role: Role) -> Key | None:
         """Returns the key of the graph for a batch; gives up and returns None for a batch whose tensors cannot be found."""
         try:
             return signature(batch), role
@@ -279,25 +280,42 @@ class GraphUpdate(Update):
 
     # -- the graphs' memory, lent to eager steps -----------------------------------------------------------------------------------
 
-    def _forward_backward(self, batch: Any, batch_idx: int) -> Any:
+    def _forward_backward(self, batch: Batch, batch_idx: int) -> Output:
         """Runs forward and backward, in the graphs' memory if it is lent; the outputs, which hooks may keep, are copied then.
 
         The update is not part of it: what an optimizer creates late stays for good.
         """
-        if not self._runs_in_pool:
+        role = self._lent_to
+        if role is None:
             return super()._forward_backward(batch, batch_idx)
         with self._pool.lent():
             outputs = super()._forward_backward(batch, batch_idx)
+        if role.accumulate > 1 or self._sums:
+            self._keep_accumulation(role)
         return copied(outputs)
+
+    def _sum_gradients(self) -> None:
+        """Leaves them to :meth:`_keep_accumulation` in the graphs' memory: the table of their addresses would stay there."""
+        if self._lent_to is None:
+            super()._sum_gradients()
+
+    def _keep_accumulation(self, role: Role) -> None:
+        """Moves what later micro-batches add to out of the graphs' memory: the gradients, or their sums, and the loss."""
+        if self._sums:
+            super()._sum_gradients()
+        else:
+            self._fixed_gradients.settle(closes=role.closes)
+        if self.loss is not None:
+            self.loss = self.loss.detach().clone()
 
     @contextlib.contextmanager
     def _in_pool(self, role: Role) -> Iterator[None]:
         """A context within which eager steps of ``role`` run in the graphs' memory, if it is lent to them."""
-        self._runs_in_pool = self._lends_to(role)
+        self._lent_to = role if self._lends else None
         try:
             yield
         finally:
-            self._runs_in_pool = False
+            self._lent_to = None
 
     def _reclaim_pool(self, step: CapturedStep | None = None, *, forgets: bool = True) -> bool:
         """Ends the loan of the graphs' memory, before a replay of ``step`` or a capture.
@@ -322,7 +340,7 @@ class GraphUpdate(Update):
 
     # -- 2: an eager step, watched -----------------------------------------------------------------------------------------------
 
-    def _run_watched(self, key: Key, batch: Any, batch_idx: int, last: bool) -> Any:
+    def _run_watched(self, key: Key, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs an eager step; the first ``warmup`` of a key are watched for what a replay would not repeat."""
         shape, role = key
         self._eager_updates += role.closes
@@ -345,7 +363,7 @@ class GraphUpdate(Update):
             self._give_up(reason)
         return outputs
 
-    def _run_eagerly(self, role: Role, batch: Any, batch_idx: int, last: bool) -> Any:
+    def _run_eagerly(self, role: Role, batch: Batch, batch_idx: int, last: bool) -> Output:
         """Runs an eager step in the graphs' memory.
 
         After the first capture that saves the memory of a second step.  Before it, optimizer state that the first update creates
@@ -366,7 +384,7 @@ class GraphUpdate(Update):
 
     # -- 3: a capture and its first replay ---------------------------------------------------------------------------------------
 
-    def _run_captured(self, key: Key, batch: Any, batch_idx: int, last: bool, *, compares: bool) -> Any:
+    def _run_captured(self, key: Key, batch: Batch, batch_idx: int, last: bool, *, compares: bool) -> Output:
         """Captures the micro-batch and runs it as the first replay; ``compares``, equal on all ranks, checks that replay."""
         role = key[1]
         view = self._view(batch)
@@ -393,7 +411,7 @@ class GraphUpdate(Update):
         assert failure is not None
         return self._run_instead(failure, batch, batch_idx, last, key)
 
-    def _capture(self, key: Key, batch: Any) -> CapturedStep:
+    def _capture(self, key: Key, batch: Batch) -> CapturedStep:
         """Captures the step of ``batch`` without running it on the device, and returns the graph."""
         parts = self._parts
         optimizer = self._optimizer
@@ -417,7 +435,7 @@ class GraphUpdate(Update):
         inputs = copied(batch)
         shapes = len(self._other_shapes(key))
         self._memory_budget.check(
-            key, kept=self._kept_bytes(role), shared=self._pool.reserved(), shapes=shapes, lends=self._lends_to(role)
+            key, kept=self._kept_bytes(role), shared=self._pool.reserved(), shapes=shapes, lends=self._lends
         )
         step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory)
         used = self._capture_launches(step, lambda: self._launch_captured(inputs, role))
@@ -447,27 +465,20 @@ class GraphUpdate(Update):
         size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         return size if role.accumulate == 1 else 2 * size
 
-    def _lends_to(self, role: Role) -> bool:
-        """Whether eager steps of ``role`` run in the graphs' memory.
-
-        Those of an accumulation do not: their gradients, or the sums of these, stay.
-        """
-        return self._lends and role.accumulate == 1 and not self._sums
-
-    def _capture_launches(self, step: CapturedStep, run: Callable[[], Any]) -> int:
+    def _capture_launches(self, step: CapturedStep, run: Callable[[], Output]) -> int:
         """Captures what ``run`` launches; returns the bytes of memory that the graph reserves beside those of other graphs."""
         self._attachment.metrics = self._watch.log_watch()
-        self._state.capturing = True
+        self._state.user_call.capturing = True
         before = torch.cuda.memory_reserved(self._stream.device)
         try:
             step.capture(run, self._stream, self._pool.id)
             self._pool.note_capture()
         finally:
             self._attachment.metrics = self._parts.metrics
-            self._state.capturing = False
+            self._state.user_call.capturing = False
         return torch.cuda.memory_reserved(self._stream.device) - before
 
-    def _launch_captured(self, batch: Any, role: Role) -> Any:
+    def _launch_captured(self, batch: Batch, role: Role) -> Output:
         """Runs a step for the capture and copies its gradient statistics out of the memory that earlier graphs write to."""
         outputs = self._launch(batch, BatchIndex(), role)
         verdicts = self._parts.precision.verdicts
@@ -475,7 +486,7 @@ class GraphUpdate(Update):
             verdicts.keep_statistics(self._optimizer)
         return outputs
 
-    def _launch(self, batch: Any, batch_idx: Any, role: Role) -> Any:
+    def _launch(self, batch: Batch, batch_idx: Any, role: Role) -> Output:
         """Launches a step's work on the device; returns what hooks get."""
         self._parts.strategy.note_window(begun=not role.opens)
         self.loss = None if role.opens else self._loss_so_far
@@ -485,7 +496,11 @@ class GraphUpdate(Update):
         if self.loss is None or self.loss is self._loss_so_far:
             raise NotCapturableError("training_step returned no loss, and a captured step has one for every batch")
         if role.accumulate > 1 and not self._sums:
-            self._fixed_gradients.settle(closes=role.closes)
+            gradients = self._fixed_gradients.settle(closes=role.closes)
+            if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+                raise NotCapturableError(
+                    "sparse gradients of an accumulation have another size each time; leave out sparse=True"
+                )
         if not role.closes:
             return outputs
         loss = self.loss
@@ -517,13 +532,13 @@ class GraphUpdate(Update):
         """Steps the optimizer with the gradients of a replay."""
         assert self.plan is not None
         self.plan.step_prepared()
-        if first and (key := kept_gradient(self._optimizer, step.handed)):
+        if first and (key := kept_gradient(self.plan.optimizer, step.handed)):
             name = type(self._optimizer).__name__
             self._give_up(
                 f"{name} keeps a gradient in its state ({key!r}), and the next replay writes to the same memory; copy it there"
             )
 
-    def _report(self, batch: Any, role: Role, used: int, how: str = "") -> None:
+    def _report(self, batch: Batch, role: Role, used: int, how: str = "") -> None:
         self.seen.captured = True
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(batch))
         self._session.run_summary.say(
@@ -533,7 +548,7 @@ class GraphUpdate(Update):
     # -- 3 and 5: a replay, compared with an eager step --------------------------------------------------------------------------
 
     def _launch_checked(
-        self, step: CapturedStep, batch: Any, eager: Callable[[], Any], key: Key
+        self, step: CapturedStep, batch: Batch, eager: Callable[[], Output], key: Key
     ) -> NotCapturableError | None:
         """Runs a replay and compares it to an ``eager`` step bit by bit, if the memory suffices for that.
 
@@ -556,7 +571,7 @@ class GraphUpdate(Update):
         )
         # In the graphs' memory an eager step takes no more than the gradients that the graph keeps there.
         role = key[1]
-        needed = self._kept_bytes(role) if self._lends_to(role) else self._memory_budget.eager_bytes(key)
+        needed = self._kept_bytes(role) if self._lends else self._memory_budget.eager_bytes(key)
         # Up to three copies: before the replay, after it, and after a first eager step.
         copies = 3 * state.bytes
         if copies <= free_host_memory() // parts.strategy.environment.local_world_size:
@@ -588,7 +603,7 @@ class GraphUpdate(Update):
         step.log_replay.table.bank.copy_(logged)
         return NotCapturableError(f"a replay differs bitwise from an eager step, first in {difference}")
 
-    def _run_instead(self, why: Exception, batch: Any, batch_idx: int, last: bool, key: Key) -> Any:
+    def _run_instead(self, why: Exception, batch: Batch, batch_idx: int, last: bool, key: Key) -> Output:
         """Runs a micro-batch eagerly after a failed capture or a wrong replay, whose effects the caller has undone."""
         # Once the ranks capture by themselves, a graph that does not fit leaves those of other shapes alone.
         others_stay = bool(self._steps) and self._consensus.ended
@@ -602,7 +617,7 @@ class GraphUpdate(Update):
 
     # -- 3 to 5: after a replay --------------------------------------------------------------------------------------------------
 
-    def _after_replay(self, step: CapturedStep, role: Role, *, first: bool = False) -> Any:
+    def _after_replay(self, step: CapturedStep, role: Role, *, first: bool = False) -> Output:
         """Does the host's work after a replay and returns the outputs; the capture has done part of it for the ``first`` replay."""
         if role.closes and self.steps_outside:
             self._run_optimizer(step, first=first)
@@ -675,8 +690,8 @@ class AccumulationGradients:
     def settle(self, *, closes: bool = False) -> list[Tensor | None]:
         """Copies every gradient to its fixed address and sets ``.grad`` to it, eagerly or in a capture; returns all gradients.
 
-        At the end of an accumulation (``closes``), views into the buckets of torch's DDP stay where they are: kernels may sum a
-        copy with another alignment in another order.
+        Sparse ones, which no graph has, stay where they are.  At the end of an accumulation (``closes``), so do views into the
+        buckets of torch's DDP: kernels may sum a copy with another alignment in another order.
         """
         fixed_tensors: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -684,7 +699,7 @@ class AccumulationGradients:
         for parameter in parameters:
             gradient = parameter.grad
             fixed = self._fixed.get(parameter)
-            if gradient is None or gradient is fixed or (closes and gradient._is_view()):
+            if gradient is None or gradient is fixed or gradient.is_sparse or (closes and gradient._is_view()):
                 continue
             if fixed is None or fixed.dtype != gradient.dtype:
                 fixed = lasting_like(gradient)

@@ -1,0 +1,119 @@
+"""FP8 all-gathers: torch's FSDP gathers the weights of layers with FP8 products in FP8, each with one scale on all ranks.
+
+torch asks a parameter's shard for the functions ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.  Here they are attributes of
+the plain tensor that holds the shard, so that optimizers, clipping and checkpoints work with the same tensors as without them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fabricamp.ops.shards import SharedRows, is_shard, local
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Float8Gather:
+    """Casts the shards of layers with FP8 products to FP8 before FSDP gathers them.
+
+    A scale is that of the whole weight in the dtype in which it would be gathered otherwise, and the cast rounds to that dtype
+    first: the products are the same to the bit.  The scales of all layers are computed together, in one all-reduce, at the first
+    gather after :meth:`forget`.
+
+    Left out are layers whose rows the ranks cannot share equally: torch pads their shards.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        shared = [layer for layer in layers if _has_equal_shards(layer.weight)]
+        self._shards: list[Any] = [local(layer.weight) for layer in shared]
+        self._ranks = SharedRows.of([layer.weight for layer in shared])
+        self._is_known = False
+        device = self._shards[0].device if shared else torch.device("cpu")
+        # 16 bytes for each scale: compiled code copies an input whose address 16 does not divide.
+        self._scales = torch.ones(len(shared), 4, dtype=torch.float32, device=device)[:, :1]
+        for layer, shard, scale in zip(shared, self._shards, self._scales, strict=True):
+            weight = _Weight(self, layer, shard, scale)
+            shard.fsdp_pre_all_gather = weight.before_gather
+            shard.fsdp_post_all_gather = weight.after_gather
+
+    def line(self, layers: int) -> str:
+        """Returns a line for the summary of a run with FP8 products in ``layers`` layers."""
+        line = f"float8 all-gather: the weights of {len(self._shards)} layers are gathered in FP8"
+        others = layers - len(self._shards)
+        return f"{line}, of {others} in bf16, as the ranks cannot share their rows equally" if others else line
+
+    def forget(self) -> None:
+        """Makes the next gather compute the scales; called where the weights may have changed since the last one."""
+        self._is_known = False
+
+    def know(self, dtype: torch.dtype, float8: torch.dtype) -> None:
+        """Computes the scales unless they are known: a collective of the ranks that share the weights."""
+        if self._is_known:
+            return
+        from torchao.float8.float8_utils import amax_to_scale
+
+        largest = torch.stack(torch._foreach_norm(self._shards, float("inf")))
+        if self._ranks is not None:
+            self._ranks.reduce_(largest, dist.ReduceOp.MAX)
+        # The largest of rounded values is the largest value, rounded.
+        self._scales.copy_(amax_to_scale(largest.to(dtype), float8).unsqueeze(1))
+        self._is_known = True
+
+    def take_off(self) -> None:
+        """Makes the shards plain tensors again, without further attributes."""
+        for shard in self._shards:
+            del shard.fsdp_pre_all_gather
+            del shard.fsdp_post_all_gather
+        self._shards = []
+
+
+class _Weight:
+    """The two functions that FSDP calls for a weight: before and after its gather."""
+
+    def __init__(self, gather: Float8Gather, layer: Any, shard: Tensor, scale: Tensor) -> None:
+        self._gather = gather
+        self._shard = shard
+        self._scale = scale
+        # Settings that torchao's class gives its layers.
+        self._products = layer.linear_mm_config
+        self._float8 = layer.config.cast_config_weight.target_dtype
+
+    def before_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
+        """Returns the shard in FP8 as a tuple, and what :meth:`after_gather` gets as ``metadata``."""
+        dtype = policy.param_dtype or self._shard.dtype
+        self._gather.know(dtype, self._float8)
+        data = torch.empty_like(self._shard, dtype=self._float8)
+        # One kernel for product and cast.  The scale has a dimension, so that the product is in fp32.
+        torch.mul(self._shard.to(dtype), self._scale, out=data)
+        return (data,), None
+
+    def after_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """Returns the whole weight as torchao's tensor, and the memory that FSDP frees and fills again.
+
+        With ``out``, the tensor of an earlier call, FSDP has filled that memory, and the scale is updated in place.
+        """
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+        if out is not None:
+            return None
+        (data,) = gathered
+        whole = Float8TrainingTensor(data, self._scale[0], dtype, self._products, GemmInputRole.WEIGHT)
+        return whole, (data,)
+
+
+def _has_equal_shards(weight: Any) -> bool:
+    if not is_shard(weight):
+        return False
+    ranks = [
+        weight.device_mesh.size(dimension)
+        for dimension, placement in enumerate(weight.placements)
+        if not placement.is_replicate()
+    ]
+    return all(weight.shape[0] % number == 0 for number in ranks)
