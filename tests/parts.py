@@ -55,6 +55,7 @@ PARTS = {
             "tests/distributed/test_fsdp_objects.py",
             "tests/distributed/test_sharded_optimizers.py",
             "tests/distributed/test_tensor_parallel.py",
+            "tests/trainer/test_float8_gather.py",
         ),
         (
             "fabricamp/callbacks/_averages.py",
@@ -69,6 +70,7 @@ PARTS = {
             "fabricamp/strategies",
             "tests/distributed/ranks.py",
             "tests/distributed/sharded.py",
+            "tests/trainer/test_float8_in_the_loop.py",
         ),
     ),
     "compiled": Part(  # by torch.compile and torch.export, which take seconds for each program
