@@ -161,6 +161,7 @@ PARTS = {
             "tests/lightning/test_lightning_repros.py",
             "tests/lightning/test_names.py",
             "tests/lightning/test_objects_in_files.py",
+            "tests/test_survey.py",
         ),
         (
             "fabricamp/apex",
@@ -170,6 +171,7 @@ PARTS = {
             "tests/apex",
             "tests/lightning",
             "tools/aliases.toml",
+            "tools/survey.py",
         ),
     ),
     "pages": Part(  # what README, tutorial and examples show, run as their readers do
