@@ -19,7 +19,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := dev$(if $(HAS_GPU),$(COMMA)cuda13)
 WITH_CUDA := $(if $(HAS_GPU), and torch for CUDA of several GB)
 
-.PHONY: help setup demo test kernels processes programs pages whole quick lint layers types format docs site aliases release libraries examples matrix installed
+.PHONY: help setup demo test kernels sharded compiled services processes programs pages whole quick lint layers types format docs site aliases release libraries examples matrix installed
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -53,19 +53,32 @@ endif
 demo: $(DEMO_IS_IN) ## trains the digits example; ends with a table of what came out, where it is, and a picture
 	@$(BIN)/python examples/digits/train.py
 
-# What forks processes cannot share one with what uses a GPU.  Three workers for two cores: for a fifth of its time a test waits.
-SUITE = OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 3 --dist worksteal
+# What forks processes cannot share one with what uses a GPU: tests marked gpu and gpu2 would each be skipped, for 10 ms.
+# Three workers for two cores: for a fifth of its time a test waits.
+SUITE = OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n 3 --dist worksteal -m "not slow and not gpu and not gpu2"
 # Slow tests that depend on few files are in tests/parts.py; .ci/run makes those whose files have changed.
 PART = $(SUITE) $$($(BIN)/python tests/parts.py $@)
 
-test: $(STAMP) ## the suite without its slow parts: kernels, processes, programs, pages
-	@$(BIN)/python tests/parts.py say
-	$(SUITE) $$($(BIN)/python tests/parts.py left-out)
+PARTS = kernels sharded compiled services processes programs pages installed
+
+# WITH="kernels pages": with these parts, in one session: what waits in one leaves the processor to others.
+test: $(STAMP) ## the suite without its slow parts: kernels, sharded, compiled, services, processes, programs, pages
+	@$(BIN)/python tests/parts.py say $(WITH)
+	$(SUITE) $$($(BIN)/python tests/parts.py left-out $(WITH))
 ifdef HAS_GPU
 	$(PYTEST) -m "gpu or gpu2"
 endif
 
-kernels: $(STAMP) ## tests of the kernels: compiled for every architecture, and run on a CPU
+kernels: $(STAMP) ## tests of kernels, compiled for every architecture and run on a CPU, and of the layers and optimizers on them
+	$(PART)
+
+sharded: $(STAMP) ## tests of parameters and optimizers in parts, on two ranks and four
+	$(PART)
+
+compiled: $(STAMP) ## tests of torch.compile and torch.export
+	$(PART)
+
+services: $(STAMP) ## tests of the clients of logging services and of Optuna
 	$(PART)
 
 processes: $(STAMP) ## tests of processes that are started from a shell, interrupted, killed and lost
@@ -77,7 +90,8 @@ programs: $(STAMP) ## tests of programs for Lightning and apex, each in an inter
 pages: $(STAMP) ## tests of README, docs, site and examples, which run in a short form
 	$(PART)
 
-whole: test kernels processes programs pages ## every test
+whole: ## every test
+	@$(MAKE) test WITH="$(PARTS)"
 
 # BASE=main: what a branch has changed, commits too.  Ends by itself after a minute: `make test` has the rest.
 BASE ?= HEAD
@@ -115,7 +129,8 @@ libraries: $(STAMP) ## trains libraries of the package index under Lightning and
 examples: $(STAMP) ## runs every example whole, and prints a table of their seconds
 	@$(BIN)/python tools/run_examples.py $(EXAMPLES)
 
-installed: $(STAMP) ## builds sdist and wheel, installs the wheel in an environment of its own, and tries it there
+installed: $(STAMP) ## tests of the wheel; builds both distributions, installs the wheel in an environment of its own, and tries it there
+	$(PART)
 	@$(BIN)/python tools/matrix.py here
 
 # CELLS="3.11/2.11.0 3.13/newest": these alone.  Each torch is a download of up to 3 GB; UV_TORCH_BACKEND=cpu takes the CPU builds.

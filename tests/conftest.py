@@ -62,21 +62,19 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _leaves_one_thread():
-    """Fails if a test leaves two threads: every later test of this process would be ten times slower beside another process."""
-    yield
-    assert torch.get_num_threads() == 1
+def _leaves_nothing_that_later_tests_meet():
+    """Fails if a test leaves two threads or a process group.
 
-
-@pytest.fixture(autouse=True)
-def _leaves_no_process_group():
-    """Fails if a test leaves a process group: ranks that later tests fork would use it, and fail or wait for each other."""
+    Every later test of this process would be ten times slower beside another process; ranks that later tests fork would use the
+    group, and fail or wait for each other.
+    """
     found = dist.is_initialized()
     yield
     left = dist.is_initialized() and not found
     if left:
         dist.destroy_process_group()
     assert not left
+    assert torch.get_num_threads() == 1
 
 
 @pytest.fixture(autouse=True)

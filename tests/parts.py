@@ -1,9 +1,9 @@
 """Parts of the suite with a goal of their own in the Makefile: slow tests that depend on few files.
 
-    python tests/parts.py left-out     # options of pytest for `make test`
-    python tests/parts.py say          # what `make test` leaves out
-    python tests/parts.py changed      # the goals that .ci/run makes
-    python tests/parts.py NAME         # the test files of a part
+    python tests/parts.py left-out [NAME ...]  # options of pytest for `make test` with these parts
+    python tests/parts.py say [NAME ...]       # what `make test` with these parts leaves out
+    python tests/parts.py changed              # the parts that .ci/run makes
+    python tests/parts.py NAME                 # the test files of a part
 
 A part is made by ``.ci/run`` if one of its inputs, or of its tests, differs from the base: $CI_BASE, or where the branch left
 origin/main, or on main itself the last commit of the day before HEAD's, as a push may have several commits.  If git does not know
@@ -30,9 +30,89 @@ class Part:
 
 
 PARTS = {
-    "kernels": Part(  # compiled for every architecture, and run on a CPU
-        ("tests/kernels",),
-        ("fabricamp/ops", "tests/cuda_on_cpu"),
+    "kernels": Part(  # compiled for every architecture, and run on a CPU beside their references; layers and optimizers on them
+        (
+            "tests/distributed/test_sync_batch_norm_ranks.py",
+            "tests/kernels",
+            "tests/nn",
+            "tests/ops",
+            "tests/optimizers",
+        ),
+        (
+            "fabricamp/commands/doctor.py",
+            "fabricamp/nn",
+            "fabricamp/ops",
+            "fabricamp/optimizers",
+            "fabricamp/precision",
+            "tests/cuda_on_cpu",
+            "tests/windows.py",
+        ),
+    ),
+    "sharded": Part(  # parameters and state in parts, on two ranks and four
+        (
+            "tests/distributed/test_fsdp.py",
+            "tests/distributed/test_fsdp_features.py",
+            "tests/distributed/test_fsdp_objects.py",
+            "tests/distributed/test_sharded_optimizers.py",
+            "tests/distributed/test_tensor_parallel.py",
+            "tests/trainer/test_float8_gather.py",
+        ),
+        (
+            "fabricamp/callbacks/_averages.py",
+            "fabricamp/checkpoint",
+            "fabricamp/engine/accumulation_state.py",
+            "fabricamp/engine/checkpoint_sections.py",
+            "fabricamp/engine/sharding_checks.py",
+            "fabricamp/engine/update.py",
+            "fabricamp/ops/shards.py",
+            "fabricamp/optimizers",
+            "fabricamp/precision",
+            "fabricamp/strategies",
+            "tests/distributed/ranks.py",
+            "tests/distributed/sharded.py",
+            "tests/trainer/test_float8_in_the_loop.py",
+        ),
+    ),
+    "compiled": Part(  # by torch.compile and torch.export, which take seconds for each program
+        (
+            "tests/parity/test_compiled_modules.py",
+            "tests/parity/test_compiled_resume.py",
+            "tests/parity/test_compiled_steps.py",
+            "tests/test_export.py",
+            "tests/test_startup.py",
+            "tests/trainer/test_exporting.py",
+            "tests/trainer/test_float8_in_the_loop.py",
+        ),
+        (
+            "fabricamp/commands/export.py",
+            "fabricamp/compilation.py",
+            "fabricamp/engine/compilation_watch.py",
+            "fabricamp/engine/compiled.py",
+            "fabricamp/engine/compiled_calls.py",
+            "fabricamp/engine/evaluation.py",
+            "fabricamp/engine/exporting.py",
+            "fabricamp/engine/update.py",
+            "fabricamp/nn",
+            "fabricamp/ops/dispatch.py",
+            "fabricamp/precision",
+            "fabricamp/torch_private.py",
+            "tests/parity/compiled_run.py",
+        ),
+    ),
+    "services": Part(  # clients of logging services and of Optuna: to import one takes a second, to end one more
+        (
+            "tests/callbacks/test_optuna_pruning.py",
+            "tests/loggers/test_comet_logger.py",
+            "tests/loggers/test_mlflow_logger.py",
+            "tests/loggers/test_wandb_logger.py",
+        ),
+        (
+            "fabricamp/callbacks/_checkpoint_files.py",
+            "fabricamp/callbacks/checkpoint.py",
+            "fabricamp/callbacks/model_checkpoint.py",
+            "fabricamp/callbacks/optuna_pruning.py",
+            "fabricamp/loggers",
+        ),
     ),
     "processes": Part(  # started from a shell, killed, interrupted, lost
         (
@@ -47,11 +127,18 @@ PARTS = {
             "tests/distributed/test_trainer_launch.py",
             "tests/kill",
             "tests/launch",
+            "tests/test_cli_processes.py",
+            "tests/test_messages_processes.py",
+            "tests/test_verify.py",
         ),
         (
             "fabricamp/callbacks/async_checkpoint.py",
             "fabricamp/checkpoint",
+            "fabricamp/cli.py",
+            "fabricamp/engine/verification.py",
             "fabricamp/launch",
+            "fabricamp/messages.py",
+            "fabricamp/runs/verify.py",
             "fabricamp/strategies",
             "fabricamp/trainer",
             "fabricamp/watchdog",
@@ -70,17 +157,21 @@ PARTS = {
             "tests/checkpoint/test_lightning_names.py",
             "tests/checkpoint/test_objects_elsewhere.py",
             "tests/lightning/test_door.py",
+            "tests/lightning/test_helpers.py",
             "tests/lightning/test_lightning_repros.py",
             "tests/lightning/test_names.py",
             "tests/lightning/test_objects_in_files.py",
+            "tests/test_survey.py",
         ),
         (
             "fabricamp/apex",
             "fabricamp/checkpoint",
             "fabricamp/lightning",
+            "fabricamp/utilities",
             "tests/apex",
             "tests/lightning",
             "tools/aliases.toml",
+            "tools/survey.py",
         ),
     ),
     "pages": Part(  # what README, tutorial and examples show, run as their readers do
@@ -119,12 +210,21 @@ PARTS = {
             "fabricamp/trainer",
         ),
     ),
-    "installed": Part(  # no tests of its own: tools/matrix.py runs some in a clean environment
-        (),
-        ("MANIFEST.in", "tests/test_packaging.py", "tools/matrix.py"),
+    "installed": Part(  # built and installed; tools/matrix.py runs some other tests in a clean environment
+        ("tests/test_wheel.py",),
+        ("LICENSE", "MANIFEST.in", "README.md", "tools/matrix.py"),
     ),
 }
-FOR_ALL = ("Makefile", "constraints.txt", "pyproject.toml", "tests/conftest.py", "tests/parts.py", "tests/startup")
+FOR_ALL = (
+    "Makefile",
+    "constraints.txt",
+    "pyproject.toml",
+    "tests/conftest.py",
+    "tests/parts.py",
+    "tests/shared.py",
+    "tests/small.py",
+    "tests/startup",
+)
 """Inputs of every part."""
 DAY = 24 * 60 * 60
 
@@ -162,11 +262,12 @@ def changed():
     ]
 
 
-def main(word):
+def main(word, *names):
+    left = {name: part for name, part in PARTS.items() if name not in names}
     if word == "left-out":
-        print(*(f"--ignore={path}" for part in PARTS.values() for path in part.tests))
+        print(*(f"--ignore={path}" for part in left.values() for path in part.tests))
     elif word == "say":
-        print("left out here:", ", ".join(f"make {name}" for name, part in PARTS.items() if part.tests))
+        print("left out here:", ", ".join(f"make {name}" for name in left) or "nothing")
     elif word == "changed":
         print(*changed())
     else:
@@ -174,4 +275,4 @@ def main(word):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.forked import start_forked
-from tests.distributed.scripts import finish, start
+from tests.distributed.scripts import finish
 from tests.small import Classifier, loader, quiet_trainer
 
 ROOT = Path(__file__).parents[1]
@@ -117,34 +117,6 @@ def test_a_handler_without_a_level_gets_each_line_once(tmp_path, name):
     assert times((tmp_path / "job.log").read_text()) == ONCE
 
 
-@pytest.mark.parametrize("before", ["", "import fabricamp.callbacks"])
-def test_basic_config_has_each_line_once_with_one_prefix(tmp_path, before):
-    """Runs in a new interpreter; logging is configured before or after fabricamp is imported."""
-    out, err = ran(tmp_path, before=f"{before}\nlogging.basicConfig()", start=start)
-    assert out == "mine\n"
-    assert times(plain(err)) == ONCE
-    assert f"WARNING:fabricamp:{SAID[1]}\n" in err
-    assert f"INFO:fabricamp:{SAID[0]}\n" in err
-
-
-OWN_CLASS = """
-    import logging
-    class Own(logging.Logger):
-        def makeRecord(self, *args, **options):
-            record = super().makeRecord(*args, **options)
-            record.request = "id7"
-            return record
-    logging.setLoggerClass(Own)
-    logging.basicConfig(format="%(request)s %(levelname)s:%(name)s:%(message)s")
-"""
-
-
-def test_a_logger_class_of_the_program_makes_the_records(tmp_path):
-    _, err = ran(tmp_path, before=OWN_CLASS, start=start)
-    assert "Logging error" not in err
-    assert f"id7 INFO:fabricamp:{SAID[0]}\n" in err
-
-
 def test_no_message_brings_the_prefix_that_the_handler_writes():
     calls = {"debug", "info", "warning", "error", "exception", "log", "say_once"}
     found = []
@@ -161,12 +133,6 @@ def test_several_processes_say_it_once(tmp_path):
     _, err = ran(tmp_path, options=options)
     assert [one.replace("fabricamp: ", "").startswith("CPU, 2 processes") for one in err.splitlines()].count(True) == 1
     assert times(err.replace("fabricamp: ", ""))[1:4] == ONCE[1:4]
-
-
-def test_spawned_processes_keep_the_level(tmp_path):
-    before = "if __name__ == '__main__':\n    logging.getLogger('fabricamp').setLevel(logging.ERROR)"
-    options = "devices=2, start_method='spawn', max_epochs=1"
-    assert ran(tmp_path, before=before, options=options, start=start) == ("mine\n", "")
 
 
 def test_under_pytest_its_records_have_each_line_once(caplog, capfd):

@@ -26,10 +26,24 @@ def test_the_words_of_each_command(capsys):
     parts.main("left-out")
     parts.main("say")
     parts.main("pages")
-    left_out, said, pages = capsys.readouterr().out.splitlines()
+    parts.main("left-out", "processes", "kernels")
+    parts.main("say", "processes", "kernels", "services")
+    parts.main("say", *parts.PARTS)
+    left_out, said, pages, left, told, nothing = capsys.readouterr().out.splitlines()
     assert {"--ignore=tests/kill", "--ignore=tests/site/test_site.py"} <= set(left_out.split())
-    assert said == "left out here: make kernels, make processes, make programs, make pages"
+    assert said == "left out here: " + ", ".join(f"make {name}" for name in parts.PARTS)
     assert set(pages.split()) == set(parts.PARTS["pages"].tests)
+    kept = {f"--ignore={path}" for name in ("processes", "kernels") for path in parts.PARTS[name].tests}
+    assert set(left.split()) == set(left_out.split()) - kept
+    assert told == "left out here: make sharded, make compiled, make programs, make pages, make installed"
+    assert nothing == "left out here: nothing"
+
+
+def test_the_makefile_and_ci_know_every_part():
+    known = " ".join(sorted(parts.PARTS))
+    for file, word in (("Makefile", r"^PARTS = (.*)$"), (".ci/run", r'^all="(.*)"$')):
+        (names,) = re.findall(word, (ROOT / file).read_text(), re.MULTILINE)
+        assert " ".join(sorted(names.split())) == known
 
 
 @pytest.fixture
@@ -65,6 +79,8 @@ def test_parts_whose_inputs_differ_from_the_day_before(commit):
     assert parts.changed() == ["kernels"]
     commit("fabricamp/engine/loop.py")
     assert parts.changed() == []
+    commit("fabricamp/engine/update.py")
+    assert parts.changed() == ["sharded", "compiled"]
     commit("tests/kill/test_kills.py")
     assert parts.changed() == ["processes"]
     commit("docs/index.md", days_later=0.5)
