@@ -6,6 +6,7 @@ the plain tensor that holds the shard, so that optimizers, clipping and checkpoi
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ class Float8Gather:
         self._scales = torch.ones(len(shared), 4, dtype=torch.float32, device=device)[:, :1]
         for layer, shard, scale in zip(shared, self._shards, self._scales, strict=True):
             weight = _Weight(self, layer, shard, scale)
-            shard.fsdp_pre_all_gather = weight.before_gather
+            shard.fsdp_pre_all_gather = weight
             shard.fsdp_post_all_gather = weight.after_gather
 
     def line(self, layers: int) -> str:
@@ -73,7 +74,7 @@ class Float8Gather:
 
 
 class _Weight:
-    """The two functions that FSDP calls for a weight: before and after its gather."""
+    """The two functions that FSDP calls for a weight: the object itself before its gather, and :meth:`after_gather`."""
 
     def __init__(self, gather: Float8Gather, layer: Any, shard: Tensor, scale: Tensor) -> None:
         self._gather = gather
@@ -83,7 +84,7 @@ class _Weight:
         self._products = layer.linear_mm_config
         self._float8 = layer.config.cast_config_weight.target_dtype
 
-    def before_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
+    def __call__(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
         """Returns the shard in FP8 as a tuple, and what :meth:`after_gather` gets as ``metadata``."""
         dtype = policy.param_dtype or self._shard.dtype
         self._gather.know(dtype, self._float8)
@@ -91,6 +92,9 @@ class _Weight:
         # One kernel for product and cast.  The scale has a dimension, so that the product is in fp32.
         torch.mul(self._shard.to(dtype), self._scale, out=data)
         return (data,), None
+
+    # torch asks for the signature before each gather, and deriving it would take most of the host time of this call.
+    __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
 
     def after_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None

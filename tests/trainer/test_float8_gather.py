@@ -25,7 +25,7 @@ def fp8(*, all_gather, base="O5"):
 
 
 class Seen(Words):
-    """Words that note the classes of weights within a step, what a block returns after its update, and the shards."""
+    """Words that note the classes of weights within a step, and the shards."""
 
     def __init__(self):
         super().__init__()
@@ -47,20 +47,24 @@ class Seen(Words):
     def note(self, layer, inputs, output):
         self.within.add(type(layer.weight.data).__name__)
 
+
+class Outside(Seen):
+    """They also note what a block returns that is called after the update."""
+
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
         with torch.no_grad():
             self.outside.append(self.blocks[1](torch.ones(16, 32)).sum().item())
 
 
-def trained(precision, *, module=None, ckpt_path=None, units=(Block,), size=4, **options):
+def trained(precision, *, module=None, ckpt_path=None, size=4, **options):
     module = module or Seen()
     fsdp = {name: options.pop(name) for name in ("reshard_after_forward", "replicate") if name in options}
     trainer = quiet_trainer(
         **{
             "max_epochs": 1,
             "precision": precision,
-            "strategy": FSDP(list(units), **fsdp),
+            "strategy": FSDP([Block], **fsdp),
             "devices": dist.get_world_size(),
             **options,
         }
@@ -84,9 +88,10 @@ def both(**options):
     """Runs with weights gathered in FP8 and in bf16, and returns the former."""
     base = options.pop("base", "O5")
     torch.compiler.reset()
-    module = trained(fp8(all_gather=True, base=base), **options)
+    module = trained(fp8(all_gather=True, base=base), module=Outside(), **options)
     torch.compiler.reset()
-    same(module, trained(fp8(all_gather=False, base=base), **options))
+    same(module, trained(fp8(all_gather=False, base=base), module=Outside(), **options))
+    assert module.outside
     return module
 
 
