@@ -198,6 +198,7 @@ def main() -> None:
         "date": str(datetime.now(UTC).date()),
         "command": "python benchmarks/fp8_linears.py",
         "length": LENGTH,
+        "passes": "replayed as a CUDA graph for half a second at a time",
         "rows": [],
     }
     for row in workers.rows():

@@ -650,9 +650,9 @@ def fp8_linears(result):
         for row in sorted(result["rows"], key=lambda row: (-row["tokens"], row["width"]))
     ]
     about = (
-        'GPU ms of forward and backward of one block of GPT with bf16 weights, compiled as `compile="blocks"` does, replayed as a\n'
-        f"CUDA graph for half a second at a time; sequences of {result['length']} tokens. FP8: all linear layers of the block, by\n"
-        "recipe, and in brackets the time of bf16 divided by that of FP8."
+        'GPU ms of forward and backward of one block of GPT with bf16 weights, compiled as `compile="blocks"` does; passes\n'
+        f"{result['passes']}; sequences of {result['length']} tokens. FP8: all linear layers of\n"
+        "the block, by recipe, and in brackets the time of bf16 divided by that of FP8."
     )
     head = f"## Linear layers in FP8 on {result['device']}"
     return "\n\n".join([head, about, table(["width", "tokens", "bf16", *recipes], rows)])
