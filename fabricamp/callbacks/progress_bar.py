@@ -381,16 +381,18 @@ class ProgressBar(Callback):
         self._shown = self._step_and_metrics(trainer) if self._train is not None else []
         self._draw_tasks()
 
-    def _draw_tasks(self) -> None:
+    def _draw_tasks(self) -> bool:
+        """Draws the bars that are open; returns whether the terminal is still there."""
         tasks = [task for task in (self._train, self._evaluation) if task is not None]
         if self._screen is None or not tasks:  # no bar is open between two epochs or before the first
-            return
+            return self._screen is not None
         try:
             self._screen.draw(tasks, self._shown)
         except OSError:  # the terminal, or the reader of the pipe, is gone: no reason to end the training
             self._close(keep=False)
-            return
+            return False
         self._due = monotonic() + self._screen.interval
+        return True
 
     def _write_pending(self, *, in_any_case: bool = False) -> None:
         now = monotonic()
@@ -402,9 +404,9 @@ class ProgressBar(Callback):
         if self._screen.is_live:
             # A line is written above the bar of the last refresh: of an earlier epoch, if epochs are shorter than the time between
             # two refreshes.
-            self._draw_tasks()
-        if self._screen is None:  # the terminal is gone
-            return
+            there = self._draw_tasks()
+            if not there:
+                return
         try:
             self._screen.write(self._pending)
         except OSError:  # as above
