@@ -99,11 +99,14 @@ def with_import(app: Sphinx, what: str, name: str, thing: Any, options: Any, lin
 
 
 def prepared(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: ARG001
-    """Turns links to folders into their text, since a site has no folders; takes some pages out of the search."""
+    """Turns links to what the site lacks into their text; takes some pages out of the search."""
     folder = (ROOT / docname).parent
 
     def without_folder(found: re.Match[str]) -> str:
-        return found[1] if (folder / found[2]).is_dir() else found[0]
+        target = (folder / found[2]).resolve()
+        # A page that is written for the repository; other files there become downloads.
+        is_page_outside = target.suffix == ".md" and target.is_relative_to(ROOT / "benchmarks")
+        return found[1] if target.is_dir() or is_page_outside else found[0]
 
     source[0] = LINK.sub(without_folder, source[0])
     if docname in OUT_OF_SEARCH:
