@@ -172,6 +172,6 @@ def test_the_face_of_a_precision_is_small():
     of_a_module = {"convert_module", "convert_input", "forward", "notes", "slowness"}
     of_an_update = {"setup_optimizers", "gradients", "plan", "backward", "step", "refresh_masters"}
     of_an_update_outside_of_a_graph = {"splits_steps", "prepare_step", "step_prepared"}
-    of_a_run = {"name", "state_dict", "load_state_dict", "verdicts"}
+    of_a_run = {"name", "check_strategy", "state_dict", "load_state_dict", "verdicts"}
     face = {name for name in dir(Precision) if not name.startswith("_")}
     assert face == of_a_module | of_an_update | of_an_update_outside_of_a_graph | of_a_run
