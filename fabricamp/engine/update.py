@@ -185,18 +185,18 @@ class Update:
 
     def _forward_backward(self, batch: Batch, batch_idx: int) -> Output:
         hooks = self._hooks
-        if self.loss is None and hooks.plain_zero_grad is not None:
-            # No code of the user's surrounds the call.  Before the forward, at whose end memory is at its peak in most networks.
-            hooks.plain_zero_grad()
         output = self._forward(batch, batch_idx)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
         if loss is None:
             return {} if self._shows_shares else None
         if not loss.requires_grad or loss.numel() != 1:
             self._refuse_loss(loss)
-        if self.loss is None and hooks.plain_zero_grad is None:
+        if self.loss is None:
             # The first loss of an accumulation.  A micro-batch without a loss has not cleared the gradients of the last one.
-            self._clear_gradients(batch_idx)
+            if hooks.plain_zero_grad is None:
+                self._clear_gradients(batch_idx)
+            else:
+                hooks.plain_zero_grad()
         self.loss = loss
         if self._accumulate > 1:
             loss = loss / self._accumulate
