@@ -182,6 +182,7 @@ class RunState:
     ahead = _OfPart[bool]("user_call", "ahead")
     capturing = _OfPart[bool]("user_call", "capturing")
 
+    _asks = _OfPart[bool]("stop_request", "asks")  # in pickles of earlier versions
     agreed = _OfPart[bool]("stop_request", "agreed")
     stop_reason = _OfPart[str]("stop_request", "reason")
     stop_explanation = _OfPart[str]("stop_request", "explanation")

@@ -781,6 +781,26 @@ def test_what_a_graph_has_of_an_optimizer_that_is_not_fused(name):
     assert not may_replay()
 
 
+STATE_CHANGES = {
+    "another tensor": lambda one, entry: entry.update(momentum_buffer=torch.zeros(2)),
+    "other memory": lambda one, entry: setattr(entry["momentum_buffer"], "data", torch.zeros(2)),
+    "no state": lambda one, entry: one.state.clear(),
+}
+
+
+@pytest.mark.parametrize("name", STATE_CHANGES)
+def test_state_that_a_hook_replaces_is_found_before_a_replay(name):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    may_replay = hyperparameter_upload(optimizer)
+    optimizer.step()  # in place, as a replay does
+    assert may_replay()
+    STATE_CHANGES[name](optimizer, optimizer.state[parameter])
+    assert not may_replay()
+
+
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, LARC])
 def test_step_hooks_that_come_or_go_count(wrap):
     inner = FusedSGD([nn.Parameter(torch.ones(2))], lr=0.1)

@@ -428,21 +428,27 @@ def hyperparameter_upload(optimizer: Optimizer) -> Callable[[], bool]:
             for group in groups
         ]
 
+    def updated() -> list[Tensor]:
+        """Returns the parameters and the tensors of their state."""
+        parameters = owned_parameters(optimizer)
+        entries = filter(None, map(optimizer.state.get, parameters))  # get() adds no entry to torch's defaultdict
+        return [*parameters, *(value for entry in entries for value in entry.values() if isinstance(value, Tensor))]
+
     def objects() -> list[object]:
         groups = optimizer.param_groups
         tensors = (value for group in groups for value in group.values() if isinstance(value, Tensor))
-        return [*groups, *tensors, *owned_parameters(optimizer)]
+        return [*groups, *tensors, *updated()]
 
     constants_before = constants()
     objects_before = objects()
-    addresses_before = addresses(owned_parameters(optimizer))
+    addresses_before = addresses(updated())
 
     def are_unchanged() -> bool:
         now = objects()
         return (
             len(now) == len(objects_before)
             and all(map(operator.is_, now, objects_before))
-            and addresses(owned_parameters(optimizer)) == addresses_before
+            and addresses(updated()) == addresses_before
             and constants() == constants_before
         )
 

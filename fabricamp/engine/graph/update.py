@@ -227,7 +227,8 @@ class GraphUpdate(Update):
         self._captures_in_a_row += 1
         if self._captures_in_a_row <= MOST_CAPTURES_IN_A_ROW:
             return
-        if not (self.steps_outside or is_fused(self._optimizer) or stale.upload()):
+        others_changed = not stale.constants.are_unchanged()
+        if not (others_changed or self.steps_outside or is_fused(self._optimizer) or stale.upload()):
             self._captures_in_a_row = 0
             precision = self._parts.precision
             if precision.splits_steps:
@@ -239,7 +240,9 @@ class GraphUpdate(Update):
                 )
         else:
             name = stale.constants.changed()
-            what = f"the attribute {name!r}" if name else "a tensor that the step uses"
+            what = (
+                f"the attribute {name!r}" if name else "a step hook of the optimizer, or a tensor that the step uses,"
+            )
             self._give_up(
                 f"{what} is replaced in each step, and each step would be captured again; change a buffer in place"
             )
@@ -420,6 +423,13 @@ class GraphUpdate(Update):
             raise NotCapturableError(
                 "the batch holds tensors that are not on the GPU; move them there, or leave them out"
             )
+        reason = "" if self.steps_outside else reason_outside(parts)
+        if reason:
+            # Step hooks that came after this object was made, and before the first capture.
+            refusal = refusal_of_optimizer(parts)
+            if refusal:
+                raise NotCapturableError(refusal)
+            self._step_outside(reason)
         memory = self._summing_memory()
         if role.opens:
             optimizer.zero_grad(set_to_none=True)  # so the captured backward allocates them in the graph's memory
@@ -436,7 +446,9 @@ class GraphUpdate(Update):
         self._memory_budget.check(
             key, kept=self._kept_bytes(role), shared=self._pool.reserved(), shapes=shapes, lends=self._lends_to(role)
         )
-        hooks = step_hooks(optimizer)
+        hooks = (
+            [] if self.steps_outside else step_hooks(optimizer)
+        )  # outside they run on the host, whatever comes or goes
         step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory, hooks)
         used = self._capture_launches(step, lambda: self._launch_captured(inputs, role))
         step.handed = self._handed
