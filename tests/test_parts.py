@@ -76,11 +76,11 @@ def test_parts_whose_inputs_differ_from_the_day_before(commit):
     commit("README.md")
     assert parts.changed() == list(parts.PARTS)  # there is none before
     commit("fabricamp/ops/norm.py")
-    assert parts.changed() == ["kernels"]
-    commit("fabricamp/engine/loop.py")
+    assert parts.changed() == ["kernels", "sharded", "programs"]
+    commit("fabricamp/metrics/slots.py")
     assert parts.changed() == []
     commit("fabricamp/engine/update.py")
-    assert parts.changed() == ["sharded", "compiled"]
+    assert parts.changed() == ["sharded", "compiled", "processes"]
     commit("tests/kill/test_kills.py")
     assert parts.changed() == ["processes"]
     commit("docs/index.md", days_later=0.5)

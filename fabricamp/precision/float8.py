@@ -137,18 +137,23 @@ class Float8(OptLevel):
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         """Runs the user's step as the base level does."""
-        if self._gather is not None:
-            self._gather.forget()
-        return super().forward(step, *args)
+        gather = self._gather
+        if gather is None:
+            return super().forward(step, *args)
+        gather.forget()
+        with gather.keeping():
+            return super().forward(step, *args)
 
     def backward(
         self, loss: Tensor, loss_id: int = 0, run: Callable[..., Any] = Tensor.backward, **options: Any
     ) -> None:
         """Runs ``run(loss, **options)`` as the base level does."""
-        super().backward(loss, loss_id, run, **options)
-        if self._gather is not None:
-            # The update follows, and code outside of a step may call the module.
-            self._gather.forget()
+        gather = self._gather
+        if gather is None:
+            super().backward(loss, loss_id, run, **options)
+            return
+        with gather.keeping():
+            super().backward(loss, loss_id, run, **options)
 
     def notes(self) -> list[str]:
         """Returns which layers have FP8 products."""

@@ -6,6 +6,7 @@ the plain tensor that holds the shard, so that optimizers, clipping and checkpoi
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,15 @@ from torch import Tensor, nn
 from fabricamp.ops.shards import SharedRows, is_shard, local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class Float8Gather:
     """Casts the shards of layers with FP8 products to FP8 before FSDP gathers them.
 
     A scale is that of the whole weight in the dtype in which it would be gathered otherwise, and the cast rounds to that dtype
-    first: the products are the same to the bit.  The scales of all layers are computed together, in one all-reduce, at the first
-    gather after :meth:`forget`.
+    first: the products are the same to the bit.  The scales of all layers are computed together, in one all-reduce, at each gather;
+    within :meth:`keeping` only at the first gather after :meth:`forget`.
 
     Left out are layers whose rows the ranks cannot share equally: torch pads their shards.
     """
@@ -33,6 +34,7 @@ class Float8Gather:
         shared = [layer for layer in layers if _has_equal_shards(layer.weight)]
         self._shards: list[Any] = [local(layer.weight) for layer in shared]
         self._ranks = SharedRows.of([layer.weight for layer in shared])
+        self._keeps = False
         self._is_known = False
         device = self._shards[0].device if shared else torch.device("cpu")
         # 16 bytes for each scale: compiled code copies an input whose address 16 does not divide.
@@ -52,9 +54,21 @@ class Float8Gather:
         """Makes the next gather compute the scales; called where the weights may have changed since the last one."""
         self._is_known = False
 
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """A context for forward and backward, in which the weights do not change: known scales are not computed again.
+
+        Around it, code of the user may call the module twice with a change of the weights in between.
+        """
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
+
     def know(self, dtype: torch.dtype, float8: torch.dtype) -> None:
         """Computes the scales unless they are known: a collective of the ranks that share the weights."""
-        if self._is_known:
+        if self._is_known and self._keeps:
             return
         from torchao.float8.float8_utils import amax_to_scale
 

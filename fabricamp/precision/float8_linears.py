@@ -162,7 +162,13 @@ class _Obstacles:
 
 def _is_hooked(layer: nn.Module) -> bool:
     # A hook of this package's boundaries is in another table until the first call.
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    after = [hook for hook in layer._forward_hooks.values() if not _reads_output_alone(hook)]
+    return bool(after or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+def _reads_output_alone(hook: Any) -> bool:
+    """Returns whether ``hook`` is the one by which ``strategy="fsdp"`` refuses second-order gradients."""
+    return isinstance(hook, functools.partial) and hook.func.__module__ == "fabricamp.strategies.fsdp_units"
 
 
 def _is_adapter(module: nn.Module) -> bool:

@@ -48,13 +48,50 @@ class Seen(Words):
         self.within.add(type(layer.weight.data).__name__)
 
 
-class Outside(Seen):
+class After(Seen):
     """They also note what a block returns that is called after the update."""
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
-        with torch.no_grad():
-            self.outside.append(self.blocks[1](torch.ones(16, 32)).sum().item())
+        self.call()
+
+    @torch.no_grad()
+    def call(self):
+        self.outside.append(self.blocks[1](torch.ones(16, 32)).sum().item())
+
+
+class Outside(After):
+    """The block is called before the update too, and once more with other weights."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.call()
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        before = [shard.clone() for shard in self.shards]
+        torch._foreach_mul_(self.shards, 1.5)
+        self.call()
+        torch._foreach_copy_(self.shards, before)
+
+
+class Pair(nn.Module):
+    """Two layers that belong to no unit of FSDP but the last one, which has the rest of the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, inputs):
+        return inputs + self.down(self.up(inputs).relu())
+
+
+class WithPair(Outside):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.blocks.append(Pair())
 
 
 def trained(precision, *, module=None, ckpt_path=None, size=4, **options):
@@ -84,13 +121,13 @@ def same(one, other):
     torch.testing.assert_close(whole(one), whole(other), rtol=0, atol=0)
 
 
-def both(**options):
+def both(make=Outside, **options):
     """Runs with weights gathered in FP8 and in bf16, and returns the former."""
     base = options.pop("base", "O5")
     torch.compiler.reset()
-    module = trained(fp8(all_gather=True, base=base), module=Outside(), **options)
+    module = trained(fp8(all_gather=True, base=base), module=make(), **options)
     torch.compiler.reset()
-    same(module, trained(fp8(all_gather=False, base=base), module=Outside(), **options))
+    same(module, trained(fp8(all_gather=False, base=base), module=make(), **options))
     assert module.outside
     return module
 
@@ -106,7 +143,9 @@ def of_two_ranks():
     assert not any(isinstance(layer, Float8Products) for layer in module.modules())
     both(base="O4", gradient_clip_val=0.1)
     both(accumulate_grad_batches=2)
-    both(reshard_after_forward=False, compile=Compile("blocks", backend="aot_eager"))
+    # Without resharding a block that is called before the update keeps its weights, whatever they are gathered in.
+    both(After, reshard_after_forward=False, compile=Compile("blocks", backend="aot_eager"))
+    assert both(WithPair).kinds == TAKEN | {"blocks.2.up", "blocks.2.down"}
 
 
 def test_the_bits_are_those_of_bf16_gathers():
