@@ -73,6 +73,16 @@ class StepResults:
         return self.scaler.known.skipped_steps
 
     @property
+    def known_is_inherited(self) -> bool:
+        """Whether the last status that :meth:`note_closed` returned is of a step before the checkpoint that the run continues."""
+        return self.scaler.known_is_inherited
+
+    @property
+    def inherited_pending(self) -> int:
+        """The number of the oldest statuses of :meth:`drain` that are of steps before the checkpoint that the run continues."""
+        return self.scaler.inherited_pending
+
+    @property
     def applied_on_device(self) -> Tensor:
         """The number of applied steps, as a device tensor, up to date before the host reads it; later steps change it."""
         return self.scaler.state.applied
