@@ -194,17 +194,31 @@ class _RunHelp(argparse.Action):
         from fabricamp.config import check_config, read_config, targets_of
         from fabricamp.trainer import Trainer
 
-        parser.print_help()
-        path: Path | None = getattr(namespace, "config", None)
-        found: list[tuple[str, Any]] = [("trainer", Trainer)]
-        if path is not None and path.is_file():
-            content = read_config(path)
-            check_config(content)
-            found = list(targets_of(content))
-        for where, target in found:
-            name = getattr(target, "__name__", str(target))
-            print("", described(f"{where} ({name})", target), sep="\n")
+        with _reader_may_leave():
+            parser.print_help()
+            path: Path | None = getattr(namespace, "config", None)
+            found: list[tuple[str, Any]] = [("trainer", Trainer)]
+            if path is not None and path.is_file():
+                content = read_config(path)
+                check_config(content)
+                found = list(targets_of(content))
+            for where, target in found:
+                name = getattr(target, "__name__", str(target))
+                print("", described(f"{where} ({name})", target), sep="\n")
         parser.exit()
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """A context for long output: if the reader of stdout ends early, as ``head`` does, the rest is dropped without an error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # At exit Python flushes what is left in the buffer, which would fail again.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _add_plot(commands: Any) -> None:

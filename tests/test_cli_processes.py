@@ -57,6 +57,16 @@ def test_what_spawned_workers_and_descriptor_1_get_is_not_on_stdout():
     assert [done.stderr.count(words) for words in printed] == [2] * 5
 
 
+def test_a_reader_of_the_help_may_end_early():
+    unread, written = os.pipe()
+    os.close(unread)
+    with os.fdopen(written, "wb") as pipe:
+        done = subprocess.run(
+            [*COMMAND, "bench", "--help"], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=200, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_predictions_of_two_processes_are_one_json():
     done = run("predict", "config.yaml", "module.fail=loud", "trainer.devices=2", "--json")
     assert done.returncode == 0, done.stderr

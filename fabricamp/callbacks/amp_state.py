@@ -84,7 +84,8 @@ class AmpState(Callback):
         same_series = step - self._overflowed_at <= 1
         self._overflowed_at = step
         self._skipped = verdicts.skipped_steps
-        if logs and not same_series and verdicts.policy in (None, "skip"):
+        inherited = getattr(verdicts, "known_is_inherited", False)  # the run before has reported it
+        if logs and not inherited and not same_series and verdicts.policy in (None, "skip"):
             logger.warning("a step was skipped: %s", verdicts.explain(step))
 
     def on_train_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:

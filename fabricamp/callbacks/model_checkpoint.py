@@ -63,8 +63,9 @@ class ModelCheckpoint(RotationMethods):
         monitor: the logged metric that ranks the files; None keeps the newest.  A save by steps is made after the validation of its
             step if there is one, unless files are saved at the end of the train epoch.
         verbose: logs a line for each file.
-        save_last: True also writes the newest checkpoint as ``last.ckpt``, and keeps the previous one as ``last-previous.ckpt``
-            if no other file has its content; "link" makes ``last.ckpt`` a symbolic link to the newest file.
+        save_last: True also writes the newest checkpoint as ``last.ckpt``, and keeps the previous one until the next save, if no
+            other file has its content: as ``last-previous.ckpt``, or as ``last-previous-v1.ckpt`` if an older one has that name.
+            "link" makes ``last.ckpt`` a symbolic link to the newest file.
         save_top_k: number of best files to keep; -1 keeps all, 0 none; without ``monitor`` only 1, 0 or -1.
         save_on_exception: also writes a checkpoint at an exception (one process only).  The file may contain a half-finished step,
             validation or hook; a run that resumes from it warns that it may differ from a run without the exception.

@@ -40,17 +40,20 @@ class OverflowPolicy:
                 self._schedules.advance(status.applied_steps)
         elif status.ends_run:
             self._end_run()
-        else:
+        elif not getattr(
+            self._step_results, "known_is_inherited", False
+        ):  # a precision of the user's own may not have it
             self._unreported_skips += 1
             if status.skipped_steps == 1:  # the first one is reported at once, the others at the loop's reports
                 self.report_skips()
 
     def finish(self) -> None:
         """After the last batch: reports overflows not reported yet, and ends the run if one of them requires it."""
-        skipped = [status for status in self._step_results.drain() if not status.applied]
-        ends_run = any(status.ends_run for status in skipped)
+        statuses = self._step_results.drain()
+        ends_run = any(status.ends_run for status in statuses)
         if not ends_run:
-            self._unreported_skips += len(skipped)
+            own = statuses[getattr(self._step_results, "inherited_pending", 0) :]
+            self._unreported_skips += sum(not status.applied for status in own)
         self.report_skips()
         if ends_run:
             self._end_run()

@@ -124,6 +124,8 @@ class LossScaler:
         self._settled = False
         self._ends_run_from = 0
         """Skipped steps before this one do not end the run: a run that was resumed has dealt with them."""
+        self._resumed_at = 0
+        """The number of steps in the state that was loaded: the run that saved it made them."""
         self._at_floor = 0
         """Number of steps in a row that were skipped with the scale at its floor, up to the last status read."""
         self.overflow = Overflow(0, float("nan"), scale, -1)
@@ -279,6 +281,16 @@ class LossScaler:
         recent = self.steps_since(overflow) < self._slots
         return (overflow.step if recent else self.steps - 1) % self._slots
 
+    @property
+    def known_is_inherited(self) -> bool:
+        """Whether the status that :meth:`note_closed` returned last is of a step of the run that saved the loaded state."""
+        return self.steps - 1 - LAG < self._resumed_at
+
+    @property
+    def inherited_pending(self) -> int:
+        """The number of the oldest statuses of :meth:`pending` that are of steps of the run that saved the loaded state."""
+        return max(self._resumed_at - max(self.steps - LAG, 0), 0)
+
     def steps_since(self, overflow: Overflow) -> int:
         """Returns the number of steps finished after the overflow's step."""
         return self.steps - 1 - overflow.step
@@ -337,6 +349,7 @@ class LossScaler:
             own.load_state_dict(saved)
             own.scale.clamp_(*self._limits)
         self.steps = int(state["steps"])
+        self._resumed_at = self.steps
         self._load_ring(state["ring"])
         self.known = StepStatus(**state["last_status"])
         self._at_floor = int(state.get("steps_at_min_scale", 0))

@@ -73,6 +73,16 @@ class StepResults:
         return self.scaler.known.skipped_steps
 
     @property
+    def known_is_inherited(self) -> bool:
+        """Whether the last status that :meth:`note_closed` returned is of a step before the checkpoint that the run continues."""
+        return self.scaler.known_is_inherited
+
+    @property
+    def inherited_pending(self) -> int:
+        """The number of the oldest statuses of :meth:`drain` that are of steps before the checkpoint that the run continues."""
+        return self.scaler.inherited_pending
+
+    @property
     def applied_on_device(self) -> Tensor:
         """The number of applied steps, as a device tensor, up to date before the host reads it; later steps change it."""
         return self.scaler.state.applied
@@ -128,7 +138,7 @@ class StepResults:
         scaler = self.scaler
         tracker = self._tracker(optimizer)
         stats_record = tracker.stats_record
-        return None if stats_record is None else lambda: tracker.note(scaler.steps, stats_record)
+        return None if stats_record is None else lambda: tracker.note(scaler.steps, stats_record, replayed=True)
 
     def keep_statistics(self, optimizer: Optimizer) -> None:
         """Copies the statistics of the last step of ``optimizer``, during capture, to memory that no other graph writes."""
@@ -164,10 +174,11 @@ class StepResults:
         if self.policy == "stop":
             scaler.settle()
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        nonfinite = [names[id(parameter)] for parameter in self._nonfinite(scaler.overflow) if id(parameter) in names]
+        parameters, complete = self._nonfinite(scaler.overflow)
+        nonfinite = [names[id(parameter)] for parameter in parameters if id(parameter) in names]
         empty_since = sum(steps > scaler.overflow.step for steps in self._empty_since)
         steps_since = scaler.steps_since(scaler.overflow) + empty_since
-        return overflow_message(scaler.overflow, nonfinite, global_step - 1 - steps_since)
+        return overflow_message(scaler.overflow, nonfinite, global_step - 1 - steps_since, complete=complete)
 
     def _find_first(self, overflow: Overflow) -> None:
         """Finds the parameter of an overflow's lowest non-finite statistic, before its ring slot is overwritten."""
@@ -180,18 +191,25 @@ class StepResults:
             parameter = tracker.parameter(index, self.scaler.slot_of(overflow))
         self._first = (overflow.step, parameter)
 
-    def _nonfinite(self, overflow: Overflow) -> list[Tensor]:
-        """Returns the model parameters with non-finite gradients: the overflow's first, then those of the last step."""
+    def _nonfinite(self, overflow: Overflow) -> tuple[list[Tensor], bool]:
+        """Returns the model parameters with non-finite gradients in the overflow's step, and whether these are all of them."""
         self._find_first(overflow)
-        found = []
-        if self._first is not None and self._first[1] is not None:
-            found.append(self._first[1])
+        first = None if self._first is None else self._first[1]
+        found = [] if first is None else [first]
+        complete = True
         model_params: dict[int, Tensor] = {}
         for param_map in self._param_maps:
-            found += param_map.nonfinite_tracker.last_nonfinite()
+            nonfinite = param_map.nonfinite_tracker.nonfinite_at(overflow.step)
+            if nonfinite is None:
+                complete = False
+            else:
+                found += nonfinite
             for model_param, master in zip(param_map.model_params, param_map.master_params, strict=True):
                 model_params[id(master)] = model_param
-        return list({id(updated): model_params.get(id(updated), updated) for updated in found}.values())
+        # Without the record of its step, the first parameter is known by its index alone.
+        if first is not None and all(first is not parameter for parameter in found[1:]):
+            complete = False
+        return list({id(updated): model_params.get(id(updated), updated) for updated in found}.values()), complete
 
 
 class LossWatch:

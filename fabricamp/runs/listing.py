@@ -34,6 +34,7 @@ _STYLES = {"finished": "green", "running": "cyan", "unknown": "dim"}
 class Summary(NamedTuple):
     """One run; ``status`` is finished, interrupted, failed, running, killed or unknown.
 
+    ``started`` is the start of the first fit in the folder; the other values are of the newest fit, which may have resumed it.
     ``others`` are the folders of the run's other loggers.
     """
 
@@ -53,9 +54,7 @@ def summarise(folder: Path) -> Summary:
         # Only a fit writes run.json.
         reason = f"an evaluation or another trainer's (no {NAME})"
         content = {"started": _first_written(folder), "reason": reason}
-    with contextlib.suppress(OSError, ValueError):
-        read = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        content = read if isinstance(read, dict) else content
+    content = _read(folder / NAME) or content
     status = str(content.get("status", "unknown"))
     reason = str(content.get("reason", ""))
     if status == "running":
@@ -67,7 +66,25 @@ def summarise(folder: Path) -> Summary:
         steps = logged_steps if steps is None else steps
         best = best or logged_best
     others = tuple((folder / str(path)).resolve() for path in content.get("other_log_folders", ()))
-    return Summary(folder, others, str(content.get("started", "")), steps, best, status, reason)
+    earlier = [_read(file) for file in folder.glob("run-*.json")]
+    starts = [str(fit["started"]) for fit in (*earlier, content) if fit.get("started")]
+    return Summary(folder, others, min(starts, key=_moment, default=""), steps, best, status, reason)
+
+
+def _read(file: Path) -> StateDict:
+    """Returns the content of a run file; empty if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(file.read_text(encoding="utf-8"))
+        return read if isinstance(read, dict) else {}
+    return {}
+
+
+def _moment(started: str) -> float:
+    """Returns a start in seconds, so that starts with different UTC offsets compare; a time that cannot be read is the latest."""
+    try:
+        return datetime.fromisoformat(started).timestamp()
+    except ValueError:
+        return float("inf")
 
 
 def show(folder: str | Path) -> None:
@@ -109,8 +126,8 @@ def _width(cells: Iterable[str]) -> int:
 
 
 def _ending(run: Summary) -> str:
-    """Returns the status and its reason; for a finished run only the reason, if there is one."""
-    if run.status == "finished" and run.reason:
+    """Returns the status and its reason; for a finished run, or after Ctrl-C, whose reason is the status, only the reason."""
+    if run.reason and run.status in ("finished", run.reason):
         return run.reason
     return f"{run.status}: {run.reason}" if run.reason else run.status
 

@@ -13,7 +13,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops import bridge
 from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
 from fabricamp.precision import Clip, OptLevel, Precision, precision_from
-from fabricamp.precision.loss_scaler import LAG, PATIENCE, LossScaler
+from fabricamp.precision.loss_scaler import LAG, PATIENCE, SLOTS, LossScaler
 from fabricamp.strategies.base import Strategy
 from tests.cuda_on_cpu.compiler import kernel_device
 from tests.pairs import pairs
@@ -72,8 +72,9 @@ class Run:
             batch = self.precision.convert_input({"x": x})
             loss = self.precision.forward(lambda x: F.cross_entropy(self.module(x), y), batch["x"])
             self.precision.backward(loss / self.accumulate)
-            if spoil is not None:
-                dict(self.module.named_parameters())[spoil].grad.view(-1)[3] = float("nan")
+            for name in [spoil] if isinstance(spoil, str) else spoil or ():
+                gradient = dict(self.module.named_parameters())[name].grad.view(-1)
+                gradient[-1] = float("nan")
             add_up(self.precision, *self.optimizers)
         if look:
             self.precision.step(optimizer, look=lambda: clip)
@@ -141,18 +142,43 @@ def test_skip_without_a_dynamic_scale(level):
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam_fused", "FusedAdam", "LARC"])
-def test_the_lowest_bad_gradient_of_the_first_window_is_named(kernel_device, level, optimizer):
+def test_the_parameters_of_the_first_bad_window_are_named_and_none_of_later_ones(kernel_device, level, optimizer):
     run = Run(level, "raise", OPTIMIZERS[optimizer], device=kernel_device)
     run.window()
-    run.window("norm.bias")
-    run.window("last.weight")
-    run.window()
+    run.window(["norm.bias", "last.weight"])
+    run.window("first.weight")
+    run.window("last.bias")
+    # The kernels of a fused optimizer write the statistics of each step to the same memory.
+    overwritten = optimizer == "FusedAdam"
     explanation = run.precision.verdicts.explain(run.windows)
-    assert (
-        "norm.bias were not finite at step 1 (loss" in explanation
-    )  # the last accumulation step is finite, so no other parameter is named
-    run.window("last.weight")
-    assert "of norm.bias, last.weight were" in run.precision.verdicts.explain(run.windows)
+    expected = "norm.bias" if overwritten else "norm.bias, last.weight"
+    assert f"the gradients of {expected} were not finite at step 1 (loss" in explanation
+    assert ("it is not known if others were not finite too" in explanation) == overwritten
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "FusedAdam"])
+def test_more_than_five_parameters_are_counted(kernel_device, optimizer):
+    module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]).to(kernel_device)
+    precision = precision_from("O0", "raise")
+    precision.convert_module(module)
+    fitted = OPTIMIZERS[optimizer](module.parameters())
+    precision.setup_optimizers(module, [fitted], Strategy())
+    loss = module(torch.ones(1, 2, device=kernel_device)).sum() * float("nan")
+    precision.backward(loss)
+    precision.step(fitted, loss=loss)
+    precision.verdicts.close_window(loss)
+    named = "0.weight, 0.bias, 1.weight, 1.bias, 2.weight and 3 more"
+    assert f"of {named} were not finite at step 0 (loss nan, loss scale 1)" in precision.verdicts.explain(1)
+
+
+def test_an_overflow_of_many_steps_ago_is_named_by_its_first_parameter(kernel_device):
+    run = Run("O0", "raise", OPTIMIZERS["sgd"], device=kernel_device)
+    run.window(["norm.bias", "last.weight"])
+    for _ in range(SLOTS):
+        run.window("first.weight")
+    explanation = run.precision.verdicts.explain(run.windows)
+    assert "the gradients of norm.bias were not finite at step 0 (loss" in explanation
+    assert "it is not known if others were not finite too" in explanation
 
 
 def test_names_follow_gradients_that_come_and_go(kernel_device):

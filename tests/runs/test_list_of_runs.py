@@ -83,6 +83,26 @@ def test_names_and_times_stay_in_one_line_of_80_columns(capsys, monkeypatch):
     assert sum("validation_loss" in line for line in lines) == 2
 
 
+def test_a_resumed_run_began_with_its_first_fit(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    folder = Path("runs/version_0")
+    folder.mkdir(parents=True)
+    # The first fit began at the latest local time: the offsets differ by a change of the clock.
+    starts = {
+        "run-1.json": "2026-10-25T02:50:00+02:00",
+        "run-2.json": "2026-10-25T02:10:00+01:00",
+        "run.json": "2026-10-25T02:20:00+01:00",
+    }
+    for name, started in starts.items():
+        ended = {"started": started, "status": "interrupted", "reason": "interrupted", "step": 5}
+        (folder / name).write_text(json.dumps(ended))
+    (folder / "run-3.json").write_text("cut off")
+    assert main(["runs", "runs"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "version_0" in line)
+    cells = [cell.strip() for cell in row.split("│")]
+    assert (cells[1], cells[4]) == ("2026-10-25 02:50", "interrupted")
+
+
 @pytest.mark.parametrize("name", ["val_accuracy", "val_precision_at_recall_0.95", "v"])
 @pytest.mark.parametrize("columns", [80, 100, 140])
 def test_the_name_of_a_metric_is_in_one_line(name, columns, capsys, monkeypatch):

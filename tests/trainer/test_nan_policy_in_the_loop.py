@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from fabricamp import Callback, NonFiniteError, OptLevel
-from fabricamp.callbacks import ModelCheckpoint
+from fabricamp.callbacks import AmpState, ModelCheckpoint
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedAdam
 from fabricamp.state import NON_FINITE
@@ -153,7 +153,7 @@ def test_a_policy_changes_no_number_of_a_finite_run(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-def test_a_stopped_run_goes_on_from_its_checkpoint(level):
+def test_a_stopped_run_goes_on_from_its_checkpoint(level, caplog):
     def fit(callbacks, path=None):
         module = Task("FusedAdam", schedule=True)
         trainer = quiet_trainer(
@@ -169,13 +169,41 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(level):
     first = ModelCheckpoint(dirpath="first")
     fit([first, Spoils(3)])
     spoils = Spoils()
-    trainer, module = fit([ModelCheckpoint(dirpath="second"), spoils], first.last_model_path)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        trainer, module = fit([ModelCheckpoint(dirpath="second"), spoils], first.last_model_path)
+    assert "skipped" not in caplog.text
     assert (trainer.global_step, trainer.state.stop_reason) == (24, "")
     assert not equal(spoils.weights[6], module.parameters())
     # A new overflow ends the resumed run too.
     third = ModelCheckpoint(dirpath="third")
     trainer, module = fit([third, Spoils(7)], first.last_model_path)
     assert (trainer.global_step, trainer.state.stop_reason) == (10, NON_FINITE)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 8])
+def test_skips_before_the_checkpoint_are_not_reported_as_skips_of_the_resumed_run(steps, caplog):
+    def fit(until, spoils, **options):
+        trainer = quiet_trainer(
+            nan_policy="skip", max_steps=until, max_epochs=-1, callbacks=[spoils, AmpState()], **options
+        )
+        trainer.fit(Task(), loader(48), ckpt_path="saved.ckpt" if Path("saved.ckpt").exists() else None)
+        return trainer
+
+    class Saves(Spoils):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.global_step == 5:
+                trainer.save_checkpoint("saved.ckpt")
+
+    fit(5, Saves(2, 3, 4))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fabricamp"):
+        trainer = fit(5 + steps, Spoils())
+        assert (trainer.global_step, trainer.skipped_steps) == (5 + steps, 3)
+        assert "skipped" not in caplog.text
+        trainer = fit(5 + steps, Spoils(5))
+    assert trainer.skipped_steps == 4
+    assert "1 step was skipped: gradients were not finite (4 in all)" in caplog.text
 
 
 def test_a_run_killed_before_the_host_knew_stops_where_it_would_have():
@@ -242,7 +270,8 @@ def test_twenty_skips_at_the_floor_end_the_run(level):
     )
     first = 4 if level != "O0" else 1
     with pytest.raises(
-        NonFiniteError, match=rf"20 steps in a row .*net.2.bias were not finite at step 5 .*scale {first}\)"
+        NonFiniteError,
+        match=rf"20 steps in a row .*net.2.bias were not finite at step 5 .*scale {first}; it is not known",
     ):
         trainer.fit(Task(), loader(64))
     # Two steps with the scales 4 and 2, twenty at the minimum, and two until the host knows.
