@@ -59,7 +59,7 @@ templates_path = ["templates"]
 html_show_sphinx = False
 html_copy_source = False
 html_permalinks_icon = "#"
-html_search_scorer = "search_scores.js"
+html_search_scorer = str(ROOT / "docs" / "search_scores.js")
 
 OUT_OF_SEARCH = ["docs/reference", "docs/changes", "CHANGELOG"]
 """What changed, and the reference on one page, whose words the pages of the API have too."""
