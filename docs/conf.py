@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +59,11 @@ templates_path = ["templates"]
 html_show_sphinx = False
 html_copy_source = False
 html_permalinks_icon = "#"
+html_search_scorer = str(ROOT / "docs" / "search_scores.js")
 
-OUT_OF_SEARCH = ["docs/reference", "CHANGELOG"]
+OUT_OF_SEARCH = ["docs/reference", "docs/changes", "CHANGELOG"]
 """What changed, and the reference on one page, whose words the pages of the API have too."""
+QUESTIONS = tomllib.loads((ROOT / "docs" / "questions.toml").read_text())["question"]
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -98,8 +101,17 @@ def with_import(app: Sphinx, what: str, name: str, thing: Any, options: Any, lin
         lines[:0] = [f"``from {module} import {own}``", ""]
 
 
+def words_asked(docname: str) -> list[str]:
+    """Returns the words of the questions that the page answers.
+
+    The search finds only pages that have every word of what is typed; as keywords of the page these are among its words.
+    """
+    questions = [question["asks"] for question in QUESTIONS if f"docs/{question['at'].split('.md')[0]}" == docname]
+    return sorted({word.lower() for question in questions for word in re.findall(r"\w+", question)})
+
+
 def prepared(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: ARG001
-    """Turns links to what the site lacks into their text; takes some pages out of the search."""
+    """Turns links to what the site lacks into their text; tells the search what to find, and what not."""
     folder = (ROOT / docname).parent
 
     def without_folder(found: re.Match[str]) -> str:
@@ -109,8 +121,12 @@ def prepared(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: ARG
         return found[1] if target.is_dir() or is_page_outside else found[0]
 
     source[0] = LINK.sub(without_folder, source[0])
+    asked = words_asked(docname)
     if docname in OUT_OF_SEARCH:
         source[0] = "---\nnosearch: true\n---\n\n" + source[0]
+    elif asked:
+        keywords = ", ".join(asked)
+        source[0] = f'---\nmyst:\n  html_meta:\n    keywords: "{keywords}"\n---\n\n{source[0]}'
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -108,6 +108,24 @@ def test_every_question_is_asked_somewhere_and_has_an_answer():
     )
 
 
+def test_the_search_knows_the_words_of_questions_and_leaves_changes_out():
+    for package in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(package, reason=f"needs the package {package}")
+    conf = script("conf")
+    sources = {
+        "docs/how-to/testing": ["# Test"],
+        "docs/changes": ["# Changes"],
+        "docs/architecture": ["# Architecture"],
+    }
+    for page, source in sources.items():
+        conf.prepared(None, page, source)
+    (asked,), (changes,), (neither,) = sources.values()
+    keywords = re.search(r'^    keywords: "(.*)"$', asked, re.MULTILINE)[1].split(", ")
+    assert {"overfit", "batches", "ci", "quickly"} <= set(keywords)
+    assert changes.startswith("---\nnosearch: true\n---\n")
+    assert neither == "# Architecture"
+
+
 def test_the_commands_are_those_of_their_help(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     words = [
