@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -307,7 +307,9 @@ def by_hand(cell: Cell, way: str, clock: Clock, steps: int, device: torch.device
     parameters: list[Any] = list(net.parameters())
     trained = [nn.Parameter(one.to_local().detach()) for one in parameters] if way == "plain" else parameters
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01, **options)
-    for tokens, targets in DataLoader(Tokens(cell, cell.batch * steps), batch_size=cell.batch):
+    data = Tokens(cell, cell.batch * steps * dist.get_world_size())
+    # As the Trainer does: each rank has other samples.
+    for tokens, targets in DataLoader(data, batch_size=cell.batch, sampler=DistributedSampler(data, shuffle=False)):
         loss = net(tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True))
         net.zero_grad()
         loss.backward()
