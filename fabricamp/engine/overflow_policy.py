@@ -40,9 +40,7 @@ class OverflowPolicy:
                 self._schedules.advance(status.applied_steps)
         elif status.ends_run:
             self._end_run()
-        elif not getattr(
-            self._step_results, "known_is_inherited", False
-        ):  # a precision of the user's own may not have it
+        elif not getattr(self._step_results, "known_is_inherited", False):  # a precision of the user's own may lack it
             self._unreported_skips += 1
             if status.skipped_steps == 1:  # the first one is reported at once, the others at the loop's reports
                 self.report_skips()

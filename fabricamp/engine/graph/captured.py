@@ -413,9 +413,8 @@ def hyperparameter_upload(optimizer: Optimizer) -> Callable[[], bool]:
     """Returns the call that prepares the optimizer's hyper-parameters for a replay; it returns whether the graph may be replayed.
 
     A fused optimizer uploads them, as long as it still has the tensors of the capture.  For other optimizers they are constants in
-    the graph, or tensors that it reads, and are compared with the present values; so are its parameters and their memory.
-    ``load_state_dict`` replaces the parameter groups and the state, which the graph would not notice; so replaced groups count as a
-    change, too.
+    the graph, or tensors that it reads, and are compared with the present values; so are its parameters, its state and the memory
+    of both.  ``load_state_dict`` replaces the parameter groups, which the graph would not notice; so that counts as a change, too.
     """
     if is_fused(optimizer):
         upload: Callable[[], bool] = optimizer.upload
@@ -434,21 +433,23 @@ def hyperparameter_upload(optimizer: Optimizer) -> Callable[[], bool]:
         entries = filter(None, map(optimizer.state.get, parameters))  # get() adds no entry to torch's defaultdict
         return [*parameters, *(value for entry in entries for value in entry.values() if isinstance(value, Tensor))]
 
-    def objects() -> list[object]:
+    def objects(tensors: list[Tensor]) -> list[object]:
         groups = optimizer.param_groups
-        tensors = (value for group in groups for value in group.values() if isinstance(value, Tensor))
-        return [*groups, *tensors, *updated()]
+        numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
+        return [*groups, *numbers, *tensors]
 
     constants_before = constants()
-    objects_before = objects()
-    addresses_before = addresses(updated())
+    tensors_before = updated()
+    objects_before = objects(tensors_before)
+    addresses_before = addresses(tensors_before)
 
     def are_unchanged() -> bool:
-        now = objects()
+        tensors = updated()
+        now = objects(tensors)
         return (
             len(now) == len(objects_before)
             and all(map(operator.is_, now, objects_before))
-            and addresses(updated()) == addresses_before
+            and addresses(tensors) == addresses_before
             and constants() == constants_before
         )
 
