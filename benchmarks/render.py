@@ -389,17 +389,26 @@ def compiled_ranks(result):
         'AdamW;\n"fabricamp" is the Trainer with `compile=True`, `cuda_graph=True`, `strategy="delayed_ddp"` and everything on. '
         "Ratios are\nmedians of the rounds' with quartiles; the aim is at most 0.9, met or missed where both are on one side of it."
     )
+    others = [
+        name for name in ("torch, eager", "torch, graph") if any(name in row["wall_ms"] for row in result["rows"])
+    ]
+    if others:
+        about += '\n"torch, eager" is its DDP without `torch.compile`, "torch, graph" that one captured by hand.'
     rows = [
         [
             str(row["batch"]),
             str(len(row["wall_ms_of_rounds"]["torch"])),
-            f"{row['wall_ms']['torch']:.2f}",
-            f"{row['wall_ms']['fabricamp']:.2f}",
-            rounds.described(row["ratio"]),
+            *[f"{row['wall_ms'][name]:.2f}" for name in ("torch", *others, "fabricamp")],
+            *[rounds.described(ratio) for ratio in (row["ratio"], *[row["ratios"][name] for name in others])],
         ]
         for row in result["rows"]
     ]
-    head = ["batch per rank", "rounds", "torch", "fabricamp", "fabricamp over torch"]
+    head = [
+        "batch per rank",
+        "rounds",
+        *("torch", *others, "fabricamp"),
+        *[f"fabricamp over {name}" for name in ("torch", *others)],
+    ]
     return "\n\n".join([f"## Compiled steps of two ranks on {result['device']}", about, table(head, rows)])
 
 

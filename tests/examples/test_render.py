@@ -147,6 +147,12 @@ def test_compiled_steps_of_ranks():
     }
     page = render.compiled_ranks(ABOUT | {"rows": [row]})
     assert "| 8 | 2 | 10.00 | 8.50 | 0.850 (0.825 to 0.875), met |" in page
+    assert "eager" not in page
+    row["wall_ms"]["torch, eager"] = 9.5
+    row["ratios"] = {"torch, eager": rounds.ratio(times["fabricamp"], [9.5, 9.5], 0.9)}
+    page = render.compiled_ranks(ABOUT | {"rows": [row]})
+    assert "| fabricamp over torch | fabricamp over torch, eager |" in page
+    assert "| 10.00 | 9.50 | 8.50 | 0.850 (0.825 to 0.875), met | 0.895 (0.868 to 0.921), not decided |" in page
 
 
 def test_overhead_beside_an_earlier_tree():
