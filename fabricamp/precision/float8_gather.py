@@ -115,10 +115,10 @@ class _Weight:
 
         With ``out``, the tensor of an earlier call, FSDP has filled that memory, and the scale is updated in place.
         """
-        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
-
         if out is not None:
             return None
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
         (data,) = gathered
         whole = Float8TrainingTensor(data, self._scale[0], dtype, self._products, GemmInputRole.WEIGHT)
         return whole, (data,)
