@@ -7,8 +7,9 @@ A step is the copy of a batch from pinned memory, forward, loss and backward und
 BatchNorm's statistics, and an update by AdamW.  "torch" is ``torch.compile`` of DistributedDataParallel over a network with torch's
 SyncBatchNorm, with the fused AdamW.  If torch cannot compile that, its option ``optimize_ddp``, which cuts the graph at the buckets
 of gradients, is off; the result says so.  "torch, eager" is the same DDP without ``torch.compile``, and "torch, graph" is that
-captured by hand as a bare graph, with the update.  "fabricamp" is the Trainer at O4 with ``compile=True``, ``cuda_graph=True``,
-``strategy="delayed_ddp"``, ``sync_batchnorm=True`` and FusedAdam.
+captured by hand as a bare graph, with the update.  torch's DDP does not send BatchNorm's buffers, which are equal on all ranks.
+"fabricamp" is the Trainer at O4 with ``compile=True``, ``cuda_graph=True``, ``strategy="delayed_ddp"``, ``sync_batchnorm=True`` and
+FusedAdam.
 
 All are compiled or captured once.  Then windows of their steps alternate in one process: a callback runs one of each of torch's
 ways after each of the Trainer's.  Figures are medians of the rounds on rank 0; the ratio is taken in each round, and a goal of 0.9
@@ -72,7 +73,8 @@ class Torchs:
         if device.type == "cuda":  # torch's layer is for GPUs
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
         ids = [device.index] if device.type == "cuda" else None
-        self.called = self.wrapped(DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True))
+        ddp = DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+        self.called = self.wrapped(ddp)
         self.optimizer = self.adamw(network.parameters())
         self.case = case
         for batch in [*case.few] * (WARM_UP // len(case.few) + 1):
