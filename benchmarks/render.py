@@ -389,17 +389,23 @@ def compiled_ranks(result):
         'AdamW;\n"fabricamp" is the Trainer with `compile=True`, `cuda_graph=True`, `strategy="delayed_ddp"` and everything on. '
         "Ratios are\nmedians of the rounds' with quartiles; the aim is at most 0.9, met or missed where both are on one side of it."
     )
+    names = [
+        name
+        for name in ("torch", "torch, eager", "torch, graph")
+        if any(name in row["ratios"] for row in result["rows"])
+    ]
+    if names != ["torch"]:
+        about += '\n"torch, eager" is its DDP without `torch.compile`, "torch, graph" that one captured by hand.'
     rows = [
         [
             str(row["batch"]),
-            str(len(row["wall_ms_of_rounds"]["torch"])),
-            f"{row['wall_ms']['torch']:.2f}",
-            f"{row['wall_ms']['fabricamp']:.2f}",
-            rounds.described(row["ratio"]),
+            str(len(row["wall_ms_of_rounds"]["fabricamp"])),
+            *[f"{row['wall_ms'][name]:.2f}" if name in row["wall_ms"] else "" for name in (*names, "fabricamp")],
+            *[rounds.described(row["ratios"][name]) if name in row["ratios"] else "" for name in names],
         ]
         for row in result["rows"]
     ]
-    head = ["batch per rank", "rounds", "torch", "fabricamp", "fabricamp over torch"]
+    head = ["batch per rank", "rounds", *names, "fabricamp", *[f"fabricamp over {name}" for name in names]]
     return "\n\n".join([f"## Compiled steps of two ranks on {result['device']}", about, table(head, rows)])
 
 

@@ -143,10 +143,21 @@ def test_compiled_steps_of_ranks():
         "batch": 8,
         "wall_ms": {"torch": 10.0, "fabricamp": 8.5},
         "wall_ms_of_rounds": times,
-        "ratio": rounds.ratio(times["fabricamp"], times["torch"], 0.9),
+        "ratios": {"torch": rounds.ratio(times["fabricamp"], times["torch"], 0.9)},
     }
     page = render.compiled_ranks(ABOUT | {"rows": [row]})
     assert "| 8 | 2 | 10.00 | 8.50 | 0.850 (0.825 to 0.875), met |" in page
+    assert "eager" not in page
+    other = {
+        "batch": 64,
+        "wall_ms": {"torch, eager": 9.5, "fabricamp": 8.5},
+        "wall_ms_of_rounds": times,
+        "ratios": {"torch, eager": rounds.ratio(times["fabricamp"], [9.5, 9.5], 0.9)},
+    }
+    page = render.compiled_ranks(ABOUT | {"rows": [row, other]})
+    assert "| fabricamp over torch | fabricamp over torch, eager |" in page
+    assert "| 8 | 2 | 10.00 |  | 8.50 | 0.850 (0.825 to 0.875), met |  |" in page
+    assert "| 64 | 2 |  | 9.50 | 8.50 |  | 0.895 (0.868 to 0.921), not decided |" in page
 
 
 def test_overhead_beside_an_earlier_tree():
