@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 LENGTH: Final = 2048
 HEAD: Final = 128
+LAYERS: Final = 24
+"""Of the network that the block is part of: its first values depend on it."""
 KINDS: Final = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 SIZES: Final = "2048x8192,4096x8192,3072x8192,1536x8192,2048x4096,4096x4096"
 
@@ -46,7 +48,7 @@ SIZES: Final = "2048x8192,4096x8192,3072x8192,1536x8192,2048x4096,4096x4096"
 def pass_of(width: int, tokens: int, kind: str, device: torch.device) -> Callable[[], None]:
     """Returns a compiled forward and backward of a block with bf16 weights."""
     torch.manual_seed(0)
-    block = Block(width, max(1, width // HEAD)).to(device, torch.bfloat16)
+    block = Block(width, max(1, width // HEAD), LAYERS).to(device, torch.bfloat16)
     if kind != "bf16":
         layers = [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
         change(layers, kind, emulate=device.type == "cpu")
@@ -206,6 +208,9 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
+    failed = len(options.sizes) - len(found["rows"])
+    if failed:
+        raise SystemExit(f"{failed} of {len(options.sizes)} sizes failed; their errors are above")
 
 
 if __name__ == "__main__":

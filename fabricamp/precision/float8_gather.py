@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import SharedRows, is_shard, local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from fabricamp._utils.types import StateDict
 
 
 class Float8Gather:
@@ -43,6 +46,7 @@ class Float8Gather:
             weight = _Weight(self, layer, shard, scale)
             shard.fsdp_pre_all_gather = weight
             shard.fsdp_post_all_gather = weight.after_gather
+        self._hooks = [layer.register_load_state_dict_pre_hook(_refuse_assign) for layer in shared]
 
     def line(self, layers: int) -> str:
         """Returns a line for the summary of a run with FP8 products in ``layers`` layers."""
@@ -80,7 +84,9 @@ class Float8Gather:
         self._is_known = True
 
     def take_off(self) -> None:
-        """Makes the shards plain tensors again, without further attributes."""
+        """Makes the shards plain tensors again, without further attributes, and takes the hooks off the layers."""
+        for hook in self._hooks:
+            hook.remove()
         for shard in self._shards:
             del shard.fsdp_pre_all_gather
             del shard.fsdp_post_all_gather
@@ -124,6 +130,17 @@ class _Weight:
         (data,) = gathered
         whole = Float8TrainingTensor(data, self._scale[0], dtype, self._products, GemmInputRole.WEIGHT)
         return whole, (data,)
+
+
+def _refuse_assign(layer: nn.Module, state: StateDict, prefix: str, metadata: StateDict, *_: Any) -> None:
+    """A pre-hook for loading: a new weight would lack the functions, while torch keeps the FP8 memory of the old one."""
+    name = f"{prefix}weight"
+    # A copy of the layer has the hook too, and no such weight.
+    is_cast = hasattr(local(layer.weight), "fsdp_pre_all_gather")
+    if is_cast and name in state and metadata.get("assign_to_params_buffers", False):
+        raise ConfigError(
+            f"load_state_dict(assign=True) would replace {name}, which is gathered in FP8; load without assign"
+        )
 
 
 def _has_equal_shards(weight: Any) -> bool:

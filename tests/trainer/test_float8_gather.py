@@ -236,6 +236,31 @@ def test_shards_are_plain_after_a_run_that_fails():
     run_ranks(failed, 2)
 
 
+class Replaces(Seen):
+    """Its weights are replaced by other tensors: before the first gather, or after it."""
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, self.replace)
+
+    def replace(self, *_):
+        self.load_state_dict(self.state_dict(), assign=True)
+
+
+def replaced():
+    for hook in ("on_fit_start", "on_train_batch_start"):
+        with pytest.raises(
+            ConfigError, match=r"assign=True\) would replace blocks.0.up.weight, .* load without assign"
+        ):
+            trained(fp8(all_gather=True), module=Replaces(hook))
+    module = trained(fp8(all_gather=True))
+    module.load_state_dict(module.state_dict(), assign=True)
+
+
+def test_replacing_weights_that_are_gathered_in_fp8_is_refused():
+    run_ranks(replaced, 2)
+
+
 def short():
     """Batches of 5 windows have 40 rows, which 16 does not divide."""
     module = trained(fp8(all_gather=True), size=5)
