@@ -561,6 +561,7 @@ GOALS = {
     "mlp": ("MLP, batch 4", 1.15),
     "gpt-1.3b": ("GPT 1.3 B, 4 x 2048", 0.91),
     "gpt-1.3b-fp8": ("GPT 1.3 B, 4 x 2048, with FP8", 0.90),
+    "gpt-1.3b-fp8-loss": ("GPT 1.3 B, 4 x 2048, with FP8 and `fused_cross_entropy`", 0.90),
     "cold-24": ("first step, GPT of 24 layers", 0.3),
 }
 """What `benchmarks/fastest.py` measures: its name in a table, and the goal over the fastest way by hand."""
