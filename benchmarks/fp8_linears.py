@@ -171,6 +171,14 @@ def is_alive(pipe: Connection) -> bool:
     return True
 
 
+def check_rows(sizes: list[tuple[int, int]], rows: list[dict[str, Any]]) -> None:
+    """Ends the script with an error if ``rows`` lack a size, as its process has failed."""
+    measured = {(row["width"], row["tokens"]) for row in rows}
+    failed = [f"{width}x{tokens}" for width, tokens in sizes if (width, tokens) not in measured]
+    if failed:
+        raise SystemExit(f"not measured: {', '.join(failed)}; the errors are above")
+
+
 def sizes_of(text: str) -> list[tuple[int, int]]:
     """Returns pairs of width and tokens."""
     pairs = [part.split("x") for part in text.split(",")]
@@ -208,9 +216,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
-    failed = len(options.sizes) - len(found["rows"])
-    if failed:
-        raise SystemExit(f"{failed} of {len(options.sizes)} sizes failed; their errors are above")
+    check_rows(options.sizes, found["rows"])
 
 
 if __name__ == "__main__":

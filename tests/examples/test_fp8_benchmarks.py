@@ -44,6 +44,14 @@ def test_the_process_of_a_size_makes_passes_in_bf16_and_by_each_recipe():
     assert said == ["ready", {"width": 32, "tokens": 16, "compiled": list(fp8_linears.KINDS)}]
 
 
+def test_a_size_whose_process_failed_is_an_error():
+    sizes = fp8_linears.sizes_of("32x16,64x16,64x32")
+    rows = [{"width": 64, "tokens": 16}]
+    with pytest.raises(SystemExit, match="not measured: 32x16, 64x32; the errors are above"):
+        fp8_linears.check_rows(sizes, rows)
+    fp8_linears.check_rows(sizes[1:2], rows)
+
+
 def test_a_change_of_the_first_roundings_leads_to_other_losses_near_them():
     runs = [fp8_losses.Run(0, "bf16", change) for change in (0, 1)]
     first, changed = (fp8_losses.row_of(run, fp8_losses.QUICK, 3, 1e-3, "tensorwise") for run in runs)
