@@ -42,11 +42,12 @@ class Float8Gather:
         device = self._shards[0].device if shared else torch.device("cpu")
         # 16 bytes for each scale: compiled code copies an input whose address 16 does not divide.
         self._scales = torch.ones(len(shared), 4, dtype=torch.float32, device=device)[:, :1]
+        self._hooks = []
         for layer, shard, scale in zip(shared, self._shards, self._scales, strict=True):
             weight = _Weight(self, layer, shard, scale)
             shard.fsdp_pre_all_gather = weight
             shard.fsdp_post_all_gather = weight.after_gather
-        self._hooks = [layer.register_load_state_dict_pre_hook(_refuse_assign) for layer in shared]
+            self._hooks.append(layer.register_load_state_dict_pre_hook(weight.refuse_assign))
 
     def line(self, layers: int) -> str:
         """Returns a line for the summary of a run with FP8 products in ``layers`` layers."""
@@ -94,7 +95,10 @@ class Float8Gather:
 
 
 class _Weight:
-    """The two functions that FSDP calls for a weight: the object itself before its gather, and :meth:`after_gather`."""
+    """The two functions that FSDP calls for a weight: the object itself before its gather, and :meth:`after_gather`.
+
+    A copy of the layer or of its weight has the object itself, which does nothing there: a copy is in no unit of FSDP.
+    """
 
     def __init__(self, gather: Float8Gather, layer: Any, shard: Tensor, scale: Tensor) -> None:
         self._gather = gather
@@ -112,6 +116,9 @@ class _Weight:
         # One kernel for product and cast.  The scale has a dimension, so that the product is in fp32.
         torch.mul(self._shard.to(dtype), self._scale, out=data)
         return (data,), None
+
+    def __deepcopy__(self, memo: Any) -> _Weight:
+        return self
 
     # torch asks for the signature before each gather, and deriving it would take most of the host time of this call.
     __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
@@ -131,16 +138,14 @@ class _Weight:
         whole = Float8TrainingTensor(data, self._scale[0], dtype, self._products, GemmInputRole.WEIGHT)
         return whole, (data,)
 
-
-def _refuse_assign(layer: nn.Module, state: StateDict, prefix: str, metadata: StateDict, *_: Any) -> None:
-    """A pre-hook for loading: a new weight would lack the functions, while torch keeps the FP8 memory of the old one."""
-    name = f"{prefix}weight"
-    # A copy of the layer has the hook too, and no such weight.
-    is_cast = hasattr(local(layer.weight), "fsdp_pre_all_gather")
-    if is_cast and name in state and metadata.get("assign_to_params_buffers", False):
-        raise ConfigError(
-            f"load_state_dict(assign=True) would replace {name}, which is gathered in FP8; load without assign"
-        )
+    def refuse_assign(self, layer: nn.Module, state: StateDict, prefix: str, metadata: StateDict, *_: Any) -> None:
+        """A pre-hook for loading: a new weight would lack the functions, while torch keeps the FP8 memory of the old one."""
+        name = f"{prefix}weight"
+        replaces = name in state and metadata.get("assign_to_params_buffers", False)
+        if replaces and local(layer.weight) is self._shard:
+            raise ConfigError(
+                f"load_state_dict(assign=True) would replace {name}, which is gathered in FP8; load without assign"
+            )
 
 
 def _has_equal_shards(weight: Any) -> bool:
