@@ -416,7 +416,7 @@ def hyperparameter_upload(optimizer: Optimizer) -> Callable[[], bool]:
 
     A fused optimizer uploads them, as long as it still has the tensors of the capture.  For other optimizers they are constants in
     the graph, or tensors that it reads, and are compared with the present values; so are its parameters, its state and the memory
-    of both.  ``load_state_dict`` replaces the parameter groups, which the graph would not notice; so that counts as a change, too.
+    of both.
     """
     if is_fused(optimizer):
         upload: Callable[[], bool] = optimizer.upload
@@ -433,13 +433,12 @@ class CapturedOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups = list(optimizer.param_groups)
         self._constants = self._present_constants()
-        self._values = list(chain.from_iterable(map(_values, self._groups)))
+        self._values = list(chain.from_iterable(map(_values, optimizer.param_groups)))
         # Whether the same objects in the groups are the same numbers.
         self._are_fixed = all(
             _is_fixed(value, group["params"])
-            for group in self._groups
+            for group in optimizer.param_groups
             for key, value in group.items()
             if key != "params"
         )
@@ -449,15 +448,13 @@ class CapturedOptimizer:
         self._addresses = addresses(self._tensors)
 
     def is_unchanged(self) -> bool:
-        """Whether groups, numbers, tensors and the memory of parameters and state are those of the capture."""
-        groups = self._optimizer.param_groups
+        """Whether numbers, tensors and the memory of parameters and state are those of the capture."""
         updated = self._updated()
-        if len(groups) != len(self._groups) or len(updated) != len(self._are_tensors):
+        if len(updated) != len(self._are_tensors):
             return False
         tensors = list(compress(updated, self._are_tensors))
         return (
-            all(map(operator.is_, groups, self._groups))
-            and all(map(operator.is_, tensors, self._tensors))
+            all(map(operator.is_, tensors, self._tensors))
             and addresses(tensors) == self._addresses
             and self._has_same_numbers()
         )
