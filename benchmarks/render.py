@@ -48,30 +48,6 @@ def overhead(result):
     return f"## What a step costs on the host, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
 
-def overhead_trees(result):
-    def cell(row, name, form):
-        low, middle, high = row[name]
-        return f"{middle:{form}} ({low:{form}} to {high:{form}})"
-
-    rows = [
-        [
-            row["run"],
-            row["step"],
-            cell(row, "old_us", ".1f"),
-            cell(row, "new_us", ".1f"),
-            cell(row, "new_over_old", ".3f"),
-        ]
-        for row in result["rows"]
-    ]
-    head = ["one process on CPU, one thread", "step", "us before", "us now", "now / before"]
-    at_once = "; all rounds ran at once, each on a core of its own" if result["rounds_at_once"] else ""
-    about = (
-        "The steps of the table above, in the tree before the agenda of the loop and in this one: four processes a round, in the\n"
-        f"order before, now, now, before{at_once}. Medians with quartiles; a ratio is that of the two sums of a round."
-    )
-    return f"## What a step costs on the host beside an earlier tree, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
-
-
 def calls(result):
     rows = [
         [name, f"{row['calls']:.0f}", f"{row['files']}", f"{row['changes_of_file']:.0f}"]
@@ -87,21 +63,27 @@ def calls(result):
 
 def two_trees(result):
     def cell(row, name, form):
-        low, high = row[f"{name}_range"]
-        return f"{format(row[name], form)} ({format(low, form)} to {format(high, form)})"
+        low, middle, high = (format(value, form) for value in row[name])
+        return f"{middle} ({low} to {high})"
 
     rows = []
     for row in result["rows"]:
+        if "failed" in row:
+            rows.append([row["row"], "failed", "failed", "", "", ""])
+            continue
         form = ".3f" if row["unit"].endswith("ms") else ".0f"
+        low, high = row["median_ratio_in"]
         cells = [cell(row, "before", form), cell(row, "after", form), cell(row, "ratio", ".3f")]
-        rows.append([f"{row['row']}, {row['unit']}", *cells, f"{row['rounds']}"])
+        rows.append([f"{row['row']}, {row['unit']}", *cells, f"{low:.3f} to {high:.3f}", f"{row['rounds']}"])
     about = (
-        f"Revisions {result['before']} and {result['after']} were measured in turn: medians of the rounds with their range.\n"
-        "The ratio is the later revision's figure over the earlier one's in the same round. `benchmarks/two_trees.py` says\n"
-        "what each row runs."
+        f"Revisions {result['before']} and {result['after']} in turn, in short windows (before, after, after, before), in two\n"
+        f"processes each, all pinned to the same {result['pinned_to_cores']} cores: medians of the rounds with their quartiles.\n"
+        "The ratio is the later revision's figure over the earlier one's in the same round; beside it the interval in which its\n"
+        "median lies with 95 % probability. "
+        "`benchmarks/two_trees.py` says what each row runs."
     )
-    head = ["row", result["before"], result["after"], "ratio", "rounds"]
-    return f"## Two revisions, {result['device']}\n\n{about}\n\n{table(head, rows)}"
+    head = ["row", result["before"], result["after"], "ratio", "its median in", "rounds"]
+    return f"## Two revisions, {result['device']}, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
 
 def optimizers_on_cpu(result):
@@ -726,7 +708,6 @@ def cell(value, form="{:.2f}", factor=1.0):
 RENDERERS = {
     "syncbn": syncbn,
     "overhead": overhead,
-    "overhead_trees": overhead_trees,
     "calls": calls,
     "two_trees": two_trees,
     "optimizers": optimizers,
