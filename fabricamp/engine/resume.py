@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -139,7 +139,7 @@ class ResumePoint(Section):
         }
         if self.reloaded:
             content["loops.fit.reloaded"] = self.reloaded
-        return content if strategy.world_size == 1 else move_to_device(content, _CPU)
+        return content if strategy.world_size == 1 else cast("StateDict", move_to_device(content, _CPU))
 
     def _present(self) -> StateDict:
         """Returns this rank's present resume point; within an unfinished validation, that before the validation."""

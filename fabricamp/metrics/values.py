@@ -108,7 +108,9 @@ def tell_of_lengths(name: str, batch: Batch) -> None:
 
 def batch_length(name: str, batch: Batch) -> int:
     """Returns the length of the first tensor in ``batch`` (1 for a 0-dim tensor)."""
-    first = batch[0] if type(batch) in (tuple, list) and batch else batch
+    first: object = batch
+    if (type(batch) is tuple or type(batch) is list) and batch:
+        first = batch[0]
     if type(first) is not Tensor:
         first = next(tensors_within(batch), None)
     if first is None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import StateDict, Step
+    from fabricamp._utils.types import CheckpointFiles, StateDict, Step
     from fabricamp.gradients.memory import GradientMemory
 
 Value = TypeVar("Value")
@@ -102,11 +102,8 @@ class Strategy(LightningNames, NamesKeywords):
     start_method: str | None = None
     """How processes are started if the Trainer's ``start_method`` is "auto"; None: chosen automatically."""
 
-    checkpoint_io: Any = None
-    """The ``CheckpointIO`` that writes and reads checkpoints; None: fabricamp's own files.
-
-    The type is Any because strategies are a lower layer than checkpoints, and import nothing from there, not even for types.
-    """
+    checkpoint_io: CheckpointFiles | None = None
+    """The ``CheckpointIO`` that writes and reads checkpoints; None: fabricamp's own files."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -295,7 +292,7 @@ class Strategy(LightningNames, NamesKeywords):
         """
         if self.world_size == 1:
             return action()
-        result: Any = None
+        result: Value | None = None
         failure: FabricampError | None = None
         if self.rank == 0:
             try:
