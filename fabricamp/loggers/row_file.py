@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from fabricamp._utils.types import StateDict
 from fabricamp.arguments.checks import check_number
@@ -15,7 +15,9 @@ from fabricamp.loggers.logger_errors import reason_of
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
 from fabricamp.loggers.write_queue import Record
 
-Rows = Sequence[Mapping[str, Any]]
+Row: TypeAlias = Mapping[str, float]
+Rows: TypeAlias = Sequence[Mapping[str, float | str]]
+"""Rows to be written, or as texts that were read."""
 
 STEP = "step"
 
@@ -40,7 +42,7 @@ def _number(value: object) -> float:
     return float(number) if isinstance(number, bool) else number
 
 
-class RowFileLogger(RunFolderLogger):
+class RowFileLogger(RunFolderLogger[Row, Content]):
     """Keeps rows in memory for some steps; a thread then appends them to ``FILE`` in the run's folder."""
 
     FILE: ClassVar[str]
@@ -134,7 +136,7 @@ class RowFileLogger(RunFolderLogger):
             self._content = content
         return self._content
 
-    def _append(self, records: list[Any]) -> Content:
+    def _append(self, records: list[Row]) -> Content:
         content = self._look()
         try:
             self._write(records)
@@ -168,6 +170,6 @@ class RowFileLogger(RunFolderLogger):
         """Cuts the file to the length in ``state_dict`` (see :meth:`_extent`), if its beginning has the same digest."""
         raise NotImplementedError
 
-    def _begin_anew(self, records: Iterable[Record] = ()) -> None:
+    def _begin_anew(self, records: Iterable[Record[Row]] = ()) -> None:
         super()._begin_anew(records)
         self._content = None
