@@ -66,7 +66,7 @@ def overhead_trees(result):
     head = ["one process on CPU, one thread", "step", "us before", "us now", "now / before"]
     at_once = "; all rounds ran at once, each on a core of its own" if result["rounds_at_once"] else ""
     about = (
-        "The steps of the table above, in the tree before the agenda of the loop and in this one: four processes a round, in the\n"
+        "The steps of the tables below, in the tree before the agenda of the loop and in this one: four processes a round, in the\n"
         f"order before, now, now, before{at_once}. Medians with quartiles; a ratio is that of the two sums of a round."
     )
     return f"## What a step costs on the host beside an earlier tree, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
