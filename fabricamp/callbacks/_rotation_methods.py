@@ -233,7 +233,7 @@ class RotationMethods(Checkpoint):
         return self.train_time_interval
 
     @property
-    def _fs(self) -> Any:
+    def _fs(self) -> storage.FileSystem:
         """The file system of ``dirpath``."""
         return storage.filesystem_of(self.dirpath or "")[0]
 

@@ -16,8 +16,9 @@ from fabricamp.loggers.run_folder import RunFolderLogger, writes
 from fabricamp.loggers.write_queue import Record
 
 Row: TypeAlias = Mapping[str, float]
-Rows: TypeAlias = Sequence[Mapping[str, float | str]]
-"""Rows to be written, or as texts that were read."""
+Rows: TypeAlias = Sequence[Row]
+ReadRows: TypeAlias = Sequence[Mapping[str, float | str]]
+"""Rows of a file: a CSV gives texts."""
 
 STEP = "step"
 
@@ -30,7 +31,7 @@ class Content(NamedTuple):
     digest: int = 0
     steps: tuple[int, ...] = ()
 
-    def plus(self, rows: Rows, size: int, digest: int) -> Content:
+    def plus(self, rows: ReadRows, size: int, digest: int) -> Content:
         """Returns this content with ``rows`` appended; ``size`` and ``digest`` are those of the result."""
         steps = [*self.steps, *(int(row[STEP]) for row in rows)]
         return Content(self.rows + len(rows), size, digest, (min(steps), max(steps)) if steps else ())
@@ -158,7 +159,7 @@ class RowFileLogger(RunFolderLogger[Row, Content]):
         self._take_back(self._look(), state_dict)
         return self._look()
 
-    def _read(self) -> tuple[Rows, int]:
+    def _read(self) -> tuple[ReadRows, int]:
         """Returns the rows of the file and their digest."""
         raise NotImplementedError
 
