@@ -48,6 +48,30 @@ def overhead(result):
     return f"## What a step costs on the host, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
 
+def overhead_trees(result):
+    def cell(row, name, form):
+        low, middle, high = row[name]
+        return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+    rows = [
+        [
+            row["run"],
+            row["step"],
+            cell(row, "old_us", ".1f"),
+            cell(row, "new_us", ".1f"),
+            cell(row, "new_over_old", ".3f"),
+        ]
+        for row in result["rows"]
+    ]
+    head = ["one process on CPU, one thread", "step", "us before", "us now", "now / before"]
+    at_once = "; all rounds ran at once, each on a core of its own" if result["rounds_at_once"] else ""
+    about = (
+        "The steps of the tables below, in the tree before the agenda of the loop and in this one: four processes a round, in the\n"
+        f"order before, now, now, before{at_once}. Medians with quartiles; a ratio is that of the two sums of a round."
+    )
+    return f"## What a step costs on the host beside an earlier tree, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
+
+
 def calls(result):
     rows = [
         [name, f"{row['calls']:.0f}", f"{row['files']}", f"{row['changes_of_file']:.0f}"]
@@ -708,6 +732,7 @@ def cell(value, form="{:.2f}", factor=1.0):
 RENDERERS = {
     "syncbn": syncbn,
     "overhead": overhead,
+    "overhead_trees": overhead_trees,
     "calls": calls,
     "two_trees": two_trees,
     "optimizers": optimizers,

@@ -327,8 +327,8 @@ class CapturedGroup(CapturedStep):
         """Also checks that the learning-rate table is still valid."""
         return super().is_valid() and (self.lr_table is None or self.lr_table.is_valid())
 
-    def launch(self, batch: list[Batch]) -> None:
-        """Runs one step per batch, all in one replay."""
+    def launch(self, batch: Batch) -> None:
+        """Runs one step for each batch of the list ``batch``, all in one replay."""
         super().launch(batch)
         copies = [stacked.clone() for stacked in self._stacked_outputs]
         self._launched_outputs = list(zip(*[stacked.unbind() for stacked in copies], strict=True))

@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -177,7 +177,7 @@ class GroupUpdate(GraphUpdate):
         optimizer = self._optimizer
         assert optimizer is not None
         optimizer.zero_grad(set_to_none=True)
-        inputs = copied(batches)
+        inputs = cast("list[Batch]", copied(batches))
         lr_table = None
         if self.schedules.follow_steps:
             lr_table = LrTable(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))
