@@ -1,4 +1,4 @@
-"""What tests/startup changes in interpreters that tests start: no import of torch._dynamo, and compiled code as ever."""
+"""What tests/startup changes in interpreters that tests start: modules that only compilers use are executed late, and work."""
 
 from __future__ import annotations
 
@@ -32,3 +32,27 @@ def test_training_imports_no_compiler_and_compiling_works(tmp_path):
     code, out, err = finish(start(tmp_path, "train.py"))
     assert code == 0, err
     assert out.splitlines() == ["-2.0 False True", "-2.0 True True"]
+
+
+SHAPES = """
+import gc, sys, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+def executed(name):
+    return type(sys.modules[name]) is type(sys)
+
+print(executed("torch._meta_registrations"), executed("torch.export"), "torch._decomp" in sys.modules, gc.isenabled())
+with FakeTensorMode():
+    print(tuple(torch.cdist(torch.ones(2, 3), torch.ones(4, 3)).shape))
+print(executed("torch._meta_registrations"))
+from torch.export.dynamic_shapes import Dim
+print(executed("torch.export"), Dim is torch.export.Dim)
+print(torch.export.export(torch.nn.Linear(2, 1), (torch.ones(4, 2),)).module()(torch.ones(4, 2)).shape[0])
+"""
+
+
+def test_shapes_and_export_are_loaded_where_they_are_used(tmp_path):
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    code, out, err = finish(start(tmp_path, "shapes.py"))
+    assert code == 0, err
+    assert out.splitlines() == ["False False False True", "(2, 4)", "True", "True True", "4"]
