@@ -8,10 +8,12 @@ TRAINS = """
 import sys, torch
 net = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+parallel = torch.nn.parallel.DistributedDataParallel(net)
 
 def step(x):
     optimizer.zero_grad()
-    net(x).sum().backward()
+    parallel(x).sum().backward()
     optimizer.step()
     return net.bias.detach().clone()
 
@@ -24,6 +26,9 @@ COMPILES = """
 with torch.no_grad():
     net.bias.zero_()
 print(torch.compile(step, backend="eager")(torch.ones(4, 2)).item(), "torch._dynamo" in sys.modules, torch.is_grad_enabled())
+again = torch.nn.parallel.DistributedDataParallel(net)
+print(parallel._use_python_reducer, again._use_python_reducer, torch._dynamo.utils.__name__)
+torch.distributed.destroy_process_group()
 """
 
 
@@ -31,7 +36,7 @@ def test_training_imports_no_compiler_and_compiling_works(tmp_path):
     (tmp_path / "train.py").write_text(TRAINS + COMPILES)
     code, out, err = finish(start(tmp_path, "train.py"))
     assert code == 0, err
-    assert out.splitlines() == ["-2.0 False True", "-2.0 True True"]
+    assert out.splitlines() == ["-2.0 False True", "-2.0 True True", "False False torch._dynamo.utils"]
 
 
 SHAPES = """

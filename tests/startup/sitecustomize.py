@@ -2,9 +2,9 @@
 
 Python imports this module at its start, because ``tests/conftest.py`` puts its folder into PYTHONPATH.
 
-torch imports ``torch._dynamo``, which takes 2.7 s of a processor, at the first call of a function that is not to be traced: an
+torch imports ``torch._dynamo``, which takes 2.5 s of a processor, at the first call of a function that is not to be traced: an
 optimizer's constructor and its ``step``.  While the module is not loaded nothing traces, and the function itself is called; when it
-is loaded, torch's own wrapper is called.
+is loaded, torch's own wrapper is called.  DDP's constructor imports it to read one setting, which has its default until then.
 
 ``import torch`` executes modules for export, for shapes of fake tensors, and for kernels written in Python: these are executed at
 the first use of one of their names.  The garbage collector waits until torch is imported, as nothing of it is garbage.
@@ -21,6 +21,7 @@ import types
 _WRAPPERS = {
     "torch._compile": "_disable_dynamo",
     "torch._subclasses.fake_tensor": "FakeTensorMode",
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
     "torch.optim.optimizer": "_use_grad_for_differentiable",
 }
 """Modules, and the name in each that is wrapped by the function of the same name here."""
@@ -70,6 +71,29 @@ def _use_grad_for_differentiable(torchs):
         return inner
 
     return decorate
+
+
+_DEFAULTS = types.SimpleNamespace(utils=types.SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
+"""What DDP's constructor reads of ``torch._dynamo`` while nobody has imported it."""
+
+
+def DistributedDataParallel(torchs):  # noqa: N802 - as torch calls it
+    """Returns the class, whose constructor imports no compiler."""
+    begins = torchs.__init__
+
+    @functools.wraps(begins)
+    def init(module, *args, **kwargs):
+        torch = sys.modules["torch"]
+        if not _loaded():
+            torch._dynamo = _DEFAULTS
+        try:
+            begins(module, *args, **kwargs)
+        finally:
+            if vars(torch).get("_dynamo") is _DEFAULTS:
+                del torch._dynamo
+
+    torchs.__init__ = init
+    return torchs
 
 
 def FakeTensorMode(torchs):  # noqa: N802 - as torch calls it
