@@ -46,11 +46,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 def executed(name):
     return type(sys.modules[name]) is type(sys)
 
+print(torch.Generator().manual_seed(7).initial_seed(), torch.utils.data.RandomSampler([1, 2]).generator)
 print(executed("torch._meta_registrations"), executed("torch.export"), "torch._decomp" in sys.modules, gc.isenabled())
 with FakeTensorMode():
     print(tuple(torch.cdist(torch.ones(2, 3), torch.ones(4, 3)).shape))
 print(executed("torch._meta_registrations"))
-from torch.export.dynamic_shapes import Dim
+from torch.export.dynamic_shapes import Dim  # imports its package, which has not been executed
 print(executed("torch.export"), Dim is torch.export.Dim)
 print(torch.export.export(torch.nn.Linear(2, 1), (torch.ones(4, 2),)).module()(torch.ones(4, 2)).shape[0])
 """
@@ -60,4 +61,4 @@ def test_shapes_and_export_are_loaded_where_they_are_used(tmp_path):
     (tmp_path / "shapes.py").write_text(SHAPES)
     code, out, err = finish(start(tmp_path, "shapes.py"))
     assert code == 0, err
-    assert out.splitlines() == ["False False False True", "(2, 4)", "True", "True True", "4"]
+    assert out.splitlines() == ["7 None", "False False False True", "(2, 4)", "True", "True True", "4"]

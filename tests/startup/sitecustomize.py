@@ -12,6 +12,7 @@ the first use of one of their names.  The garbage collector waits until torch is
 
 import functools
 import gc
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -124,6 +125,11 @@ class _TorchLoader(importlib.machinery.SourceFileLoader):
         finally:
             gc.freeze()
             gc.enable()
+        if hasattr(
+            module._C, "_set_generator_metaclass"
+        ):  # torch 2.13 makes no generator before the shapes' modules have called it
+            base = importlib.import_module("torch._opaque_base")
+            module._C._set_generator_metaclass(base.OpaqueBaseMeta)
 
 
 class _Later(types.ModuleType):
