@@ -62,6 +62,8 @@ class Compilation:
         self._calls: CompiledCalls | None = None
         self._watch = CompilationWatch(session.trainer.state, speaks=session.trainer.is_global_zero)
         self._changed = contextlib.ExitStack()
+        self._looks_for_graphs = session.settings.cuda_graph is not None
+        """Whether what the user compiled is still to be looked at: once, as a fit asks for its steps again and again."""
 
     @property
     def compiles(self) -> bool:
@@ -131,8 +133,9 @@ class Compilation:
 
     def _check_graph(self) -> None:
         """Raises :class:`ConfigError` if the user has compiled a part of the module with torch's own CUDA graphs."""
-        if self._session.settings.cuda_graph is None:
+        if not self._looks_for_graphs:
             return
+        self._looks_for_graphs = False
         compilers = {"a module": self._compiler, **_compilers_of(self._session.module)}
         for what, compiler in compilers.items():
             if compiler is not None and compiler_options(compiler).own_graphs:
