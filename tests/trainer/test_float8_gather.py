@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -234,6 +235,45 @@ def failed():
 
 def test_shards_are_plain_after_a_run_that_fails():
     run_ranks(failed, 2)
+
+
+class Replaces(Seen):
+    """Its weights are replaced by other tensors: before the first gather, or after it."""
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, self.replace)
+
+    def replace(self, *_):
+        self.load_state_dict(self.state_dict(), assign=True)
+
+
+class Copied(Seen):
+    """The weights of a copied layer may be replaced."""
+
+    def on_train_start(self):
+        super().on_train_start()
+        layer = self.blocks[0].up
+        copied = copy.deepcopy(layer)
+        copied.load_state_dict(copied.state_dict(), assign=True)
+        # The functions hold all shards, which a copy of one layer has no use for.
+        shard, other = local(layer.weight), local(copy.deepcopy(layer.weight))
+        assert other.fsdp_pre_all_gather is shard.fsdp_pre_all_gather
+        assert other.data_ptr() != shard.data_ptr()
+
+
+def replaced():
+    for hook in ("on_fit_start", "on_train_batch_start"):
+        with pytest.raises(
+            ConfigError, match=r"assign=True\) would replace blocks.0.up.weight, .* load without assign"
+        ):
+            trained(fp8(all_gather=True), module=Replaces(hook))
+    module = trained(fp8(all_gather=True), module=Copied())
+    module.load_state_dict(module.state_dict(), assign=True)
+
+
+def test_replacing_weights_that_are_gathered_in_fp8_is_refused():
+    run_ranks(replaced, 2)
 
 
 def short():
