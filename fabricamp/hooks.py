@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch, Output, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
     from fabricamp.trainer import Trainer
 
 Calls = tuple["Callable[..., object]", ...]
@@ -114,11 +114,11 @@ class ModuleHooks:
     def predict_dataloader(self) -> Any:
         """Returns the loader to predict, or a list of loaders."""
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_before_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Returns the batch, changed before the transfer to the device."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+    def transfer_batch_to_device(self, batch: AnyBatch, device: torch.device, dataloader_idx: int) -> AnyBatch:
         """Returns the batch on ``device``; override this hook for batches of your own type.
 
         On a GPU this hook runs one batch ahead, as ``on_before_batch_transfer`` does, and does not see changes that the step makes;
@@ -126,7 +126,7 @@ class ModuleHooks:
         """
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_after_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Returns the batch, changed on the device (augmentation)."""
         return batch
 
@@ -148,10 +148,10 @@ class ModuleHooks:
     def on_train_epoch_end(self) -> None:
         """After an epoch, while values can still be logged."""
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: AnyBatch, batch_idx: int) -> int | None:
         """Before a micro-batch; return -1 to skip the rest of the epoch."""
 
-    def on_train_batch_end(self, outputs: Output, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int) -> None:
         """After a micro-batch."""
 
     def on_validation_start(self) -> None:
@@ -166,10 +166,12 @@ class ModuleHooks:
     def on_validation_epoch_end(self) -> None:
         """After the validation batches, while values can still be logged."""
 
-    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a validation batch."""
 
-    def on_validation_batch_end(self, outputs: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """After a validation batch."""
 
     def on_test_start(self) -> None:
@@ -184,10 +186,10 @@ class ModuleHooks:
     def on_test_epoch_end(self) -> None:
         """After the test batches, while values can still be logged."""
 
-    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a test batch."""
 
-    def on_test_batch_end(self, outputs: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """After a test batch."""
 
     def on_predict_start(self) -> None:
@@ -202,10 +204,12 @@ class ModuleHooks:
     def on_predict_epoch_end(self) -> None:
         """After the batches to predict."""
 
-    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before a batch to predict."""
 
-    def on_predict_batch_end(self, outputs: Output, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, outputs: AnyOutput, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """After a batch to predict."""
 
     def on_validation_model_zero_grad(self) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch, Closure
+    from fabricamp._utils.types import AnyBatch, Closure
     from fabricamp.loggers.base import Logger
     from fabricamp.metrics import Metrics
     from fabricamp.trainer import Trainer
@@ -107,7 +107,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Does the same as :meth:`validation_step`, for ``test``."""
 
-    def predict_step(self, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, batch: AnyBatch, *args: Any, **kwargs: Any) -> Any:
         """Returns the predictions for a batch; by default those of ``self(batch)``."""
         return self(batch)
 

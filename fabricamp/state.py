@@ -176,7 +176,7 @@ class RunState:
     )
 
     scope = _OfPart[Scope]("user_call", "scope")
-    batch = _OfPart[Any]("user_call", "batch")
+    batch = _OfPart["Batch"]("user_call", "batch")
     dataloader_idx = _OfPart[int]("user_call", "dataloader_idx")
     num_dataloaders = _OfPart[int]("user_call", "num_dataloaders")
     ahead = _OfPart[bool]("user_call", "ahead")

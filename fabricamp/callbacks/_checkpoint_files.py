@@ -24,9 +24,8 @@ from fabricamp.checkpoint import copy_checkpoint, link_checkpoint, progress_in, 
 from fabricamp.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from fabricamp._utils.types import StateDict
+    from fabricamp._utils.types import CheckpointFiles, StateDict
     from fabricamp.callbacks.model_checkpoint import ModelCheckpoint
-    from fabricamp.checkpoint import CheckpointIO
     from fabricamp.trainer import Trainer
 
 _NEWEST = 2
@@ -399,7 +398,7 @@ def find_own_files(
     lineage: Lineage,
     files: Iterable[str],
     trusts: Callable[[str], bool],
-    io: CheckpointIO | None = None,
+    io: CheckpointFiles | None = None,
 ) -> tuple[KeptFiles, frozenset[str], Lineage]:
     """Returns (files a resumed callback continues with, paths among them that it did not write, its lineage).
 

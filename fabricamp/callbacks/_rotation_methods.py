@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import timedelta
 
-    from fabricamp.checkpoint import CheckpointIO
+    from fabricamp._utils.types import CheckpointFiles
     from fabricamp.trainer import Trainer
 
 _LOG = logging.getLogger("fabricamp")
@@ -113,7 +113,7 @@ class RotationMethods(Checkpoint):
     _assigned: Mapping[str, Any] = {}  # values of an override that do not follow from the files
     _named: frozenset[str] = frozenset()  # paths that this callback has chosen for its files in this process
     _rotating = False  # a save by these methods is in progress
-    _io: CheckpointIO | None = None
+    _io: CheckpointFiles | None = None
     """The plug-in that writes the files; it can write, load and remove, but not copy and rename, so these methods save."""
 
     # -- what users read, and overrides assign -----------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class RotationMethods(Checkpoint):
         return self.train_time_interval
 
     @property
-    def _fs(self) -> Any:
+    def _fs(self) -> storage.FileSystem:
         """The file system of ``dirpath``."""
         return storage.filesystem_of(self.dirpath or "")[0]
 

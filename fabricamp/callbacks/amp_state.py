@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fabricamp._utils.types import Batch, Output, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.precision import Precision
     from fabricamp.precision.step_results import StepResults
@@ -65,7 +65,7 @@ class AmpState(Callback):
         return math.inf
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Logs at the same steps as the Trainer, and reports new overflows."""
         step = trainer.global_step

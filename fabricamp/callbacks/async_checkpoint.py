@@ -16,7 +16,7 @@ from fabricamp.strategies.process_group import SideProcessGroup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp._utils.types import Batch, Output, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
     from fabricamp.callbacks._checkpoint_files import SavePlan
     from fabricamp.callbacks.base import Callback
     from fabricamp.module import TrainingModule
@@ -58,7 +58,7 @@ class AsyncCheckpoint(ModelCheckpoint):
         return super().holds_at(global_step)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Publishes a finished write, then saves if a save is due."""
         writer = self._writer

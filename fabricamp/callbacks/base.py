@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch, Output, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -91,11 +91,13 @@ class Callback(NamesKeywords):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Called after an epoch, and after the validation that belongs to it."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int
+    ) -> None:
         """Called before a micro-batch; the batch is on the device."""
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Called after a micro-batch; ``outputs`` is what ``training_step`` returned."""
 
@@ -121,7 +123,7 @@ class Callback(NamesKeywords):
         """Called after the validation batches, while values can still be logged."""
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a validation batch."""
 
@@ -129,8 +131,8 @@ class Callback(NamesKeywords):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Output,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -149,7 +151,7 @@ class Callback(NamesKeywords):
         """Called after the test batches, while values can still be logged."""
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a test batch."""
 
@@ -157,8 +159,8 @@ class Callback(NamesKeywords):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Output,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -177,7 +179,7 @@ class Callback(NamesKeywords):
         """Called after the batches to predict."""
 
     def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a batch to predict."""
 
@@ -185,8 +187,8 @@ class Callback(NamesKeywords):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Output,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -14,7 +14,7 @@ from fabricamp.errors import ConfigError, NotInstalledError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fabricamp._utils.types import Batch, Output
+    from fabricamp._utils.types import AnyBatch, AnyOutput
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -59,7 +59,9 @@ class DeviceStatsMonitor(Callback):
         """Returns inf: the memory is read as it is, so no launch has to end for it."""
         return math.inf
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int
+    ) -> None:
         """Logs before each step whose metrics are logged, under the same step number."""
         step = trainer.global_step
         self._step = step if is_due(trainer, step + 1) else None
@@ -67,14 +69,14 @@ class DeviceStatsMonitor(Callback):
             self._log(trainer, "on_train_batch_start", step)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Logs after the same batch."""
         if self._step is not None:
             self._log(trainer, "on_train_batch_end", self._step)
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Logs before each ``log_every_n_steps``-th batch of a loader."""
         self._log_evaluation(trainer, "on_validation_batch_start", batch_idx)
@@ -83,8 +85,8 @@ class DeviceStatsMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Output,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -92,7 +94,7 @@ class DeviceStatsMonitor(Callback):
         self._log_evaluation(trainer, "on_validation_batch_end", batch_idx)
 
     def on_test_batch_start(
-        self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Logs before each ``log_every_n_steps``-th batch of a loader."""
         self._log_evaluation(trainer, "on_test_batch_start", batch_idx)
@@ -101,8 +103,8 @@ class DeviceStatsMonitor(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Output,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

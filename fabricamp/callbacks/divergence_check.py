@@ -14,7 +14,7 @@ from fabricamp.errors import ConfigError, DistributedError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fabricamp._utils.types import Batch, Output
+    from fabricamp._utils.types import AnyBatch, AnyOutput
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -53,7 +53,7 @@ class DivergenceCheck(Callback):
         return max(self._next_step, global_step + 1)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Checks if a check is due."""
         self._check_if_due(trainer, pl_module)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch
+    from fabricamp._utils.types import AnyBatch
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -85,7 +85,9 @@ class LearningRateMonitor(Callback):
         """Returns inf: the host knows the learning rates, so no launch has to end for them."""
         return math.inf
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int
+    ) -> None:
         """Logs before each step at which metrics are flushed, under the same step number."""
         step = trainer.global_step + 1
         if step < self._next_step:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
-    from fabricamp._utils.types import Batch, Output, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -280,7 +280,7 @@ class ModelCheckpoint(RotationMethods):
         return max(self._cadence.next_look, global_step + 1)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Saves if the interval of steps or time has passed."""
         step = trainer.global_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, missing_monitor, monitored_value
 from fabricamp.callbacks.base import Callback
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
+
+
+class _Trial(Protocol):
+    """What is asked of Optuna's trial."""
+
+    def report(self, value: float, step: int) -> object: ...
+
+    def should_prune(self) -> bool: ...
 
 
 class OptunaPruning(Callback):
@@ -45,7 +53,7 @@ class OptunaPruning(Callback):
         if len(directions) > 1:
             raise ConfigError("OptunaPruning: Optuna prunes no trials of a study with several directions; leave it out")
         self.monitor = monitor
-        self._trial = trial
+        self._trial: _Trial | None = trial
         self._process = os.getpid()
         self._reported: dict[int, float] = {}
 

@@ -12,7 +12,7 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fabricamp._utils.types import Batch, Output
+    from fabricamp._utils.types import AnyBatch, AnyOutput
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -66,7 +66,7 @@ class BasePredictionWriter(Callback):
         pl_module: TrainingModule,
         prediction: object,
         batch_indices: Sequence[int] | None,
-        batch: Batch,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
@@ -105,8 +105,8 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Output,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -14,7 +14,7 @@ from fabricamp.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fabricamp._utils.types import Batch, Output, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -237,7 +237,7 @@ class ProgressBar(Callback):
         return math.inf
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Draws if a refresh is due."""
         if monotonic() < self._due:
@@ -313,8 +313,8 @@ class ProgressBar(Callback):
         self,
         trainer: Trainer,
         pl_module: TrainingModule,
-        outputs: Output,
-        batch: Batch,
+        outputs: AnyOutput,
+        batch: AnyBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

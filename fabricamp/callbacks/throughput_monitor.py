@@ -25,7 +25,7 @@ from fabricamp.torch_private import stream_in_use
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fabricamp._utils.types import Batch, Output
+    from fabricamp._utils.types import AnyBatch, AnyOutput
     from fabricamp.data import Feed
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
@@ -196,14 +196,16 @@ class ThroughputMonitor(Callback):
         """Returns inf: a launch of several steps is timed as a unit."""
         return math.inf
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int
+    ) -> None:
         """Starts to count FLOPs in the first batch."""
         if self.flops_per_batch is None and self._pace is not None:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Ends the count of FLOPs, or records the time of a step."""
         pace = self._pace
@@ -314,7 +316,7 @@ def _counted(name: str, value: object) -> int:
     return value
 
 
-def _length(batch: Batch) -> int:
+def _length(batch: AnyBatch) -> int:
     first = next(tensors_within(batch), None)
     if first is None:
         raise ConfigError(

@@ -14,7 +14,7 @@ from fabricamp.state import RunningStage
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from fabricamp._utils.types import Batch, Output, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -113,7 +113,7 @@ class Timer(Callback):
         return math.inf
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Checks the time after each micro-batch."""
         if self._interval == "step":

@@ -18,7 +18,7 @@ from fabricamp.errors import ConfigError, UnknownArgumentError, nearest
 from fabricamp.state import TrainerFn
 
 if TYPE_CHECKING:
-    from fabricamp._utils.types import Batch, Output, StateDict
+    from fabricamp._utils.types import AnyBatch, AnyOutput, StateDict
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -138,7 +138,7 @@ class WeightAveraging(Callback):
             self._averages.follow(pl_module, trainer.optimizers, trainer.strategy)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         """Updates the average after a step, if ``should_update`` says so."""
         step = trainer.global_step

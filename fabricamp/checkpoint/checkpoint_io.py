@@ -32,7 +32,7 @@ from fabricamp.errors import CheckpointError, CheckpointNotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp._utils.types import StateDict
+    from fabricamp._utils.types import CheckpointFiles, StateDict
     from fabricamp.strategies.base import Strategy
 
 
@@ -170,14 +170,14 @@ class AsyncCheckpointIO(WrappingCheckpointIO):
             raise error.__cause__ or error from None  # the plug-in's own error, as in Lightning
 
 
-def innermost(io: CheckpointIO | None) -> CheckpointIO | None:
+def innermost(io: CheckpointFiles | None) -> CheckpointFiles | None:
     """Returns the plug-in that writes, without the plug-ins that wrap it; None if fabricamp writes."""
     while isinstance(io, WrappingCheckpointIO):
         io = io.checkpoint_io
     return io
 
 
-def writes_own_files(io: CheckpointIO | None) -> bool:
+def writes_own_files(io: CheckpointFiles | None) -> bool:
     """Returns whether fabricamp writes the files of a run with this plug-in: no class overrides how they are saved or removed."""
     while io is not None:
         saves = (
@@ -194,7 +194,7 @@ def writes_own_files(io: CheckpointIO | None) -> bool:
     return True
 
 
-def reads_own_files(io: CheckpointIO | None) -> bool:
+def reads_own_files(io: CheckpointFiles | None) -> bool:
     """Returns whether fabricamp reads the files of a run with this plug-in: no class overrides how they are loaded."""
     loads = (TorchCheckpointIO.load_checkpoint, WrappingCheckpointIO.load_checkpoint, AsyncCheckpointIO.load_checkpoint)
     while io is not None:
@@ -204,7 +204,7 @@ def reads_own_files(io: CheckpointIO | None) -> bool:
     return True
 
 
-def is_asynchronous(io: CheckpointIO | None) -> bool:
+def is_asynchronous(io: CheckpointFiles | None) -> bool:
     """Returns whether the plug-in, or one of those that it wraps, is an :class:`AsyncCheckpointIO`."""
     while isinstance(io, WrappingCheckpointIO):
         if isinstance(io, AsyncCheckpointIO):
@@ -213,7 +213,7 @@ def is_asynchronous(io: CheckpointIO | None) -> bool:
     return False
 
 
-def save_by(io: CheckpointIO, checkpoint: StateDict, path: str) -> None:
+def save_by(io: CheckpointFiles, checkpoint: StateDict, path: str) -> None:
     """Lets the plug-in save ``checkpoint`` at ``path``, in the background if it is an :class:`AsyncCheckpointIO`.
 
     A local file gets its name only when it is complete: the plug-in writes to a temporary path in the same folder.  If it wrote
@@ -231,7 +231,7 @@ _BESIDE = "_fabricamp_writes_one_file"
 """The attribute that notes whether a plug-in writes one local file, at the path that it is given."""
 
 
-def _save(io: CheckpointIO, checkpoint: StateDict, path: str) -> None:
+def _save(io: CheckpointFiles, checkpoint: StateDict, path: str) -> None:
     remote = storage.is_remote(path)
     if not remote:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +274,7 @@ def _remove_entry(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_by(io: CheckpointIO | None, path: str) -> None:
+def remove_by(io: CheckpointFiles | None, path: str) -> None:
     """Removes a checkpoint that the plug-in has saved; without a plug-in one of fabricamp's."""
     if io is None:
         storage.remove(path)
@@ -282,7 +282,9 @@ def remove_by(io: CheckpointIO | None, path: str) -> None:
         io.remove_checkpoint(path)
 
 
-def load_by(io: CheckpointIO, path: str, *, weights_only: bool | None = None, map_location: Any = "cpu") -> StateDict:
+def load_by(
+    io: CheckpointFiles, path: str, *, weights_only: bool | None = None, map_location: Any = "cpu"
+) -> StateDict:
     """Returns the checkpoint that the plug-in loads, with fabricamp's keys.
 
     ``weights_only`` is passed only to a plug-in that takes it.  Raises :class:`CheckpointError` for any error of the plug-in, and
@@ -328,7 +330,7 @@ def _described(value: object) -> str:
     )
 
 
-def wait_for(io: CheckpointIO | None) -> None:
+def wait_for(io: CheckpointFiles | None) -> None:
     """Waits for a write in flight, and raises its error."""
     while isinstance(io, WrappingCheckpointIO):
         if isinstance(io, AsyncCheckpointIO):
@@ -350,7 +352,7 @@ def end_plugin(strategy: Strategy, *, failed: bool) -> None:
             warnings.warn(f"a checkpoint was not written: {error}", RuntimeWarning, stacklevel=2)
 
 
-def _end(io: CheckpointIO) -> None:
+def _end(io: CheckpointFiles) -> None:
     # A plug-in that does not derive from this class may have no such method.
     end = getattr(io, "teardown", None)
     if end is not None:

@@ -6,7 +6,7 @@ Without sharded tensors, the state is gathered from all ranks and rank 0 writes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -18,7 +18,7 @@ from fabricamp.errors import CheckpointError, FabricampError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fabricamp._utils.types import StateDict
+    from fabricamp._utils.types import StateDict, Stateful
     from fabricamp.strategies.base import Strategy
 
 
@@ -58,7 +58,7 @@ class Part(Section):
     name: str
     place: str
     """The object's key in the checkpoint, dotted where it is in an inner dict."""
-    part: Any
+    part: Stateful | None
 
     def save(self) -> StateDict:
         """Returns the object's ``state_dict()`` under its key."""
@@ -66,7 +66,7 @@ class Part(Section):
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
         """Passes the saved state to ``load_state_dict`` unless that state is missing or empty."""
-        state: Any = checkpoint
+        state = checkpoint
         for key in self.place.split("."):
             state = state.get(key, {})
         if state and self.part is not None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from fabricamp._utils.types import StateDict
+from fabricamp._utils.types import CheckpointFiles, StateDict
 from fabricamp.checkpoint import storage
-from fabricamp.checkpoint.checkpoint_io import CheckpointIO, load_by, reads_own_files
+from fabricamp.checkpoint.checkpoint_io import load_by, reads_own_files
 from fabricamp.checkpoint.file import read_checkpoint
 from fabricamp.errors import CheckpointError, CheckpointObjectsError
 
@@ -28,7 +27,7 @@ class Candidates:
         groups: Iterable[Iterable[str]],
         *,
         training: bool,
-        io: CheckpointIO | None = None,
+        io: CheckpointFiles | None = None,
         weights_only: bool | None = None,
     ) -> None:
         self._io = io
@@ -72,7 +71,7 @@ class Candidates:
             yield from (path for _, path in sorted(readable, reverse=True))
 
 
-def read_header(path: str, io: CheckpointIO | None = None, *, weights_only: bool | None = None) -> StateDict:
+def read_header(path: str, io: CheckpointFiles | None = None, *, weights_only: bool | None = None) -> StateDict:
     """Returns the content of a checkpoint with tensors on the meta device: their values are not read, and objects stay closed.
 
     ``weights_only`` False is for files of other trainers, whose objects are among the plain values.  A plug-in (``io``) that loads
@@ -87,12 +86,13 @@ def progress_in(header: StateDict) -> tuple[int, int, int]:
     """Returns a checkpoint's counters of finished steps, batches and epochs; 0 for a counter that is not in the file."""
     loops = header.get("loops", {})
     position = loops.get("fit", {}) if isinstance(loops, dict) else {}
-    batches: Any = 0
-    epochs: Any = 0
+    batches: object = 0
+    epochs: object = 0
     if isinstance(position, dict):
         batches = position.get("batches_done")
         epochs = position.get("epoch")
-    steps, batches, epochs = (
-        value if isinstance(value, int) else 0 for value in (header.get("global_step"), batches, epochs)
-    )
-    return steps, batches, epochs
+    return _count(header.get("global_step")), _count(batches), _count(epochs)
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import StateDict
+    from fabricamp._utils.types import StateDict, Stateful
     from fabricamp.data import DataModule
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Conversion
@@ -84,7 +84,7 @@ class DataModuleState(Section):
 
     name = "datamodule"
 
-    datamodule: Any
+    datamodule: Stateful | None
     """A DataModule of fabricamp's or Lightning's, or None."""
 
     def save(self) -> StateDict:
@@ -97,12 +97,14 @@ class DataModuleState(Section):
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
         """Passes the saved state to ``load_state_dict`` unless it is missing or empty."""
-        state = None if self.datamodule is None else data_state(checkpoint, type(self.datamodule))
+        if self.datamodule is None:
+            return
+        state = data_state(checkpoint, type(self.datamodule))
         if state:
             self.datamodule.load_state_dict(state)
 
 
-def data_state(checkpoint: StateDict, kind: type) -> Any:
+def data_state(checkpoint: StateDict, kind: type) -> StateDict | None:
     """Returns the saved state of a DataModule of class ``kind``; None if the file has none."""
     # fabricamp's key first: a class may have been renamed since.
     return checkpoint.get("data", {}).get("datamodule") or checkpoint.get(kind.__qualname__)
@@ -188,14 +190,23 @@ def _with_builtin_numbers(state: StateDict) -> StateDict:
     return {**state, "param_groups": builtin_numbers(state["param_groups"])}
 
 
+class ScheduleTimes(Protocol):
+    """A learning-rate scheduler, which may be any object, and when it steps: every ``frequency`` epochs, or applied steps."""
+
+    scheduler: object
+    interval: str
+    frequency: int
+    reduce_on_plateau: bool
+
+
 @dataclass
 class Schedules(Section):
     """The learning-rate schedules' states; ``configs`` say when each one steps, and ``step`` steps one."""
 
     name = "learning-rate schedules"
 
-    configs: Sequence[Any]
-    step: Callable[[Any, Any], None]
+    configs: Sequence[ScheduleTimes]
+    step: Callable[[object, None], None]
 
     def save(self) -> StateDict:
         """Returns the schedulers' state dicts, empty for a scheduler without one: a scheduler may be any object."""
@@ -222,7 +233,7 @@ class Schedules(Section):
                 self.step(config.scheduler, None)
 
 
-def _check_number(path: str, label: str, saved: Sequence[Any], here: Sequence[Any]) -> None:
+def _check_number(path: str, label: str, saved: Sequence[object], here: Sequence[object]) -> None:
     if len(saved) != len(here):
         raise CheckpointError(
             f"{path} holds {len(saved)} {label}, configure_optimizers returned {len(here)}; they have to match"

@@ -12,9 +12,10 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from fabricamp.errors import ConfigError
 
@@ -70,7 +71,48 @@ def partial_name() -> str:
     return f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
 
 
-def filesystem_of(url: str) -> tuple[Any, str]:
+class FileSystem(Protocol):
+    """What is asked of a file system of fsspec: that of a URL's protocol, whose package has no types."""
+
+    @property
+    def protocol(self) -> str | tuple[str, ...]:
+        """Its name in URLs, or several names."""
+        ...
+
+    def open(self, path: str, mode: str) -> AbstractContextManager[IO[Any]]:
+        """Opens a file, of bytes or (mode "w") of text."""
+        ...
+
+    def get_file(self, path: str, file: IO[bytes]) -> object:
+        """Copies the content of ``path`` into an open local file."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Returns whether the file exists."""
+        ...
+
+    def info(self, path: str) -> Mapping[str, object]:
+        """Returns what the server says of the file."""
+        ...
+
+    def glob(self, pattern: str) -> Iterable[object]:
+        """Returns the paths that match."""
+        ...
+
+    def makedirs(self, path: str, *, exist_ok: bool) -> object:
+        """Makes a folder and those above it."""
+        ...
+
+    def mv(self, path: str, target: str) -> object:
+        """Renames a file."""
+        ...
+
+    def rm_file(self, path: str) -> object:
+        """Removes a file; raises FileNotFoundError if it is gone."""
+        ...
+
+
+def filesystem_of(url: str) -> tuple[FileSystem, str]:
     """Returns the file system of a URL and the path on it; raises :class:`ConfigError` if no package serves the protocol."""
     import fsspec
 
@@ -94,7 +136,7 @@ def exists(path: str) -> bool:
         return False
     if is_remote(path):
         filesystem, remote_path = filesystem_of(path)
-        return bool(filesystem.exists(remote_path))
+        return filesystem.exists(remote_path)
     return os.path.lexists(path)
 
 
@@ -226,7 +268,7 @@ def open_for_reading(path: str) -> Iterator[IO[bytes]]:
             yield file
 
 
-def _sends_ranges(filesystem: Any, remote_path: str) -> bool:
+def _sends_ranges(filesystem: FileSystem, remote_path: str) -> bool:
     """Returns whether a file can be read in pieces: over HTTP only if the server says so, as many servers ignore ranges."""
     protocol = filesystem.protocol
     if "http" not in ((protocol,) if isinstance(protocol, str) else protocol):

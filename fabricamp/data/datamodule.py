@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabricamp._utils.containers import own_containers
 from fabricamp._utils.keywords import refuse_others
-from fabricamp._utils.types import Batch, StateDict
+from fabricamp._utils.types import AnyBatch, Batch, StateDict
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.checkpoint.file import name_of_source
 from fabricamp.checkpoint.hyperparameters import DATA, HyperparametersMixin
@@ -129,15 +129,15 @@ class DataModule(HyperparametersMixin):
         """Returns a loader, or a list of loaders, to predict on."""
         raise self._not_defined("predict_dataloader")
 
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_before_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Returns the batch, possibly changed, while it is still on the host."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+    def transfer_batch_to_device(self, batch: AnyBatch, device: torch.device, dataloader_idx: int) -> AnyBatch:
         """Returns the batch on ``device``; override this method for types that :func:`move_to_device` does not know."""
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_after_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Returns the batch, possibly changed, on the device."""
         return batch
 

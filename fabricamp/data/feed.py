@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -100,7 +100,7 @@ class Feed:
 
         # The pass.
         self._running: Generator[Batch, None, None] | None = None
-        self._source: Any = None  # the loader's iterator
+        self._source: Iterator[Batch] | None = None  # the loader's iterator
         self._entered: list[StateDict] = []  # each loader's position at which the pass began
         self._skipped = 0  # number of batches before that position
         # RNG states before the loader was opened: a resumed pass opens it, and reads past batches, from these.
@@ -159,8 +159,9 @@ class Feed:
 
     def finish(self) -> None:
         """Exhausts the loader after the last batch, if its sampler consumes random numbers there, as a full loop would."""
-        draws_at_end = self._source is not None and own_sampler(self._loader) is not None
-        if self.last and draws_at_end and exact_length(self._loader) <= self.limit:
+        if self._source is None or own_sampler(self._loader) is None:
+            return
+        if self.last and exact_length(self._loader) <= self.limit:
             next(self._source, None)
 
     def is_over(self, batches: int) -> bool:
@@ -217,7 +218,7 @@ class Feed:
         staging = Staging(self._device, self._prepare, hooked=self._hooked)
         batches = self._open(total, counted=counted, ahead=self._prefetch, prepare=staging.put)
         for number, (staged, last) in enumerate(self._read_ahead(batches, self._prefetch), self._skipped + 1):
-            ready = staging.take(staged)
+            ready = staging.take(cast("list[Any]", staged))  # what put() has returned
             batch = ready if self._finish is None else self._finish(ready)
             del ready
             self.last = last
@@ -290,7 +291,7 @@ class Feed:
             next(iter(self._source), None)
             self._end()
 
-    def _enter(self, resume: StateDict) -> Any:
+    def _enter(self, resume: StateDict) -> Iterator[Batch]:
         """Begins a pass at the positions of ``resume``, or after its number of ``batches``."""
         batches = resume.get("batches", 0)
         self._entered = resume.get("positions") or [{"batches": batches} for _ in self._members]
@@ -306,12 +307,16 @@ class Feed:
 
     def _checked(self, total: float, *, counted: bool, prepare: Callable[[Batch], Batch] | None) -> Iterator[Batch]:
         """Returns at most ``total`` batches; raises if fewer come than ``len()`` announced, or if the iterator is used up."""
-        source = self._source
+        opened = self._source
+        assert opened is not None
+        source = opened
         if total < math.inf:
-            source = itertools.islice(self._source, int(total))
+            source = itertools.islice(opened, int(total))
             if self._continues:
                 before_last = int(total) - 1
-                source = itertools.chain(itertools.islice(self._source, before_last), self._last_of_limit(before_last))
+                source = itertools.chain(
+                    itertools.islice(opened, before_last), self._last_of_limit(opened, before_last)
+                )
         if self._skipped == 0 and not self._continues and not any(map(is_stateful, self._members)):
             source = itertools.chain(self._first_of(source), source)
         # zip counts the batches without a Python function per batch.
@@ -327,13 +332,13 @@ class Feed:
             if self._combined is None:
                 self._first_positions = [{**position_of(self._loader, self._entered[0], 0), BEGUN: True}]
             else:
-                self._first_positions = list(self._source.positions(0))
+                self._first_positions = self._positions(0)
             yield batch
 
-    def _last_of_limit(self, read: int) -> Iterator[Batch]:
+    def _last_of_limit(self, opened: Iterator[Batch], read: int) -> Iterator[Batch]:
         """Yields the last batch of a pass that a limit ends; nothing if the loader is already exhausted."""
         self._limit_snapshot = self._snapshot(read)
-        batch = next(self._source, _END)
+        batch = next(opened, _END)
         if batch is not _END:
             yield batch
         elif self._combined is None:
@@ -452,7 +457,7 @@ class Feed:
     def _positions(self, read: int) -> list[StateDict]:
         if self._combined is None:
             return [position_of(self._loader, self._entered[0], read)]
-        return self._entered if self._source is None else list(self._source.positions(read))
+        return self._source.positions(read) if isinstance(self._source, CombinedPass) else self._entered
 
     def load_state_dict(self, state: StateDict) -> int:
         """Makes the next pass begin at ``state``; returns the number of batches before it, in this run's batch size."""
@@ -482,7 +487,7 @@ class Feed:
             return self._combined.batches_before(positions)
         return batches_before(self._loader, positions[0])
 
-    def _choose_orders(self, orders: list[Any] | None, positions: list[StateDict]) -> None:
+    def _choose_orders(self, orders: list[StateDict | None] | None, positions: list[StateDict]) -> None:
         """Continues with the sample orders of the resumed run; ``orders`` is None for a checkpoint that does not store them."""
         for member, order, position in itertools.zip_longest(self._members, orders or (), positions):
             sampler = own_sampler(member)

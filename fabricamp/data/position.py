@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from fabricamp._utils.types import Batch, Loader, StateDict
+from fabricamp._utils.types import Batch, Loader, StateDict, Stateful, has_state
 from fabricamp.data.length_groups import LengthGroups
 from fabricamp.data.orders import Draw
 from fabricamp.data.resident import ResidentLoader
@@ -62,13 +62,13 @@ def is_stateful(loader: Loader) -> bool:
     return _stateful_part(loader) is not None
 
 
-def _stateful_part(loader: Loader) -> Any:
-    parts = [loader]
+def _stateful_part(loader: Loader) -> Stateful | None:
+    parts: list[object] = [loader]
     # With workers, the copies of the stream are in their processes, and their positions are not known here.
     if isinstance(loader, DataLoader) and loader.num_workers == 0 and isinstance(loader.dataset, IterableDataset):
         parts.append(loader.dataset)
     for part in parts:
-        if all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
+        if has_state(part):
             return part
     return None
 
@@ -187,7 +187,7 @@ def _batches_of_all_ranks(groups: LengthGroups, position: StateDict) -> int:
 # -- the opening and the end of a pass -------------------------------------------------------------------------------------------
 
 
-def begin(loader: Loader, *, again: bool) -> Any:
+def begin(loader: Loader, *, again: bool) -> Iterator[Batch]:
     """Returns a new pass over ``loader``; ``again``: the run has begun an earlier pass, in this or in an earlier process.
 
     Torch draws a seed when it starts workers.  Persistent workers that a resumed run starts again draw none from the run's
@@ -222,7 +222,7 @@ def draw_seed(loader: DataLoader[Any]) -> None:
     torch.empty((), dtype=torch.int64, device="cpu").random_(generator=loader.generator)
 
 
-def without_first(batches: Any, unread: int) -> Batch:
+def without_first(batches: Iterator[Batch], unread: int) -> Iterator[Batch]:
     """Reads and drops the first ``unread`` of ``batches``; returns ``batches``."""
     next(itertools.islice(batches, unread, unread), None)
     return batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from fabricamp._utils.types import StateDict
 from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, DrawnOrder, Order, numbers
-
-if TYPE_CHECKING:
-    from fabricamp._utils.types import Batch
 
 
 class TrainSampler(Sampler[Any]):
@@ -82,7 +79,7 @@ class TrainSampler(Sampler[Any]):
     def __len__(self) -> int:
         return max(self.order.size - self.start + self._rounding, 0) // self.world_size
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         if self.world_size > 1:
             indices = numbers(self.indices())
         else:
@@ -101,7 +98,7 @@ class TrainSampler(Sampler[Any]):
             positions %= self.order.size  # repeats the first samples for ranks that would have one less
         return self.order.all()[positions]
 
-    def _tagged(self, indices: Iterator[int]) -> Iterator[Batch]:
+    def _tagged(self, indices: Iterator[int]) -> Iterator[tuple[tuple[int, ...], int]]:
         for index in indices:  # the order has its tag only after its first index is drawn
             yield from zip(itertools.repeat(self.order.tag), itertools.chain([index], indices), strict=False)
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,12 +19,17 @@ if TYPE_CHECKING:
 
     from fabricamp._utils.types import Batch
 
-_FLAT: Final = (list, tuple)
 _TENSORS: Final = {Tensor}
 _SMALL: Final = 2**16
 """Largest size in bytes that CUDA copies from any memory without a host wait (CUDA Driver API, synchronization behavior)."""
 
 _PLAIN = (str, bytes, int, float, bool, type, type(None))
+
+
+class _RecordsStream(Protocol):
+    """A tensor, or another library's object in a batch, whose memory is not reused while ``stream`` may use it."""
+
+    def record_stream(self, stream: torch.cuda.Stream, /) -> None: ...
 
 
 def move_to_device(batch: Batch, device: torch.device) -> Batch:
@@ -36,15 +41,16 @@ def move_to_device(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=batch.is_cpu and device.type == "cuda")
     # A fast path for the usual form, a list or tuple of plain tensors: half the time.
-    if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS:
+    if (type(batch) is list or type(batch) is tuple) and set(map(type, batch)) == _TENSORS:
         to_gpu = device.type == "cuda"
         moved = [tensor.to(device, non_blocking=to_gpu and tensor.is_cpu) for tensor in batch]
         return batch if all(map(operator.is_, moved, batch)) else type(batch)(moved)
     if isinstance(batch, _PLAIN):
         return batch
-    if callable(getattr(batch, "to", None)):
-        moved = batch.to(device)
-        return batch if moved is None else moved
+    to = getattr(batch, "to", None)
+    if callable(to):
+        moved_object = to(device)
+        return batch if moved_object is None else moved_object
     return with_parts(batch, functools.partial(move_to_device, device=device))
 
 
@@ -56,11 +62,10 @@ def record_stream(batch: Batch, stream: torch.cuda.Stream) -> None:
 
 def is_small(batch: Batch) -> bool:
     """Whether ``batch`` is a dense CPU tensor, or a flat list, tuple or dict of these, with at most 64 KiB in total."""
-    kind = type(batch)
-    tensors: Iterable[Any]
-    if kind is list or kind is tuple:
+    tensors: Iterable[object]
+    if type(batch) is list or type(batch) is tuple:
         tensors = batch
-    elif kind is dict:
+    elif type(batch) is dict:
         tensors = batch.values()
     else:
         tensors = (batch,)
@@ -74,7 +79,7 @@ def is_small(batch: Batch) -> bool:
 
 def lies_on_gpu(batch: Batch) -> bool:
     """Whether ``batch`` contains a CUDA tensor or an object with ``record_stream``."""
-    if type(batch) in (list, tuple):  # a fast path for the usual form: a tenth of the time
+    if type(batch) is list or type(batch) is tuple:  # a fast path for the usual form: a tenth of the time
         for tensor in batch:
             if type(tensor) is not Tensor:
                 break
@@ -85,7 +90,7 @@ def lies_on_gpu(batch: Batch) -> bool:
     return next(_recordable(batch, set()), None) is not None
 
 
-def _recordable(item: object, seen: set[int]) -> Iterator[Batch]:
+def _recordable(item: object, seen: set[int]) -> Iterator[_RecordsStream]:
     """Yields the CUDA tensors in ``item``, and objects with their own ``record_stream``."""
     if isinstance(item, Tensor):
         if item.is_cuda:
@@ -94,14 +99,18 @@ def _recordable(item: object, seen: set[int]) -> Iterator[Batch]:
     if isinstance(item, _PLAIN) or id(item) in seen:
         return
     seen.add(id(item))
-    if callable(getattr(item, "record_stream", None)):
+    if _records_stream(item):
         yield item
         return
     for value in _values_of(item):
         yield from _recordable(value, seen)
 
 
-def _values_of(item: object) -> list[Any]:
+def _records_stream(item: object) -> TypeGuard[_RecordsStream]:
+    return callable(getattr(item, "record_stream", None))
+
+
+def _values_of(item: object) -> list[object]:
     if isinstance(item, list | tuple):
         return list(item)
     if isinstance(item, Mapping):

@@ -116,8 +116,7 @@ class Compilation:
 
     def _compile(self, function: Step) -> Step:
         if self._compiler is not None:
-            compiled: Step = self._compiler(function)
-            return compiled
+            return self._compiler(function)
         assert self._options is not None
         return torch.compile(function, **self._options.for_torch())
 

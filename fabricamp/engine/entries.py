@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabricamp._utils import lightning_alias
 from fabricamp.agenda import Entry, PassEnd, Position
@@ -102,8 +102,8 @@ class Validation(Entry):
         self._settings = parts.settings
         self._validate = validate
         self._validates = parts.validate is not None
-        self._interval: Any = None
-        self._read: Any = None
+        self._interval: object = None
+        self._read: tuple[type, object, int | None, float] | None = None
         """The settings as they were read last."""
         self._times: Every | None = None
         self._every = 0.0

@@ -30,7 +30,8 @@ OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 class SchedulerConfig:
     """A learning-rate scheduler and when it steps: every ``frequency`` epochs, or applied steps."""
 
-    scheduler: Any
+    scheduler: object
+    """torch's scheduler, or any object that the module's ``lr_scheduler_step`` steps."""
     interval: str = "epoch"
     frequency: int = 1
     monitor: str | None = None

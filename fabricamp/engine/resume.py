@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
     from fabricamp.engine.update import Update
     from fabricamp.loggers.logger_collection import LoggerCollection
+    from fabricamp.metrics.values import TorchMetric
     from fabricamp.module import TrainingModule
     from fabricamp.strategies.base import Strategy
 
@@ -139,7 +140,7 @@ class ResumePoint(Section):
         }
         if self.reloaded:
             content["loops.fit.reloaded"] = self.reloaded
-        return content if strategy.world_size == 1 else move_to_device(content, _CPU)
+        return content if strategy.world_size == 1 else cast("StateDict", move_to_device(content, _CPU))
 
     def _present(self) -> StateDict:
         """Returns this rank's present resume point; within an unfinished validation, that before the validation."""
@@ -275,7 +276,7 @@ class _BeforeValidation:
         self._callbacks = callbacks
         self._used = {name for name, metric in find_objects(module).items() if metric.update_count}
 
-    def used(self, objects: dict[str, Any]) -> dict[str, Any]:
+    def used(self, objects: dict[str, TorchMetric]) -> dict[str, TorchMetric]:
         """Returns the torchmetrics ``objects`` that had been updated before the validation."""
         return {name: metric for name, metric in objects.items() if name in self._used}
 

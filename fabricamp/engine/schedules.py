@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabricamp._utils import lightning_alias
 from fabricamp.errors import ConfigError
@@ -80,7 +80,7 @@ class Schedules:
         else:
             TrainingModule.lr_scheduler_step(self.module, config.scheduler, metric)
 
-    def _monitored(self, config: SchedulerConfig) -> Any:
+    def _monitored(self, config: SchedulerConfig) -> object:
         """Returns the monitored value; None if it was not logged and the config is not ``strict``."""
         if config.interval == "step":
             self._metrics.reduce_steps(self._state.global_step)  # needed now, so this waits for the step's values

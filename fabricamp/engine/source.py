@@ -40,7 +40,7 @@ from fabricamp.state import TrainerFn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp._utils.types import Batch, Loader
+    from fabricamp._utils.types import Batch, Loader, Step
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
     from fabricamp.trainer.arguments import Settings
@@ -68,7 +68,7 @@ class GivenData:
     evaluation: object = None
     datamodule: DataModule | None = None
     fn: TrainerFn = TrainerFn.FITTING
-    compiler: Callable[[Batch], Batch] | None = None
+    compiler: Callable[[Step], Step] | None = None
     """The compiler that ``torch.compile`` attached to the given module; None: the module was not compiled."""
 
     def given(self, name: str) -> object:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,13 +37,15 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch, Output, StateDict, Step
+    from fabricamp._utils.types import AnyOutput, Batch, Output, StateDict, Step
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.flat import Gradients
     from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.base import Clip
     from fabricamp.precision.update_plan import UpdatePlan
+
+Value = TypeVar("Value")
 
 
 class Update:
@@ -277,7 +279,7 @@ class Update:
         else:
             optimizer.zero_grad()
 
-    def _detached(self, output: Output) -> Output:
+    def _detached(self, output: Output) -> AnyOutput:
         """Returns what hooks get, detached from the graph: a loss becomes a dict."""
         if self.weights is not None:
             return self.weights.outputs(output)
@@ -357,7 +359,7 @@ class Update:
                 optimizer._opt_called = True
             self.schedules.advance(self._state.global_step)
 
-    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Any]) -> Output:
+    def counted_once(self, optimizer: Optimizer, forward_backward: Callable[[], Value]) -> Value:
         """Runs one of the forwards that the optimizer calls in a step; ``self.log`` counts only the first one of a step.
 
         In a program written for Lightning it counts all of them, as there: a step's value is that of the last one.
@@ -545,7 +547,7 @@ class LossWeights:
 
         return run
 
-    def outputs(self, output: Output) -> dict[str, Any]:
+    def outputs(self, output: AnyOutput) -> dict[str, Any]:
         """Returns the outputs for hooks, detached: the mean as "loss", the weight, and the other values of a dict."""
         others = output if isinstance(output, dict) else {}
         total, weight = output["loss"] if others else output

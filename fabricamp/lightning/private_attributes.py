@@ -13,8 +13,12 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp.trainer import Trainer
+    from fabricamp.trainer.loops import EpochLoop, EvaluationLoop, FitLoop
+    from fabricamp.trainer.properties import TrainerProperties
 
-def _accelerator_connector(trainer: Any) -> SimpleNamespace:
+
+def _accelerator_connector(trainer: Trainer) -> SimpleNamespace:
     """Returns whether there are several processes, and the devices of the processes on this node.
 
     ``is_distributed`` is read by Lightning's own Tuner and ``all_gather``, by optuna-integration and darts; ``_parallel_devices``
@@ -27,7 +31,7 @@ def _accelerator_connector(trainer: Any) -> SimpleNamespace:
     return SimpleNamespace(is_distributed=trainer.world_size > 1, _parallel_devices=devices)
 
 
-def _restarting(loop: Any) -> bool:
+def _restarting(loop: FitLoop | EpochLoop) -> bool:
     """Whether the fit was resumed from a checkpoint and has not reached its first batch; read by Lightning's own callbacks."""
     session = loop._trainer._runner.session
     return session is not None and bool(session.resume_point.resumed)
@@ -36,7 +40,7 @@ def _restarting(loop: Any) -> bool:
 class _DataSource:
     """Where a loop's loaders come from."""
 
-    def __init__(self, loop: Any) -> None:
+    def __init__(self, loop: EvaluationLoop) -> None:
         self._session = loop._trainer._runner.session
         self._name = loop._kind
 
@@ -48,7 +52,7 @@ class _DataSource:
 class _StepCount:
     """The number of steps of a fit; pina's solvers step torch's optimizers themselves, and add each step to ``completed``."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: TrainerProperties) -> None:
         self._state = trainer.state
 
     @property
@@ -61,17 +65,17 @@ class _StepCount:
         self._state.global_step = steps
 
 
-def _manual_optimization(loop: Any) -> SimpleNamespace:
+def _manual_optimization(loop: EpochLoop) -> SimpleNamespace:
     """The count of manual steps: ``manual_optimization.optim_step_progress.total.completed``, written by pina."""
     return SimpleNamespace(optim_step_progress=SimpleNamespace(total=_StepCount(loop._trainer)))
 
 
-def _automatic_optimization(loop: Any) -> SimpleNamespace:
+def _automatic_optimization(loop: EpochLoop) -> SimpleNamespace:
     """The count of the optimizer's steps: ``automatic_optimization.optim_progress.optimizer_steps``, read by schedules."""
     return SimpleNamespace(optim_progress=SimpleNamespace(optimizer_steps=loop.global_step))
 
 
-def _batches_that_stepped(loop: Any) -> int:
+def _batches_that_stepped(loop: EpochLoop) -> int:
     """The number at which values of the present step are logged; read by callbacks that call ``logger.log_metrics``."""
     return int(loop._trainer.state.logger_step(loop.global_step))
 

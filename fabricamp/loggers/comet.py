@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fabricamp._utils.say_once import say_once
 from fabricamp.arguments.checks import check_names
@@ -33,6 +33,28 @@ LAST_SECONDS = 30.0
 _ARGUMENTS = ("api_key", "workspace", "project", "experiment_key", "mode", "online", "prefix")
 _QUIET = {"auto_metric_logging": False, "auto_output_logging": False}
 """Disables the package's own logging of torch metrics and of output: each would slow steps, or disturb the progress bar."""
+
+
+class _Experiment(Protocol):
+    """What is asked of the package's experiment."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server takes its values."""
+        ...
+
+    @property
+    def disabled(self) -> bool: ...
+
+    def log_metrics(self, values: Mapping[str, float], *, step: int | None, epoch: int | None) -> object: ...
+
+    def log_parameters(self, values: Mapping[str, object]) -> object: ...
+
+    def set_model_graph(self, graph: str) -> object: ...
+
+    def flush(self) -> object: ...
+
+    def end(self) -> object: ...
 
 
 class CometLogger(Logger):
@@ -99,7 +121,7 @@ class CometLogger(Logger):
         # Past a subclass's property, which may have no setter.
         vars(self)["name"] = project or settings["comet.project_name"]
         self._prefix = prefix or ""
-        self._experiment: Any = None
+        self._experiment: _Experiment | None = None
         self._set_up_process()
 
     def _set_up_process(self) -> None:
@@ -108,7 +130,7 @@ class CometLogger(Logger):
         # Guards the opening of the experiment.  It stays for later fits: after a close that timed out, the earlier thread may still
         # be opening the experiment, and a second one must not be opened beside it.
         self._lock = threading.RLock()
-        self._queue: WriteQueue[Call] = WriteQueue(self._send)
+        self._queue: WriteQueue[Call[_Experiment]] = WriteQueue(self._send)
 
     def _leave_parent(self) -> None:
         """In a forked process, leaves the experiment, the lock and the queue to the parent: their threads do not exist here."""
@@ -210,7 +232,7 @@ class CometLogger(Logger):
 
     # -- the experiment and the queue --------------------------------------------------------------------------------------------
 
-    def _opened(self) -> Any:
+    def _opened(self) -> _Experiment:
         """Returns the experiment, opened on the first call; called by the queue's thread and by :attr:`experiment`."""
         self._leave_parent()
         with self._lock:
@@ -218,14 +240,14 @@ class CometLogger(Logger):
                 package = _package()
                 config = package.ExperimentConfig(**self._config)
                 start = partial(package.start, experiment_key=self.identity(), experiment_config=config, **self._where)
-                experiment = start()
+                experiment: _Experiment = start()
                 if experiment.disabled:  # Lightning's logger opened it offline and disabled it
                     experiment.end()
                     experiment = start()
                 self._experiment = experiment
             return self._experiment
 
-    def _send(self, items: Sequence[Call]) -> None:
+    def _send(self, items: Sequence[Call[_Experiment]]) -> None:
         """Makes the calls on the experiment; called by the queue's thread."""
         experiment = self._opened()
         if not experiment.alive:
@@ -233,7 +255,7 @@ class CometLogger(Logger):
         for item in items:
             item.call(experiment)
 
-    def _put(self, item: Call) -> None:
+    def _put(self, item: Call[_Experiment]) -> None:
         """Queues a call for the thread, on rank 0; reports calls that have failed meanwhile."""
         if not writes():
             return

@@ -11,7 +11,7 @@ from pathlib import Path
 from fabricamp._utils.files import sync
 from fabricamp._utils.types import StateDict
 from fabricamp.loggers.append_file import AppendFile
-from fabricamp.loggers.row_file import Content, RowFileLogger, Rows
+from fabricamp.loggers.row_file import Content, ReadRows, RowFileLogger, Rows
 
 
 class CSVLogger(RowFileLogger):
@@ -37,11 +37,11 @@ class CSVLogger(RowFileLogger):
     _columns: Sequence[str] = ()
     """The columns of the file, once the file was read."""
 
-    def _read(self) -> tuple[Rows, int]:
+    def _read(self) -> tuple[ReadRows, int]:
         self._columns, rows = _read(self.metrics_file)
         return rows, self._digest(rows, 0)
 
-    def _digest(self, rows: Rows, before: int) -> int:
+    def _digest(self, rows: ReadRows, before: int) -> int:
         for row in rows:
             texts = sorted((name, "" if value is None else str(value)) for name, value in row.items())
             before = zlib.crc32("\n".join(f"{name}={text}" for name, text in texts if text).encode(), before)
@@ -66,7 +66,7 @@ class CSVLogger(RowFileLogger):
             self._rewrite(wanted, _read(self.metrics_file)[1] if self._file.size else [])
         self._file.append(_text(wanted, rows))
 
-    def _rewrite(self, columns: Sequence[str], rows: Rows) -> None:
+    def _rewrite(self, columns: Sequence[str], rows: ReadRows) -> None:
         """Replaces the file by one with these columns and rows."""
         path = self.metrics_file
         new = AppendFile(path.with_name(f".{path.name}.partial"))
@@ -87,7 +87,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         return list(reader.fieldnames or ()), list(reader)
 
 
-def _text(columns: Sequence[str], rows: Rows) -> bytes:
+def _text(columns: Sequence[str], rows: ReadRows) -> bytes:
     text = io.StringIO()
     csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()

@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -27,6 +27,29 @@ _FRAME = 16
 """Bytes of a record besides the event itself: its length and two checksums."""
 
 
+class WrittenEvent(Protocol):
+    """What is asked of TensorBoard's ``Event``, a message of protobuf whose package has no types."""
+
+    step: int
+    session_log: _SessionLog
+
+    def HasField(self, name: str) -> bool:  # noqa: N802 - protobuf's name
+        """Returns whether the event has a "summary" (values), or a "session_log" (a mark that a run begins)."""
+        ...
+
+    def ByteSize(self) -> int:  # noqa: N802 - protobuf's name
+        """Returns the number of bytes in a file."""
+        ...
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
+        """Returns the bytes in a file."""
+        ...
+
+
+class _SessionLog(Protocol):
+    status: int
+
+
 class Scalars(NamedTuple):
     """Points of curves; the writing thread converts them to an event."""
 
@@ -34,10 +57,11 @@ class Scalars(NamedTuple):
     wall_time: float
     values: Mapping[str, float]
 
-    def event(self) -> Any:
+    def event(self) -> WrittenEvent:
         """Returns one event for all points; ``SummaryWriter.add_scalar`` makes one per point, at several times the cost."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in self.values.items()]
-        return Event(step=self.step, wall_time=self.wall_time, summary=Summary(value=values))
+        event: WrittenEvent = Event(step=self.step, wall_time=self.wall_time, summary=Summary(value=values))
+        return event
 
 
 class FilePosition(NamedTuple):
@@ -69,9 +93,9 @@ class EventFile:
         file = self._open()
         return FilePosition(file.path.name, file.size or len(self._head))
 
-    def append(self, events: list[Any]) -> FilePosition:
+    def append(self, contents: Sequence[WrittenEvent | Scalars]) -> FilePosition:
         """Writes the events; returns the position after them."""
-        events = [event.event() if isinstance(event, Scalars) else event for event in events]
+        events = [one.event() if isinstance(one, Scalars) else one for one in contents]
         file = self._open()
         try:
             head = b"" if file.size else self._head
@@ -93,7 +117,7 @@ class EventFile:
         if self._file is not None:
             self._file.sync()
 
-    def continue_from(self, name: str, size: int) -> list[Any] | None:
+    def continue_from(self, name: str, size: int) -> list[WrittenEvent] | None:
         """Returns the events that hide everything after that position from TensorBoard; None if it is not in this folder.
 
         The events after the position may have any steps, and TensorBoard drops everything from the smallest of these steps on.  So
@@ -136,7 +160,7 @@ class EventWriter(SummaryWriter):
     """torch's ``SummaryWriter``, with each event passed to ``take``: torch's own thread ends with the first full disk."""
 
     def __init__(
-        self, folder: Path, take: Callable[[Any], None], flush: Callable[[], None], purge_step: int | None
+        self, folder: Path, take: Callable[[WrittenEvent], None], flush: Callable[[], None], purge_step: int | None
     ) -> None:
         self._events = _Events(folder, take, flush)
         super().__init__(str(folder), purge_step=purge_step)
@@ -161,7 +185,7 @@ class _FileWriter(FileWriter):
 class _Events:
     """The event writer that torch's ``FileWriter`` uses."""
 
-    def __init__(self, folder: Path, take: Callable[[Any], None], flush: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, take: Callable[[WrittenEvent], None], flush: Callable[[], None]) -> None:
         self._folder = folder
         self.add_event = take
         self.flush = flush
@@ -175,11 +199,11 @@ class _Events:
         """Does nothing: the file is opened for each write."""
 
 
-def purge(step: int, written: Iterable[Any] = ()) -> list[Any]:
+def purge(step: int, written: Iterable[WrittenEvent] = ()) -> list[WrittenEvent]:
     """Returns the events that make TensorBoard drop everything from ``step`` on, and the valid events of ``written`` again."""
     now = time.time()
     start = Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START))
-    valid: list[Any] = []
+    valid: list[WrittenEvent] = []
     for event in written:
         if event.HasField("session_log") and event.session_log.status == SessionLog.START:
             valid = [earlier for earlier in valid if earlier.step < event.step]
@@ -188,20 +212,20 @@ def purge(step: int, written: Iterable[Any] = ()) -> list[Any]:
     return [Event(wall_time=now, step=step, file_version="brain.Event:2"), start, *valid]
 
 
-def size_of(content: Any) -> int:
+def size_of(content: WrittenEvent | Scalars) -> int:
     """Returns the number of bytes that ``content`` takes in a file."""
     event = content.event() if isinstance(content, Scalars) else content
     return int(event.ByteSize()) + _FRAME
 
 
-def _record(event: Any) -> bytes:
+def _record(event: WrittenEvent) -> bytes:
     """Returns the bytes of an event in a file, with its length and checksums."""
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()
 
 
-def read_events(path: Path, since: int = 0, until: int | None = None) -> Iterator[Any]:
+def read_events(path: Path, since: int = 0, until: int | None = None) -> Iterator[WrittenEvent]:
     """Yields the events of a file between two positions; omits an incomplete last event."""
     content = path.read_bytes()[:until]
     while len(content) >= since + 12:

@@ -8,10 +8,9 @@ import os
 import time
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 from fabricamp._utils.types import StateDict
-from fabricamp.loggers.row_file import STEP, Content, RowFileLogger, Rows
+from fabricamp.loggers.row_file import STEP, Content, Row, RowFileLogger, Rows
 
 
 class JSONLinesLogger(RowFileLogger):
@@ -61,5 +60,5 @@ def _text(rows: Rows) -> bytes:
     return b"".join(json.dumps(_strict(row), allow_nan=False).encode() + b"\n" for row in rows)
 
 
-def _strict(row: Mapping[str, float]) -> dict[str, Any]:
+def _strict(row: Row) -> dict[str, float | str]:
     return {name: value if math.isfinite(value) else str(float(value)) for name, value in row.items()}

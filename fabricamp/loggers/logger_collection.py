@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fabricamp._utils.types import StateDict
+    from fabricamp.loggers.uploads import SavesCheckpoints
 
 BARRIER_SECONDS = 30.0
 """How long a checkpoint waits for the loggers."""
@@ -54,7 +55,7 @@ class LoggerCollection:
             with logger.trouble.guard():
                 logger.log_hyperparams(params)
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+    def after_save_checkpoint(self, checkpoint_callback: SavesCheckpoints) -> None:
         """Notifies every logger of a ModelCheckpoint's new file."""
         for logger in self._loggers:
             with logger.trouble.guard():

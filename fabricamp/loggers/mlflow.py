@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from fabricamp._utils.say_once import say_once
 from fabricamp._utils.types import StateDict
@@ -40,6 +40,53 @@ class _Item(NamedTuple):
     metrics: Mapping[str, float] = {}
     params: Mapping[str, str] = {}
     status: str = ""
+
+
+class _RunInfo(Protocol):
+    run_id: str
+    experiment_id: str
+    lifecycle_stage: str
+
+
+class _Run(Protocol):
+    info: _RunInfo
+
+
+class _Experiment(Protocol):
+    experiment_id: str
+    lifecycle_stage: str
+
+
+class _Pending(Protocol):
+    def wait(self) -> object: ...
+
+
+class _Client(Protocol):
+    """What is asked of MLflow's client; each call may wait for the server for minutes."""
+
+    def get_experiment_by_name(self, name: str) -> _Experiment | None: ...
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> str: ...
+
+    def create_run(self, experiment_id: str, *, tags: object) -> _Run: ...
+
+    def get_run(self, run_id: str) -> _Run: ...
+
+    def update_run(self, run_id: str, *, status: str) -> object: ...
+
+    def delete_run(self, run_id: str) -> object: ...
+
+    def log_batch(self, run_id: str, **values: Any) -> _Pending | None:
+        """Logs metrics or parameters; returns an object if it sends them in the background."""
+        ...
+
+    def log_artifact(self, run_id: str, local_path: str, artifact_path: str) -> object: ...
+
+    def log_artifacts(self, run_id: str, local_dir: str, artifact_path: str) -> object: ...
+
+    def set_tag(self, run_id: str, key: str, value: str) -> object: ...
+
+    def set_terminated(self, run_id: str, status: str) -> object: ...
 
 
 class MLFlowLogger(Logger):
@@ -104,7 +151,7 @@ class MLFlowLogger(Logger):
     def _clear(self) -> None:
         self._lock = threading.RLock()
         self._queue: WriteQueue[_Item] = WriteQueue(self._send)
-        self._mlflow_client: Any = None
+        self._mlflow_client: _Client | None = None
         self._begun = False
 
     # -- the run -----------------------------------------------------------------------------------------------------------------
@@ -220,7 +267,7 @@ class MLFlowLogger(Logger):
 
     # -- calls to MLflow; each may wait for the server for minutes ---------------------------------------------------------------
 
-    def _ask(self, call: Callable[[], None]) -> None:
+    def _ask(self, call: Callable[[], object]) -> None:
         """Calls ``call``; raises :class:`ConfigError` if MLflow refuses, ``OSError`` if MLflow cannot be reached in time."""
         try:
             in_time(call, ANSWER_SECONDS, self._uri)
@@ -234,18 +281,19 @@ class MLFlowLogger(Logger):
                 f"MLFlowLogger cannot log to {self._uri}: {words}; give another tracking_uri, save_dir or run_id, or logger=False"
             ) from error
 
-    def _client(self) -> Any:
+    def _client(self) -> _Client:
         if self._mlflow_client is None:
             if self.save_dir is not None:
                 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            self._mlflow_client = _import_mlflow("mlflow.tracking").MlflowClient(self._uri)
+            client: _Client = _import_mlflow("mlflow.tracking").MlflowClient(self._uri)
+            self._mlflow_client = client
         return self._mlflow_client
 
-    def _begin(self) -> None:
-        """Creates the run, or sets the given run to RUNNING; does nothing if that is done."""
+    def _begin(self) -> str:
+        """Creates the run, or sets the given run to RUNNING, unless that is done; returns the run's id."""
         with self._lock:
-            if self._begun:
-                return
+            if self._begun and self._run_id is not None:
+                return self._run_id
             client = self._client()
             if self._run_id is None:
                 self._experiment_id = self._find_experiment(client)
@@ -257,12 +305,13 @@ class MLFlowLogger(Logger):
                 self._experiment_id = client.get_run(self._run_id).info.experiment_id
                 client.update_run(self._run_id, status="RUNNING")
             self._begun = True
+            return self._run_id
 
-    def _find_experiment(self, client: Any) -> str:
+    def _find_experiment(self, client: _Client) -> str:
         experiment = client.get_experiment_by_name(self._experiment_name)
         if experiment is None or experiment.lifecycle_stage == "deleted":
             try:
-                created: str = client.create_experiment(self._experiment_name, self._artifact_location)
+                created = client.create_experiment(self._experiment_name, self._artifact_location)
             except Exception:
                 # Another run may have created the experiment meanwhile.
                 experiment = client.get_experiment_by_name(self._experiment_name)
@@ -291,11 +340,12 @@ class MLFlowLogger(Logger):
             self._begin()
 
     def _delete(self) -> None:
-        self._client().delete_run(self._run_id)
+        if self._run_id is not None:
+            self._client().delete_run(self._run_id)
         self._made = False
 
     def _send(self, items: Sequence[_Item]) -> None:
-        self._begin()
+        run_id = self._begin()
         entities = importlib.import_module("mlflow.entities")
         validation = importlib.import_module("mlflow.utils.validation")
         metrics = [
@@ -308,26 +358,24 @@ class MLFlowLogger(Logger):
         for kind, values, most in (("params", params, 100), ("metrics", metrics, 1000)):  # MLflow's limits
             for first in range(0, len(values), most):
                 self._made = False
-                pending = self._client().log_batch(
-                    self._run_id, **{kind: values[first : first + most]}, **self._options
-                )
+                pending = self._client().log_batch(run_id, **{kind: values[first : first + most]}, **self._options)
                 if pending is not None:
                     pending.wait()
         for item in items:
             if item.status:
-                self._client().set_terminated(self._run_id, item.status)
+                self._client().set_terminated(run_id, item.status)
 
     def _upload(self, saved: Saved) -> None:
         """Uploads a file to ``model/checkpoints``, into a folder of its name; tags the run with the path of the best file."""
-        self._begin()
+        run_id = self._begin()
         client = self._client()
         folder = f"model/checkpoints/{saved.name}"
         if not saved.is_local:
             raise ConfigError(f"MLflow takes local files, not {saved.path}; leave log_model out")
         upload = client.log_artifacts if Path(saved.path).is_dir() else client.log_artifact
-        upload(self._run_id, saved.path, folder)
+        upload(run_id, saved.path, folder)
         if "best" in saved.aliases:
-            client.set_tag(self._run_id, "best_checkpoint", f"{folder}/{Path(saved.path).name}")
+            client.set_tag(run_id, "best_checkpoint", f"{folder}/{Path(saved.path).name}")
 
     # -- the queue ---------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from fabricamp._utils.types import StateDict
 from fabricamp.arguments.checks import check_number
@@ -15,7 +15,10 @@ from fabricamp.loggers.logger_errors import reason_of
 from fabricamp.loggers.run_folder import RunFolderLogger, writes
 from fabricamp.loggers.write_queue import Record
 
-Rows = Sequence[Mapping[str, Any]]
+Row: TypeAlias = Mapping[str, float]
+Rows: TypeAlias = Sequence[Row]
+ReadRows: TypeAlias = Sequence[Mapping[str, float | str]]
+"""Rows of a file: a CSV gives texts."""
 
 STEP = "step"
 
@@ -28,7 +31,7 @@ class Content(NamedTuple):
     digest: int = 0
     steps: tuple[int, ...] = ()
 
-    def plus(self, rows: Rows, size: int, digest: int) -> Content:
+    def plus(self, rows: ReadRows, size: int, digest: int) -> Content:
         """Returns this content with ``rows`` appended; ``size`` and ``digest`` are those of the result."""
         steps = [*self.steps, *(int(row[STEP]) for row in rows)]
         return Content(self.rows + len(rows), size, digest, (min(steps), max(steps)) if steps else ())
@@ -40,7 +43,7 @@ def _number(value: object) -> float:
     return float(number) if isinstance(number, bool) else number
 
 
-class RowFileLogger(RunFolderLogger):
+class RowFileLogger(RunFolderLogger[Row, Content]):
     """Keeps rows in memory for some steps; a thread then appends them to ``FILE`` in the run's folder."""
 
     FILE: ClassVar[str]
@@ -134,7 +137,7 @@ class RowFileLogger(RunFolderLogger):
             self._content = content
         return self._content
 
-    def _append(self, records: list[Any]) -> Content:
+    def _append(self, records: list[Row]) -> Content:
         content = self._look()
         try:
             self._write(records)
@@ -156,7 +159,7 @@ class RowFileLogger(RunFolderLogger):
         self._take_back(self._look(), state_dict)
         return self._look()
 
-    def _read(self) -> tuple[Rows, int]:
+    def _read(self) -> tuple[ReadRows, int]:
         """Returns the rows of the file and their digest."""
         raise NotImplementedError
 
@@ -168,6 +171,6 @@ class RowFileLogger(RunFolderLogger):
         """Cuts the file to the length in ``state_dict`` (see :meth:`_extent`), if its beginning has the same digest."""
         raise NotImplementedError
 
-    def _begin_anew(self, records: Iterable[Record] = ()) -> None:
+    def _begin_anew(self, records: Iterable[Record[Row]] = ()) -> None:
         super()._begin_anew(records)
         self._content = None

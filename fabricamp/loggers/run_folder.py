@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import torch
 
@@ -18,7 +18,7 @@ from fabricamp._utils.types import StateDict
 from fabricamp.checkpoint import plain, storage
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.base import Logger
-from fabricamp.loggers.write_queue import Record, RecordQueue
+from fabricamp.loggers.write_queue import Content, Position, Record, RecordQueue
 
 
 def writes() -> bool:
@@ -28,8 +28,11 @@ def writes() -> bool:
     return started_rank() == 0
 
 
-class RunFolderLogger(Logger):
-    """Base class of loggers with a folder per run; a thread writes the hyper-parameters and the records (:meth:`_append`)."""
+class RunFolderLogger(Logger, Generic[Content, Position]):
+    """Base class of loggers with a folder per run; a thread writes the hyper-parameters and the records (:meth:`_append`).
+
+    A record has a ``Content``, and the log's file ends at a ``Position``.
+    """
 
     name: str
     save_dir: str
@@ -169,11 +172,11 @@ class RunFolderLogger(Logger):
 
     # -- called by the thread ----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> Any:
+    def _look(self) -> Position:
         """Returns the end position of the log's file; called by the thread."""
         raise NotImplementedError
 
-    def _append(self, records: list[Any]) -> Any:
+    def _append(self, records: list[Content]) -> Position:
         """Appends ``records`` to the log's file; returns its new end position; called by the thread."""
         raise NotImplementedError
 
@@ -182,14 +185,14 @@ class RunFolderLogger(Logger):
         raise NotImplementedError
 
     @property
-    def _backlog(self) -> RecordQueue[Any]:
+    def _backlog(self) -> RecordQueue[Content, Position]:
         """The queue of records of this process's thread."""
         if self._waiting.process != os.getpid():  # forked: the thread and its records are the parent's
             self._begin_anew(self._waiting.unrequested())
         return self._waiting
 
-    def _begin_anew(self, records: Iterable[Record] = ()) -> None:
-        self._waiting: RecordQueue[Any] = RecordQueue(
+    def _begin_anew(self, records: Iterable[Record[Content]] = ()) -> None:
+        self._waiting: RecordQueue[Content, Position] = RecordQueue(
             self._look, self._append, self.MOST_WAITING, lambda: self.folder, records
         )
 

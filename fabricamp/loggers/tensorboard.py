@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from fabricamp._utils.types import StateDict
-    from fabricamp.loggers.event_file import EventFile
+    from fabricamp.loggers.event_file import EventFile, FilePosition, Scalars, WrittenEvent
 
 _OWN = ("save_dir", "name", "version", "log_graph", "prefix", "default_hp_metric", "sub_dir")
 _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
@@ -33,7 +33,7 @@ _OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix
 _BYTES_OF_A_POINT = 64
 
 
-class TensorBoardLogger(RunFolderLogger):
+class TensorBoardLogger(RunFolderLogger["WrittenEvent | Scalars", "FilePosition"]):
     """Logs to ``save_dir/name/version_N``; ``tensorboard --logdir save_dir`` shows it.
 
     Events are written every ``flush_secs`` (30) seconds or after ``max_queue`` (10) events, before a checkpoint gets its name, and
@@ -218,10 +218,10 @@ class TensorBoardLogger(RunFolderLogger):
         self._file = None
         self._goes_on = False
 
-    def _take(self, event: Any) -> None:
+    def _take(self, event: WrittenEvent) -> None:
         self._put(Record(event.step, event, weight=event.ByteSize()))
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: Record[WrittenEvent | Scalars]) -> None:
         queue = self._backlog
         waiting = queue.add(record)
         now = time.monotonic()
@@ -230,11 +230,11 @@ class TensorBoardLogger(RunFolderLogger):
             queue.write_soon()
             queue.report(self.trouble)
 
-    def _look(self) -> Any:
+    def _look(self) -> FilePosition:
         assert self._file is not None
         return self._file.look()
 
-    def _append(self, records: list[Any]) -> Any:
+    def _append(self, records: list[WrittenEvent | Scalars]) -> FilePosition:
         assert self._file is not None
         return self._file.append(records)
 
@@ -242,7 +242,7 @@ class TensorBoardLogger(RunFolderLogger):
         if self._file is not None:
             self._file.sync()
 
-    def _begin_anew(self, records: Iterable[Record] = ()) -> None:
+    def _begin_anew(self, records: Iterable[Record[WrittenEvent | Scalars]] = ()) -> None:
         super()._begin_anew(records)
         self._writer = None
         self._file = None  # one file per process

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from fabricamp._utils.types import StateDict
 from fabricamp.errors import ConfigError
 from fabricamp.loggers.logger_errors import LoggerErrors
 from fabricamp.loggers.write_queue import WriteQueue
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UPLOAD_SECONDS = 600.0
 """How long the end of a successful fit waits for uploads of checkpoints."""
@@ -20,13 +23,32 @@ _CALLBACK_OPTIONS = ("monitor", "mode", "save_last", "save_top_k", "save_weights
 _REMOTE = -1
 
 
+class SavesCheckpoints(Protocol):
+    """What a logger that uploads files asks of a callback that saves them: a ``ModelCheckpoint``, or one of a user's own."""
+
+    @property
+    def best_k_models(self) -> Mapping[str, Tensor]:
+        """The best files, with the monitored value of each."""
+        ...
+
+    @property
+    def best_model_path(self) -> str:
+        """The best file; empty if there is none."""
+        ...
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest file; empty if there is none."""
+        ...
+
+
 class Saved(NamedTuple):
     """A checkpoint file or folder, as it was when it was found; ``changed_at`` is its time of change in ns."""
 
     path: str
     changed_at: int
     aliases: list[str]
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
 
     @property
     def name(self) -> str:
@@ -59,7 +81,7 @@ class Uploads:
         self._done: dict[str, int] = {}
         self._clear()
 
-    def after_save(self, callback: object, errors: LoggerErrors) -> None:
+    def after_save(self, callback: SavesCheckpoints, errors: LoggerErrors) -> None:
         """Records that ``callback`` has a new file; with "all" queues the file."""
         if not self.when:
             return
@@ -78,7 +100,7 @@ class Uploads:
         queue.close(UPLOAD_SECONDS if succeeded else LAST_SECONDS)
         queue.report(errors)
 
-    def _put(self, callback: object) -> None:
+    def _put(self, callback: SavesCheckpoints) -> None:
         for saved in self._not_uploaded(callback):
             self._done[saved.path] = saved.changed_at
             self._queue.put(saved)
@@ -87,7 +109,7 @@ class Uploads:
         for saved in items:
             self._upload(saved)
 
-    def _not_uploaded(self, callback: Any) -> list[Saved]:
+    def _not_uploaded(self, callback: SavesCheckpoints) -> list[Saved]:
         """Returns the best and last files whose current version was not uploaded, in the order of writing."""
         scores = callback.best_k_models
         paths = dict.fromkeys([*scores, callback.best_model_path, callback.last_model_path])
@@ -99,7 +121,7 @@ class Uploads:
         ]
 
     def _clear(self) -> None:
-        self._callbacks: dict[int, Any] = {}
+        self._callbacks: dict[int, SavesCheckpoints] = {}
         self._queue: WriteQueue[Saved] = WriteQueue(self._send, most_at_once=1)
 
     def __getstate__(self) -> StateDict:
@@ -121,11 +143,11 @@ def _changed_at(path: str) -> int:
         return 0
 
 
-def _aliases(callback: Any, path: str) -> list[str]:
+def _aliases(callback: SavesCheckpoints, path: str) -> list[str]:
     return ["latest", "best"] if path == callback.best_model_path else ["latest"]
 
 
-def _metadata(callback: Any, path: str, score: Any) -> dict[str, Any]:
+def _metadata(callback: SavesCheckpoints, path: str, score: Tensor | None) -> dict[str, object]:
     return {
         "score": None if score is None else float(score),
         "original_filename": Path(path).name,

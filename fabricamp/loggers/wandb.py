@@ -11,7 +11,7 @@ import secrets
 import string
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fabricamp.arguments.checks import check_names
 from fabricamp.checkpoint import plain
@@ -38,6 +38,31 @@ _OWN = (
     "name", "save_dir", "version", "offline", "dir", "id", "anonymous", "project", "log_model", "experiment", "prefix",
     "checkpoint_name", "add_file_policy",
 )  # fmt: skip
+
+
+class _Config(Protocol):
+    def update(self, values: object, *, allow_val_change: bool) -> object: ...
+
+
+class _Run(Protocol):
+    """What is asked of the package's run."""
+
+    id: str
+
+    @property
+    def config(self) -> _Config: ...
+
+    def log(self, row: Mapping[str, object]) -> object: ...
+
+    def define_metric(self, name: str, step_metric: str | None = None, *, step_sync: bool | None = None) -> object: ...
+
+    def watch(self, model: nn.Module, **options: Any) -> object: ...
+
+    def unwatch(self, model: nn.Module | None) -> object: ...
+
+    def log_artifact(self, artifact: object, *, aliases: list[str]) -> object: ...
+
+    def finish(self, *, exit_code: int) -> object: ...
 
 
 class WandbLogger(Logger):
@@ -71,7 +96,7 @@ class WandbLogger(Logger):
         >>> logger = WandbLogger(project="digits", offline=True)
     """
 
-    _queue: WriteQueue[Call] | None = None
+    _queue: WriteQueue[Call[_Run]] | None = None
     """The thread's queue during a fit."""
 
     def __init__(
@@ -114,7 +139,7 @@ class WandbLogger(Logger):
         self._id_given = wanted is not None
         self._folder_name = self._id
         self._prefix = prefix
-        self._experiment = experiment
+        self._experiment: _Run | None = experiment
         self._attach_id: str | None = None
         self._opened_by: int | None = None
         self._unreachable: str | None = None
@@ -324,12 +349,12 @@ class WandbLogger(Logger):
             self._experiment = None
         self._unreachable = None
 
-    def _log(self, values: dict[str, Any], step: int | None) -> None:
+    def _log(self, values: Mapping[str, object], step: int | None) -> None:
         row = values if step is None else {**values, _AXIS: step}
         if values and writes():
             self._do(lambda run: run.log(row), step)
 
-    def _do(self, call: Callable[[Any], object], step: int | None = None) -> None:
+    def _do(self, call: Callable[[_Run], object], step: int | None = None) -> None:
         """Calls ``call`` with the run: in a fit in the thread, otherwise at once."""
         if self._queue is not None:
             self._queue.put(Call(call, step))
@@ -338,12 +363,12 @@ class WandbLogger(Logger):
         with self._reaches():
             call(self.experiment)
 
-    def _send(self, calls: Sequence[Call]) -> None:
+    def _send(self, calls: Sequence[Call[_Run]]) -> None:
         for call in calls:
             call.call(self.experiment)
 
     def _upload(self, saved: Saved) -> None:
-        run = self.experiment
+        run: _Run = self.experiment
         name = self._checkpoint_name or f"model-{run.id}"
         artifact = _package().Artifact(name=name, type="model", metadata=saved.metadata)
         if not saved.is_local:
@@ -354,20 +379,22 @@ class WandbLogger(Logger):
             artifact.add_file(saved.path, name="model.ckpt", policy=self._add_file_policy)
         run.log_artifact(artifact, aliases=saved.aliases)
 
-    def _run(self) -> Any:
+    def _run(self) -> _Run:
         """Returns the run that is open in this process or in the process that started it, else a new run."""
         package = _package()
         give_numbers_of_its_own("wandb", "urllib3")
         if self._attach_id is not None:
-            return package._attach(self._attach_id)
+            attached: _Run = package._attach(self._attach_id)
+            return attached
         if package.run is not None:
             warnings.warn(
                 f"WandbLogger continues the run {package.run.id}, which is open in this process; call wandb.finish() before for a "
                 "separate run",
                 stacklevel=4,
             )
-            return package.run
-        run = package.init(**{"id": self.identity(), **self._options})
+            running: _Run = package.run
+            return running
+        run: _Run = package.init(**{"id": self.identity(), **self._options})
         self._opened_by = os.getpid()
         run.define_metric(_AXIS)
         run.define_metric("*", step_metric=_AXIS, step_sync=True)

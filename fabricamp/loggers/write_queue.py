@@ -13,23 +13,25 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from fabricamp.loggers.logger_errors import LoggerErrors, reason_of
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Position = TypeVar("Position")
+Content = TypeVar("Content")
+Target = TypeVar("Target")
 
 _MOST_WAITING = 10_000
 _MOST_AT_ONCE = 20
 _EXIT_SECONDS = 30.0
 
 
-class Call(NamedTuple):
-    """A call on the object that a logger writes to; ``step`` is the step of its values, if it has values."""
+class Call(NamedTuple, Generic[Target]):
+    """A call on the object that a logger writes to, its ``Target``; ``step`` is the step of its values, if it has values."""
 
-    call: Callable[[Any], object]
+    call: Callable[[Target], object]
     step: int | None = None
 
 
@@ -160,11 +162,11 @@ def _reason(error: Exception) -> str:
     return reason_of(error) if isinstance(error, OSError) else str(error) or type(error).__name__
 
 
-class Record(NamedTuple):
+class Record(NamedTuple, Generic[Content]):
     """The content of one step in a file; ``weight`` counts towards the limit of records that wait in memory."""
 
     step: int
-    content: Any
+    content: Content
     weight: int = 1
 
 
@@ -174,7 +176,7 @@ class _Loss(NamedTuple):
     steps: Sequence[int]
 
 
-class RecordQueue(Generic[Position]):
+class RecordQueue(Generic[Content, Position]):
     """A queue of records for a file; a thread appends them when asked to.
 
     The thread calls ``look``, which returns the end position of the file, and ``append``, which takes the contents of all waiting
@@ -189,10 +191,10 @@ class RecordQueue(Generic[Position]):
     def __init__(
         self,
         look: Callable[[], Position],
-        append: Callable[[list[Any]], Position],
+        append: Callable[[list[Content]], Position],
         most: int,
         folder: Callable[[], object],
-        records: Iterable[Record] = (),
+        records: Iterable[Record[Content]] = (),
     ) -> None:
         self.process = os.getpid()
         self._look = look
@@ -209,10 +211,10 @@ class RecordQueue(Generic[Position]):
     def _clear(self) -> None:
         self._generation += 1
         # One call at a time: if several were sent together, a failed call would fail the later ones too.
-        self._calls: WriteQueue[Call] = WriteQueue(partial(self._send, self._generation), most_at_once=1)
+        self._calls: WriteQueue[Call[None]] = WriteQueue(partial(self._send, self._generation), most_at_once=1)
         self._position: Position | None = None
         # Oldest first; the first _num_requested are to be written, the first _num_writing are being written.
-        self._records: list[Record] = []
+        self._records: list[Record[Content]] = []
         self._num_requested = 0
         self._num_writing = 0
         self._weight = 0  # of all records
@@ -221,7 +223,7 @@ class RecordQueue(Generic[Position]):
 
     # -- called by the training thread -------------------------------------------------------------------------------------------
 
-    def add(self, record: Record) -> int:
+    def add(self, record: Record[Content]) -> int:
         """Keeps ``record`` in memory; returns the number of waiting records that are not being written."""
         with self._lock:
             self._records.append(record)
@@ -266,7 +268,7 @@ class RecordQueue(Generic[Position]):
         """Calls ``look`` in the thread and stores its result as the end position of the file."""
         self.call_and_wait(lambda: self._store(look()), patient=patient)
 
-    def state(self) -> tuple[Position, list[Any]]:
+    def state(self) -> tuple[Position, list[Content]]:
         """Returns the end position of the file, and the contents that are still to be appended."""
         if self._position is None:
             try:
@@ -279,7 +281,7 @@ class RecordQueue(Generic[Position]):
             assert self._position is not None
             return self._position, [record.content for record in self._records]
 
-    def waiting(self) -> list[Any]:
+    def waiting(self) -> list[Content]:
         """Returns the contents that are still to be appended; asks the disk for nothing."""
         with self._lock:
             return [record.content for record in self._records]
@@ -318,13 +320,13 @@ class RecordQueue(Generic[Position]):
             with self._lock:
                 self._clear()
 
-    def unrequested(self) -> list[Record]:
+    def unrequested(self) -> list[Record[Content]]:
         """Returns the records that the thread was not asked to write; a forked or unpickled copy has to write them."""
         return self._records[self._num_requested :]
 
     # -- called by the writing thread --------------------------------------------------------------------------------------------
 
-    def _send(self, generation: int, calls: Sequence[Call]) -> None:
+    def _send(self, generation: int, calls: Sequence[Call[None]]) -> None:
         with self._file_lock:
             if generation == self._generation:
                 for call in calls:

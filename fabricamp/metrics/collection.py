@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from fabricamp._utils.types import StateDict
     from fabricamp.metrics.slots import Published
+    from fabricamp.metrics.values import TorchMetric
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
 
@@ -313,11 +314,13 @@ class Metrics(Recording):
             )
         cell = table.cells[value.published.identity]
         if cell.computed is None or min(states) < 2:
+            metric = cell.metric
+            assert metric is not None
             if cell.computed is not None:
-                cell.metric._computed = None  # another rank has new updates: compute() is collective, all recompute
-            answer = cell.metric.compute()
+                metric._computed = None  # another rank has new updates: compute() is collective, all recompute
+            answer = metric.compute()
             number = float(plain_value(key, answer))
-            cell.computed = (cell.metric.update_count, number)
+            cell.computed = (metric.update_count, number)
             self._dtypes.note(value.published, answer.dtype if isinstance(answer, Tensor) else USUAL)
         return cell.computed[1]
 
@@ -369,7 +372,7 @@ class Metrics(Recording):
         self.due = _NOTHING_DUE
         self.take_published(shown, first)
 
-    def state_dict(self, objects: dict[str, Any]) -> StateDict:
+    def state_dict(self, objects: dict[str, TorchMetric]) -> StateDict:
         """Returns this rank's values for a checkpoint; waits for pending flushes, which every rank reads here.
 
         ``objects`` are the torchmetrics objects of the module by name; their own states are saved separately.
@@ -383,7 +386,9 @@ class Metrics(Recording):
             **self.published(),
         }
 
-    def load_state_dict(self, states: Sequence[StateDict], first: dict[str, Any], objects: dict[str, Any]) -> None:
+    def load_state_dict(
+        self, states: Sequence[StateDict], first: dict[str, Any], objects: dict[str, TorchMetric]
+    ) -> None:
         """Restores :meth:`state_dict` of this rank, of several ranks together, or of none; ``first`` is rank 0's.
 
         With the states of several ranks, pending flushes are dropped.

@@ -20,6 +20,7 @@ from fabricamp.state import Scope, UserCall
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp.metrics.values import TorchMetric
     from fabricamp.strategies.base import Strategy
 
 
@@ -112,7 +113,7 @@ class Recording:
             tell_of_lengths(arguments.name, user_call.batch)
         return slot
 
-    def _new_slot(self, arguments: Arguments, value: Any) -> Slot:
+    def _new_slot(self, arguments: Arguments, value: object) -> Slot:
         """Returns a new slot for a call, with its cells in the table; raises :class:`ConfigError` for a value that is refused."""
         user_call = self._user_call
         strategy = self._strategy
@@ -169,21 +170,23 @@ class Recording:
             if weight:
                 cell.add_number(value, weight)
 
-    def _keep_other(self, slot: Slot, value: Any, batch_size: int | None) -> None:
-        kind = type(value)
-        if kind is not float and kind is not int:
-            if is_metric(value):
-                self._keep_metric(slot, value)
-                return
-            value = plain_value(slot.arguments.name, value)
-        if slot.metric is not None:
-            raise _mixed(slot, kind)
-        if isinstance(value, Tensor):
-            self._keep_tensor(slot, value, batch_size)
+    def _keep_other(self, slot: Slot, value: object, batch_size: int | None) -> None:
+        plain: Tensor | float
+        if type(value) is float or type(value) is int:
+            plain = value
+        elif is_metric(value):
+            self._keep_metric(slot, value)
+            return
         else:
-            self._keep_number(slot, value, batch_size)
+            plain = plain_value(slot.arguments.name, value)
+        if slot.metric is not None:
+            raise _mixed(slot, type(value))
+        if isinstance(plain, Tensor):
+            self._keep_tensor(slot, plain, batch_size)
+        else:
+            self._keep_number(slot, plain, batch_size)
 
-    def _keep_metric(self, slot: Slot, metric: object) -> None:
+    def _keep_metric(self, slot: Slot, metric: TorchMetric) -> None:
         if metric is not slot.metric:
             raise _mixed(slot, type(metric))
         if slot.step is not None:
@@ -298,7 +301,7 @@ def _cadence(arguments: Arguments, scope: Scope) -> tuple[bool, bool]:
 
 
 def _mode(arguments: Arguments) -> str:
-    reduce_fx: Any = arguments.reduce_fx
+    reduce_fx = arguments.reduce_fx
     mode = getattr(reduce_fx, "__name__", reduce_fx) if callable(reduce_fx) else reduce_fx
     if isinstance(reduce_fx, str):
         mode = _OTHER_NAMES.get(reduce_fx.lower(), reduce_fx.lower())

@@ -13,7 +13,7 @@ from fabricamp._utils.types import StateDict
 from fabricamp.errors import CheckpointError
 from fabricamp.metrics.exchange import RankValues
 from fabricamp.metrics.slots import MetricTable, Published
-from fabricamp.metrics.values import is_metric
+from fabricamp.metrics.values import TorchMetric, is_metric
 
 
 def save_table(table: MetricTable, objects: dict[int, str]) -> StateDict:
@@ -33,7 +33,7 @@ def save_table(table: MetricTable, objects: dict[int, str]) -> StateDict:
     }
 
 
-def load_table(table: MetricTable, states: Sequence[StateDict], objects: dict[str, Any]) -> None:
+def load_table(table: MetricTable, states: Sequence[StateDict], objects: dict[str, TorchMetric]) -> None:
     """Loads ``states`` into ``table`` before anything is logged: one rank's values, or several ranks' values combined."""
     for state in states:
         for saved, value in zip(state["slots"], state["values"], strict=True):
@@ -82,7 +82,7 @@ def load_rows(saved: Sequence[StateDict]) -> list[RankValues]:
     ]
 
 
-def find_objects(module: nn.Module) -> dict[str, Any]:
+def find_objects(module: nn.Module) -> dict[str, TorchMetric]:
     """Returns the torchmetrics objects in ``module`` by name."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
@@ -93,7 +93,7 @@ def find_objects(module: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in module.named_modules() if is_metric(part)}
 
 
-def save_objects(objects: dict[str, Any]) -> StateDict:
+def save_objects(objects: dict[str, TorchMetric]) -> StateDict:
     """Returns the states of those ``objects`` that have been updated."""
     return {
         name: {"update_count": metric.update_count, "states": {key: _state(metric, key) for key in metric._defaults}}
@@ -102,7 +102,7 @@ def save_objects(objects: dict[str, Any]) -> StateDict:
     }
 
 
-def load_objects(objects: dict[str, Any], states: Sequence[StateDict]) -> None:
+def load_objects(objects: dict[str, TorchMetric], states: Sequence[StateDict]) -> None:
     """Loads the states of one rank, or of several ranks combined, into ``objects``; objects without a state are reset."""
     for name, metric in objects.items():
         metric.reset()
@@ -116,23 +116,24 @@ def load_objects(objects: dict[str, Any], states: Sequence[StateDict]) -> None:
         metric._computed = None
 
 
-def _state(metric: object, key: str) -> Any:
+def _state(metric: object, key: str) -> object:
     value = getattr(metric, key)
     return list(value) if isinstance(value, list) else value  # copied, because reset() empties the list in place
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def _on(device: torch.device, value: Any) -> object:
     return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)
 
 
-def _reduced(name: str, metric: Any, key: str, values: list[Any]) -> Any:
+def _reduced(name: str, metric: TorchMetric, key: str, values: list[Any]) -> object:
     """Returns the states of several ranks combined, by the metric's own reduction."""
     if isinstance(values[0], list):
         return [part for value in values for part in value]
-    rule = getattr(metric._reductions[key], "__name__", "")
-    if rule not in ("dim_zero_sum", "dim_zero_min", "dim_zero_max", "dim_zero_cat"):
+    reduction = metric._reductions[key]
+    rule = getattr(reduction, "__name__", "")
+    if reduction is None or rule not in ("dim_zero_sum", "dim_zero_min", "dim_zero_max", "dim_zero_cat"):
         raise CheckpointError(
             f"the checkpoint holds {type(metric).__name__} {name!r} of {len(values)} ranks, whose state {key!r} cannot be "
             "combined; resume with as many processes as wrote it, or from the end of an epoch"
         )
-    return metric._reductions[key](torch.stack(values) if rule != "dim_zero_cat" else values)
+    return reduction(torch.stack(values) if rule != "dim_zero_cat" else values)

@@ -6,13 +6,16 @@ import hashlib
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
 from fabricamp.state import Scope
+
+if TYPE_CHECKING:
+    from fabricamp.metrics.values import TorchMetric
 
 _NEUTRAL = {"min": math.inf, "max": -math.inf}
 _INITIAL_CAPACITY = 64
@@ -30,9 +33,9 @@ class Arguments(NamedTuple):
     logger: bool = True
     on_step: bool | None = None
     on_epoch: bool | None = None
-    reduce_fx: Any = "mean"
+    reduce_fx: object = "mean"
     sync_dist: bool = False
-    sync_dist_group: Any = None
+    sync_dist_group: object = None
     add_dataloader_idx: bool = True
     rank_zero_only: bool = False
 
@@ -82,7 +85,7 @@ class Cell:
         self.per_step = published.per_step
         self.tensor = tensor
         self.owner: Slot | None = None
-        self.metric: Any = None
+        self.metric: TorchMetric | None = None
         self.computed: tuple[int, float] | None = None
         self.number = 0.0
         self.weight = 0
@@ -137,7 +140,7 @@ class Slot:
         self.loader = NO_LOADER
         self.step: Cell | None = None
         self.epoch: Cell | None = None
-        self.metric: Any = None
+        self.metric: TorchMetric | None = None
         self.weighs = published[1] is not None and published[1].mode == "mean" and scope in _STEP_SCOPES
 
     def follow(self, published: tuple[Published | None, Published | None]) -> bool:

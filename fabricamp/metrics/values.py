@@ -9,7 +9,7 @@ import numbers
 import operator
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,14 +20,38 @@ from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.ops.shards import is_shard, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from fabricamp._utils.types import Batch
     from fabricamp.metrics.slots import MetricTable, Published
     from fabricamp.state import Scope
 
 
-def is_metric(value: object) -> bool:
+class TorchMetric(Protocol):
+    """What ``self.log`` and checkpoints ask of a metric of torchmetrics; the names with an underscore have no public ones."""
+
+    update_count: int
+    sync_on_compute: bool
+    device: torch.device
+    _update_count: int
+    _computed: object
+    """The result of the last :meth:`compute`; None if there are updates since."""
+    _forward_cache: object
+    """The value of the last ``forward``."""
+    _defaults: dict[str, Tensor | list[Tensor]]
+    """The states by name, with their values after a reset."""
+    _reductions: dict[str, Callable[[Tensor | list[Tensor]], Tensor] | None]
+
+    def reset(self) -> None:
+        """Sets the states to their defaults."""
+        ...
+
+    def compute(self) -> Tensor:
+        """Returns the value of all updates; a collective call."""
+        ...
+
+
+def is_metric(value: object) -> TypeGuard[TorchMetric]:
     """Returns whether ``value`` is a torchmetrics object, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
@@ -108,7 +132,9 @@ def tell_of_lengths(name: str, batch: Batch) -> None:
 
 def batch_length(name: str, batch: Batch) -> int:
     """Returns the length of the first tensor in ``batch`` (1 for a 0-dim tensor)."""
-    first = batch[0] if type(batch) in (tuple, list) and batch else batch
+    first: object = batch
+    if (type(batch) is tuple or type(batch) is list) and batch:
+        first = batch[0]
     if type(first) is not Tensor:
         first = next(tensors_within(batch), None)
     if first is None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from typing import Final, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.bridge import c_type, kernel, runs_kernels
+from fabricamp.ops.bridge import Kernel, c_type, kernel, runs_kernels
+from fabricamp.ops.context import Context
 
 _LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _IGNORED: Final = -2
@@ -82,24 +83,44 @@ def _check(logits: Tensor, targets: Tensor, positives: Tensor, classes: int) -> 
         )
 
 
+_Numbers: TypeAlias = tuple[int, float, float, float]
+"""The number of classes, alpha, gamma and the label smoothing, as :func:`focal_loss_reference` takes them."""
+
+
+class _Context(Context, Protocol):
+    numbers: _Numbers
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 class _FocalLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, positives: Tensor, *numbers: float) -> Tensor:
+    def forward(
+        ctx: _Context,
+        logits: Tensor,
+        targets: Tensor,
+        positives: Tensor,
+        classes: int,
+        alpha: float,
+        gamma: float,
+        smoothing: float,
+    ) -> Tensor:
         logits = logits.contiguous()
         targets = targets.contiguous()
         ctx.save_for_backward(logits, targets, positives)
-        ctx.numbers = numbers
+        ctx.numbers = (classes, alpha, gamma, smoothing)
         blocks = _blocks(targets.numel())
         partials = torch.empty(blocks, dtype=torch.float64, device=logits.device)
         loss = torch.empty((), dtype=torch.float32, device=logits.device)
         run = _kernel("focal_loss_forward", logits)
-        run(blocks, _THREADS, logits, targets, partials, *_sizes(logits, numbers))
+        run(blocks, _THREADS, logits, targets, partials, *_sizes(logits, ctx.numbers))
         total = _kernel("focal_loss_total", logits)
         total(1, _THREADS, partials, positives, loss, blocks)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, positives = ctx.saved_tensors
         (gradient,) = gradients
         nothing = (None,) * (2 + len(ctx.numbers))
@@ -113,7 +134,7 @@ class _FocalLoss(torch.autograd.Function):
         return output, *nothing
 
 
-def _kernel(function: str, logits: Tensor) -> Any:
+def _kernel(function: str, logits: Tensor) -> Kernel:
     return kernel("focal_loss", function, (), logits.device, (("LOGIT", c_type(logits.dtype)),))
 
 
@@ -121,7 +142,7 @@ def _blocks(rows: int) -> int:
     return min(_MOST_BLOCKS, -(-rows * 32 // _THREADS))
 
 
-def _sizes(logits: Tensor, numbers: tuple[float, ...]) -> tuple[float, ...]:
+def _sizes(logits: Tensor, numbers: _Numbers) -> tuple[float, ...]:
     classes = logits.shape[-1]
     real_classes, *factors = numbers
     return logits.numel() // classes, classes, int(real_classes), *map(float, factors)

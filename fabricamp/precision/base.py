@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch, StateDict, Step
+    from fabricamp._utils.types import AnyBatch, StateDict, Step
     from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.step_results import StepResults
     from fabricamp.strategies.base import Strategy
@@ -66,7 +66,7 @@ class Precision(NamesKeywords):
         """
         return None
 
-    def convert_input(self, batch: Batch) -> Batch:
+    def convert_input(self, batch: AnyBatch) -> AnyBatch:
         """Casts a batch to the module's input dtype; called during the transfer to the device."""
         return batch
 

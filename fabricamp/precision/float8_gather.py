@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
+from fabricamp.ops.float8 import to_float8
 from fabricamp.ops.shards import SharedRows, is_shard, local
 
 if TYPE_CHECKING:
@@ -112,10 +113,7 @@ class _Weight:
         """Returns the shard in FP8 as a tuple, and what :meth:`after_gather` gets as ``metadata``."""
         dtype = policy.param_dtype or self._shard.dtype
         self._gather.know(dtype, self._float8)
-        data = torch.empty_like(self._shard, dtype=self._float8)
-        # One kernel for product and cast.  The scale has a dimension, so that the product is in fp32.
-        torch.mul(self._shard.to(dtype), self._scale, out=data)
-        return (data,), None
+        return (to_float8(self._shard, self._scale, self._float8, dtype),), None
 
     def __deepcopy__(self, memo: Any) -> _Weight:
         return self
@@ -130,10 +128,10 @@ class _Weight:
 
         With ``out``, the tensor of an earlier call, FSDP has filled that memory, and the scale is updated in place.
         """
-        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
-
         if out is not None:
             return None
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
         (data,) = gathered
         whole = Float8TrainingTensor(data, self._scale[0], dtype, self._products, GemmInputRole.WEIGHT)
         return whole, (data,)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import Batch, StateDict, Step
+    from fabricamp._utils.types import AnyBatch, StateDict, Step
     from fabricamp.precision.base import Clip
     from fabricamp.precision.opt_levels import Level
     from fabricamp.strategies.base import Strategy
@@ -294,7 +294,7 @@ class OptLevel(Precision):
         self._inside = _NOTHING
         self._outside = (_NOTHING, _NOTHING)
 
-    def convert_input(self, batch: Batch) -> Batch:
+    def convert_input(self, batch: AnyBatch) -> AnyBatch:
         """Casts the floating tensors of a batch to fp64 if the module is fp64; else returns the batch unchanged.
 
         Half modules cast their own inputs (:class:`Boundary`).  Casting complete batches would also round the targets, and in

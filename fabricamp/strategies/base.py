@@ -1,8 +1,9 @@
 """The interface of a strategy: the processes of a run, and the exchange of gradients and values between them.
 
 :class:`Strategy` is also the strategy of one process.  In this order: the class variables that say how a strategy works; the ranks;
-what a strategy overrides, in the order of a run; the exchange of values.  What only some strategies can do is in
-``strategies/capabilities.py``, Lightning's names are in ``strategies/lightning_names.py``.
+what a strategy overrides, in the order of a run; the exchange of values.  Members marked final follow from the others, and are only
+asked.  What only some strategies can do is in ``strategies/capabilities.py``, Lightning's names are in
+``strategies/lightning_names.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
-    from fabricamp._utils.types import StateDict, Step
+    from fabricamp._utils.types import CheckpointFiles, StateDict, Step
     from fabricamp.gradients.memory import GradientMemory
 
 Value = TypeVar("Value")
@@ -102,11 +103,8 @@ class Strategy(LightningNames, NamesKeywords):
     start_method: str | None = None
     """How processes are started if the Trainer's ``start_method`` is "auto"; None: chosen automatically."""
 
-    checkpoint_io: Any = None
-    """The ``CheckpointIO`` that writes and reads checkpoints; None: fabricamp's own files.
-
-    The type is Any because strategies are a lower layer than checkpoints, and import nothing from there, not even for types.
-    """
+    checkpoint_io: CheckpointFiles | None = None
+    """The ``CheckpointIO`` that writes and reads checkpoints; None: fabricamp's own files."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -131,11 +129,13 @@ class Strategy(LightningNames, NamesKeywords):
             return object.__getattribute__(self, name)  # raises the error of the first look-up, that of a property too
 
     @property
+    @final
     def sharding(self) -> Sharding:
         """How the module is sharded over the ranks: the strategy itself if it can do that."""
         return self if isinstance(self, Sharding) else UNSHARDED
 
     @property
+    @final
     def membership(self) -> Membership:
         """How processes join and leave during a run: the strategy itself if it lets them."""
         return self if isinstance(self, Membership) else FIXED
@@ -151,21 +151,25 @@ class Strategy(LightningNames, NamesKeywords):
             torch.cuda.set_device(device)
 
     @property
+    @final
     def rank(self) -> int:
         """The number of this process among all."""
         return self.environment.rank
 
     @property
+    @final
     def world_size(self) -> int:
         """The number of processes."""
         return self.environment.world_size
 
     @property
+    @final
     def data_ranks(self) -> int:
         """The number of shares of the data; neighbours that compute one batch together have the same share."""
         return self.world_size // self.tensor_parallel
 
     @property
+    @final
     def data_rank(self) -> int:
         """The index of this process's share of the data."""
         return self.rank // self.tensor_parallel
@@ -176,6 +180,7 @@ class Strategy(LightningNames, NamesKeywords):
         return self.data_rank, self.data_ranks
 
     @property
+    @final
     def lockstep(self) -> bool:
         """Whether all processes have to make each step together; the others wait if one leaves it out."""
         return self.world_size > 1 or self.membership.heals
@@ -279,6 +284,7 @@ class Strategy(LightningNames, NamesKeywords):
         """Returns ``value`` (anything that pickles) of every rank, in rank order."""
         return [value]
 
+    @final
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
         """Returns whether ``decision`` is true on all ranks, or with ``all`` False on any rank."""
         decisions = self.all_gather_object(bool(decision))
@@ -287,6 +293,7 @@ class Strategy(LightningNames, NamesKeywords):
     def barrier(self, name: str = "") -> None:
         """Waits for every rank."""
 
+    @final
     def on_rank_zero(self, action: Callable[[], Value]) -> Value:
         """Runs ``action`` on rank 0 only and returns its result (anything that pickles) on every rank.
 
@@ -295,7 +302,7 @@ class Strategy(LightningNames, NamesKeywords):
         """
         if self.world_size == 1:
             return action()
-        result: Any = None
+        result: Value | None = None
         failure: FabricampError | None = None
         if self.rank == 0:
             try:
@@ -310,6 +317,7 @@ class Strategy(LightningNames, NamesKeywords):
             raise failure or received
         return cast("Value", result)
 
+    @final
     def agree(self, problem: FabricampError | None) -> None:
         """Raises on every rank if any rank has a ``problem``: the class of the first, the messages of all.  Every rank calls it."""
         gathered = [problem] if self.world_size == 1 else self.all_gather_object(problem and _portable(problem))

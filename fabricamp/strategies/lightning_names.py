@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 import zipfile
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -21,6 +21,28 @@ if TYPE_CHECKING:
     from fabricamp.strategies.base import Environment
 
 
+class _Run(Protocol):
+    """What the names ask of a run (``engine/session.py``): its parts, None or empty before they are made."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def optimizers(self) -> list[Optimizer]: ...
+
+    @property
+    def precision(self) -> object: ...
+
+
+@dataclass
+class _Connected:
+    """A module that stands for a run until the next one begins."""
+
+    module: nn.Module
+    optimizers: list[Optimizer] = field(default_factory=list)
+    precision: None = None
+
+
 class LightningNames:
     """The properties of Lightning's strategies, over those of :class:`~fabricamp.strategies.Strategy`."""
 
@@ -28,9 +50,9 @@ class LightningNames:
     environment: Environment
     device: torch.device
 
-    _session: Callable[[], object] = staticmethod(lambda: None)
+    _session: Callable[[], _Run | None] = staticmethod(lambda: None)
 
-    def attach(self, session: object) -> None:
+    def attach(self, session: _Run) -> None:
         """Stores a weak reference to the run, for the properties with module and optimizers; the Trainer calls it."""
         self._session = weakref.ref(session)
 
@@ -71,11 +93,12 @@ class LightningNames:
     @property
     def lightning_module(self) -> Any:
         """The module of the running, or last, fit, validate, test or predict; None before the first."""
-        return getattr(self._session(), "module", None)
+        run = self._session()
+        return None if run is None else run.module
 
     def connect(self, model: nn.Module) -> None:
         """Makes ``model`` the Trainer's module until the next run: called by darts for a module that it has loaded."""
-        connected = SimpleNamespace(module=model)
+        connected = _Connected(model)
         self._session = lambda: connected
 
     @property
@@ -86,7 +109,8 @@ class LightningNames:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that ``configure_optimizers`` returned."""
-        return getattr(self._session(), "optimizers", [])
+        run = self._session()
+        return [] if run is None else run.optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
@@ -99,7 +123,8 @@ class LightningNames:
     @property
     def precision_plugin(self) -> Any:
         """The precision."""
-        return getattr(self._session(), "precision", None)
+        run = self._session()
+        return None if run is None else run.precision
 
     def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> StateDict:
         """Returns a checkpoint file's content; objects only with ``weights_only=False``.  Read by pytorch-forecasting's Tuner."""

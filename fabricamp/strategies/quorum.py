@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,11 +33,54 @@ GetState = Callable[[], StateDict]
 Connect = Callable[[LoadState, GetState], "Connection"]
 
 
+class _Handle(Protocol):
+    """A sum that has begun."""
+
+    def wait(self) -> object:
+        """Waits for it; the manager keeps its error."""
+        ...
+
+
+class Manager(Protocol):
+    """What is asked of torchft's ``Manager``."""
+
+    def start_quorum(self, *, shrink_only: bool) -> object:
+        """Forms the group of the next step; without ``shrink_only`` other groups may join."""
+        ...
+
+    def num_participants(self) -> int:
+        """Returns the number of groups in the step."""
+        ...
+
+    def participating_rank(self) -> int | None:
+        """Returns this group's number among those of the step; None if it is not one of them."""
+        ...
+
+    def current_step(self) -> int:
+        """Returns the number of steps that the groups have made."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> object:
+        """Sets the numbers of steps and of committed batches."""
+        ...
+
+    def allreduce(self, tensor: Tensor, *, reduce_op: ReduceOp.RedOpType) -> _Handle:
+        """Begins to sum or average a tensor over the groups, in place."""
+        ...
+
+    def should_commit(self) -> bool:
+        """Returns whether the sums of the step have succeeded."""
+        ...
+
+    def errored(self) -> BaseException | None:
+        """Returns the error of the step."""
+        ...
+
+
 class Connection(NamedTuple):
     """A group's connection to the other groups."""
 
-    manager: Any
-    """torchft's ``Manager``."""
+    manager: Manager
     hang_up: Callable[[], None]
     """Aborts the process group of a step, so groups that wait for this one get an error."""
     close: Callable[[], None]

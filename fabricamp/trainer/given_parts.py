@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from fabricamp import callbacks
 from fabricamp._utils import lightning_alias
+from fabricamp._utils.types import CheckpointFiles
 from fabricamp.arguments.checks import check_flag
 from fabricamp.arguments.not_offered import lightnings
 from fabricamp.callbacks.async_checkpoint import AsyncCheckpoint
@@ -145,7 +146,7 @@ def of_plugins(plugins: Any, precision: Any) -> tuple[Any, Environment | None, C
     return (precisions or [precision])[0], environment, writers[0] if writers else None
 
 
-def give_checkpoint_io(io: CheckpointIO | None, strategy: Strategy, callbacks: Sequence[Callback]) -> None:
+def give_checkpoint_io(io: CheckpointFiles | None, strategy: Strategy, callbacks: Sequence[Callback]) -> None:
     """Gives the strategy the plug-in of ``plugins``; raises ConfigError for what cannot work with one that writes by itself."""
     if io is not None and strategy.checkpoint_io is not None and io is not strategy.checkpoint_io:
         raise ConfigError("a CheckpointIO in plugins and another one in the strategy; give one of them")

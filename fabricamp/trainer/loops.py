@@ -42,10 +42,10 @@ class _Limit(Generic[Value]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, loop: Any, owner: type | None = None) -> Value:
+    def __get__(self, loop: _Loop | None, owner: type | None = None) -> Value:
         return cast("Value", self if loop is None else getattr(loop._trainer, self._name))
 
-    def __set__(self, loop: Any, value: Value) -> None:
+    def __set__(self, loop: _Loop, value: Value) -> None:
         setattr(loop._trainer, self._name, value)
 
 

@@ -15,7 +15,7 @@ from fabricamp.tuner.trials import leaving_no_trace, train
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fabricamp._utils.types import Batch, Output, ParamGroup
+    from fabricamp._utils.types import AnyBatch, AnyOutput, ParamGroup
     from fabricamp.callbacks.lr_finder import LearningRateFinder
     from fabricamp.engine.session import Session
     from fabricamp.engine.source import GivenData
@@ -215,7 +215,9 @@ class _Sweep(Callback):
         self._average = 0.0
         self._best = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: TrainingModule, batch: AnyBatch, batch_idx: int
+    ) -> None:
         rate = self.rates[trainer.global_step]
         for group in self.groups:
             if isinstance(group["lr"], Tensor):
@@ -224,7 +226,7 @@ class _Sweep(Callback):
                 group["lr"] = rate
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: TrainingModule, outputs: Output, batch: Batch, batch_idx: int
+        self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
     ) -> None:
         if outputs:
             self._losses_of_step.append(outputs["loss"].float())

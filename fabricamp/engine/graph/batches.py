@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from fabricamp._utils.types import Batch, Output
 
-_FLAT: Final = (list, tuple)
 _TENSORS: Final = {Tensor}
 _STRIDED: Final = {torch.strided}
 _layout: Final = attrgetter("layout")
@@ -38,7 +37,11 @@ def signature(batch: Batch) -> Hashable:
                 f"the batch holds a tensor of layout {batch.layout}, which has no strides; give dense tensors"
             )
         return batch.shape, batch.dtype, batch.stride()
-    if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS and set(map(_layout, batch)) == _STRIDED:
+    if (
+        (type(batch) is tuple or type(batch) is list)
+        and set(map(type, batch)) == _TENSORS
+        and set(map(_layout, batch)) == _STRIDED
+    ):
         # The usual form, as below but without a call per tensor.
         return type(batch), tuple([(one.shape, one.dtype, one.stride()) for one in batch])
     if isinstance(batch, list | tuple):
@@ -56,7 +59,9 @@ def signature(batch: Batch) -> Hashable:
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     """Returns the tensors of a batch, in the order of its :func:`signature`."""
-    if type(batch) in _FLAT and set(map(type, batch)) == _TENSORS:  # usual form: a third of the time
+    if (type(batch) is tuple or type(batch) is list) and set(
+        map(type, batch)
+    ) == _TENSORS:  # usual form: a third of the time
         return list(batch)
     return list(tensors_within(batch))
 

@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class GroupUpdate(GraphUpdate):
         """Returns the graph of these steps, captured now if necessary, with uploaded learning rates; None if there is none."""
         single = self._steps.get(key)
         group = self._groups.get(key)
-        if single is not None and not self._reclaim_pool(group or single):
+        if single is not None and self._pool.is_lent and not self._reclaim_pool(group or single):
             return None
         if single is None or not (group or single).is_valid():
             if group is not None:
@@ -177,7 +177,7 @@ class GroupUpdate(GraphUpdate):
         optimizer = self._optimizer
         assert optimizer is not None
         optimizer.zero_grad(set_to_none=True)
-        inputs = copied(batches)
+        inputs = cast("list[Batch]", copied(batches))
         lr_table = None
         if self.schedules.follow_steps:
             lr_table = LrTable(optimizer, self.schedules, self._state, parts.precision.verdicts, len(batches))

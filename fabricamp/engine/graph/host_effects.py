@@ -34,10 +34,11 @@ from fabricamp.metrics.values import is_metric, is_metric_collection
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from fabricamp._utils.types import Output, ParamGroup
+    from fabricamp._utils.types import Output
     from fabricamp.engine.session import Session
     from fabricamp.metrics import Metrics
     from fabricamp.metrics.slots import Cell
+    from fabricamp.metrics.values import TorchMetric
 
 
 FEWEST_EAGER_CALLS: Final = 2
@@ -253,7 +254,7 @@ class CapturedConstantsGuard:
         self._tables: list[Mapping[str, Any]] = []
         self._names: list[list[str]] = []
         for table, managed in [*owners, (hparams, frozenset[str]())]:
-            names = [name for name, value in table.items() if name not in managed and _is_plain(value)]
+            names = [name for name, value in table.items() if name not in managed and is_plain(value)]
             if names:
                 self._tables.append(table)
                 self._names.append(names)
@@ -303,8 +304,9 @@ class CapturedConstantsGuard:
         return next((name for table, name, value in self._loose if table.get(name) is not value), "")
 
 
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
+def is_plain(value: Any) -> bool:
+    """Returns whether ``value`` is a number, a word or its like, or a tuple of them: it cannot change in place."""
+    return all(map(is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
 
 
 _children: Final = operator.methodcaller("values")
@@ -393,8 +395,8 @@ class MetricStates:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._metrics: list[Any] = [one for one in module.modules() if is_metric(one)]
-        self._states: list[tuple[Any, str, Tensor]] = [
+        self._metrics: list[TorchMetric] = [one for one in module.modules() if is_metric(one)]
+        self._states: list[tuple[TorchMetric, str, Tensor]] = [
             (metric, name, getattr(metric, name))
             for metric in self._metrics
             for name, default in metric._defaults.items()
@@ -489,8 +491,7 @@ _NO_NAMES: Final[frozenset[str]] = frozenset()
 def managed_attributes(owner: object) -> frozenset[str]:
     """Returns the attributes of a torchmetrics object that :class:`MetricStates` manages; empty for other objects."""
     if is_metric(owner):
-        defaults: ParamGroup = owner._defaults  # type: ignore[attr-defined]
-        return _METRIC_COUNTS.union(name for name, value in defaults.items() if isinstance(value, Tensor))
+        return _METRIC_COUNTS.union(name for name, value in owner._defaults.items() if isinstance(value, Tensor))
     return _COLLECTION if is_metric_collection(owner) else _NO_NAMES
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from fabricamp.ops.batch_norm.exchange import exchange_of
 from fabricamp.ops.batch_norm.plans import Plan, Running, plan_of
 from fabricamp.ops.batch_norm.reference import update_running
+from fabricamp.ops.context import Context
 
 _KIND: Final = "bool relu, bool channel_last, SymInt exchange"
 
@@ -107,13 +108,21 @@ def _strided_as(result: Tensor, like: Tensor) -> Tensor:
     return result if result.stride() == declared else torch.empty_like(like).copy_(result)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+class _Context(Context, Protocol):
+    kind: tuple[bool, bool, int]
+    """ReLU, whether channels are last, and the number of the exchange."""
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]: ...
+
+
+def _keep(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, z, weight, bias, _, relu, channel_last, exchange = inputs
     ctx.save_for_backward(x, z if relu else None, weight, bias, output[1])
     ctx.kind = relu, channel_last, exchange
 
 
-def _differentiate(ctx: Any, dy: Tensor, _saved: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: _Context, dy: Tensor, _saved: Tensor | None) -> tuple[Tensor | None, ...]:
     x, z, weight, bias, saved = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
     gradients = iter(_backward(dy, x, z, weight, bias, saved, needs, *ctx.kind))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.ops.batch_norm.compiled import compiled_batch_norm
 from fabricamp.ops.batch_norm.exchange import BatchNormExchange
 from fabricamp.ops.batch_norm.plans import Plan, Running, plan_of, reference_of
+from fabricamp.ops.context import Context
 
 _TWICE: Final = (
     "SyncBatchNorm has no second derivative: its backward ran with create_graph=True, and the requested gradient passes through "
@@ -93,12 +94,25 @@ class _Call(NamedTuple):
     plan_of: Callable[..., Plan]
 
 
+class _Context(Context, Protocol):
+    """The input, the residual, weight, bias and statistics; the residual and the bias only if ReLU needs them."""
+
+    plan: Plan
+    bias: Tensor | None
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]: ...
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, bool, bool, bool, bool]: ...
+
+
 class _SyncBatchNorm(torch.autograd.Function):
     """The autograd function of eager mode, with as little host work per batch as possible."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         x: Tensor,
         z: Tensor | None,
         weight: Tensor | None,
@@ -116,7 +130,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, z, weight, bias, saved = ctx.saved_tensors
         bias = ctx.bias if bias is None else bias
         if not torch.is_grad_enabled():
@@ -131,9 +145,9 @@ class _Once(torch.autograd.Function):
     """Connects a gradient to the tensors it was computed from, so that a second derivative raises NotImplementedError."""
 
     @staticmethod
-    def forward(_ctx: Any, gradient: Tensor, *_sources: Tensor | None) -> Tensor:
+    def forward(_ctx: object, gradient: Tensor, *_sources: Tensor | None) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(_ctx: Any, _gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(_ctx: object, _gradient: Tensor) -> tuple[Tensor | None, ...]:
         raise NotImplementedError(_TWICE)

@@ -7,31 +7,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fabricamp.errors import ConfigError
+from fabricamp.ops.context import Context
 from fabricamp.ops.norm.kernels import Kernels, NormFunction, kernels_of
 from fabricamp.ops.norm.plans import Norm
 from fabricamp.torch_private import functorch_active, is_batched_gradient, unobserved_apply
+
+
+class _Saved(Context, Protocol):
+    """The input (or output) of a norm, its weight, its bias and its statistics."""
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]: ...
+
+
+class _EagerContext(_Saved, Protocol):
+    kernels: Kernels
+
+
+class _OperationContext(_Saved, Protocol):
+    norm: Norm
+    eps: float
 
 
 class _Normalise(torch.autograd.Function):
     """Runs the kernels under autograd in eager mode: a custom operator would cost more host time in every call."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Kernels) -> Tensor:
+    def forward(ctx: _EagerContext, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Kernels) -> Tensor:
         output, statistics = kernels.forward(x, weight, bias)
         ctx.save_for_backward(output if kernels.norm.efficient else x, weight, bias, statistics)
         ctx.kernels = kernels
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        kernels: Kernels = ctx.kernels
+    def backward(ctx: _EagerContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        kernels = ctx.kernels
         if torch.is_grad_enabled() or is_batched_gradient(gradient) or functorch_active():
             return *_differentiable(ctx, kernels.norm, kernels.eps, gradient), None
         saved, weight, bias, statistics = ctx.saved_tensors
@@ -61,7 +78,7 @@ def by_kernels(kernels: Kernels) -> NormFunction:
     return normalise
 
 
-def _differentiable(ctx: Any, norm: Norm, eps: float, gradient: Tensor) -> list[Tensor | None]:
+def _differentiable(ctx: _Saved, norm: Norm, eps: float, gradient: Tensor) -> list[Tensor | None]:
     """Returns the gradients by torch's operations, for ``create_graph=True`` (a second derivative) or a batch of gradients."""
     create_graph = torch.is_grad_enabled()
     if norm.efficient:
@@ -79,7 +96,8 @@ def _differentiable(ctx: Any, norm: Norm, eps: float, gradient: Tensor) -> list[
         else:
             result = rms_norm_reference(rows, norm.width, factor, eps, dtype=norm.output)
     needs = ctx.needs_input_grad[:3]
-    wanted = [operand for operand, needed in zip((x, weight, bias), needs, strict=True) if needed]
+    operands = zip((x, weight, bias), needs, strict=True)
+    wanted = [operand for operand, needed in operands if needed and operand is not None]
     gradients = torch.autograd.grad(result, wanted, gradient.reshape(result.shape), create_graph=create_graph)
     remaining = iter(gradients)
     return [next(remaining) if needed else None for needed in needs]
@@ -159,7 +177,7 @@ def _norm_of(
     return Norm(width, center, given, output, parameter, weight is not None, bias is not None, efficient, device)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: _OperationContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, width, eps, dtype, center, efficient = inputs
     normalised, statistics = output
     ctx.save_for_backward(normalised if efficient else x, weight, bias, statistics)
@@ -167,8 +185,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.eps = eps
 
 
-def _backward_of_op(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    norm: Norm = ctx.norm
+def _backward_of_op(ctx: _OperationContext, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    norm = ctx.norm
     if torch.is_grad_enabled():
         return *_differentiable(ctx, norm, ctx.eps, gradient), *[None] * 5
     saved, weight, bias, statistics = ctx.saved_tensors
