@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch._C._autograd import _profiler_enabled as profiler_enabled
@@ -40,6 +40,7 @@ __all__ = [
     "ATTRIBUTES",
     "AnyBatchNorm",
     "AnyLoss",
+    "Compilation",
     "HashStore",
     "PrefixStore",
     "Store",
@@ -264,16 +265,41 @@ def compiler_of(compiled: Any) -> Any:
     return None if config_of is None else inspect.getclosurevars(config_of).nonlocals["self"]
 
 
-def last_compilation() -> Any:
+class Compilation(Protocol):
+    """What is read of torch's record of a compilation."""
+
+    @property
+    def co_name(self) -> str | None:
+        """The function's name."""
+        ...
+
+    @property
+    def recompile_reason(self) -> str | None:
+        """The guard that did not hold; None for a function's first compilation."""
+        ...
+
+    @property
+    def fail_type(self) -> str | None:
+        """The name of the error's class; None if it succeeded."""
+        ...
+
+    @property
+    def fail_reason(self) -> str | None:
+        """The error's text; None if it succeeded."""
+        ...
+
+
+def last_compilation() -> Compilation | None:
     """Returns torch's record of its last compilation, one that failed too; None if there was none."""
     utils = sys.modules["torch._dynamo.utils"]  # needed around each call of compiled code, when it is imported
     records = utils._compilation_metrics
-    return records[-1] if records else None
+    last: Compilation | None = records[-1] if records else None
+    return last
 
 
-def compilations_since(record: Any) -> list[Any]:
+def compilations_since(record: Compilation | None) -> list[Compilation]:
     """Returns torch's records of the compilations after ``record``, at most 64; a record names the function and the reason."""
-    records = list(sys.modules["torch._dynamo.utils"]._compilation_metrics)
+    records: list[Compilation] = list(sys.modules["torch._dynamo.utils"]._compilation_metrics)
     known = next((number + 1 for number, one in enumerate(records) if one is record), 0)
     return records[known:]
 

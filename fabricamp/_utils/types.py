@@ -26,6 +26,29 @@ AnyOutput: TypeAlias = Any
 Step: TypeAlias = Callable[..., Output]
 """A step of the user's module, or a function in its place: takes what the loop passes on, returns what the step returns."""
 
+
+class OptimizerFace(Protocol):
+    """What is asked of an optimizer that is not torch's: the names that a run, its schedules and its checkpoints use."""
+
+    param_groups: list[ParamGroup]
+
+    def step(self, closure: None = None) -> object:
+        """Updates the parameters."""
+        ...
+
+    def zero_grad(self) -> object:
+        """Clears the gradients."""
+        ...
+
+    def state_dict(self) -> StateDict:
+        """Returns the state, with the groups."""
+        ...
+
+    def load_state_dict(self, state_dict: StateDict, /) -> object:
+        """Continues from a state that :meth:`state_dict` has returned."""
+        ...
+
+
 Closure: TypeAlias = Callable[[], Any]
 """Computes the loss again and returns it, for an optimizer that asks for it within its step.
 

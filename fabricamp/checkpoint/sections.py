@@ -20,9 +20,7 @@ from fabricamp.strategies.meta_init import leave_meta
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch.optim import Optimizer
-
-    from fabricamp._utils.types import StateDict, Stateful
+    from fabricamp._utils.types import OptimizerFace, StateDict, Stateful
     from fabricamp.data import DataModule
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Conversion
@@ -161,7 +159,7 @@ class Optimizers(Section):
 
     name = "optimizers"
 
-    optimizers: Sequence[Optimizer]
+    optimizers: Sequence[OptimizerFace]
 
     def save(self) -> StateDict:
         """Returns their state dicts."""
@@ -240,7 +238,7 @@ def _check_number(path: str, label: str, saved: Sequence[object], here: Sequence
         )
 
 
-def _check_shapes(optimizer: Optimizer, number: int, path: str) -> None:
+def _check_shapes(optimizer: OptimizerFace, number: int, path: str) -> None:
     for parameter, state in getattr(optimizer, "state", {}).items():
         if not isinstance(state, dict) or not isinstance(parameter, Tensor):
             continue

@@ -19,9 +19,7 @@ from fabricamp.optimizers.refusals import owned_parameters
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch.optim import Optimizer
-
-    from fabricamp._utils.types import StateDict
+    from fabricamp._utils.types import OptimizerFace, StateDict
 
 
 class ShardLoader:
@@ -86,7 +84,7 @@ def sharded_weights(checkpoint: StateDict, path: str, own: Mapping[str, Any]) ->
 
 
 def sharded_states(
-    checkpoint: StateDict, path: str, optimizers: Sequence[Optimizer], states: Sequence[StateDict]
+    checkpoint: StateDict, path: str, optimizers: Sequence[OptimizerFace], states: Sequence[StateDict]
 ) -> list[StateDict]:
     """Returns the optimizers' ``states`` with the tensors of a sharded parameter sharded like that parameter."""
     loader = ShardLoader(checkpoint, path)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from fabricamp.errors import ConfigError
-from fabricamp.torch_private import compilations_since, is_limit_hit, last_compilation
+from fabricamp.torch_private import Compilation, compilations_since, is_limit_hit, last_compilation
 
 if TYPE_CHECKING:
     from fabricamp.state import RunState
@@ -28,7 +28,7 @@ class CompilationWatch:
         self._speaks = speaks
         self.name = ""
         """The name of the function or module called next, for records without a name."""
-        self._before: Any = None
+        self._before: Compilation | None = None
         self._told: set[str] = set()
 
     def __enter__(self) -> None:
@@ -45,7 +45,7 @@ class CompilationWatch:
             if line and error is None:
                 self._say(line, record)
 
-    def _line(self, record: Any) -> str:
+    def _line(self, record: Compilation) -> str:
         """Returns the log line for a compilation; an empty string for the first compilation of a function."""
         # If torch cannot compile the code around a module's call, it compiles the function that runs the call.
         name = self.name if record.co_name in (None, "__call__") else record.co_name
@@ -62,7 +62,7 @@ class CompilationWatch:
             return ""
         return f"{name} was compiled again in step {self._state.global_step}: {reason}"
 
-    def _say(self, line: str, record: Any) -> None:
+    def _say(self, line: str, record: Compilation) -> None:
         failed = record.fail_reason is not None
         key = f"{record.co_name or self.name} {failed}"
         if key in self._told:
@@ -83,11 +83,11 @@ class CompilationWatch:
             )
 
 
-def _hits_limit(record: Any) -> bool:
-    return record.fail_type == "FailOnRecompileLimitHit" or "recompile limit exceeded" in record.fail_reason
+def _hits_limit(record: Compilation) -> bool:
+    return record.fail_type == "FailOnRecompileLimitHit" or "recompile limit exceeded" in (record.fail_reason or "")
 
 
-def _reason(text: Any) -> str:
+def _reason(text: str | None) -> str:
     """Returns the condition of torch's guard that did not hold, without torch's number, hint and stack."""
     line = str(text).partition("\n")[0]
     line = re.sub(r"^\d+/\d+: ", "", line)

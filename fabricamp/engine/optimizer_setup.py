@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.torch_updates import demands_closure
 
 if TYPE_CHECKING:
-    from fabricamp._utils.types import Closure
+    from fabricamp._utils.types import Closure, OptimizerFace
     from fabricamp.module import TrainingModule
     from fabricamp.trainer.arguments import Settings
 
@@ -122,7 +122,7 @@ def _unpacked(returned: object) -> tuple[list[Optimizer], list[SchedulerConfig]]
     if returned is None:
         return [], []
     if _is_optimizer(returned):
-        return [returned], []
+        return [_optimizer(returned)], []
     if isinstance(returned, dict):
         return _from_dicts([returned])
     if isinstance(returned, (list, tuple)):
@@ -187,8 +187,8 @@ def check_optimization(
             )
 
 
-def _is_optimizer(value: object) -> TypeGuard[Optimizer]:
-    # Duck-typed: LARC wraps an optimizer without being one.
+def _is_optimizer(value: object) -> TypeGuard[OptimizerFace]:
+    # Duck-typed: a wrapper of another library's may not be an Optimizer.
     return isinstance(value, Optimizer) or (hasattr(value, "step") and hasattr(value, "param_groups"))
 
 
@@ -198,7 +198,7 @@ def _optimizer(value: object) -> Optimizer:
             f"configure_optimizers returned a {type(value).__name__} where an optimizer was expected: {value!r}; "
             "return schedulers as the second list of a pair, or as 'lr_scheduler' in a dict"
         )
-    return value
+    return cast("Optimizer", value)  # torch's schedulers and annotations name the class
 
 
 def _from_dicts(dicts: Iterable[dict[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, cast
 
 import torch
 
@@ -17,18 +17,38 @@ from fabricamp.watchdog import end_by_sigint_at_exit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fabricamp._utils.types import StateDict
     from fabricamp.engine.runner import Runner
     from fabricamp.engine.source import GivenData
     from fabricamp.module import TrainingModule
     from fabricamp.state import TrainerFn
 
+Result = TypeVar("Result")
+
 _SECTIONS = ("weights", "callbacks")
 _CPU = torch.device("cpu")
 
 
+class Outcome(TypedDict, Generic[Result]):
+    """What rank 0's worker sends back."""
+
+    result: Result
+    sections: StateDict
+    """Weights and callbacks; empty from other ranks."""
+    state: dict[str, object]
+    """Values of ``RunState`` by name."""
+    log_dir: str | None
+    log_folder: str | None
+    skipped_steps: int
+    lengths: dict[str, Any]
+    loggers: list[object]
+    """What identifies the run of each logger."""
+    metrics: StateDict
+
+
 def start_workers(
-    runner: Runner, run: Callable[[], Any], fn: TrainerFn, module: TrainingModule, source: GivenData
-) -> Any:
+    runner: Runner, run: Callable[[], Result], fn: TrainerFn, module: TrainingModule, source: GivenData
+) -> Result:
     """Starts the Trainer's worker processes, which call ``run``; returns its result, and updates module and callbacks.
 
     Start method "script" runs the script again in every process; this process then ends with them and does not return.
@@ -37,7 +57,7 @@ def start_workers(
     method = launch.choose_start_method(runner.settings.start_method)
     if method == "script":
         launch.run_script(runner.num_processes)
-    outcome = launch.run_function(_in_worker, (runner, run), runner.num_processes, method)
+    outcome: Outcome[Result] = launch.run_function(_in_worker, (runner, run), runner.num_processes, method)
     runner.take_callbacks(module)
     _take_over(runner, outcome)
     call_hook(module, "configure_model")
@@ -54,7 +74,7 @@ def start_workers(
     return outcome["result"]
 
 
-def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
+def _take_over(runner: Runner, outcome: Outcome[Result]) -> None:
     trainer = runner.trainer
     trainer.log_dir = outcome["log_dir"]
     trainer.log_folder = outcome["log_folder"]
@@ -65,7 +85,7 @@ def _take_over(runner: Runner, outcome: dict[str, Any]) -> None:
         logger.join(identity)
 
 
-def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
+def _in_worker(runner: Runner, run: Callable[[], Result]) -> Outcome[Result]:
     runner.become_worker()
     result = run()
     trainer = runner.trainer
@@ -75,10 +95,12 @@ def _in_worker(runner: Runner, run: Callable[[], Any]) -> dict[str, Any]:
         "fn", "status", "epoch", "global_step", "batch_idx", "batches_done", "closed_at", "validations",
         "should_stop", "stop_reason", "stop_error", "interruption",
     )  # fmt: skip
+    sections: StateDict = {}
+    if trainer.is_global_zero:  # the caller gets rank 0's state: of a sharded module no other rank has the weights
+        sections = cast("StateDict", move_to_device(session.record.save(*_SECTIONS), _CPU))
     return {
         "result": result,
-        # The caller gets rank 0's state: of a sharded module no other rank has the weights.
-        "sections": move_to_device(session.record.save(*_SECTIONS), _CPU) if trainer.is_global_zero else {},
+        "sections": sections,
         "state": {name: getattr(trainer.state, name) for name in counters},
         "log_dir": trainer.log_dir,
         "log_folder": trainer.log_folder,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from fabricamp._utils.types import OptimizerFace
     from fabricamp.optimizers.rows import DeviceParams
 
 
@@ -117,7 +118,7 @@ def name_of(optimizer: Optimizer, index: int) -> str:
     return f"parameter {index}"
 
 
-def owned_parameters(optimizer: Optimizer) -> list[Tensor]:
+def owned_parameters(optimizer: OptimizerFace) -> list[Tensor]:
     """Returns every tensor that ``optimizer`` updates, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -19,11 +19,21 @@ from tests.distributed.ranks import run_ranks
 from tests.metrics.log_calls import log
 
 
+class Counting(ProcessGroupStrategy):
+    """Notes the objects that ranks exchange."""
+
+    exchanged = []
+
+    def all_gather_object(self, value):
+        self.exchanged.append(value)
+        return super().all_gather_object(value)
+
+
 def build(scope=Scope.TRAIN_STEP, fn=TrainerFn.FITTING):
     state = RunState()
     state.begin(fn)
     state.scope, state.batch = scope, torch.zeros(1)
-    strategy = ProcessGroupStrategy()
+    strategy = Counting()
     environment = Environment(rank=dist.get_rank(), world_size=dist.get_world_size())
     strategy.setup_environment(environment, torch.device("cpu"))
     metrics = Metrics(state, strategy)
@@ -34,13 +44,6 @@ def build(scope=Scope.TRAIN_STEP, fn=TrainerFn.FITTING):
 
 def callbacks(metrics):
     return dict(metrics.reduced)
-
-
-def count_object_exchanges(metrics):
-    calls = []
-    strategy, gather = metrics._strategy, metrics._strategy.all_gather_object
-    strategy.all_gather_object = lambda value: calls.append(value) or gather(value)
-    return calls
 
 
 # Each check runs on every rank; all of them share one start of the processes.
@@ -98,7 +101,9 @@ def epoch_values_equal_those_of_one_process():
         },
         rel=1e-12,
     )
-    assert len({str(one) for one in metrics._strategy.all_gather_object(callbacks(metrics))}) == 1
+    of_all = [None] * world
+    dist.all_gather_object(of_all, str(callbacks(metrics)))
+    assert len(set(of_all)) == 1
 
 
 @check
@@ -108,7 +113,8 @@ def step_values_are_local_for_loggers_without_sync_dist_and_global_for_callbacks
     log(metrics, "shared", torch.tensor(float(rank)), sync_dist=True, prog_bar=True)
     log(metrics, "total", rank + 1, sync_dist=True, reduce_fx="sum")
     log(metrics, "most", torch.tensor(rank), sync_dist=True, reduce_fx="max")
-    calls = count_object_exchanges(metrics)
+    calls = Counting.exchanged
+    calls.clear()
     metrics.flush(50)
     world = dist.get_world_size()
     mean, total = (world - 1) / 2, float(world * (world + 1) // 2)
@@ -123,7 +129,8 @@ def step_values_are_local_for_loggers_without_sync_dist_and_global_for_callbacks
 @check
 def ranks_that_log_different_keys_agree_once():
     metrics, _, rank, sunk = build()
-    calls = count_object_exchanges(metrics)
+    calls = Counting.exchanged
+    calls.clear()
     for step in range(3):
         if rank == 0:
             log(metrics, "first", torch.tensor(1.0), sync_dist=True)
@@ -271,7 +278,8 @@ def on_a_gpu_disagreement_is_settled_two_windows_later_at_the_same_place():
             pass
 
     metrics, _, rank, sunk = build()
-    calls = count_object_exchanges(metrics)
+    calls = Counting.exchanged
+    calls.clear()
     start, exchange._start_copy = exchange._start_copy, lambda vector: (vector.clone(), Event())
     try:
         world = dist.get_world_size()
