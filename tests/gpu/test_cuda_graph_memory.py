@@ -131,7 +131,7 @@ def test_an_accumulation_with_short_batches_takes_the_memory_of_two_steps(graph,
     rows = ROWS_OF_THREE_SHAPES * 3
     limited(1.45)
     wanted, _ = fit(False, rows, accumulate_grad_batches=3)
-    limited(2.6)
+    limited(2 * 1.45)
     found, replays = fit(graph, rows, accumulate_grad_batches=3)
     assert torch.equal(found, wanted)
     assert replays[-1] > len(rows) // 2
