@@ -145,6 +145,7 @@ docs: $(STAMP) ## writes docs/reference.md from the docstrings, commands.md, que
 	$(BIN)/python benchmarks/draw_losses.py
 	$(BIN)/python benchmarks/draw_step.py
 	$(BIN)/python benchmarks/draw_charts.py
+	$(BIN)/python benchmarks/fp8_losses.py --draw benchmarks/results/fp8_losses-h100-3e-4.json benchmarks/results/fp8_losses-h100.json
 
 # Sphinx reads the repository itself: pages link to examples, tests and the README.  -W: a warning is an error.
 site: $(STAMP) ## builds the documentation as pages with a search, build/site/index.html, without the network

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 LENGTH: Final = 2048
 HEAD: Final = 128
+LAYERS: Final = 24
+"""Of the network that the block is part of: its first values depend on it."""
 KINDS: Final = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 SIZES: Final = "2048x8192,4096x8192,3072x8192,1536x8192,2048x4096,4096x4096"
 
@@ -46,7 +48,7 @@ SIZES: Final = "2048x8192,4096x8192,3072x8192,1536x8192,2048x4096,4096x4096"
 def pass_of(width: int, tokens: int, kind: str, device: torch.device) -> Callable[[], None]:
     """Returns a compiled forward and backward of a block with bf16 weights."""
     torch.manual_seed(0)
-    block = Block(width, max(1, width // HEAD)).to(device, torch.bfloat16)
+    block = Block(width, max(1, width // HEAD), LAYERS).to(device, torch.bfloat16)
     if kind != "bf16":
         layers = [layer for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
         change(layers, kind, emulate=device.type == "cpu")
@@ -169,6 +171,14 @@ def is_alive(pipe: Connection) -> bool:
     return True
 
 
+def check_rows(sizes: list[tuple[int, int]], rows: list[dict[str, Any]]) -> None:
+    """Ends the script with an error if ``rows`` lack a size, as its process has failed."""
+    measured = {(row["width"], row["tokens"]) for row in rows}
+    failed = [f"{width}x{tokens}" for width, tokens in sizes if (width, tokens) not in measured]
+    if failed:
+        raise SystemExit(f"not measured: {', '.join(failed)}; the errors are above")
+
+
 def sizes_of(text: str) -> list[tuple[int, int]]:
     """Returns pairs of width and tokens."""
     pairs = [part.split("x") for part in text.split(",")]
@@ -206,6 +216,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         if options.out is not None:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
+    check_rows(options.sizes, found["rows"])
 
 
 if __name__ == "__main__":

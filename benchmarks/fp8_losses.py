@@ -1,7 +1,7 @@
 """Compares losses in FP8 with bf16 (O5): a GPT of width 1024 on real text, runs with the same seed and batches.
 
     python benchmarks/fp8_losses.py [--seeds 0,1,2] [--steps 2000] [--recipe tensorwise] [--minutes 8] --out FILE
-    python benchmarks/fp8_losses.py --draw FILE                     (draws docs/fp8-losses.svg)
+    python benchmarks/fp8_losses.py --draw FILES                    (draws docs/fp8-losses.svg)
 
 Each seed has a run in bf16, one in FP8, and a control: bf16 with each initial weight changed by up to one rounding of bf16, which
 shows how far two runs part that differ by nothing else.  "gap" is the mean loss of the last 100 steps of a run divided by that of
@@ -38,7 +38,15 @@ SIZES = Sizes(256, context=512, layers=4, width=1024, heads=16, batch=16)
 QUICK = Sizes(256, context=32, layers=2, width=32, heads=2, batch=4)
 LAST = 100
 POINTS = 100
-COLOURS = {"bf16": "#bbbbbb", "fp8": "#1f77b4"}
+LINES = {
+    "bf16": ("#999999", 4),
+    "other weights": ("#d95f02", 1.2),
+    "control": ("#d95f02", 1.2),
+    "fp8": ("#1f77b4", 1.2),
+}
+"""Colour and width of the lines, in the order in which they are drawn."""
+HIGHEST = 1.8
+"""The loss at which the curves begin: above it they lie on each other."""
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 300, 56, 16, 16, 40
 
 
@@ -113,48 +121,66 @@ def row_of(run, sizes, steps, peak, recipe):
     return {**run._asdict(), "final": round(final, 5), "losses": curve, "seconds": round(time.monotonic() - begun)}
 
 
-def draw(found):
-    """Returns an SVG with the curves of all seeds, and the gaps in words."""
-    curves = [(row["kind"], row["losses"]) for row in found["rows"] if not row["change"]]
+def draw(results):
+    """Returns an SVG with a panel for each of ``results``: the curves of all runs, and the gaps in words."""
+    panels = [panel for number, found in enumerate(results) for panel in panel_of(found, number * HEIGHT)]
+    device, version = results[0]["device"], results[0]["torch"]
+    height = HEIGHT * len(results)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">'
+    title = f"<title>Loss of a GPT of width {SIZES.width} in bf16 and FP8, {device}, torch {version}</title>"
+    background = f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
+    return "\n".join([head, title, background, *panels, "</svg>"]) + "\n"
+
+
+def panel_of(found, top):
+    """Returns the elements of a panel whose upper edge is at ``top``; it begins where the first curve falls below ``HIGHEST``."""
+    curves = [
+        ("control" if row["kind"] == "bf16" and row["change"] else row["kind"], row["losses"]) for row in found["rows"]
+    ]
+    others = found.get("other_weights", [])
+    curves += [("other weights", row["losses"]) for row in others]
     lowest = min(min(values) for _, values in curves) - 0.05
-    highest = sorted(value for _, values in curves for value in values)[-len(curves)]
+    start = min(
+        next(index for index, loss in enumerate(values) if loss < HIGHEST) / len(values) for _, values in curves
+    )
 
     def point(part, loss):
-        x = LEFT + part * (WIDTH - LEFT - RIGHT)
-        return f"{x:.1f},{TOP + (highest - loss) / (highest - lowest) * (HEIGHT - TOP - BOTTOM):.1f}"
+        x = LEFT + (part - start) / (1 - start) * (WIDTH - LEFT - RIGHT)
+        return f"{x:.1f},{top + TOP + (HIGHEST - loss) / (HIGHEST - lowest) * (HEIGHT - TOP - BOTTOM):.1f}"
 
     parts = []
-    for name, values in sorted(curves, key=lambda curve: curve[0] != "bf16"):
-        points = " ".join(
-            point((index + 1) / len(values), loss) for index, loss in enumerate(values) if loss <= highest
-        )
-        width = 5 if name == "bf16" else 1.2  # wide, so that it is visible below the other
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="{width}"/>')
-    for loss in (highest, (highest + lowest) / 2, lowest):
+    for name, values in sorted(curves, key=lambda curve: list(LINES).index(curve[0])):
+        shown = [(index + 1, loss) for index, loss in enumerate(values) if loss < HIGHEST]
+        points = " ".join(point(number / len(values), loss) for number, loss in shown)
+        colour, width = LINES[name]
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+    for loss in (HIGHEST, (HIGHEST + lowest) / 2, lowest):
         y = point(0, loss).split(",")[1]
         parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{loss:.2f}</text>')
-    for part in (0, 0.5, 1):
+    for part in (start, (start + 1) / 2, 1):
         x = point(part, lowest).split(",")[0]
-        step = int(part * found["steps"])
-        parts.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
-    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+        y = top + HEIGHT - BOTTOM + 18
+        parts.append(f'<text x="{x}" y="{y}" text-anchor="middle">{round(part * found["steps"])}</text>')
+    parts.append(f'<text x="{WIDTH / 2}" y="{top + HEIGHT - 6}" text-anchor="middle">step</text>')
     gaps = gaps_of(found["rows"])
     shown = {
         kind: ", ".join(f"{gap:+.2%}" for (_, of, _), gap in sorted(gaps.items()) if of == kind)
         for kind in ("fp8", "bf16")
     }
-    words = (
-        "loss, nats per byte; bf16 (O5) wide",
-        "FP8 by the same seeds, narrow",
-        f"last {LAST} steps: {shown['fp8']}",
-        f"bf16, other roundings at the start: {shown['bf16']}",
-    )
-    for number, line in enumerate(words):
-        parts.append(f'<text x="{WIDTH - RIGHT}" y="{TOP + 16 + 18 * number}" text-anchor="end">{line}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">'
-    title = f"<title>Loss of a GPT of width {SIZES.width} in bf16 and FP8, {found['device']}, torch {found['torch']}</title>"
-    background = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
-    return "\n".join([head, title, background, *parts, "</svg>"]) + "\n"
+    words = [
+        ("black", f"loss, nats per byte; rate up to {found['peak']}"),
+        (LINES["bf16"][0], "bf16 (O5), wide"),
+        (LINES["fp8"][0], f"FP8 by the same seeds; last {LAST} steps: {shown['fp8']}"),
+    ]
+    if shown["bf16"]:
+        words.append((LINES["control"][0], f"bf16 with other roundings at the start: {shown['bf16']}"))
+    if others:
+        ends = ", ".join(f"{row['final']:.3f}" for row in others)
+        words.append((LINES["other weights"][0], f"bf16 from other weights, which end at {ends}"))
+    for number, (colour, line) in enumerate(words):
+        y = top + TOP + 16 + 18 * number
+        parts.append(f'<text x="{WIDTH - RIGHT}" y="{y}" text-anchor="end" fill="{colour}">{line}</text>')
+    return parts
 
 
 def main() -> None:
@@ -169,11 +195,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=8.0, help="do not wait for later results")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--draw", type=Path)
+    parser.add_argument("--draw", type=Path, nargs="+")
     parser.add_argument("--quick", action="store_true", help="a few steps of a small network, on any device")
     options = parser.parse_args()
     if options.draw is not None:
-        (HERE.parent / "docs" / "fp8-losses.svg").write_text(draw(json.loads(options.draw.read_text())))
+        found = [json.loads(path.read_text()) for path in options.draw]
+        (HERE.parent / "docs" / "fp8-losses.svg").write_text(draw(found))
         return
     sizes = QUICK if options.quick else SIZES._replace(batch=options.batch)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

@@ -87,21 +87,27 @@ def calls(result):
 
 def two_trees(result):
     def cell(row, name, form):
-        low, high = row[f"{name}_range"]
-        return f"{format(row[name], form)} ({format(low, form)} to {format(high, form)})"
+        low, middle, high = (format(value, form) for value in row[name])
+        return f"{middle} ({low} to {high})"
 
     rows = []
     for row in result["rows"]:
+        if "failed" in row:
+            rows.append([row["row"], "failed", "failed", "", "", ""])
+            continue
         form = ".3f" if row["unit"].endswith("ms") else ".0f"
+        low, high = row["median_ratio_in"]
         cells = [cell(row, "before", form), cell(row, "after", form), cell(row, "ratio", ".3f")]
-        rows.append([f"{row['row']}, {row['unit']}", *cells, f"{row['rounds']}"])
+        rows.append([f"{row['row']}, {row['unit']}", *cells, f"{low:.3f} to {high:.3f}", f"{row['rounds']}"])
     about = (
-        f"Revisions {result['before']} and {result['after']} were measured in turn: medians of the rounds with their range.\n"
-        "The ratio is the later revision's figure over the earlier one's in the same round. `benchmarks/two_trees.py` says\n"
-        "what each row runs."
+        f"Revisions {result['before']} and {result['after']} in turn, in short windows (before, after, after, before), in two\n"
+        f"processes each, all pinned to the same {result['pinned_to_cores']} cores: medians of the rounds with their quartiles.\n"
+        "The ratio is the later revision's figure over the earlier one's in the same round; beside it the interval in which its\n"
+        "median lies with 95 % probability. "
+        "`benchmarks/two_trees.py` says what each row runs."
     )
-    head = ["row", result["before"], result["after"], "ratio", "rounds"]
-    return f"## Two revisions, {result['device']}\n\n{about}\n\n{table(head, rows)}"
+    head = ["row", result["before"], result["after"], "ratio", "its median in", "rounds"]
+    return f"## Two revisions, {result['device']}, {result['cores']} cores\n\n{about}\n\n{table(head, rows)}"
 
 
 def optimizers_on_cpu(result):
@@ -389,17 +395,23 @@ def compiled_ranks(result):
         'AdamW;\n"fabricamp" is the Trainer with `compile=True`, `cuda_graph=True`, `strategy="delayed_ddp"` and everything on. '
         "Ratios are\nmedians of the rounds' with quartiles; the aim is at most 0.9, met or missed where both are on one side of it."
     )
+    names = [
+        name
+        for name in ("torch", "torch, eager", "torch, graph")
+        if any(name in row["ratios"] for row in result["rows"])
+    ]
+    if names != ["torch"]:
+        about += '\n"torch, eager" is its DDP without `torch.compile`, "torch, graph" that one captured by hand.'
     rows = [
         [
             str(row["batch"]),
-            str(len(row["wall_ms_of_rounds"]["torch"])),
-            f"{row['wall_ms']['torch']:.2f}",
-            f"{row['wall_ms']['fabricamp']:.2f}",
-            rounds.described(row["ratio"]),
+            str(len(row["wall_ms_of_rounds"]["fabricamp"])),
+            *[f"{row['wall_ms'][name]:.2f}" if name in row["wall_ms"] else "" for name in (*names, "fabricamp")],
+            *[rounds.described(row["ratios"][name]) if name in row["ratios"] else "" for name in names],
         ]
         for row in result["rows"]
     ]
-    head = ["batch per rank", "rounds", "torch", "fabricamp", "fabricamp over torch"]
+    head = ["batch per rank", "rounds", *names, "fabricamp", *[f"fabricamp over {name}" for name in names]]
     return "\n\n".join([f"## Compiled steps of two ranks on {result['device']}", about, table(head, rows)])
 
 
@@ -561,6 +573,7 @@ GOALS = {
     "mlp": ("MLP, batch 4", 1.15),
     "gpt-1.3b": ("GPT 1.3 B, 4 x 2048", 0.91),
     "gpt-1.3b-fp8": ("GPT 1.3 B, 4 x 2048, with FP8", 0.90),
+    "gpt-1.3b-fp8-loss": ("GPT 1.3 B, 4 x 2048, with FP8 and `fused_cross_entropy`", 0.90),
     "cold-24": ("first step, GPT of 24 layers", 0.3),
 }
 """What `benchmarks/fastest.py` measures: its name in a table, and the goal over the fastest way by hand."""
@@ -688,7 +701,13 @@ def fp8_losses(result):
         "by up to one rounding."
     )
     head = f"## Losses in FP8 on {result['device']}, rate {result['peak']}"
-    return "\n\n".join([head, about, table(["seed", "bf16", "FP8", "bf16, other roundings"], rows)])
+    parts = [head, about, table(["seed", "bf16", "FP8", "bf16, other roundings"], rows)]
+    others = result.get("other_weights", [])
+    if others:
+        # Made when the network drew its initial weights in another order, so a seed gave others.
+        ends = ", ".join(f"{row['final']:.4f}" for row in others)
+        parts.append(f"Runs in bf16 from other initial weights end at {ends}.")
+    return "\n\n".join(parts)
 
 
 def graph_memory(result):

@@ -73,9 +73,9 @@ class Agenda:
     then call :meth:`look`.
 
     ``hold_at``: the micro-batch at which the main thread waits until the ranks have agreed where to stop (``watchdog/stop.py``);
-    ``hold_evaluated``: the batch of the validation after it.  ``passed``: the last end of a step or epoch that this rank passed
-    without asking to stop (``watchdog/requests.py``).  ``committed``: micro-batches launched already, or read for a launch; a run
-    cannot stop before them.
+    ``hold_evaluated``: the batch of the validation after it.  ``passed``: the last end of a step or epoch that this rank has gone
+    past (``watchdog/requests.py``).  ``committed``: micro-batches launched already, or read for a launch; a run cannot stop before
+    them.
     """
 
     __slots__ = (

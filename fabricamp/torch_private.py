@@ -8,11 +8,12 @@ cannot be imported, so :data:`ATTRIBUTES` lists them.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -52,6 +53,7 @@ __all__ = [
     "checkpoint_activations",
     "compilations_since",
     "compiled_by_user",
+    "compiler_of",
     "compiler_options",
     "current_backward",
     "current_device",
@@ -245,7 +247,22 @@ class CompilerOptions(NamedTuple):
 def compiler_options(compiler: Any) -> CompilerOptions:
     """Returns options of the compiler of functions that :func:`uncompiled` returns."""
     config = compiler.compiler_config or {}
-    return CompilerOptions(compiler._dynamic, bool(config.get("triton.cudagraphs")))
+    backend = sys.modules["torch._dynamo.eval_frame"].innermost_backend(compiler.callback)
+    own_graphs = bool(config.get("triton.cudagraphs")) or getattr(backend, "compiler_name", "") == "cudagraphs"
+    return CompilerOptions(compiler._dynamic, own_graphs)
+
+
+def compiler_of(compiled: Any) -> Any:
+    """Returns the compiler of what ``torch.compile`` or ``module.compile()`` has made; None if neither has made ``compiled``.
+
+    torch keeps the compiler of a function nowhere but in the function that returns its options.
+    """
+    if isinstance(compiled, torch.nn.Module):
+        if compiled._compiled_call_impl is not None:
+            return compiler_of(compiled._compiled_call_impl)
+        return uncompiled(compiled)[1]
+    config_of = getattr(compiled, "get_compiler_config", None) if isinstance(compiled, FunctionType) else None
+    return None if config_of is None else inspect.getclosurevars(config_of).nonlocals["self"]
 
 
 class Compilation(Protocol):

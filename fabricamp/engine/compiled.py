@@ -16,7 +16,14 @@ from torch import Tensor
 from fabricamp.engine.compilation_watch import CompilationWatch
 from fabricamp.engine.compiled_calls import CompiledCalls, called_modules, repeated_blocks
 from fabricamp.errors import ConfigError
-from fabricamp.torch_private import compiled_by_user, compiler_options, dispatch_modes, guarded_hooks, is_sharded
+from fabricamp.torch_private import (
+    compiled_by_user,
+    compiler_of,
+    compiler_options,
+    dispatch_modes,
+    guarded_hooks,
+    is_sharded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +62,8 @@ class Compilation:
         self._calls: CompiledCalls | None = None
         self._watch = CompilationWatch(session.trainer.state, speaks=session.trainer.is_global_zero)
         self._changed = contextlib.ExitStack()
+        self._looks_for_graphs = session.settings.cuda_graph is not None
+        """Whether what the user compiled is still to be looked at: once, as a fit asks for its steps again and again."""
 
     @property
     def compiles(self) -> bool:
@@ -71,9 +80,9 @@ class Compilation:
         uncompiled.
         """
         step: Step = self._session.module.training_step
+        self._check_graph()
         if self._options is None and self._compiler is None:
             return step
-        self._check_graph()
         try:
             self._open()
         except ConfigError as error:
@@ -86,6 +95,7 @@ class Compilation:
 
     def evaluation_step(self, step: Step) -> Step:
         """Returns a step of an evaluation, compiled if the options say so."""
+        self._check_graph()
         if self._options is None or not self._options.evaluation:
             return step
         if self._part is None:
@@ -121,14 +131,17 @@ class Compilation:
         return torch.compile(function, **self._options.for_torch())
 
     def _check_graph(self) -> None:
-        """Raises :class:`ConfigError` if the user has compiled the module with torch's own CUDA graphs."""
-        if self._session.settings.cuda_graph is None or self._compiler is None:
+        """Raises :class:`ConfigError` if the user has compiled a part of the module with torch's own CUDA graphs."""
+        if not self._looks_for_graphs:
             return
-        if compiler_options(self._compiler).own_graphs:
-            raise ConfigError(
-                "cuda_graph with a module compiled by a mode with CUDA graphs of torch's own: the step is captured as a whole; "
-                "leave the mode out, or cuda_graph"
-            )
+        self._looks_for_graphs = False
+        compilers = {"a module": self._compiler, **_compilers_of(self._session.module)}
+        for what, compiler in compilers.items():
+            if compiler is not None and compiler_options(compiler).own_graphs:
+                raise ConfigError(
+                    f"cuda_graph with {what} compiled by a mode, option or backend with CUDA graphs of torch's own: the step is "
+                    "captured as a whole; leave the mode out, or cuda_graph"
+                )
 
     def _say_inexact(self) -> None:
         if self._compiler is not None:
@@ -191,6 +204,21 @@ def _arm(calls: CompiledCalls, kind: str, step: Step, *batch: Batch) -> Any:
         return step(*batch)
     finally:
         calls.armed = ""
+
+
+def _compilers_of(root: nn.Module) -> dict[str, Any]:
+    """Returns the compilers of what the user has compiled in ``root``, by names: modules, functions in attributes, and methods."""
+    found: dict[str, Any] = {}
+    classes: dict[type, None] = {}
+    for path, module in root.named_modules():
+        own = f"self.{path}" if path else "self"
+        found[own] = compiler_of(module)
+        found.update((f"{own}.{name}", compiler_of(value)) for name, value in vars(module).items() if callable(value))
+        classes.update(dict.fromkeys(type(module).__mro__))
+    for owner in classes:
+        methods = vars(owner).items()
+        found.update((f"{owner.__name__}.{name}", compiler_of(value)) for name, value in methods)
+    return {name: compiler for name, compiler in found.items() if compiler is not None}
 
 
 # -- what cannot be compiled -------------------------------------------------------------------------------------------------------

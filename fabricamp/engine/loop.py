@@ -215,7 +215,7 @@ class TrainingLoop:
         """Runs the micro-batches of an epoch; returns whether the epoch is complete: no batch of it is left.
 
         The pass ends after the loader's last batch, before a batch that a hook skips with the others, or where an entry of the
-        agenda says so.  docs/architecture.md ("The loop") shows it without resume and skips.
+        agenda says so.  docs/architecture.md ("The loop") shows it shortened.
         """
         state = self.state
         user_call = state.user_call

@@ -359,7 +359,8 @@ class FusedOptimizer(NamesKeywords, Optimizer):
     def upload(self) -> bool:
         """Uploads changed numbers (lr and its like) before a replay; returns whether nothing else has changed.
 
-        The rest of :meth:`gather` is for gradients at new addresses; those of a graph do not move.
+        The rest of :meth:`gather` is for gradients at new addresses; those of a graph do not move.  The memory of copies is not
+        compared: they are weights of a module, and the graph of a module's step compares these itself.
         """
         if type(self)._before_rows is not FusedOptimizer._before_rows:
             self._before_rows()

@@ -190,10 +190,15 @@ class RowsCacheKey:
         # Only a table holds addresses; a reference finds the memory through the tensors.
         by_address = any(part.table is not None for part in parts)
         self._addressed: list[Tensor] = []
+        self._of_parameters: list[int] = []
+        self._of_copies: list[int] = []
         if by_address:
-            self._addressed = [local(one) for one in (*self._parameters, *(copies or ())) if one is not None]
+            own = [local(parameter) for parameter in self._parameters]
+            others = [local(copy) for copy in copies or () if copy is not None]
+            self._addressed = [*own, *others]
+            self._of_parameters = list(range(len(own)))
+            self._of_copies = list(range(len(own), len(self._addressed)))
         self._pointers = addresses(self._addressed)
-        self._positions = list(range(len(self._addressed)))
         self._copies = copies
         self._flags = flags
 
@@ -203,7 +208,7 @@ class RowsCacheKey:
         return (
             len(parameters) == len(own)
             and all(map(operator.is_, parameters, own))
-            and are_at(self._addressed, self._pointers, self._positions)
+            and are_at(self._addressed, self._pointers, self._of_parameters)
         )
 
     def holds(
@@ -214,6 +219,7 @@ class RowsCacheKey:
             copies is self._copies
             and flags is self._flags
             and self.are_parameters(parameters)
+            and are_at(self._addressed, self._pointers, self._of_copies)
             and all(map(operator.is_, map(gradients.__getitem__, self._without), repeat(None)))
         )
 

@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fabricamp.errors import ConfigError
+from fabricamp.ops.float8 import to_float8
 from fabricamp.ops.shards import SharedRows, is_shard, local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from fabricamp._utils.types import StateDict
 
 
 class Float8Gather:
@@ -39,10 +43,12 @@ class Float8Gather:
         device = self._shards[0].device if shared else torch.device("cpu")
         # 16 bytes for each scale: compiled code copies an input whose address 16 does not divide.
         self._scales = torch.ones(len(shared), 4, dtype=torch.float32, device=device)[:, :1]
+        self._hooks = []
         for layer, shard, scale in zip(shared, self._shards, self._scales, strict=True):
             weight = _Weight(self, layer, shard, scale)
             shard.fsdp_pre_all_gather = weight
             shard.fsdp_post_all_gather = weight.after_gather
+            self._hooks.append(layer.register_load_state_dict_pre_hook(weight.refuse_assign))
 
     def line(self, layers: int) -> str:
         """Returns a line for the summary of a run with FP8 products in ``layers`` layers."""
@@ -80,7 +86,9 @@ class Float8Gather:
         self._is_known = True
 
     def take_off(self) -> None:
-        """Makes the shards plain tensors again, without further attributes."""
+        """Makes the shards plain tensors again, without further attributes, and takes the hooks off the layers."""
+        for hook in self._hooks:
+            hook.remove()
         for shard in self._shards:
             del shard.fsdp_pre_all_gather
             del shard.fsdp_post_all_gather
@@ -88,7 +96,10 @@ class Float8Gather:
 
 
 class _Weight:
-    """The two functions that FSDP calls for a weight: the object itself before its gather, and :meth:`after_gather`."""
+    """The two functions that FSDP calls for a weight: the object itself before its gather, and :meth:`after_gather`.
+
+    A copy of the layer or of its weight has the object itself, which does nothing there: a copy is in no unit of FSDP.
+    """
 
     def __init__(self, gather: Float8Gather, layer: Any, shard: Tensor, scale: Tensor) -> None:
         self._gather = gather
@@ -102,10 +113,10 @@ class _Weight:
         """Returns the shard in FP8 as a tuple, and what :meth:`after_gather` gets as ``metadata``."""
         dtype = policy.param_dtype or self._shard.dtype
         self._gather.know(dtype, self._float8)
-        data = torch.empty_like(self._shard, dtype=self._float8)
-        # One kernel for product and cast.  The scale has a dimension, so that the product is in fp32.
-        torch.mul(self._shard.to(dtype), self._scale, out=data)
-        return (data,), None
+        return (to_float8(self._shard, self._scale, self._float8, dtype),), None
+
+    def __deepcopy__(self, memo: Any) -> _Weight:
+        return self
 
     # torch asks for the signature before each gather, and deriving it would take most of the host time of this call.
     __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
@@ -117,13 +128,22 @@ class _Weight:
 
         With ``out``, the tensor of an earlier call, FSDP has filled that memory, and the scale is updated in place.
         """
-        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
-
         if out is not None:
             return None
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
         (data,) = gathered
         whole = Float8TrainingTensor(data, self._scale[0], dtype, self._products, GemmInputRole.WEIGHT)
         return whole, (data,)
+
+    def refuse_assign(self, layer: nn.Module, state: StateDict, prefix: str, metadata: StateDict, *_: Any) -> None:
+        """A pre-hook for loading: a new weight would lack the functions, while torch keeps the FP8 memory of the old one."""
+        name = f"{prefix}weight"
+        replaces = name in state and metadata.get("assign_to_params_buffers", False)
+        if replaces and local(layer.weight) is self._shard:
+            raise ConfigError(
+                f"load_state_dict(assign=True) would replace {name}, which is gathered in FP8; load without assign"
+            )
 
 
 def _has_equal_shards(weight: Any) -> bool:

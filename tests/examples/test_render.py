@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -143,51 +144,120 @@ def test_compiled_steps_of_ranks():
         "batch": 8,
         "wall_ms": {"torch": 10.0, "fabricamp": 8.5},
         "wall_ms_of_rounds": times,
-        "ratio": rounds.ratio(times["fabricamp"], times["torch"], 0.9),
+        "ratios": {"torch": rounds.ratio(times["fabricamp"], times["torch"], 0.9)},
     }
     page = render.compiled_ranks(ABOUT | {"rows": [row]})
     assert "| 8 | 2 | 10.00 | 8.50 | 0.850 (0.825 to 0.875), met |" in page
-
-
-def test_overhead_beside_an_earlier_tree():
-    row = {"run": "3 callbacks, 1 log", "step": "mean", "old_us": [9, 10, 11], "new_us": [9, 9.9, 12]}
-    result = {"cores": 16, "rounds_at_once": True, "rows": [{**row, "new_over_old": [0.98, 0.99, 1.01]}]}
-    page = render.overhead_trees(result)
-    assert "each on a core of its own" in page
-    assert "| 3 callbacks, 1 log | mean | 10.0 (9.0 to 11.0) | 9.9 (9.0 to 12.0) | 0.990 (0.980 to 1.010) |" in page
+    assert "eager" not in page
+    other = {
+        "batch": 64,
+        "wall_ms": {"torch, eager": 9.5, "fabricamp": 8.5},
+        "wall_ms_of_rounds": times,
+        "ratios": {"torch, eager": rounds.ratio(times["fabricamp"], [9.5, 9.5], 0.9)},
+    }
+    page = render.compiled_ranks(ABOUT | {"rows": [row, other]})
+    assert "| fabricamp over torch | fabricamp over torch, eager |" in page
+    assert "| 8 | 2 | 10.00 |  | 8.50 | 0.850 (0.825 to 0.875), met |  |" in page
+    assert "| 64 | 2 |  | 9.50 | 8.50 |  | 0.895 (0.868 to 0.921), not decided |" in page
 
 
 class Process:
-    """A process of a tree, whose figures are given."""
+    """A process of a tree, whose answers are given; an answer that is an error is raised."""
 
-    def __init__(self, name, figures, asked):
-        self.name, self.figures, self.asked = name, iter(figures), asked
+    def __init__(self, name, answers, asked):
+        self.name, self.answers, self.asked = name, iter(answers), asked
 
-    def ask(self, row):
-        self.asked.append(self.name)
+    def ask(self, question):
+        self.asked.append(f"{self.name}: {question}")
 
     def answer(self):
-        return {"wall ms": next(self.figures)}
+        found = next(self.answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def windows_of(*figures):
+    return [{"wall us": figure} for figure in figures]
 
 
 def test_two_trees_are_measured_in_turn():
     asked = []
     processes = {
-        "before": [Process("old 1", [1.0, 2.0], asked), Process("old 2", [4.0], asked)],
-        "after": [Process("new 1", [1.0, 1.0], asked), Process("new 2", [3.0], asked)],
+        "before": [
+            Process("old 1", [{}, *windows_of(1.0, 3.0, 2.0, 2.0), {}], asked),
+            Process("old 2", [{}, *windows_of(4.0, 4.0, 1.0, 1.0), {}], asked),
+        ],
+        "after": [
+            Process("new 1", [{}, *windows_of(1.0, 1.0, 4.0, 2.0), {}], asked),
+            Process("new 2", [{}, *windows_of(4.0, 4.0, 1.0, 3.0), {}], asked),
+        ],
     }
-    rounds = [two_trees.one_round(processes, "mlp eager", number) for number in range(3)]
-    assert asked == ["old 1", "new 1", "new 2", "old 2", "old 1", "new 1"]
-    row = two_trees.result_of("mlp eager", "wall ms", rounds)
-    assert row["before"] == 2.0
-    assert row["before_range"] == [1.0, 4.0]
-    assert row["after"] == 1.0
-    assert row["ratio"] == 0.75
-    assert row["ratio_range"] == [0.5, 1.0]
-    page = render.two_trees({**ABOUT, "before": "one", "after": "two", "rows": [row]})
-    assert (
-        "| mlp eager, wall ms | 2.000 (1.000 to 4.000) | 1.000 (1.000 to 3.000) | 0.750 (0.500 to 1.000) | 3 |" in page
+    rounds = two_trees.measure(processes, "mlp eager", seconds=0, most=100)
+    every = ["old 1", "old 2", "new 1", "new 2"]
+    first = ["old 1: window", "new 1: window", "new 1: window", "old 1: window"]
+    second = ["old 2: window", "new 2: window", "new 2: window", "old 2: window"]
+    assert asked[:4] == [f"{name}: row mlp eager" for name in every]
+    assert asked[4:-4] == [*first, *second, *first, *second]
+    assert asked[-4:] == [f"{name}: end" for name in every]
+    (row,) = two_trees.results_of("mlp eager", rounds)
+    assert row["before"] == [1.75, 2.0, 2.5]  # of 2, 4, 2 and 1
+    assert row["ratio"] == [0.875, 1.25, 1.625]  # of 1/2, 1, 3/2 and 2
+    assert row["median_ratio_in"] == [0.5, 2.0]
+    page = render.two_trees(
+        {**ABOUT, "cores": 16, "pinned_to_cores": 4, "before": "one", "after": "two", "rows": [row]}
     )
+    cells = ["mlp eager, wall us", "2 (2 to 2)", "2 (2 to 3)", "1.250 (0.875 to 1.625)", "0.500 to 2.000", "4"]
+    assert f"| {' | '.join(cells)} |" in page
+
+
+def test_a_figure_that_some_windows_lack_counts_in_the_others():
+    full = {"GPU ms": 2.0, "wall us": 1.0}
+    rounds = [{"before": full, "after": full}] * 4 + [{"before": full, "after": {"wall us": 1.0}}]
+    assert [(row["unit"], row["rounds"]) for row in two_trees.results_of("mlp graph", rounds)] == [
+        ("GPU ms", 4),
+        ("wall us", 5),
+    ]
+    assert two_trees.results_of("mlp graph", rounds[1:])[0]["unit"] == "wall us"
+
+
+def test_a_row_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
+    started = []
+
+    class Tree(Process):
+        def __init__(self, name, tree, *, quick):
+            fails = [two_trees.RowError(f"{name}: no memory")] if not started else []
+            super().__init__(name, [*fails, {}, *windows_of(*[1.0] * 8), {}], started)
+            started.append(name)
+
+        def close(self):
+            started.append("closed")
+
+    monkeypatch.setattr(two_trees, "Tree", Tree)
+    monkeypatch.setattr(two_trees, "pin", int)
+    words = ["two_trees.py", ".", ".", "--rows", "mlp graph,mlp eager", "--row-seconds", "0", "--out", "found.json"]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.chdir(tmp_path)
+    two_trees.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["rows"][0] == {"row": "mlp graph", "failed": "before: no memory"}
+    assert found["rows"][1]["ratio"] == [1.0, 1.0, 1.0]
+    assert started.count("closed") == 8  # the processes of the row that failed, and those of the other one
+    assert "| mlp graph | failed |" in render.two_trees(ABOUT | found)
+
+
+def test_a_fit_waits_between_windows():
+    questions = io.StringIO("window\nwindow\nend\nrow of another\n")
+    answers = io.StringIO()
+    threads = torch.get_num_threads()
+    try:
+        two_trees.overhead_row("overhead lean", two_trees.Windows(questions, answers), True)
+    finally:
+        torch.set_num_threads(threads)
+    ready, *windows = map(json.loads, answers.getvalue().splitlines())
+    assert ready == {}
+    assert [list(one) for one in windows] == [["wall us", "CPU us"]] * 2
+    assert questions.readline() == "row of another\n"
 
 
 def test_the_page_has_what_there_is(tmp_path, monkeypatch):

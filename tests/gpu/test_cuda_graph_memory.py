@@ -109,15 +109,30 @@ def test_a_graph_beside_which_no_step_fits_is_left_out_by_auto(limited, caplog):
     assert replays[-1] > 0
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+ROWS_OF_THREE_SHAPES = [ROWS, ROWS, ROWS, ROWS, ROWS, 48, ROWS, 32, ROWS, 48, ROWS, 32] * 3
+
+
 @pytest.mark.parametrize("graph", [AUTO, CudaGraph(warmup=4)])
-def test_a_run_with_short_batches_takes_the_memory_of_an_eager_run(graph, accumulate, limited, caplog):
+def test_a_run_with_short_batches_takes_the_memory_of_an_eager_run(graph, limited, caplog):
     """The graph, the comparison of its first replay, and eager steps of other shapes share the memory of one step."""
-    rows = [ROWS, ROWS, ROWS, ROWS, ROWS, 48, ROWS, 32, ROWS, 48, ROWS, 32] * 3 * accumulate
     limited(1.45)
-    wanted, _ = fit(False, rows, accumulate_grad_batches=accumulate)
+    wanted, _ = fit(False, ROWS_OF_THREE_SHAPES)
     limited(1.45)
-    found, replays = fit(graph, rows, accumulate_grad_batches=accumulate)
+    found, replays = fit(graph, ROWS_OF_THREE_SHAPES)
+    assert torch.equal(found, wanted)
+    assert replays[-1] > len(ROWS_OF_THREE_SHAPES) // 2
+    assert "is not compared" not in caplog.text
+    assert "eagerly" not in caplog.text
+
+
+@pytest.mark.parametrize("graph", [AUTO, CudaGraph(warmup=4)])
+def test_an_accumulation_with_short_batches_takes_the_memory_of_two_steps(graph, limited, caplog):
+    """The graphs of all roles share the memory of one step, and the eager micro-batches have that of another."""
+    rows = ROWS_OF_THREE_SHAPES * 3
+    limited(1.45)
+    wanted, _ = fit(False, rows, accumulate_grad_batches=3)
+    limited(2.6)
+    found, replays = fit(graph, rows, accumulate_grad_batches=3)
     assert torch.equal(found, wanted)
     assert replays[-1] > len(rows) // 2
     assert "is not compared" not in caplog.text

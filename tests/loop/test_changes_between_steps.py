@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, ConfigError, CudaGraph, TrainingModule
-from fabricamp.optimizers import FusedAdam
+from fabricamp.optimizers import FusedAdam, FusedSGD
 from tests.small import quiet_trainer
 
 STEPS = 16
@@ -27,7 +27,7 @@ MODES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("graph"
 class Net(TrainingModule):
     """Three layers; the last one is not updated until a change adds it."""
 
-    def __init__(self, fused, *, frozen=False, schedule=False):
+    def __init__(self, fused, *, frozen=False, schedule=False, sgd=False):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
@@ -37,6 +37,7 @@ class Net(TrainingModule):
         self.second.requires_grad_(not frozen)
         self.fused = fused
         self.schedule = schedule
+        self.sgd = sgd
 
     def forward(self, x):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -47,13 +48,18 @@ class Net(TrainingModule):
 
     def configure_optimizers(self):
         parameters = [*self.first.parameters(), *self.second.parameters()]
-        if self.fused:
+        if self.sgd:
+            kind = FusedSGD if self.fused else torch.optim.SGD
+            optimizer = kind(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+        elif self.fused:
             optimizer = FusedAdam(parameters, lr=0.01, weight_decay=0.01, eps=1e-4)
         else:
             optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.01, eps=1e-4)
         if not self.schedule:
             return optimizer
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS + 1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1 if self.sgd else 0.02, total_steps=STEPS + 1
+        )
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
@@ -184,10 +190,11 @@ def test_the_next_step_has_what_a_hook_changed(change, level, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_schedule_that_writes_rates_and_betas_is_followed(level, mode):
-    ours = trained(Net(True, schedule=True), level, mode, graph=mode == "graph")
-    check_equal(ours, trained(reference(level, schedule=True), level, mode), level)
-    constant = trained(Net(True), level, mode)
+@pytest.mark.parametrize("sgd", [False, True], ids=["betas", "momentum"])
+def test_a_schedule_that_writes_rates_and_betas_or_momentum_is_followed(sgd, level, mode):
+    ours = trained(Net(True, schedule=True, sgd=sgd), level, mode, graph=mode == "graph")
+    check_equal(ours, trained(reference(level, schedule=True, sgd=sgd), level, mode), level)
+    constant = trained(Net(True, sgd=sgd), level, mode)
     assert max((a - b).abs().max().item() for a, b in zip(ours, constant, strict=True)) > 4 * tolerance(level)
 
 

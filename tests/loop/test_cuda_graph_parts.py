@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,7 +51,7 @@ from fabricamp.metrics import Metrics
 from fabricamp.metrics.slots import MetricTable
 from fabricamp.optimizers import LARC, FusedAdam, FusedSGD
 from fabricamp.state import RunState, Scope
-from fabricamp.strategies import DDP, DelayedDDP, Environment
+from fabricamp.strategies import DDP, FSDP, DelayedDDP, Environment
 from fabricamp.strategies.base import Strategy
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
@@ -102,20 +103,39 @@ class Own(Strategy):
     name = "own"
 
 
+STRATEGIES = {
+    "single": Strategy,
+    "ddp": DDP,
+    "ddp that searches": partial(DDP, find_unused_parameters=True),
+    "delayed_ddp": DelayedDDP,
+    "fsdp": FSDP,
+    "own": Own,
+}
+
+
 class Parts:
     """The parts of a fit on a GPU that the refusals read."""
 
     def __init__(
-        self, optimizer, *, callbacks=(), accumulate=1, strategy="single", schedulers=(), manual=False, precision=None
+        self,
+        optimizer,
+        *,
+        callbacks=(),
+        accumulate=1,
+        strategy="single",
+        schedulers=(),
+        manual=False,
+        precision=None,
+        detect_anomaly=False,
     ):
         self.module = Classifier()
         self.module.automatic_optimization = not manual
-        self.strategy = {"single": Strategy, "ddp": DDP, "delayed_ddp": DelayedDDP, "own": Own}[strategy]()
+        self.strategy = STRATEGIES[strategy]()
         self.strategy.device = torch.device("cuda")
         self.precision = precision or OptLevel("O0")
         self.optimizers = [optimizer(self.module.parameters())]
         self.schedulers = list(schedulers)
-        settings = SimpleNamespace(most_accumulated=accumulate, detect_anomaly=False, cuda_graph=CudaGraph())
+        settings = SimpleNamespace(most_accumulated=accumulate, detect_anomaly=detect_anomaly, cuda_graph=CudaGraph())
         self.settings = settings
         self._callbacks = callbacks
 
@@ -148,6 +168,13 @@ class OwnStep(OptLevel):
         (FusedAdam, {"strategy": "ddp"}, ""),
         (FusedAdam, {"strategy": "ddp", "accumulate": 2}, ""),
         (FusedAdam, {"strategy": "own"}, "strategy 'own' is not captured; give strategy='delayed_ddp'"),
+        (
+            FusedAdam,
+            {"strategy": "fsdp"},
+            "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out",
+        ),
+        (FusedAdam, {"strategy": "ddp that searches"}, "DDP(find_unused_parameters=True) searches on the host"),
+        (FusedAdam, {"detect_anomaly": True}, "detect_anomaly=True reads each operation's result on the host"),
         (FusedAdam, {"manual": True}, "manual optimization is not captured"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.metrics.log_calls import log
 class Counting(ProcessGroupStrategy):
     """Notes the objects that ranks exchange."""
 
-    exchanged = []
+    exchanged: ClassVar[list] = []
 
     def all_gather_object(self, value):
         self.exchanged.append(value)

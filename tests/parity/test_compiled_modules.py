@@ -446,7 +446,7 @@ def test_the_line_on_an_inexact_resume(caplog):
 
 
 def of_ranks():
-    """By strategy and part: whether compiled modules leave the bits of eager ones; or the refusal."""
+    """By strategy and part, or "by the user": whether compiled modules leave the bits of eager ones; or the refusal."""
     found = {}
     for strategy in ("ddp", "delayed_ddp", "fsdp"):
         for part in ("step", *PARTS):
@@ -462,10 +462,15 @@ def of_ranks():
                 except ConfigError as error:
                     ends.append(str(error).partition(";")[2].strip())
             found[strategy, part] = ends[0] == ends[1] or ends[1]
+        torch.compiler.reset()
+        options = {"strategy": strategy, "devices": "auto", "max_epochs": 1, "samples": 48}
+        ends = [fit(module, **options) for module in (Deep(), torch.compile(Deep(), backend="eager"))]
+        found[strategy, "by the user"] = ends[0] == ends[1]
     return found
 
 
 def test_two_ranks():
     works = {(strategy, part): True for strategy in ("ddp", "delayed_ddp") for part in ("step", *PARTS)}
     refused = {("fsdp", part): "give compile='blocks'" for part in ("step", "modules")}
+    works.update({(strategy, "by the user"): True for strategy in ("ddp", "delayed_ddp", "fsdp")})
     assert run_ranks(of_ranks, 2) == [{**works, **refused, ("fsdp", "blocks"): True}] * 2

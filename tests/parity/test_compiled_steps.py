@@ -12,6 +12,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from fabricamp import Callback, Compile, ConfigError
@@ -317,9 +318,60 @@ def test_where_no_graph_is_possible_the_compiled_step_runs():
     assert all(map(torch.equal, module.parameters(), eager.parameters()))
 
 
-def test_a_module_compiled_with_graphs_of_torchs_own_is_not_captured():
-    with pytest.raises(ConfigError, match="leave the mode out, or cuda_graph"):
-        quiet_trainer(max_steps=1, cuda_graph="auto").fit(torch.compile(Logs(), mode="reduce-overhead"), loader())
+def with_compiled_method():
+    class CompilesMethod(Logs):
+        @torch.compile(mode="reduce-overhead")
+        def scores(self, x):
+            return self.net(x)
+
+    return CompilesMethod()
+
+
+def with_compiled_part(name, part):
+    module = Logs()
+    setattr(module, name, part)
+    return module
+
+
+def with_compiled_call(**options):
+    module = Logs()
+    module.net.compile(**options)
+    return module
+
+
+OWN_GRAPHS = {
+    "module": ("a module", lambda: torch.compile(Logs(), mode="reduce-overhead")),
+    "module by backend": ("a module", lambda: torch.compile(Logs(), backend="cudagraphs")),
+    "part": ("self.part", lambda: with_compiled_part("part", torch.compile(nn.Linear(2, 2), mode="max-autotune"))),
+    "call": ("self.net", lambda: with_compiled_call(mode="reduce-overhead")),
+    "call by option": ("self.net", lambda: with_compiled_call(options={"triton.cudagraphs": True})),
+    "call by backend": ("self.net", lambda: with_compiled_call(backend="cudagraphs")),
+    "function": ("self.loss", lambda: with_compiled_part("loss", torch.compile(torch.relu, mode="reduce-overhead"))),
+    "method": ("CompilesMethod.scores", with_compiled_method),
+}
+
+
+@pytest.mark.parametrize("case", OWN_GRAPHS)
+def test_parts_compiled_with_graphs_of_torchs_own_are_not_captured(case):
+    what, make = OWN_GRAPHS[case]
+    with pytest.raises(ConfigError, match=f"cuda_graph with {what} compiled by .* leave the mode out, or cuda_graph"):
+        quiet_trainer(max_steps=1, cuda_graph="auto").fit(make(), loader())
+
+
+def test_nor_are_they_in_an_evaluation():
+    with pytest.raises(ConfigError, match=r"cuda_graph with self\.net compiled by"):
+        quiet_trainer(cuda_graph="auto").validate(with_compiled_call(mode="reduce-overhead"), loader())
+
+
+@pytest.mark.parametrize("options", [{"backend": "eager"}, {"mode": "max-autotune-no-cudagraphs"}])
+def test_parts_compiled_without_graphs_are_not_refused(options):
+    module = with_compiled_part("unused", torch.compile(nn.Linear(2, 2), **options))
+    quiet_trainer(max_steps=1, cuda_graph="auto").fit(module, loader())
+
+
+def test_without_a_graph_torch_may_capture_its_own():
+    module = with_compiled_part("unused", torch.compile(nn.Linear(2, 2), mode="reduce-overhead"))
+    quiet_trainer(max_steps=1).fit(module, loader())
 
 
 FORMS = {

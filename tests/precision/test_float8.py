@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import pickle
 import sys
@@ -361,6 +362,26 @@ def test_layers_have_the_scales_of_the_recipe_emulated_on_a_cpu(recipe):
     in_bf16 = config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED"
     assert in_bf16 == (recipe == "rowwise_with_gw_hp")
     assert config.emulate
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_has_the_bits_of_torchao_s_own(recipe):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    net, _, _ = converted(recipe)
+    theirs = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).to(torch.bfloat16)
+    theirs.load_state_dict({**net[1].state_dict(prefix="0."), **net[3].state_dict(prefix="1.")})
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(theirs, config=dataclasses.replace(config, emulate=True))
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    found = []
+    for layers in ((net[1], net[3]), tuple(theirs)):
+        given = x.clone().requires_grad_()
+        hidden = layers[0](given)
+        output = layers[1](hidden)
+        output.float().square().sum().backward()
+        found.append([output, given.grad, *(value.grad for layer in layers for value in layer.parameters())])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_names():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -234,6 +235,49 @@ def failed():
 
 def test_shards_are_plain_after_a_run_that_fails():
     run_ranks(failed, 2)
+
+
+class Replaces(Seen):
+    """A weight is to be replaced by another tensor: before the first gather, and after it."""
+
+    def on_fit_start(self):
+        self.refused = []
+        self.replace()
+
+    def on_after_backward(self):
+        self.replace()
+
+    def replace(self):
+        layer = self.blocks[0].up
+        with pytest.raises(ConfigError, match=r"assign=True\) would replace weight, .* load without assign"):
+            layer.load_state_dict(layer.state_dict(), assign=True)
+        layer.load_state_dict(layer.state_dict())
+        layer.load_state_dict({"bias": layer.state_dict()["bias"]}, strict=False)
+        self.refused.append(len(self.losses))
+
+
+class Copied(Seen):
+    """The weights of a copied layer may be replaced."""
+
+    def on_train_start(self):
+        super().on_train_start()
+        layer = self.blocks[0].up
+        copied = copy.deepcopy(layer)
+        copied.load_state_dict(copied.state_dict(), assign=True)
+        # The functions hold all shards, which a copy of one layer has no use for.
+        shard, other = local(layer.weight), local(copy.deepcopy(layer.weight))
+        assert other.fsdp_pre_all_gather is shard.fsdp_pre_all_gather
+        assert other.data_ptr() != shard.data_ptr()
+
+
+def replaced():
+    assert trained(fp8(all_gather=True), module=Replaces(), limit_train_batches=1).refused == [0, 0]
+    module = trained(fp8(all_gather=True), module=Copied(), limit_train_batches=1)
+    module.load_state_dict(module.state_dict(), assign=True)
+
+
+def test_replacing_weights_that_are_gathered_in_fp8_is_refused():
+    run_ranks(replaced, 2)
 
 
 def short():

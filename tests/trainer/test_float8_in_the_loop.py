@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 
@@ -17,7 +18,7 @@ from fabricamp import Callback, ConfigError, Float8, OptLevel, TrainingModule
 from fabricamp.callbacks import ModelCheckpoint
 from fabricamp.loggers import TensorBoardLogger
 from fabricamp.optimizers import FusedAdam
-from fabricamp.precision.float8_linears import Float8Products
+from fabricamp.precision.float8_linears import RECIPES, Float8Products
 from fabricamp.strategies import FSDP
 from fabricamp.tuner import Tuner
 from tests.distributed.ranks import run_ranks
@@ -101,6 +102,35 @@ def test_it_learns_nearly_what_bf16_learns(base, options):
     assert module.losses != exact.losses
     assert module.losses[-1] < 0.95 * module.losses[0]
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(exact.losses), rtol=0.03, atol=0)
+
+
+def by_hand(recipe):
+    """Returns the losses of a loop with torchao's layers, bf16 weights, fp32 masters and torch's AdamW."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    module = Words().to(torch.bfloat16)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    convert_to_float8_training(module, config=config, module_filter_fn=lambda _, name: name != "head")
+    masters = [parameter.detach().float() for parameter in Words().parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=0.01, weight_decay=0.0)
+    losses = []
+    for number, batch in enumerate(batches()):
+        loss = module.training_step(batch, number)
+        loss.backward()
+        for master, parameter in zip(masters, module.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(module.parameters()), masters)
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_its_losses_are_those_of_a_loop_by_hand_with_the_same_layers(recipe):
+    module, _ = trained(fp8(recipe))
+    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(by_hand(recipe)), rtol=1e-4, atol=0)
 
 
 class SaveAt(Callback):

@@ -29,6 +29,7 @@ import contextlib
 import gc
 import operator
 from collections import deque
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -37,7 +38,7 @@ from torch import Tensor
 from fabricamp._utils.containers import with_parts
 from fabricamp.engine.graph.batches import copied, refuse_placeholders, tensors_of
 from fabricamp.engine.graph.capture_errors import explained_errors
-from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generators, LogReplay, MetricStates
+from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generators, LogReplay, MetricStates, is_plain
 from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
 from fabricamp.ops.copies import Copies
@@ -62,6 +63,7 @@ MOST_IN_FLIGHT: Final = 4
 _LARGE: Final = 2**20
 """The bytes from which a batch is large."""
 _grad_of: Final = operator.attrgetter("grad")
+_values: Final = operator.methodcaller("values")
 
 
 class Captured:
@@ -414,46 +416,75 @@ def hyperparameter_upload(optimizer: Optimizer) -> Callable[[], bool]:
 
     A fused optimizer uploads them, as long as it still has the tensors of the capture.  For other optimizers they are constants in
     the graph, or tensors that it reads, and are compared with the present values; so are its parameters, its state and the memory
-    of both.  ``load_state_dict`` replaces the parameter groups, which the graph would not notice; so that counts as a change, too.
+    of both.
     """
     if is_fused(optimizer):
         upload: Callable[[], bool] = optimizer.upload
         return upload
+    return CapturedOptimizer(optimizer).is_unchanged
 
-    def constants() -> list[ParamGroup]:
-        groups = optimizer.param_groups
-        return [
-            {key: _constant(value, group["params"]) for key, value in group.items() if key != "params"}
-            for group in groups
-        ]
 
-    def updated() -> list[Tensor]:
-        """Returns the parameters and the tensors of their state."""
-        parameters = owned_parameters(optimizer)
-        entries = filter(None, map(optimizer.state.get, parameters))  # get() adds no entry to torch's defaultdict
-        return [*parameters, *(value for entry in entries for value in entry.values() if isinstance(value, Tensor))]
+class CapturedOptimizer:
+    """What a graph holds of an optimizer that is not fused: numbers of its groups, and tensors of groups, parameters and state.
 
-    def objects(tensors: list[Tensor]) -> list[object]:
-        groups = optimizer.param_groups
-        numbers = (value for group in groups for value in group.values() if isinstance(value, Tensor))
-        return [*groups, *numbers, *tensors]
+    :meth:`is_unchanged` is called before each replay, so it works by C functions (``map``, ``chain``, ``compress``), without a loop
+    in Python over tensors.
+    """
 
-    constants_before = constants()
-    tensors_before = updated()
-    objects_before = objects(tensors_before)
-    addresses_before = addresses(tensors_before)
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._constants = self._present_constants()
+        self._values = list(chain.from_iterable(map(_values, optimizer.param_groups)))
+        # Whether the same objects in the groups are the same numbers.
+        self._are_fixed = all(
+            _is_fixed(value, group["params"])
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key != "params"
+        )
+        updated = self._updated()
+        self._are_tensors = [isinstance(value, Tensor) for value in updated]
+        self._tensors = list(compress(updated, self._are_tensors))
+        self._addresses = addresses(self._tensors)
 
-    def are_unchanged() -> bool:
-        tensors = updated()
-        now = objects(tensors)
+    def is_unchanged(self) -> bool:
+        """Whether numbers, tensors and the memory of parameters and state are those of the capture."""
+        updated = self._updated()
+        if len(updated) != len(self._are_tensors):
+            return False
+        tensors = list(compress(updated, self._are_tensors))
         return (
-            len(now) == len(objects_before)
-            and all(map(operator.is_, now, objects_before))
-            and addresses(tensors) == addresses_before
-            and constants() == constants_before
+            all(map(operator.is_, tensors, self._tensors))
+            and addresses(tensors) == self._addresses
+            and self._has_same_numbers()
         )
 
-    return are_unchanged
+    def _updated(self) -> list[Any]:
+        """Returns the parameters and the values of all state; no state is looked up, as the hash of a tensor is Python code."""
+        entries = [entry for entry in self._optimizer.state.values() if isinstance(entry, dict)]
+        return [*owned_parameters(self._optimizer), *chain.from_iterable(map(_values, entries))]
+
+    def _has_same_numbers(self) -> bool:
+        values = list(chain.from_iterable(map(_values, self._optimizer.param_groups)))
+        if len(values) != len(self._values):
+            return False
+        same = list(map(operator.is_, values, self._values))
+        if all(same) and self._are_fixed:
+            return True
+        # A number may be another object of the same value, as a schedule writes it; a tensor may not.
+        tensors_stay = all(one or not isinstance(value, Tensor) for one, value in zip(same, values, strict=True))
+        return tensors_stay and self._present_constants() == self._constants
+
+    def _present_constants(self) -> list[ParamGroup]:
+        return [
+            {key: _constant(value, group["params"]) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+
+def _is_fixed(value: Any, parameters: Sequence[Tensor]) -> bool:
+    """Whether a step that is not fused reads the same from the object ``value`` whatever is done to it."""
+    return _constant(value, parameters) is None if isinstance(value, Tensor) else is_plain(value)
 
 
 def _constant(value: Any, parameters: Sequence[Tensor]) -> Any:

@@ -137,7 +137,7 @@ class GroupUpdate(GraphUpdate):
         """Returns the graph of these steps, captured now if necessary, with uploaded learning rates; None if there is none."""
         single = self._steps.get(key)
         group = self._groups.get(key)
-        if single is not None and not self._reclaim_pool(group or single):
+        if single is not None and self._pool.is_lent and not self._reclaim_pool(group or single):
             return None
         if single is None or not (group or single).is_valid():
             if group is not None:

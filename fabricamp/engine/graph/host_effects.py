@@ -254,7 +254,7 @@ class CapturedConstantsGuard:
         self._tables: list[Mapping[str, Any]] = []
         self._names: list[list[str]] = []
         for table, managed in [*owners, (hparams, frozenset[str]())]:
-            names = [name for name, value in table.items() if name not in managed and _is_plain(value)]
+            names = [name for name, value in table.items() if name not in managed and is_plain(value)]
             if names:
                 self._tables.append(table)
                 self._names.append(names)
@@ -304,8 +304,9 @@ class CapturedConstantsGuard:
         return next((name for table, name, value in self._loose if table.get(name) is not value), "")
 
 
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
+def is_plain(value: Any) -> bool:
+    """Returns whether ``value`` is a number, a word or its like, or a tuple of them: it cannot change in place."""
+    return all(map(is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
 
 
 _children: Final = operator.methodcaller("values")

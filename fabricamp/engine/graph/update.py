@@ -218,7 +218,7 @@ class GraphUpdate(Update):
             self._drop()
             self._look_where_to_step()
             return None
-        if not self._reclaim_pool(step):
+        if self._pool.is_lent and not self._reclaim_pool(step):
             return None
         return step if step.can_continue(self._fixed_gradients) else None
 
@@ -328,7 +328,7 @@ class GraphUpdate(Update):
         if not self._steps:
             self._pool.begin()
             return True
-        if step is not None and self._pool.is_lent and self._accumulate == 1:
+        if step is not None and self._accumulate == 1:
             step.show_gradients()  # frees those of the eager step
         if self._pool.reclaim():
             return True
