@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.distributed.scripts import finish, start
 
 TRAINS = """
@@ -62,3 +64,19 @@ def test_shapes_and_export_are_loaded_where_they_are_used(tmp_path):
     code, out, err = finish(start(tmp_path, "shapes.py"))
     assert code == 0, err
     assert out.splitlines() == ["7 None", "False False False True", "(2, 4)", "True", "True True", "4"]
+
+
+METRICS = """
+import sys, torch, torchmetrics
+accuracy = torchmetrics.classification.MulticlassAccuracy(3)
+accuracy.update(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2]))
+print(accuracy.compute().item(), [name for name in ("transformers", "matplotlib", "scipy") if name in sys.modules])
+"""
+
+
+def test_metrics_import_no_packages_for_text_plots_and_audio(tmp_path):
+    pytest.importorskip("torchmetrics", reason="needs the package torchmetrics")
+    (tmp_path / "metrics.py").write_text(METRICS)
+    code, out, err = finish(start(tmp_path, "metrics.py"))
+    assert code == 0, err
+    assert out == "1.0 []\n"

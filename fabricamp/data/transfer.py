@@ -17,7 +17,7 @@ from fabricamp.torch_private import stream_in_use
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp._utils.types import Batch
+    from fabricamp._utils.types import AnyBatch, Batch
 
 _TENSORS: Final = {Tensor}
 _SMALL: Final = 2**16
@@ -32,7 +32,7 @@ class _RecordsStream(Protocol):
     def record_stream(self, stream: torch.cuda.Stream, /) -> None: ...
 
 
-def move_to_device(batch: Batch, device: torch.device) -> Batch:
+def move_to_device(batch: AnyBatch, device: torch.device) -> AnyBatch:
     """Returns ``batch`` with every tensor in it on ``device``; ``batch`` itself if nothing has to move.
 
     Walks mappings, lists, tuples, namedtuples and dataclasses, and keeps their types.  Calls ``to(device)`` on other objects that

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +104,8 @@ class _Weight:
 
     def __init__(self, gather: Float8Gather, layer: Any, shard: Tensor, scale: Tensor) -> None:
         self._gather = gather
+        # The layer has other weights while it is gathered.
+        self._layer = weakref.ref(layer)
         self._shard = shard
         self._scale = scale
         # Settings that torchao's class gives its layers.
@@ -140,7 +143,7 @@ class _Weight:
         """A pre-hook for loading: a new weight would lack the functions, while torch keeps the FP8 memory of the old one."""
         name = f"{prefix}weight"
         replaces = name in state and metadata.get("assign_to_params_buffers", False)
-        if replaces and local(layer.weight) is self._shard:
+        if replaces and layer is self._layer():
             raise ConfigError(
                 f"load_state_dict(assign=True) would replace {name}, which is gathered in FP8; load without assign"
             )

@@ -17,10 +17,12 @@ import traceback
 from pathlib import Path
 
 import torch
-import torch._dynamo  # every forked process would import it, for seconds
 import torch.distributed as dist
 
 from tests.distributed.orphans import end_with
+
+if multiprocessing.parent_process() is None:
+    import torch._dynamo  # every forked process would import it, for seconds; a spawned one has no use for it
 
 __all__ = ["run_ranks", "side_by_side", "variables_of"]
 

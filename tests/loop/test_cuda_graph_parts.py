@@ -789,6 +789,7 @@ HYPERPARAMETER_CHANGES = {
     "another word": lambda one: one.param_groups[0].update(amsgrad="no"),
     "a further group": lambda one: one.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
     "a parameter less": lambda one: one.param_groups[0]["params"].pop(),
+    "a parameter more": lambda one: one.param_groups[0]["params"].append(nn.Parameter(torch.ones(1))),
     "another parameter in the same memory": lambda one: one.param_groups[0].update(
         params=[nn.Parameter(one.param_groups[0]["params"][0].data)]
     ),

@@ -142,6 +142,24 @@ def test_parameters_whose_data_is_replaced(kernel_device):
     assert [pair.optimizer.state[one]["step"].item() for one in pair.mine] == [2.0, 4.0]
 
 
+def test_a_half_copy_whose_data_is_replaced_gets_the_next_weights(kernel_device):
+    """A graph of the module compares its weights itself, so that :meth:`FusedAdam.upload` does not look at them."""
+    master = nn.Parameter(torch.ones(70, device=kernel_device))
+    copies = [torch.ones(70, dtype=torch.float16, device=kernel_device)]
+    optimizer = FusedAdam([master], lr=0.1)
+    state = ops.StepState.on(kernel_device)
+    for step in range(3):
+        optimizer.gather([numbers(kernel_device, 70)], copies)
+        optimizer.steer(state)
+        optimizer.step()
+        assert torch.equal(copies[0], master.detach().half())
+        if step == 0:
+            copies[0].data = torch.zeros(70, dtype=torch.float16, device=kernel_device)
+            assert optimizer.upload()
+    master.data = master.data.clone()
+    assert not optimizer.upload()
+
+
 def test_parameters_are_added_frozen_and_thawed(kernel_device):
     pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70))
     late = [torch.ones(6), torch.ones(2, 2)]

@@ -8,6 +8,9 @@ is loaded, torch's own wrapper is called.  DDP's constructor imports it to read 
 
 ``import torch`` executes modules for export, for shapes of fake tensors, and for kernels written in Python: these are executed at
 the first use of one of their names.  The garbage collector waits until torch is imported, as nothing of it is garbage.
+
+torchmetrics, and with it Lightning, imports transformers, matplotlib and scipy for metrics of text, plots and audio, which no test
+uses: it is told that they are not installed.
 """
 
 import functools
@@ -185,7 +188,34 @@ def _loaded_meanwhile(module):
     return module.__spec__
 
 
-_LOADERS = dict.fromkeys(_WRAPPERS, _Loader) | dict.fromkeys(_LATER, _LaterLoader) | {"torch": _TorchLoader}
+class _MetricsLoader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module):
+        installed = importlib.import_module("lightning_utilities.core.imports")
+        available = installed.package_available
+        installed.package_available = lambda name: name != "scipy" and available(name)
+        try:
+            super().exec_module(module)
+        finally:
+            installed.package_available = available
+
+
+class _MetricsImportsLoader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module):
+        super().exec_module(module)
+        for name in vars(module):
+            if name.startswith(("_MATPLOTLIB_", "_SCIPI_", "_SCIPY_", "_TRANSFORMERS_")):
+                setattr(module, name, False)
+
+
+_LOADERS = (
+    dict.fromkeys(_WRAPPERS, _Loader)
+    | dict.fromkeys(_LATER, _LaterLoader)
+    | {
+        "torch": _TorchLoader,
+        "torchmetrics": _MetricsLoader,
+        "torchmetrics.utilities.imports": _MetricsImportsLoader,
+    }
+)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -268,6 +269,40 @@ class Copied(Seen):
         shard, other = local(layer.weight), local(copy.deepcopy(layer.weight))
         assert other.fsdp_pre_all_gather is shard.fsdp_pre_all_gather
         assert other.data_ptr() != shard.data_ptr()
+
+
+class ReplacesGathered(Seen):
+    """States of before are put back after a validation, which leaves the weights gathered."""
+
+    def val_dataloader(self):
+        return batches()
+
+    def validation_step(self, batch, batch_idx):
+        self(batch[0])
+
+    def on_train_start(self):
+        super().on_train_start()
+        self.saved = {name: value.detach().clone() for name, value in self.state_dict().items()}
+
+    def on_validation_end(self):
+        self.within.add(type(self.blocks[0].up.weight.data).__name__)
+        part = {"weight": self.saved["blocks.0.up.weight"], "bias": self.saved["blocks.0.up.bias"]}
+        with pytest.raises(ConfigError, match=r"assign=True\) would replace weight"):
+            self.blocks[0].up.load_state_dict(part, assign=True)
+        with pytest.raises(ConfigError, match=r"assign=True\) would replace blocks\.0\.up\.weight"):
+            self.load_state_dict(self.saved, assign=True)
+
+
+def replaced_while_gathered():
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 1, "val_check_interval": 2}
+    strategy = FSDP([Block], reshard_after_forward=False)
+    module = trained(fp8(all_gather=True), module=ReplacesGathered(), strategy=strategy, **options)
+    assert "Float8TrainingTensor" in module.within
+    assert all(map(math.isfinite, module.losses))
+
+
+def test_replacing_weights_while_they_are_gathered_is_refused():
+    run_ranks(replaced_while_gathered, 2)
 
 
 def replaced():

@@ -29,7 +29,7 @@ import contextlib
 import gc
 import operator
 from collections import deque
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -450,7 +450,7 @@ class CapturedOptimizer:
     def is_unchanged(self) -> bool:
         """Whether numbers, tensors and the memory of parameters and state are those of the capture."""
         updated = self._updated()
-        if len(updated) != len(self._are_tensors):
+        if list(map(isinstance, updated, repeat(Tensor))) != self._are_tensors:
             return False
         tensors = list(compress(updated, self._are_tensors))
         return (
@@ -472,8 +472,9 @@ class CapturedOptimizer:
         if all(same) and self._are_fixed:
             return True
         # A number may be another object of the same value, as a schedule writes it; a tensor may not.
-        tensors_stay = all(one or not isinstance(value, Tensor) for one, value in zip(same, values, strict=True))
-        return tensors_stay and self._present_constants() == self._constants
+        changed = [not one for one in same]
+        replaced = chain(compress(values, changed), compress(self._values, changed))
+        return not any(map(isinstance, replaced, repeat(Tensor))) and self._present_constants() == self._constants
 
     def _present_constants(self) -> list[ParamGroup]:
         return [
