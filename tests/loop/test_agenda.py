@@ -367,9 +367,9 @@ class Signals(Callback):
             session(trainer).agreement.request("SIGTERM")
 
 
-def resumable(folder, *, signals=None, ckpt_path=None):
+def resumable(folder, *, signals=None, ckpt_path=None, every=3):
     notes = []
-    keeper = ModelCheckpoint(dirpath=folder, every_n_train_steps=3, save_top_k=-1)
+    keeper = ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=-1)
     callbacks = [Diary(notes), keeper] if signals is None else [Diary(notes), keeper, signals]
     module = Classifier()
     trainer = quiet_trainer(
@@ -403,6 +403,15 @@ def test_a_run_cut_at_any_entry_goes_on_as_the_straight_one(at, hook, tmp_path):
     assert len(before) + len(after) >= len(straight)
     assert before == straight[: len(before)]
     assert after == straight[-len(after) :]
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_the_flush_of_the_step_of_a_file_is_made_by_the_run_that_resumes_from_it(tmp_path):
+    straight, expected, _ = resumable(tmp_path / "straight", every=2)
+    (file,) = (tmp_path / "straight").glob("*step=4.ckpt")  # written in a hook, so before the flush of step 4
+    after, weights, _ = resumable(tmp_path / "resumed", ckpt_path=file, every=2)
+    assert after == straight[-len(after) :]
+    assert ("logged", 3) in [note[:2] for note in after]
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 

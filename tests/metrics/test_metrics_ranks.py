@@ -23,7 +23,7 @@ from tests.metrics.log_calls import log
 class Counting(ProcessGroupStrategy):
     """Notes the objects that ranks exchange."""
 
-    exchanged: ClassVar[list[object]] = []
+    exchanged: ClassVar[list] = []
 
     def all_gather_object(self, value):
         self.exchanged.append(value)
