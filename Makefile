@@ -28,7 +28,7 @@ setup: $(STAMP) ## the virtual environment with torch, the package and its tools
 
 # Order only: a new .torch is no reason to install everything else again.
 $(STAMP): pyproject.toml constraints.txt | $(TORCH_IS_IN)
-	@echo "installing fabricamp with the tools of its tests$(WITH_CUDA): about a minute where packages are near"
+	@echo "installing fabricamp with the tools of its tests and pages$(WITH_CUDA): one to three minutes without another word"
 	@$(PIP) -e ".[$(EXTRAS)]" -c constraints.txt
 	@touch $@
 
@@ -149,6 +149,7 @@ docs: $(STAMP) ## writes docs/reference.md from the docstrings, commands.md, que
 
 # Sphinx reads the repository itself: pages link to examples, tests and the README.  -W: a warning is an error.
 site: $(STAMP) ## builds the documentation as pages with a search, build/site/index.html, without the network
+	@echo "building the pages: about a minute without another word"
 	@$(BIN)/sphinx-build -W --keep-going -q -b html -c docs -d build/doctrees . build/site
 	@echo "open build/site/index.html"
 

@@ -31,6 +31,7 @@ KNOWN = {
     r"needs the git repository": "what a source distribution holds is compared with what git tracks",
     r"needs an installed Lightning 2\.6\.6": "the list of its private methods is read from its source",
     r"there is no make": "the README's commands call it",
+    r"there is no node": "the site's search is a script for browsers",
     # Installed packages.
     r"needs the package (IPython|comet_ml|cupy|datasets|furo|hydra-core|ipykernel|lightning|matplotlib|mlflow|myst_parser|nbclient"
     r"|nbformat|onnx|onnxscript|optuna|pillow|pytorch_lightning|safetensors|sklearn|sphinx|torchao|torchdata|torchft|torchmetrics"

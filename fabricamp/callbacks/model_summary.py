@@ -96,9 +96,12 @@ class Summary:
     def notes(self) -> list[str]:
         """Returns the lines below the table."""
         parts = " + ".join(f"{_size(size)} {name}" for name, size in self.memory.items() if size)
+        parameters = "1 parameter" if self.total.params == 1 else f"{self.total.params:,} parameters"
+        memory = f"{parts or '0 B'} = {_size(sum(self.memory.values()))}"
         lines = [
-            f"{self.total.params:,} parameters: {self.total.trainable:,} trainable, {self.frozen:,} frozen",
-            f"Memory at {self.opt_level}: {parts or '0 B'} = {_size(sum(self.memory.values()))}",
+            f"{parameters}: {self.total.trainable:,} trainable, {self.frozen:,} frozen",
+            # Adam's state is often the largest part of all, so the line says that it is not in the sum.
+            f"Memory at {self.opt_level}: {memory} without optimizer state and activations",
         ]
         if self.tied:
             more = f" and {len(self.tied) - 3} more" if len(self.tied) > 3 else ""

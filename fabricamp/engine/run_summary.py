@@ -16,6 +16,7 @@ from fabricamp.data import leaves_of
 from fabricamp.data.position import keeps_workers
 from fabricamp.engine.ckpt_path import model_checkpoints
 from fabricamp.engine.run_file import NAME
+from fabricamp.launch.start import STARTED_BY
 from fabricamp.loggers.run_folder import RunFolderLogger, folder_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from fabricamp.trainer import Trainer
 
 _LOG = logging.getLogger("fabricamp")
+
+_STARTED = {"fork": "forked ", "spawn": "spawned "}
+"""What the first line says of processes that a call started: ``"ddp_notebook"`` and ``"ddp_spawn"`` are ``ddp`` with these."""
 
 
 class RunSummary:
@@ -185,7 +189,8 @@ def _machine(trainer: Trainer) -> str:
     device = trainer.strategy.device
     count = trainer.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    processes = "1 process" if count == 1 else f"{count} processes"
+    started = _STARTED.get(os.environ.get(STARTED_BY, ""), "")
+    processes = "1 process" if count == 1 else f"{count} {started}processes"
     nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
     return f"{name}, {processes}{nodes}"
 

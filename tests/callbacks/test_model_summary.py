@@ -97,6 +97,10 @@ def test_module_without_parameters():
     assert "0 parameters: 0 trainable, 0 frozen" in str(summarize(nn.ReLU()))
 
 
+def test_module_with_one_parameter():
+    assert summarize(nn.Linear(1, 1, bias=False)).notes()[0] == "1 parameter: 1 trainable, 0 frozen"
+
+
 @pytest.mark.parametrize(
     ("level", "memory"),
     [
@@ -142,7 +146,8 @@ def test_callback_counts_what_is_there(caplog):
     module = nn.Linear(4, 4).half()
     masters = [parameter.detach().float() for parameter in module.parameters()]
     ModelSummary().on_fit_start(trainer_for(module, masters=masters, sums=[torch.zeros(20)]), module)
-    assert "Memory at O2: 40 B weights + 40 B gradients + 80 B masters + 80 B gradient sums = 240 B" in caplog.messages
+    parts = "40 B weights + 40 B gradients + 80 B masters + 80 B gradient sums"
+    assert f"Memory at O2: {parts} = 240 B without optimizer state and activations" in caplog.messages
     assert "\x1b" not in caplog.text
 
 

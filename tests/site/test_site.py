@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.shared import once, shared_folder
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -51,29 +55,47 @@ def documented():
     return found
 
 
-def test_it_builds_without_a_warning(tmp_path):
+FOUND_FIRST = {
+    "SIGHUP": "how-to/resume",
+    "gather predictions": "how-to/predictions",
+    "length of a stream": "how-to/streams",
+    "consolidate FSDP weights": "how-to/checkpoints",
+    "Skipping step": "how-to/nan",
+    "logger=False": "how-to/silence",
+}
+"""Queries of readers who found nothing, and the page that has to be among the first four of the search."""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Returns the exit code and the errors of a build, and the folder of the search's scripts; built once for all workers."""
     for package in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(package, reason=f"needs the package {package}")
-    # The builder "dummy" reads and resolves everything, and writes no pages.
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-W",
-        "--keep-going",
-        "-q",
-        "-b",
-        "dummy",
-        "-c",
-        DOCS,
-        "-d",
-        tmp_path / "read",
-    ]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "no_proxy": "*"}
-    done = subprocess.run(
-        [*command, ROOT, tmp_path / "out"], env=environment, capture_output=True, text=True, timeout=290, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    folder = shared_folder(tmp_path_factory, "site")
+    extensions = ",".join([*script("conf").extensions, "tests.site.search_index"])
+    options = ["-W", "--keep-going", "-q", "-b", "searchindex", "-D", f"extensions={extensions}", "-c", DOCS]
+    command = [sys.executable, "-m", "sphinx", *options, "-d", folder / "read", ROOT, folder / "out"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "no_proxy": "*", "PYTHONPATH": str(ROOT)}
+
+    def build():
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290, check=False)
+        return done.returncode, done.stderr
+
+    return (*once(folder, build), folder / "out")
+
+
+def test_it_builds_without_a_warning(built):
+    code, errors, _ = built
+    assert code == 0, errors
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+def test_the_search_leads_from_words_of_readers_to_the_page(built):
+    *_, folder = built
+    command = ["node", Path(__file__).with_name("search.js"), folder, *FOUND_FIRST]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    first = {query: pages[:4] for query, pages in zip(FOUND_FIRST, found, strict=True)}
+    assert {query: pages for query, pages in first.items() if f"docs/{FOUND_FIRST[query]}" not in pages} == {}
 
 
 def test_every_public_name_has_its_place_among_the_pages_of_the_api():
