@@ -28,9 +28,6 @@ _MODULES = pytest.StashKey[int]()
 """Number of loaded modules when memory was last moved to large pages."""
 
 torch.set_num_threads(1)
-_ = (
-    torch._meta_registrations.activate_meta
-)  # tests/startup would execute the module later, and tests here use tensors without data
 
 # If a torch for CUDA sees no GPU, the first FakeTensorMode of a process would register a guard with eight fake devices: the next
 # backward would start a thread for each, and autograd would refuse to work in processes forked after that.
