@@ -49,7 +49,7 @@ Value = TypeVar("Value")
 
 
 class Update:
-    """Runs micro-batches and makes one update per accumulation: the only mediator between strategy and precision.
+    """Runs micro-batches and makes one update per accumulation, by the plan that takes gradients from strategy to precision.
 
     Everything that can be looked up is looked up before the first batch.
 

@@ -29,7 +29,8 @@ def to_float8(tensor: Tensor, scale: Tensor, float8: torch.dtype, rounded: torch
     elements = tensor.numel()
     source = tensor.data_ptr()
     if (
-        not runs_kernels(tensor.device)
+        elements == 0  # a kernel needs a block
+        or not runs_kernels(tensor.device)
         or float8 is not torch.float8_e4m3fn
         or tensor.dtype is not torch.float32
         or rounded not in _ROUNDED

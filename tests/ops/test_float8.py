@@ -71,13 +71,14 @@ def test_any_number_of_blocks(kernel_device, shape, monkeypatch):
 
 
 @one_order
-@pytest.mark.parametrize("kind", ["unaligned", "few", "half", "transposed", "e5m2"])
+@pytest.mark.parametrize("kind", ["unaligned", "few", "none", "half", "transposed", "e5m2"])
 def test_what_the_kernel_cannot_cast_torch_does(kernel_device, kind, monkeypatch):
     seen = launches(monkeypatch)
     base = torch.randn(513, generator=torch.Generator().manual_seed(0)).to(kernel_device)
     values = {
         "unaligned": base[1:],
         "few": base[:10],
+        "none": base[:0],
         "half": base[:512].bfloat16(),
         "transposed": base[:512].view(16, 32).t(),
         "e5m2": base[:512],

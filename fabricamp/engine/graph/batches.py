@@ -59,9 +59,8 @@ def signature(batch: Batch) -> Hashable:
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     """Returns the tensors of a batch, in the order of its :func:`signature`."""
-    if (type(batch) is tuple or type(batch) is list) and set(
-        map(type, batch)
-    ) == _TENSORS:  # usual form: a third of the time
+    # The usual form: a third of the time.
+    if (type(batch) is tuple or type(batch) is list) and set(map(type, batch)) == _TENSORS:
         return list(batch)
     return list(tensors_within(batch))
 

@@ -240,9 +240,9 @@ class GraphUpdate(Update):
                 )
         else:
             name = stale.constants.changed()
-            what = (
-                f"the attribute {name!r}" if name else "a step hook of the optimizer, or a tensor that the step uses,"
-            )
+            what = f"the attribute {name!r}"
+            if not name:
+                what = "a step hook of the optimizer, or a tensor that the step uses,"
             self._give_up(
                 f"{what} is replaced in each step, and each step would be captured again; change a buffer in place"
             )
@@ -446,9 +446,8 @@ class GraphUpdate(Update):
         self._memory_budget.check(
             key, kept=self._kept_bytes(role), shared=self._pool.reserved(), shapes=shapes, lends=self._lends_to(role)
         )
-        hooks = (
-            [] if self.steps_outside else step_hooks(optimizer)
-        )  # outside they run on the host, whatever comes or goes
+        # An optimizer outside of the graph runs its hooks on the host, whatever comes or goes.
+        hooks = [] if self.steps_outside else step_hooks(optimizer)
         step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory, hooks)
         used = self._capture_launches(step, lambda: self._launch_captured(inputs, role))
         step.handed = self._handed
