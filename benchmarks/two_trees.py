@@ -536,6 +536,8 @@ def quartiles(values):
 def around_the_median(values):
     """Returns the two values between which the median of the distribution lies with 95 % probability.
 
+    Fewer than six values cannot say that: then it is their range, with 88 % for four and 94 % for five.
+
     >>> around_the_median([float(value) for value in range(100)])
     [40.0, 59.0]
     """
