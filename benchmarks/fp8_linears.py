@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -67,7 +67,7 @@ def pass_of(width: int, tokens: int, kind: str, device: torch.device) -> Callabl
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """Returns the replay of a CUDA graph of ``run``, which is called a few times before."""
+    """Returns a function that replays a CUDA graph of ``run``, which is called a few times before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -77,7 +77,18 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         run()
-    return graph.replay
+    return Replay(graph, run)
+
+
+class Replay(NamedTuple):
+    """Replays a graph when it is called."""
+
+    graph: torch.cuda.CUDAGraph
+    reads: Callable[[], None]
+    """What was captured: the graph reads its weights and its input, which would be freed without a reference."""
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 def milliseconds(run: Callable[[], None], estimate: float) -> float:
