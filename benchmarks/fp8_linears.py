@@ -81,13 +81,14 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
 
 
 class Replay(NamedTuple):
-    """Replays a graph when it is called."""
+    """A captured pass."""
 
     graph: torch.cuda.CUDAGraph
     reads: Callable[[], None]
     """What was captured: the graph reads its weights and its input, which would be freed without a reference."""
 
     def __call__(self) -> None:
+        """Replays the graph."""
         self.graph.replay()
 
 
