@@ -753,6 +753,15 @@ RENDERERS = {
 """Keyed by the first part of a result file's name, before ``-``."""
 
 
+def section(name, result):
+    """Returns the section of a result file; what sets its run apart from another one on the same device stands in the heading."""
+    text = RENDERERS[name.partition("-")[0]](result)
+    if "run" in result:
+        heading, end, rest = text.partition("\n")
+        text = f"{heading}, {result['run']}{end}{rest}"
+    return text
+
+
 def by_fabricamp(text):
     """Returns the text with "fabricamp" in place of "ours" and "our"."""
     return re.sub(r"\bours?\b", "fabricamp", text)
@@ -769,7 +778,7 @@ def main():
     if rows := summary.rows_of(results):
         parts.append(table(summary.HEAD, rows))
     for name, result in results.items():
-        parts.append(by_fabricamp(RENDERERS[name.partition("-")[0]](result)))
+        parts.append(by_fabricamp(section(name, result)))
         parts.append(
             f"`{result['command']}`, {facts(result, 'processor', 'cores', 'device', 'torch', 'python', 'date')}\n"
         )
