@@ -40,7 +40,6 @@ LAST = 100
 POINTS = 100
 LINES = {
     "bf16": ("#999999", 4),
-    "other weights": ("#d95f02", 1.2),
     "control": ("#d95f02", 1.2),
     "fp8": ("#1f77b4", 1.2),
 }
@@ -137,8 +136,6 @@ def panel_of(found, top):
     curves = [
         ("control" if row["kind"] == "bf16" and row["change"] else row["kind"], row["losses"]) for row in found["rows"]
     ]
-    others = found.get("other_weights", [])
-    curves += [("other weights", row["losses"]) for row in others]
     lowest = min(min(values) for _, values in curves) - 0.05
     start = min(
         next(index for index, loss in enumerate(values) if loss < HIGHEST) / len(values) for _, values in curves
@@ -174,9 +171,6 @@ def panel_of(found, top):
     ]
     if shown["bf16"]:
         words.append((LINES["control"][0], f"bf16 with other roundings at the start: {shown['bf16']}"))
-    if others:
-        ends = ", ".join(f"{row['final']:.3f}" for row in others)
-        words.append((LINES["other weights"][0], f"bf16 from other weights, which end at {ends}"))
     for number, (colour, line) in enumerate(words):
         y = top + TOP + 16 + 18 * number
         parts.append(f'<text x="{WIDTH - RIGHT}" y="{y}" text-anchor="end" fill="{colour}">{line}</text>')

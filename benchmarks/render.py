@@ -701,13 +701,7 @@ def fp8_losses(result):
         "by up to one rounding."
     )
     head = f"## Losses in FP8 on {result['device']}, rate {result['peak']}"
-    parts = [head, about, table(["seed", "bf16", "FP8", "bf16, other roundings"], rows)]
-    others = result.get("other_weights", [])
-    if others:
-        # Made when the network drew its initial weights in another order, so a seed gave others.
-        ends = ", ".join(f"{row['final']:.4f}" for row in others)
-        parts.append(f"Runs in bf16 from other initial weights end at {ends}.")
-    return "\n\n".join(parts)
+    return "\n\n".join([head, about, table(["seed", "bf16", "FP8", "bf16, other roundings"], rows)])
 
 
 def graph_memory(result):

@@ -64,7 +64,7 @@ def test_the_picture_of_the_losses_is_that_of_the_results():
     found = [json.loads((results / name).read_text()) for name in PICTURE]
     picture = (fp8_losses.HERE.parent / "docs" / "fp8-losses.svg").read_text()
     assert picture == fp8_losses.draw(found), "results have changed: make docs"
-    lines = sum(len(result["rows"]) + len(result.get("other_weights", [])) for result in found)
+    lines = sum(len(result["rows"]) for result in found)
     assert len(ET.fromstring(picture).findall("{*}polyline")) == lines
 
 
@@ -79,10 +79,7 @@ def test_the_table_of_the_losses_has_gaps_to_the_run_of_the_same_seed():
             (1, "fp8", 0, 1.99),
         )
     ]
-    others = [{"seed": 0, "kind": "bf16", "final": 1.5}]
     about = {"device": "a card", "peak": 0.1, "steps": 3, "recipe": "rowwise", "sizes": fp8_losses.QUICK._asdict()}
-    page = render.fp8_losses({**about, "rows": rows, "other_weights": others})
+    page = render.fp8_losses({**about, "rows": rows})
     assert "| 0 | 1.0000 | +1.00% | -2.00% |" in page
     assert "| 1 | 2.0000 | -0.50% |  |" in page
-    assert "from other initial weights end at 1.5000." in page
-    assert "other initial weights" not in render.fp8_losses({**about, "rows": rows})
