@@ -90,6 +90,10 @@ ON_GPU = pytest.param(
 )
 
 
+one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
+"""The mark of tests of what the host does: which kernels it launches, on what memory and with which numbers."""
+
+
 def in_pairs(names: str, *columns):
     """Returns the mark of a test with ``kernel_device`` and the arguments ``names``, with every pair of values.
 
