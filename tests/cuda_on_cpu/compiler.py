@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fabricamp.ops import bridge, dispatch, table
+from tests.pairs import pairs
 
 HERE = Path(__file__).parent
 _FOLDER = Path(tempfile.gettempdir()) / "cuda_on_cpu"
@@ -87,6 +88,21 @@ ON_CPU = ["forward", "reverse"]
 ON_GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 )
+
+
+one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
+"""The mark of tests of what the host does: which kernels it launches, on what memory and with which numbers."""
+
+
+def in_pairs(names: str, *columns):
+    """Returns the mark of a test with ``kernel_device`` and the arguments ``names``, with every pair of values.
+
+    On a CPU the order of threads is one more column: it matters where threads add up shared sums, whatever their rule and dtype.
+    """
+    on_gpu = [pytest.param(ON_GPU.values[0], *row, marks=ON_GPU.marks) for row in pairs(*columns)]
+    return pytest.mark.parametrize(
+        f"kernel_device, {names}", [*pairs(ON_CPU, *columns), *on_gpu], indirect=["kernel_device"]
+    )
 
 
 @pytest.fixture(params=[*ON_CPU, ON_GPU])

@@ -1,12 +1,13 @@
 """Runs a function on several Gloo ranks, for tests of several processes.
 
-from tests.distributed.ranks import run_ranks, side_by_side
+from tests.distributed.ranks import import_compiler, run_ranks, side_by_side
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import faulthandler
+import functools
 import gc
 import logging
 import multiprocessing.connection
@@ -24,7 +25,14 @@ from tests.distributed.orphans import end_with
 if multiprocessing.parent_process() is None:
     import torch._dynamo  # every forked process would import it, for seconds; a spawned one has no use for it
 
-__all__ = ["run_ranks", "side_by_side", "variables_of"]
+__all__ = ["import_compiler", "run_ranks", "side_by_side", "variables_of"]
+
+
+@functools.cache
+def import_compiler():
+    """Compiles a function and its derivative: what that imports takes 1.6 s of every rank that is forked without it."""
+    torch.compile(torch.cos, backend="aot_eager")(torch.ones(2, requires_grad=True)).sum().backward()
+    torch.compiler.reset()
 
 
 def run_ranks(function, world_size, *args, timeout=200.0, start_method=None, backend="gloo"):

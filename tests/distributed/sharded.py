@@ -156,8 +156,13 @@ def sharding(cell, **options):
     return FSDP(units, reshard_after_forward=cell.reshard, offload=cell.units == "offload", **options)
 
 
-def fitted(cell, strategy, batch_size, *, net=Net, save=None, at=5, ckpt_path=None, accelerator="cpu", callbacks=()):
-    """Returns the weights and logged values of rank 0 after a fit of two epochs of four or eight micro-batches."""
+def fitted(
+    cell, strategy, batch_size, *, net=Net, save=None, at=5, ckpt_path=None, accelerator="cpu", callbacks=(), then=None
+):
+    """Returns the weights and logged values of rank 0 after a fit of two epochs of four or eight micro-batches.
+
+    ``then(trainer, module)`` is called after the fit.
+    """
     seed_everything(5, verbose=False)
     module = net(cell.optimizer)
     trainer = quiet_trainer(
@@ -175,9 +180,10 @@ def fitted(cell, strategy, batch_size, *, net=Net, save=None, at=5, ckpt_path=No
     trainer.fit(module, loader(32, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
     assert type(module) is net
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in module.modules())
-    if trainer.global_rank:
-        return None
-    return flat(module), {name: float(value) for name, value in trainer.callback_metrics.items()}
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if then is not None:
+        then(trainer, module)
+    return None if trainer.global_rank else (flat(module), logged)
 
 
 @functools.cache

@@ -37,7 +37,7 @@ CELLS = [
     Cell("O0", "LARC", 1, ("norm", 0.5), True, "blocks"),
     Cell("bf16-true", "sgd", 1, ("value", 0.02), True, "blocks"),
     Cell("64-true", "FusedSGD", 3, ("norm", 0.5), False, "auto"),
-    *sharded.CELLS,
+    *sharded.CELLS[1:],  # each pair of the first is in another one, too
 ]
 # With three micro-batches per step the runs are interrupted within an accumulation.
 RESUMED = [CELLS[0], *(cell for cell in CELLS if cell.accumulate > 1)]
@@ -299,11 +299,13 @@ def test_a_file_of_one_process_goes_on_sharded(ranks):
 
 def test_folders_of_two_ranks_go_on_with_four_and_with_one(ranks, folder):
     def resumed(batch_size):
-        found = {cell: fitted(cell, "fsdp", batch_size, ckpt_path=folder_of(folder, cell)) for cell in MOVED}
+        moved = MOVED[1:] if batch_size == 2 else MOVED
+        found = {cell: fitted(cell, "fsdp", batch_size, ckpt_path=folder_of(folder, cell)) for cell in moved}
         if batch_size == 2:  # four ranks: two copies, each sharded over two ranks
             path = folder / "copies.ckpt"
             for cell in COPIES:
-                found["copies", cell] = fitted(cell, FSDP(replicate=2), batch_size, save=path)
+                save = path if cell == COPIES[-1] else None
+                found["copies", cell] = fitted(cell, FSDP(replicate=2), batch_size, save=save)
             found["resumed"] = fitted(COPIES[-1], FSDP(replicate=2), batch_size, ckpt_path=path)
         else:
             found["meta"] = meta_weights()

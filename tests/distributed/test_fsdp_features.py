@@ -21,6 +21,8 @@ from tests.shared import once, shared_folder
 from tests.small import loader, quiet_trainer
 
 WINDOWS = [("O0", "FusedAdam"), ("O1", "FusedLAMB")]
+CHANGED = [(*WINDOWS[0], True), (*WINDOWS[1], False)]
+"""Runs that go on in the other mode: one from whole gradients, one from exchanged ones."""
 
 
 class Normed(Net):
@@ -109,7 +111,7 @@ def in_half(strategy, batch_size, *, together):
 
 def frozen(strategy, batch_size):
     return {
-        (level, optimizer): ended(Frozen, optimizer, strategy, batch_size, precision=level)
+        (level, optimizer): ended(Frozen, optimizer, strategy, batch_size, precision=level, val_check_interval=1.0)
         for level, optimizer in (("O0", "FusedLAMB"), ("O3", "FusedAdam"), ("O5", "adamw"))
     }
 
@@ -146,6 +148,8 @@ def accumulated(folder):
             found[cell] = ended(Net, optimizer, "fsdp", 4, watching, SaveAt(path, 6), **options)
             found["seen", cell] = watching.seen
             found["resumed", cell] = ended(Net, optimizer, "fsdp", 4, ckpt_path=path, **options)
+            if cell not in CHANGED:
+                continue
             fsdp.fits = lambda *_, whole=whole: not whole
             found["other", cell] = ended(Net, optimizer, "fsdp", 4, ckpt_path=path, **options)
     fsdp.fits = chosen
@@ -156,7 +160,7 @@ def told(share):
     said, chosen = io.StringIO(), fsdp.fits
     fsdp.fits = lambda trained, sharing, memory: chosen(trained, sharing, int(memory * share))
     with contextlib.redirect_stderr(said):
-        ended(Net, "sgd", "fsdp", 4, enable_model_summary=True, max_epochs=1)
+        ended(Net, "sgd", "fsdp", 4, enable_model_summary=True, max_steps=1)
     fsdp.fits = chosen
     return said.getvalue()
 
@@ -259,7 +263,8 @@ def test_windows_are_those_of_one_process_exchanged_once_or_behind_each_micro_ba
     assert (weights - alone).abs().max() < limit
     assert found["seen", cell] == ([False, False, True] if whole else [True] * 3)
     assert torch.equal(weights, found["resumed", cell][0])
-    assert (weights - found["other", cell][0]).abs().max() < limit
+    if cell in CHANGED:
+        assert (weights - found["other", cell][0]).abs().max() < limit
 
 
 def test_a_folder_within_a_window_of_whole_gradients_goes_on_in_one_process(ranks, folder):

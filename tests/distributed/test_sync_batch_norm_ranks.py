@@ -22,7 +22,7 @@ from fabricamp.ops.batch_norm import kernels as batch_norm_geometry
 from fabricamp.ops.batch_norm.exchange import VARIABLE
 from tests.cuda_on_cpu.compiler import waiting
 from tests.cuda_on_cpu.shared_memory import use_kernels
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import import_compiler, run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
 HALF = torch.float16
@@ -418,6 +418,7 @@ def compiled():
 
 
 def test_compiled_without_a_break():
+    import_compiler()
     run_ranks(compiled, 2)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fabricamp import Callback, ConfigError, seed_everything
+from fabricamp import Callback, ConfigError
 from fabricamp.strategies import FSDP
 from fabricamp.strategies.tensor_parallel import split_layers
 from fabricamp.utilities.grads import grad_norm
@@ -21,7 +21,7 @@ from tests.distributed import sharded
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import Cell, alone, too_far
 from tests.shared import once, shared_folder
-from tests.small import loader, quiet_trainer
+from tests.small import loader
 
 CELLS = [
     Cell("O0", "sgd", 1, ("norm", 0.3), True, "one copy"),
@@ -30,6 +30,7 @@ CELLS = [
     Cell("O4", "adamw", 3, ("norm", 0.3), True, "one copy"),
     Cell("O2", "FusedAdam", 1, ("norm", 0.3), True, "two copies"),
 ]
+LOOKED_AT = CELLS[0]
 RESUMED = [CELLS[1], CELLS[4]]  # the first is interrupted within an accumulation
 
 
@@ -87,26 +88,29 @@ def on_four_ranks(folder):
     found = {"straight": {}, "resumed": {}}
     for number, cell in enumerate(CELLS):
         path = folder / f"{number}.ckpt"
-        found["straight"][cell] = fitted(cell, sharding(cell), 4, save=path)
         if cell in RESUMED:
+            found["straight"][cell] = fitted(cell, sharding(cell), 4, save=path)
             found["resumed"][cell] = fitted(cell, sharding(cell), 4, ckpt_path=path)
+        elif cell == LOOKED_AT:
+            found["straight"][cell], found["norms"], found["predictions"] = looked_at(sharding(cell), 4)
+        else:
+            found["straight"][cell] = fitted(cell, sharding(cell), 4)
     found["from a file"] = fitted(CELLS[1], sharding(CELLS[1]), 4, ckpt_path=folder / "single.ckpt")
     found["drawn"] = float(torch.rand(()))
     found["whole layers"] = fitted(CELLS[1], "fsdp", 2, save=folder / "whole.ckpt", at=6, ckpt_path=folder / "1.ckpt")
     found["from whole layers"] = fitted(CELLS[1], sharding(CELLS[1]), 4, ckpt_path=folder / "whole.ckpt")
-    found["norms"], found["predictions"] = looked_at(FSDP([Block], parallelize=split, tensor_parallel=2), 4)
     return found
 
 
 def looked_at(strategy, batch_size):
-    """Returns gradient norms in the second step, and predictions after it."""
-    seed_everything(5, verbose=False)
-    module = Net("FusedAdam")
-    options = {"strategy": strategy, "devices": "auto", "max_steps": 2, "use_distributed_sampler": True}
-    trainer = quiet_trainer(callbacks=[Norms()], **options)
-    trainer.fit(module, loader(32, batch_size))
-    assert [one.heads for one in module.blocks] == [2, 2, 2]
-    return module.norms, torch.cat(trainer.predict(module, loader(16, batch_size))).double()
+    """Returns the result of a fit, gradient norms in its second step, and predictions after it."""
+    found = []
+
+    def look(trainer, module):
+        assert [one.heads for one in module.blocks] == [2, 2, 2]
+        found.extend((module.norms, torch.cat(trainer.predict(module, loader(16, batch_size))).double()))
+
+    return fitted(LOOKED_AT, strategy, batch_size, callbacks=[Norms()], then=look), *found
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +153,7 @@ def test_files_and_folders_go_on_with_split_layers_and_without(ranks, folder):
 
 
 def test_norms_and_predictions_are_those_of_whole_layers(ranks):
-    norms, predictions = looked_at("single", 8)
+    _, norms, predictions = looked_at("single", 8)
     for one in ranks:
         assert one["norms"] == pytest.approx(norms, rel=1e-4)
         assert torch.allclose(one["predictions"], predictions, atol=1e-5)

@@ -70,18 +70,20 @@ def version() -> tuple[int, int]:
 
 @functools.cache
 def _compiler() -> str:
-    """What the compiler's log depends on beside the text and its options."""
+    """What the compiler's log depends on beside the text and its options; not on where the wheels are installed."""
     header_texts = [path.read_bytes() for path in sorted(headers().glob("cuda_*16*"))]
+    others = sorted((path.name, path.stat().st_size) for path in headers().iterdir())
     library = Path(nvrtc()._name)
-    return f"{version()} {library.stat().st_size} {hashlib.sha256(b''.join(header_texts)).hexdigest()}"
+    texts = b"".join([*header_texts, str(others).encode()])
+    return f"{version()} {library.stat().st_size} {hashlib.sha256(texts).hexdigest()}"
 
 
 def compile_for(text: str, architecture: int) -> str:
     """Returns the log of compiling ``text`` to machine code, registers and spills included; a log is kept for later sessions."""
-    options = [f"-arch=sm_{architecture}", "--std=c++17", f"-I{headers()}", "--ptxas-options=-v"]
+    options = [f"-arch=sm_{architecture}", "--std=c++17", "--ptxas-options=-v"]
     kept = _LOGS / hashlib.sha256(f"{_compiler()}{options}{text}".encode()).hexdigest()
     if not kept.exists():
-        log = _compiled(text, architecture, options)
+        log = _compiled(text, architecture, [*options, f"-I{headers()}"])
         _LOGS.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=_LOGS, delete=False) as own:  # several workers may write it at once
             own.write(log)

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from fabricamp.ops.copies import Copies
-from tests.cuda_on_cpu.compiler import ON_GPU
-
-one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
+from tests.cuda_on_cpu.compiler import one_order
 
 SHAPES = [
     [(4, 32), (4,)],

@@ -20,7 +20,7 @@ from fabricamp.ops.cross_entropy import (
     cross_entropy_forward,
     cross_entropy_reference,
 )
-from tests.cuda_on_cpu.compiler import references
+from tests.cuda_on_cpu.compiler import in_pairs, references
 from tests.ops.losses import DTYPES, ROUNDING, RULES, sample, truth
 
 
@@ -109,8 +109,7 @@ def test_torch_serves_subclasses(kernel_device, monkeypatch):
     torch.testing.assert_close(loss.as_subclass(torch.Tensor), expected)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("runs", ["kernel", "torch"])
+@in_pairs("runs, dynamic", ["kernel", "torch"], [False, True])
 def test_compiles_whole(kernel_device, runs, dynamic):
     torch._dynamo.reset()
     logits, target = sample(kernel_device, 6, 300, dtype=torch.bfloat16)
@@ -152,8 +151,7 @@ def test_exports(kernel_device):
     assert torch.equal(exported.module()(logits, target), Loss()(logits, target))
 
 
-@pytest.mark.parametrize("runs", ["kernel", "torch"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@in_pairs("reduction, runs", ["mean", "none"], ["kernel", "torch"])
 def test_the_registered_operations_are_well_formed(kernel_device, reduction, runs):
     logits, target = sample(kernel_device, 6, 30)
     rule = CrossEntropyRule(0.1, -100, reduction, 0.01)

@@ -7,9 +7,8 @@ import torch
 
 from fabricamp.ops import float8
 from fabricamp.ops.float8 import to_float8
-from tests.cuda_on_cpu.compiler import ON_GPU
+from tests.cuda_on_cpu.compiler import one_order
 
-one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
 E4M3 = torch.float8_e4m3fn
 
 

@@ -12,9 +12,7 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.ops import dispatch, layer_norm, rms_norm
 from fabricamp.ops.norm import kernels as norm_kernels
-from tests.cuda_on_cpu.compiler import ON_GPU
-
-one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
+from tests.cuda_on_cpu.compiler import one_order
 
 
 @pytest.fixture

@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from fabricamp.ops import layer_norm
 from fabricamp.ops.norm import kernels as norm_kernels
 from fabricamp.ops.norm import plans as norm_plans
-from tests.cuda_on_cpu.compiler import ON_GPU
+from tests.cuda_on_cpu.compiler import one_order
 from tests.ops.norm_checks import B, H, S, check, laid_out, near, norm_of, operands
-
-one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ import torch
 from fabricamp.ops import dispatch
 from fabricamp.ops.norm import kernels as norm_kernels
 from fabricamp.ops.norm import plans as norm_plans
-from tests.cuda_on_cpu.compiler import ON_GPU
+from tests.cuda_on_cpu.compiler import one_order
 from tests.ops.norm_checks import B, H, S, check, laid_out, norm_of, operands
 
 SIZES = (1, 2, 4, 8)  # of the clusters of compute capability 9.0
 SHARED_MEMORY = 228 * 1024  # of a multiprocessor there
-one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
 
 
 @pytest.fixture

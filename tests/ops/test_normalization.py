@@ -17,10 +17,9 @@ from fabricamp.ops.norm import autograd as norm_references
 from fabricamp.ops.norm import kernels as norm_kernels
 from fabricamp.ops.norm import normalization
 from fabricamp.ops.norm import plans as norm_plans
-from tests.cuda_on_cpu.compiler import ON_GPU, references
+from tests.cuda_on_cpu.compiler import one_order, references
 from tests.ops.norm_checks import NORMS, TOLERANCE, B, D, H, S, check, exact, near, norm_of, operands
 
-one_order = pytest.mark.parametrize("kernel_device", ["forward", ON_GPU], indirect=True)
 """For tests of code around the kernels: the order of threads matters only for barriers."""
 
 

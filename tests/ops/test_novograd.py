@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fabricamp import ops
 from fabricamp.ops import table
-from tests.cuda_on_cpu.compiler import references
+from tests.cuda_on_cpu.compiler import in_pairs, references
 from tests.ops.rows import MIXES, Rows
 
 many = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -35,8 +35,7 @@ class Case(Rows):
         ops.novograd(*rows, rule, copies=self.copies, **options)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mix", MIXES)
+@in_pairs("mix, rule", MIXES, RULES)
 def test_equals_its_reference(kernel_device, mix, rule):
     mine = Case(kernel_device, mix)
     theirs = mine.twin()

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fabricamp import ops
-from tests.cuda_on_cpu.compiler import references
+from tests.cuda_on_cpu.compiler import in_pairs, references
 from tests.ops.lists import FLOATS, TOLERANCE, Elsewhere, tensors
 
 many = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -60,8 +60,7 @@ class Case:
         return [*self.parameters, *[one for one in self.buffers if one is not None], *self.filled, *copies]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mix", MIXES)
+@in_pairs("mix, rule", MIXES, RULES)
 def test_equals_its_reference(kernel_device, mix, rule):
     mine = Case(kernel_device, MIXES[mix])
     theirs = mine.twin()

@@ -23,6 +23,7 @@ from fabricamp.optimizers import (
     UnsupportedError,
 )
 from tests.cuda_on_cpu.capture import graphs
+from tests.cuda_on_cpu.compiler import one_order
 
 __all__ = ["graphs"]
 
@@ -102,6 +103,7 @@ def check(one, other):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("uploads_first", [True, False])
+@one_order
 def test_a_rate_that_changed_before_the_capture(kernel_device, graphs, kind, uploads_first):
     run, eager = runs(kernel_device, kind)
     for one in (run, eager):
@@ -118,6 +120,7 @@ def test_a_rate_that_changed_before_the_capture(kernel_device, graphs, kind, upl
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@one_order
 def test_eager_steps_and_replays_take_turns(kernel_device, graphs, kind):
     """Each reads its own gradients: a replay those in the graph's memory, an eager step those at any address."""
     run, eager = runs(kernel_device, kind)
@@ -136,6 +139,7 @@ def test_eager_steps_and_replays_take_turns(kernel_device, graphs, kind):
 
 
 @pytest.mark.parametrize("kind", FEW)
+@one_order
 def test_two_graphs_of_one_optimizer(kernel_device, graphs, kind):
     run, eager = runs(kernel_device, kind)
     pair = [captured(graphs, run) for _ in range(2)]
@@ -157,6 +161,7 @@ def steered(run, state, copies):
 
 
 @pytest.mark.parametrize("kind", FEW)
+@one_order
 def test_gather_repeats_the_half_copies(kernel_device, graphs, kind):
     made = Run(kernel_device, kind), Run(kernel_device, kind)
     states = [ops.StepState.on(kernel_device) for _ in made]
@@ -179,6 +184,7 @@ def test_gather_repeats_the_half_copies(kernel_device, graphs, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@one_order
 def test_a_state_loaded_after_the_capture_is_what_replays_go_on_with(kernel_device, graphs, kind):
     run, eager = runs(kernel_device, kind)
     saved = {"state": {}, "param_groups": eager.optimizer.state_dict()["param_groups"]}
@@ -206,6 +212,7 @@ def test_a_state_loaded_after_the_capture_is_what_replays_go_on_with(kernel_devi
 
 
 @pytest.mark.parametrize("kind", FEW)
+@one_order
 def test_other_rows_after_a_capture_are_refused_until_it_is_forgotten(kernel_device, graphs, kind):
     run, eager = runs(kernel_device, kind)
     graph = captured(graphs, run)
@@ -232,6 +239,7 @@ def test_other_rows_after_a_capture_are_refused_until_it_is_forgotten(kernel_dev
 
 
 @pytest.mark.parametrize("kind", [*FEW, "larc"])
+@one_order
 def test_parameters_in_other_memory_are_found_before_a_replay(kernel_device, graphs, kind):
     run, _ = runs(kernel_device, kind)
     captured(graphs, run)
@@ -240,6 +248,7 @@ def test_parameters_in_other_memory_are_found_before_a_replay(kernel_device, gra
     assert not run.optimizer.upload()
 
 
+@one_order
 def test_momentum_that_comes_after_a_capture_is_refused(kernel_device, graphs):
     run, _ = runs(kernel_device, "sgd")
     captured(graphs, run)
@@ -253,6 +262,7 @@ def test_momentum_that_comes_after_a_capture_is_refused(kernel_device, graphs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@one_order
 def test_a_first_step_in_a_capture_is_refused(kernel_device, graphs, kind):
     run = Run(kernel_device, kind)
     graph = graphs()
@@ -260,6 +270,7 @@ def test_a_first_step_in_a_capture_is_refused(kernel_device, graphs, kind):
         run.step()
 
 
+@one_order
 def test_gather_belongs_into_the_capture(kernel_device, graphs):
     run, _ = runs(kernel_device, "adam")
     state = ops.StepState.on(kernel_device)
@@ -270,6 +281,7 @@ def test_gather_belongs_into_the_capture(kernel_device, graphs):
         run.optimizer.step()
 
 
+@one_order
 def test_lists_that_an_op_first_meets_in_a_capture(kernel_device, graphs):
     sources = [torch.ones(size, device=kernel_device) for size in (70, 3)]
     results = [torch.zeros(size, device=kernel_device) for size in (70, 3)]
@@ -291,6 +303,7 @@ def test_lists_that_an_op_first_meets_in_a_capture(kernel_device, graphs):
     assert [one.unique().item() for one in others] == [1.0] * len(others)
 
 
+@one_order
 def test_slots_are_filled_from_where_each_step_has_its_gradients(kernel_device, graphs):
     slots = torch.zeros(8, device=kernel_device).split([5, 3])
     gather, source = ops.Gather(slots), torch.ones(8, device=kernel_device)

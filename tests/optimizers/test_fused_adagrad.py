@@ -13,7 +13,7 @@ from torch import nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedAdagrad, UnsupportedError
-from tests.cuda_on_cpu.compiler import references
+from tests.cuda_on_cpu.compiler import in_pairs, references
 from tests.optimizers.checks import (
     check_closures_copies_and_pickles,
     check_grad_scaler,
@@ -39,8 +39,7 @@ def pair(device, options, dtype=torch.float32, **theirs):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", OPTIONS)
+@in_pairs("options, dtype", OPTIONS, [torch.float32, torch.float64])
 def test_a_hundred_steps_follow_torch(kernel_device, options, dtype):
     one, other = pair(kernel_device, OPTIONS[options], dtype, foreach=True)
     follow(one, other, 100, alternate=True)

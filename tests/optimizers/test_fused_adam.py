@@ -13,6 +13,7 @@ from torch import nn
 from fabricamp import ops
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers import FusedAdam, UnsupportedError
+from tests.cuda_on_cpu.compiler import in_pairs
 from tests.optimizers.checks import check_closures_copies_and_pickles, check_zeroing
 from tests.optimizers.twins import assert_same, gradients, net
 
@@ -30,8 +31,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", OPTIONS)
+@in_pairs("options, dtype", OPTIONS, [torch.float32, torch.float64])
 def test_a_hundred_steps_follow_torch(kernel_device, options, dtype):
     ours, theirs, their_options = OPTIONS[options]
     (mine, optimizer), (twin, reference) = pair(

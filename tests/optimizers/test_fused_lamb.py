@@ -15,9 +15,9 @@ from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers import FusedLAMB, UnsupportedError
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
+from tests.cuda_on_cpu.compiler import in_pairs
 from tests.optimizers.checks import check_closures_copies_and_pickles
 from tests.optimizers.nets import Plain, assert_same, average, gradients, net
-from tests.pairs import pairs
 from tests.windows import close_window
 
 
@@ -65,7 +65,7 @@ def pair(device, dtype=torch.float32, **options):
     return (mine, FusedLAMB(mine.parameters(), lr=0.01, **options)), (twin, PlainLamb(twin.parameters(), **options))
 
 
-@pytest.mark.parametrize(("options", "dtype", "kernels"), pairs(OPTIONS, [torch.float32, torch.float64], [True, False]))
+@in_pairs("options, dtype, kernels", OPTIONS, [torch.float32, torch.float64], [True, False])
 def test_a_hundred_steps_follow_the_formula(kernel_device, options, dtype, kernels, monkeypatch):
     if not kernels:
         monkeypatch.setattr("fabricamp.optimizers.rows.runs_kernels", lambda device: False)

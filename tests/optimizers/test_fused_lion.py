@@ -13,6 +13,7 @@ from torch import nn
 from fabricamp import Trainer, TrainingModule
 from fabricamp.errors import ConfigError
 from fabricamp.optimizers import FusedLion
+from tests.cuda_on_cpu.compiler import in_pairs
 from tests.optimizers.checks import check_steering
 from tests.optimizers.nets import Plain, assert_same, average, gradients, net
 
@@ -40,8 +41,7 @@ def test_the_papers_defaults():
     assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.9, 0.99), 0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0, "betas": (0.95, 0.98)}])
+@in_pairs("options, dtype", [{}, {"weight_decay": 0.0, "betas": (0.95, 0.98)}], [torch.float32, torch.float64])
 def test_a_hundred_steps_follow_the_paper(kernel_device, options, dtype):
     pairs = pair(kernel_device, dtype, **options)
     for step in range(100):

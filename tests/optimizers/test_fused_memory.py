@@ -9,7 +9,7 @@ from torch import nn
 from fabricamp import ops
 from fabricamp.ops.table import Table
 from fabricamp.optimizers import FusedAdam, FusedSGD
-from tests.cuda_on_cpu.compiler import references
+from tests.cuda_on_cpu.compiler import one_order, references
 
 
 class Pair:
@@ -47,6 +47,7 @@ def orders(memory):
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", ["matrix", "vector", "images"])
+@one_order
 def test_the_same_address_holds_another_layout(kernel_device, kind, channels_last):
     if channels_last and kind != "images":
         pytest.skip("four dimensions only")
@@ -63,6 +64,7 @@ def test_the_same_address_holds_another_layout(kernel_device, kind, channels_las
         pair.step(gradient, other)
 
 
+@one_order
 def test_the_same_order_written_with_other_strides_needs_no_stand_in(kernel_device, monkeypatch):
     # The stride of a dimension of size 1 has no meaning, so libraries may set any number.
     weight = torch.ones(4, 3, 1, 7).to(memory_format=torch.channels_last)
@@ -75,6 +77,7 @@ def test_the_same_order_written_with_other_strides_needs_no_stand_in(kernel_devi
     pair.step(gradients[1])
 
 
+@one_order
 def test_gradients_that_only_moved_are_not_looked_at_one_by_one(kernel_device, monkeypatch):
     weights = (
         torch.ones(3, 4),
@@ -98,6 +101,7 @@ def test_gradients_that_only_moved_are_not_looked_at_one_by_one(kernel_device, m
     assert {pair.optimizer.state[one]["step"].item() for one in pair.mine} == {7.0}
 
 
+@one_order
 def test_a_moved_gradient_of_another_dtype_is_seen(kernel_device):
     pair = Pair(kernel_device, torch.ones(70))
     state = ops.StepState.on(kernel_device)
@@ -112,6 +116,7 @@ def test_a_moved_gradient_of_another_dtype_is_seen(kernel_device):
         pair.check()
 
 
+@one_order
 def test_a_gradient_becomes_none_and_comes_back(kernel_device):
     pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70), torch.ones(0), torch.ones(2))
     full = [numbers(kernel_device, *one.shape) for one in pair.mine]
@@ -124,6 +129,7 @@ def test_a_gradient_becomes_none_and_comes_back(kernel_device):
     pair.step(numbers(kernel_device, 4, 3).t(), *full[1:])
 
 
+@one_order
 def test_parameters_whose_data_is_replaced(kernel_device):
     pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70))
     full = [numbers(kernel_device, *one.shape) for one in pair.mine]
@@ -142,6 +148,7 @@ def test_parameters_whose_data_is_replaced(kernel_device):
     assert [pair.optimizer.state[one]["step"].item() for one in pair.mine] == [2.0, 4.0]
 
 
+@one_order
 def test_a_half_copy_whose_data_is_replaced_gets_the_next_weights(kernel_device):
     """A graph of the module compares its weights itself, so that :meth:`FusedAdam.upload` does not look at them."""
     master = nn.Parameter(torch.ones(70, device=kernel_device))
@@ -160,6 +167,7 @@ def test_a_half_copy_whose_data_is_replaced_gets_the_next_weights(kernel_device)
     assert not optimizer.upload()
 
 
+@one_order
 def test_parameters_are_added_frozen_and_thawed(kernel_device):
     pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70))
     late = [torch.ones(6), torch.ones(2, 2)]
@@ -183,6 +191,7 @@ def test_parameters_are_added_frozen_and_thawed(kernel_device):
     assert [pair.optimizer.state[one]["step"].item() for one in pair.mine] == [6.0, 8.0, 6.0, 2.0]
 
 
+@one_order
 def test_weights_that_need_no_gradient_are_marked_as_written_too(kernel_device):
     # Backward of earlier layers reads a frozen weight.
     weight, x = (
@@ -201,6 +210,7 @@ def test_weights_that_need_no_gradient_are_marked_as_written_too(kernel_device):
 
 
 @pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+@one_order
 def test_zero_grad(kernel_device, kind):
     def grown():
         made = [nn.Parameter(torch.ones(size, device=kernel_device, dtype=dtype)) for size, dtype in SIZES]
@@ -230,6 +240,7 @@ def test_zero_grad(kernel_device, kind):
     assert (weights[0].grad is None) == (kind is FusedAdam)
 
 
+@one_order
 def test_references_see_the_same(kernel_device):
     with references(kernel_device):
         pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(7))
@@ -243,6 +254,7 @@ def test_references_see_the_same(kernel_device):
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("on_device", [False, True])
+@one_order
 def test_a_learning_rate_in_a_tensor_of_one_element(kernel_device, shape, on_device):
     pair = Pair(kernel_device, torch.ones(3, 4), torch.ones(70))
     lr = torch.full(shape, 0.1, device=kernel_device if on_device else "cpu")
@@ -254,6 +266,7 @@ def test_a_learning_rate_in_a_tensor_of_one_element(kernel_device, shape, on_dev
         pair.step(*full)
 
 
+@one_order
 def test_two_losses_whose_parameters_one_optimizer_has(kernel_device):
     """A step without a gradient for a parameter does not write it, so an autograd graph built before stays valid."""
 

@@ -13,9 +13,9 @@ from torch import nn
 from fabricamp import ops
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.optimizers import FusedNovoGrad, UnsupportedError
+from tests.cuda_on_cpu.compiler import in_pairs
 from tests.optimizers.checks import check_closures_copies_and_pickles
 from tests.optimizers.nets import Plain, assert_same, average, gradients, net
-from tests.pairs import pairs
 
 
 class PlainNovoGrad(Plain):
@@ -53,7 +53,7 @@ def pair(device, dtype=torch.float32, **options):
     return (mine, optimizer), (twin, PlainNovoGrad(twin.parameters(), **options))
 
 
-@pytest.mark.parametrize(("options", "dtype", "kernels"), pairs(OPTIONS, [torch.float32, torch.float64], [True, False]))
+@in_pairs("options, dtype, kernels", OPTIONS, [torch.float32, torch.float64], [True, False])
 def test_a_hundred_steps_follow_the_formula(kernel_device, options, dtype, kernels, monkeypatch):
     if not kernels:
         monkeypatch.setattr("fabricamp.optimizers.rows.runs_kernels", lambda device: False)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fabricamp import optimizers
+from tests.cuda_on_cpu.compiler import one_order
 
 SCALE = 1024.0
 OPTIMIZERS = {
@@ -47,6 +48,7 @@ def left_behind(make, device, *, dtype=torch.float32, unscales=False, overflows=
 @pytest.mark.parametrize("overflows", [False, True])
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@one_order
 def test_gradients_are_what_torchs_fused_optimizer_leaves(name, unscales, overflows, kernel_device):
     given = {"unscales": unscales, "overflows": overflows}
     _, expected, _ = left_behind(lambda p: torch.optim.AdamW(p, fused=True), torch.device("cpu"), **given)
@@ -57,6 +59,7 @@ def test_gradients_are_what_torchs_fused_optimizer_leaves(name, unscales, overfl
 
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedMixedPrecisionLamb"])
+@one_order
 def test_half_gradients_are_rounded_behind_the_update_not_before_it(name, kernel_device):
     before, found, weights = left_behind(OPTIMIZERS[name], kernel_device, dtype=torch.float16)
     for one, scaled in zip(found, before, strict=True):
@@ -73,6 +76,7 @@ def test_half_gradients_are_rounded_behind_the_update_not_before_it(name, kernel
         assert torch.equal(weight, twin.half())
 
 
+@one_order
 def test_a_step_alone_leaves_gradients_as_they_are(kernel_device):
     weight = nn.Parameter(torch.ones(3, device=kernel_device))
     weight.grad = torch.full_like(weight, 2.0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fabricamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
+from tests.cuda_on_cpu.compiler import one_order
 
 
 def parameters(device):
@@ -48,6 +49,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("number", [0, 1])
+@one_order
 def test_a_changed_number_of_a_group_is_uploaded(kernel_device, name, number):
     optimizer = two_groups(kernel_device)
     check(optimizer)
@@ -57,6 +59,7 @@ def test_a_changed_number_of_a_group_is_uploaded(kernel_device, name, number):
     check(optimizer)
 
 
+@one_order
 def test_a_list_that_changes_in_place_is_uploaded(kernel_device):
     optimizer = two_groups(kernel_device, betas=[0.9, 0.99])
     check(optimizer)
@@ -66,6 +69,7 @@ def test_a_list_that_changes_in_place_is_uploaded(kernel_device):
     check(optimizer)
 
 
+@one_order
 def test_a_tensor_that_changes_in_place_is_uploaded(kernel_device):
     lr = torch.tensor(0.1, device=kernel_device)
     optimizer = FusedAdam(parameters(kernel_device), lr=0.1)
@@ -81,6 +85,7 @@ def test_a_tensor_that_changes_in_place_is_uploaded(kernel_device):
 
 
 @pytest.mark.parametrize(("kind", "option"), [(FusedAdam, "adam_w_mode"), (FusedNovoGrad, "moment_mode")])
+@one_order
 def test_a_changed_option_of_the_optimizer_is_uploaded(kernel_device, kind, option):
     optimizer = kind(parameters(kernel_device), lr=0.1, weight_decay=0.1)
     check(optimizer)
@@ -90,6 +95,7 @@ def test_a_changed_option_of_the_optimizer_is_uploaded(kernel_device, kind, opti
     assert not torch.equal(on_device(optimizer), before)
 
 
+@one_order
 def test_a_rule_of_another_class_is_asked_in_each_step(kernel_device):
     class Halving(FusedAdam):
         factor = 1.0
@@ -105,6 +111,7 @@ def test_a_rule_of_another_class_is_asked_in_each_step(kernel_device):
     assert on_device(optimizer)[0, 0].item() == 0.4
 
 
+@one_order
 def test_forgotten_scalars_are_uploaded_again(kernel_device):
     optimizer = two_groups(kernel_device)
     check(optimizer)
@@ -113,6 +120,7 @@ def test_forgotten_scalars_are_uploaded_again(kernel_device):
     check(optimizer)
 
 
+@one_order
 def test_no_rule_is_made_without_a_change(kernel_device, monkeypatch):
     optimizer = two_groups(kernel_device)
     check(optimizer)
@@ -126,6 +134,7 @@ def test_no_rule_is_made_without_a_change(kernel_device, monkeypatch):
     assert len(made) == 2
 
 
+@one_order
 def test_a_rule_that_wraps_the_packages_and_a_rule_class_of_ones_own_are_asked_in_each_step(kernel_device):
     class Wrapped(FusedAdam):
         factor = 1.0
@@ -154,6 +163,7 @@ def test_a_rule_that_wraps_the_packages_and_a_rule_class_of_ones_own_are_asked_i
 
 
 @pytest.mark.parametrize("options", [(), ("adam_w_mode",)])
+@one_order
 def test_a_subclass_names_as_few_options_as_it_has(kernel_device, options):
     kind = type("Other", (FusedAdam,), {"options": options})
     optimizer = kind(parameters(kernel_device), lr=0.1)

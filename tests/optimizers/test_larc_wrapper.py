@@ -17,7 +17,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.optimizers import LARC, FusedAdam, FusedSGD, UnsupportedError
 from fabricamp.precision import Clip, OptLevel
 from fabricamp.strategies.base import Strategy
-from tests.cuda_on_cpu.compiler import references
+from tests.cuda_on_cpu.compiler import in_pairs, references
 from tests.optimizers.checks import check_closures_copies_and_pickles
 from tests.optimizers.twins import assert_same, captured, gradients, large, net
 from tests.windows import close_window
@@ -51,8 +51,7 @@ def by_hand(optimizer, trust_coefficient=0.02, clip=True, eps=1e-8):
         group["weight_decay"] = decay
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("inner", INNER)
+@in_pairs("inner, options", INNER, OPTIONS)
 def test_a_hundred_steps_follow_the_formula(kernel_device, inner, options):
     mine, twin = net(kernel_device), net(kernel_device)
     optimizer, reference = LARC(INNER[inner](mine.parameters()), **options), INNER[inner](twin.parameters())

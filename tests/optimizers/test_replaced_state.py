@@ -17,7 +17,7 @@ from torch import nn
 from fabricamp import ops
 from fabricamp.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD, UnsupportedError
 from fabricamp.optimizers.base import ParameterState, WatchedState
-from tests.cuda_on_cpu.compiler import references
+from tests.cuda_on_cpu.compiler import one_order, references
 
 SHAPES = (3, 4), (70,), (2, 3, 2, 2)
 
@@ -132,6 +132,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("by_kernels", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
+@one_order
 def test_what_was_changed_is_what_the_next_step_reads(kernel_device, change, by_kernels):
     with contextlib.nullcontext() if by_kernels else references(kernel_device):
         pair = Pair(kernel_device)
@@ -142,6 +143,7 @@ def test_what_was_changed_is_what_the_next_step_reads(kernel_device, change, by_
             pair.step(2)
 
 
+@one_order
 def test_a_change_between_gather_and_step_waits_for_the_next_gather(kernel_device):
     pair = Pair(kernel_device)
     pair.step(2)
@@ -158,6 +160,7 @@ def test_a_change_between_gather_and_step_waits_for_the_next_gather(kernel_devic
     pair.step()
 
 
+@one_order
 def test_copies_and_pickles_are_plain_and_go_on(kernel_device):
     pair = Pair(kernel_device)
     pair.step(2)
@@ -193,6 +196,7 @@ def test_copies_and_pickles_are_plain_and_go_on(kernel_device):
     pair.step()
 
 
+@one_order
 def test_notes_of_others_cost_no_new_rows(kernel_device, monkeypatch):
     pair = Pair(kernel_device)
     pair.step(2)
@@ -208,6 +212,7 @@ def test_notes_of_others_cost_no_new_rows(kernel_device, monkeypatch):
     assert pair.optimizer.state_dict()["state"][0]["note"] == 1
 
 
+@one_order
 def test_state_goes_with_the_optimizer(kernel_device):
     weight = nn.Parameter(torch.ones(3, device=kernel_device))
     weight.grad = torch.ones_like(weight)
@@ -223,6 +228,7 @@ def test_state_goes_with_the_optimizer(kernel_device):
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
+@one_order
 def test_other_kinds_of_state(kernel_device, by_kernels):
     """A removed buffer starts again; a cell may be any number; groups apply to their own parameters."""
     with contextlib.nullcontext() if by_kernels else references(kernel_device):
@@ -266,6 +272,7 @@ def test_other_kinds_of_state(kernel_device, by_kernels):
         (lambda p: "gone", "'gone'"),
     ],
 )
+@one_order
 def test_a_state_that_a_step_cannot_read_is_refused_by_name(kernel_device, bad, found, by_kernels):
     with contextlib.nullcontext() if by_kernels else references(kernel_device):
         pair = Pair(kernel_device)

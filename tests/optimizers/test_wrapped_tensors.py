@@ -22,7 +22,7 @@ from fabricamp.optimizers import (
     FusedSGD,
     UnsupportedError,
 )
-from tests.cuda_on_cpu.compiler import references
+from tests.cuda_on_cpu.compiler import one_order, references
 
 KINDS = [FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD]
 
@@ -47,6 +47,7 @@ def test_parameters_around_others_are_refused(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@one_order
 def test_of_shards_a_rank_updates_its_part(mesh, kernel_device, kind):
     here = mesh if kernel_device.type == "cpu" else torch.distributed.init_device_mesh("cuda", (2,))
 
@@ -74,6 +75,7 @@ def test_of_shards_a_rank_updates_its_part(mesh, kernel_device, kind):
 @pytest.mark.parametrize("by_kernels", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("larc", [True, False])
+@one_order
 def test_gradients_around_others_are_refused(mesh, kernel_device, first, larc, by_kernels):
     with contextlib.nullcontext() if by_kernels else references(kernel_device):
         weights = [nn.Parameter(torch.ones(4, 3, device=kernel_device)) for _ in range(2)]
@@ -94,6 +96,7 @@ def test_gradients_around_others_are_refused(mesh, kernel_device, first, larc, b
         assert not torch.equal(weights[0], before)
 
 
+@one_order
 def test_elements_without_memory_are_an_error_in_every_table(mesh, kernel_device):
     whole = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
     plain = torch.ones(4, 3, device=kernel_device)

@@ -1,4 +1,4 @@
-"""A compiled run that goes on in a fresh process has the bits of a run that was never cut, with torch's cache warm or cold."""
+"""A compiled run that goes on in another process has the bits of a run that was never cut, with torch's cache warm or cold."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.distributed.ranks import import_compiler, side_by_side
+from tests.parity.compiled_run import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +29,7 @@ def in_a_process(cache, **options):
     return torch.load(options["out"])
 
 
-def check(tmp_path, **options):
+def check_in_processes(tmp_path, **options):
     files = {"checkpoint": str(tmp_path / "cut.ckpt"), "out": str(tmp_path / "weights.pt")}
     whole = in_a_process(tmp_path / "one", saves=True, **options, **files)
     for cache in ("one", "other"):  # warm, cold
@@ -35,7 +38,19 @@ def check(tmp_path, **options):
 
 
 def test_with_a_backend_without_code_of_its_own(tmp_path):
-    check(tmp_path, compile={"part": "blocks", "backend": "aot_eager"}, device="cpu", precision="O0", graph=False)
+    """Forked processes, of which none has what another one compiled; this backend writes no cache that could be warm."""
+    options = {
+        "compile": {"part": "blocks", "backend": "aot_eager"},
+        "device": "cpu",
+        "precision": "O0",
+        "graph": False,
+    }
+    checkpoint = tmp_path / "cut.ckpt"
+    import_compiler()
+    torch.compiler.reset()
+    for saves in (True, False):
+        side_by_side(lambda: run(saves=saves, checkpoint=checkpoint, out=tmp_path / f"{saves}.pt", **options))
+    assert all(map(torch.equal, torch.load(tmp_path / "True.pt"), torch.load(tmp_path / "False.pt")))
 
 
 @pytest.mark.slow
@@ -43,7 +58,7 @@ def test_with_a_backend_without_code_of_its_own(tmp_path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
 @pytest.mark.parametrize(("part", "precision"), [("blocks", "O5"), ("step", "O0")])
 def test_with_torchs_default_backend(part, precision, tmp_path):
-    check(tmp_path, compile={"part": part}, device="cpu", precision=precision, graph=False)
+    check_in_processes(tmp_path, compile={"part": part}, device="cpu", precision=precision, graph=False)
 
 
 @pytest.mark.gpu
@@ -53,4 +68,4 @@ def test_with_torchs_default_backend(part, precision, tmp_path):
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize(("part", "precision"), [("blocks", "O5"), ("step", "O4"), ("modules", "O2")])
 def test_on_a_gpu(part, precision, graph, tmp_path):
-    check(tmp_path, compile={"part": part}, device="gpu", precision=precision, graph=graph)
+    check_in_processes(tmp_path, compile={"part": part}, device="gpu", precision=precision, graph=graph)

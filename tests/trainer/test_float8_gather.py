@@ -15,11 +15,18 @@ from fabricamp import Compile, ConfigError, Float8, Trainer
 from fabricamp.ops.shards import local
 from fabricamp.precision.float8_linears import Float8Products
 from fabricamp.strategies import FSDP
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import import_compiler, run_ranks
 from tests.small import quiet_trainer
 from tests.trainer.test_float8_in_the_loop import TAKEN, Block, Fails, SaveAt, Words, batches, weights
 
 pytest.importorskip("torchao", reason="needs the package torchao")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_ranks_import():
+    """torchao imports torch's inductor where it makes its first layer, which would take every forked rank a second."""
+    quiet_trainer(precision=fp8(all_gather=False), max_steps=1, enable_model_summary=True).fit(Words(), batches())
+    import_compiler()
 
 
 def fp8(*, all_gather, base="O5"):
@@ -124,11 +131,11 @@ def same(one, other):
 
 
 def both(make=Outside, **options):
-    """Runs with weights gathered in FP8 and in bf16, and returns the former."""
+    """Runs with weights gathered in FP8 and, always eagerly, in bf16, and returns the former."""
     base = options.pop("base", "O5")
     torch.compiler.reset()
     module = trained(fp8(all_gather=True, base=base), module=make(), **options)
-    torch.compiler.reset()
+    options.pop("compile", None)
     same(module, trained(fp8(all_gather=False, base=base), module=make(), **options))
     assert module.outside
     return module

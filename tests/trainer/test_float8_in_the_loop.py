@@ -40,12 +40,12 @@ class Block(nn.Module):
 class Words(TrainingModule):
     """Learns to repeat a word; the poisoned batch has a loss that is not finite."""
 
-    def __init__(self, poisoned=None):
+    def __init__(self, poisoned=None, blocks=2):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.words = nn.Embedding(16, 32)
-            self.blocks = nn.ModuleList([Block(), Block()])
+            self.blocks = nn.ModuleList(Block() for _ in range(blocks))
             self.head = nn.Linear(32, 16)
         self.poisoned = poisoned
         self.losses = []
@@ -207,9 +207,15 @@ def test_a_step_without_finite_gradients_is_skipped():
 
 @pytest.mark.parametrize(("base", "part"), [("O4", "step"), ("O5", "blocks"), ("O5", "modules")])
 def test_compiled_steps_have_the_bits_of_eager_ones(base, part):
-    eager, _ = trained(fp8(base=base), limit_train_batches=3)
+    number = 2 if part == "blocks" else 1
+    eager, _ = trained(fp8(base=base), module=Words(blocks=number), limit_train_batches=3)
     torch.compiler.reset()
-    compiled, _ = trained(fp8(base=base), limit_train_batches=3, compile={"part": part, "backend": "aot_eager"})
+    compiled, _ = trained(
+        fp8(base=base),
+        module=Words(blocks=number),
+        limit_train_batches=3,
+        compile={"part": part, "backend": "aot_eager"},
+    )
     assert compiled.losses == eager.losses
     torch.testing.assert_close(weights(compiled), weights(eager), rtol=0, atol=0)
 
