@@ -38,5 +38,5 @@ def test_a_logger_class_of_the_program_makes_the_records(tmp_path):
 
 def test_spawned_processes_keep_the_level(tmp_path):
     before = "if __name__ == '__main__':\n    logging.getLogger('fabricamp').setLevel(logging.ERROR)"
-    options = "devices=2, start_method='spawn', max_epochs=1"
+    options = "devices=2, strategy='delayed_ddp', start_method='spawn', max_epochs=1"
     assert ran(tmp_path, before=before, options=options, start=start) == ("mine\n", "")

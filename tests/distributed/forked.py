@@ -20,14 +20,15 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 
 import rich
-import torch._dynamo  # noqa: F401  every forked process would import it, for seconds
 
 from tests.distributed.orphans import end_with
 from tests.distributed.scripts import variables_for
+
+if multiprocessing.parent_process() is None:
+    import torch._dynamo  # noqa: F401  every forked process would import it, for seconds; a spawned one has no use for it
 
 __all__ = ["start_forked"]
 
@@ -110,7 +111,7 @@ def _work(folder, command, variables, streams, inherited, parent):
         ended = error
     # Ends as an interpreter does; multiprocessing does the rest, also for the exit code of a SystemExit.
     if ended is not None and not isinstance(ended, SystemExit):
-        traceback.print_exception(ended)
+        sys.excepthook(type(ended), ended, ended.__traceback__)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     if isinstance(ended, KeyboardInterrupt):
