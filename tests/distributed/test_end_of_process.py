@@ -80,7 +80,7 @@ if not all_well(int(sys.argv[1])):
 """
 
 
-# Each case runs in processes forked from one interpreter that has imported torch and its compiler; each ends as an interpreter does.
+# Each case runs in processes forked from one interpreter that has imported everything; each ends as an interpreter does.
 ENDS = """
 import atexit, os, sys
 

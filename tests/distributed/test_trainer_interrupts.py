@@ -52,8 +52,9 @@ class Net(Classifier):
 if __name__ == "__main__":
     devices = sys.argv[2] if sys.argv[2] == "auto" else int(sys.argv[2])
     trainer = Trainer(accelerator="cpu", devices=devices, max_epochs=10**6, logger=False, enable_progress_bar="bar" in what,
-                      # in new interpreters, DDP would import a compiler, for seconds
-                      strategy="delayed_ddp" if "delayed" in what else "auto", enable_model_summary=False, start_method=sys.argv[3] if sys.argv[3:] else "auto")
+                      # in a new interpreter, DDP would import a compiler, for seconds
+                      strategy="delayed_ddp" if "delayed" in what else "auto",
+                      enable_model_summary=False, start_method=sys.argv[3] if sys.argv[3:] else "auto")
     if what == "validate":
         trainer.validate(Net(), loader(4000, 1))
     else:
@@ -109,8 +110,10 @@ def test_first_ctrl_c(begin):
     single, alone = begin("single", "train.py", "fit", "1")
     script, both = begin("script", "train.py", "fit with bar, delayed", "2", start=start)
     forked, called = begin("forked", "train.py", "fit", "2", "fork")
-    for process, folder in ((single, alone), (script, both), (forked, called)):
-        interrupt(process, folder)
+    for process, folder in ((single, alone), (forked, called), (script, both)):
+        interrupt(
+            process, folder
+        )  # the last to begin is the last to be interrupted, because the others train until then
     for process, folder in ((single, alone), (script, both), (forked, called)):
         check_ended(process, folder)
 
