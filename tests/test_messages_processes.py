@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.distributed.forked import start_forked
 from tests.distributed.scripts import start
 from tests.test_messages import ONCE, SAID, plain, ran, times
 
 
 @pytest.mark.parametrize("before", ["", "import fabricamp.callbacks"])
 def test_basic_config_has_each_line_once_with_one_prefix(tmp_path, before):
-    """Runs in a new interpreter; logging is configured before or after fabricamp is imported."""
-    out, err = ran(tmp_path, before=f"{before}\nlogging.basicConfig()", start=start)
+    """Logging is configured before fabricamp is imported, in a new interpreter, or after it."""
+    begin = start_forked if before else start
+    out, err = ran(tmp_path, before=f"{before}\nlogging.basicConfig()", start=begin)
     assert out == "mine\n"
     assert times(plain(err)) == ONCE
     assert f"WARNING:fabricamp:{SAID[1]}\n" in err
@@ -39,4 +41,4 @@ def test_a_logger_class_of_the_program_makes_the_records(tmp_path):
 def test_spawned_processes_keep_the_level(tmp_path):
     before = "if __name__ == '__main__':\n    logging.getLogger('fabricamp').setLevel(logging.ERROR)"
     options = "devices=2, strategy='delayed_ddp', start_method='spawn', max_epochs=1"
-    assert ran(tmp_path, before=before, options=options, start=start) == ("mine\n", "")
+    assert ran(tmp_path, before=before, options=options, start=start_forked) == ("mine\n", "")

@@ -108,7 +108,7 @@ def check_ended(process, folder, code=130):
 
 def test_first_ctrl_c(begin):
     single, alone = begin("single", "train.py", "fit", "1")
-    script, both = begin("script", "train.py", "fit with bar, delayed", "2", start=start)
+    script, both = begin("script", "train.py", "fit with bar, delayed", "2")
     forked, called = begin("forked", "train.py", "fit", "2", "fork")
     for process, folder in ((single, alone), (forked, called), (script, both)):
         interrupt(
@@ -127,7 +127,7 @@ def test_first_ctrl_c_to_spawned_workers(begin):
 
 def test_ctrl_c_under_torchrun(begin):
     elastic = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process, folder = begin("torchrun", *elastic, "train.py", "fit, delayed", "auto", start=start)
+    process, folder = begin("torchrun", *elastic, "train.py", "fit, delayed", "auto")
     interrupt(process, folder)
     code, out, err = finish(process)
     assert code != 0  # torchrun's own exit code

@@ -147,7 +147,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path, expected):
     """Tests an uninterrupted second attempt; test_trainer_interrupts.py tests one that Ctrl-C ends."""
     folder = folder_for(tmp_path, "torchrun")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
-    process = start(folder, *torchrun, "train.py", "--auto", "--raise-once")
+    process = start_forked(folder, *torchrun, "train.py", "--auto", "--raise-once")
     try:
         returned, out, err = finish(process)
     finally:
@@ -185,7 +185,7 @@ def test_slurm(tmp_path, expected):
 
 def test_an_error_in_a_worker_is_shown_once_with_its_rank(tmp_path):
     folder = folder_for(tmp_path, "raise")
-    code, out, err = finish(start(folder, "train.py", "--raise"))
+    code, out, err = finish(start_forked(folder, "train.py", "--raise"))
     assert code == 1
     assert "after" not in out
     assert err.count("ValueError: rank one is unwell") == 1

@@ -91,28 +91,18 @@ if __name__ == "__main__":
 """
 
 
-STARTER = """
-import sys
-from fabricamp.launch import run_script
-
-sys.orig_argv[1:] = sys.argv[1:]  # of a fresh interpreter, which costs a second more, these are the script's
-run_script(2)
-"""
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts") / "with space"
     (folder / "package").mkdir(parents=True)
     for file in (folder / "train.py", folder / "package" / "train.py"):
         file.write_text(SCRIPT)
-    (folder / "starter.py").write_text(STARTER)
     return folder
 
 
 def start_script(folder, word):
     """Starts the script's workers by a forked starter; returns the starter."""
-    return start_forked(folder, "starter.py", str(folder / "train.py"), word)
+    return start_forked(folder, "train.py", word)
 
 
 def test_script_module_and_parallel_runs(folder):
