@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.distributed.forked import start_forked
+from tests.distributed.scripts import finish
 from tests.test_cli import config  # noqa: F401 - an autouse fixture
 
 COMMAND = (sys.executable, "-m", "fabricamp")
@@ -32,6 +35,12 @@ def tensors(row):
     import torch
     return [torch.tensor(row)]
 """
+
+
+def run_by_starter(*words):
+    """Runs the command in a forked process, whose ranks are new interpreters."""
+    code, out, err = finish(start_forked(Path.cwd(), "-m", "fabricamp", *words))
+    return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 
 
 def run(*words):
@@ -68,7 +77,7 @@ def test_a_reader_of_the_help_may_end_early():
 
 
 def test_predictions_of_two_processes_are_one_json():
-    done = run("predict", "config.yaml", "module.fail=loud", "trainer.devices=2", "--json")
+    done = run_by_starter("predict", "config.yaml", "module.fail=loud", "trainer.devices=2", "--json")
     assert done.returncode == 0, done.stderr
     assert [one["x"] for one in json.loads(done.stdout)["predictions"]] == [[0.0], [2.0], [4.0], [6.0], [8.0]]
     printed = ("from the step", "by number", "by the first object", "by a C library")
@@ -76,7 +85,7 @@ def test_predictions_of_two_processes_are_one_json():
 
 
 def test_two_processes_fail_as_one():
-    wrong = run("fit", "config.yaml", "trainer.devices=2", "module.fail=early")
+    wrong = run_by_starter("fit", "config.yaml", "trainer.devices=2", "module.fail=early")
     assert wrong.returncode == 2
     assert wrong.stderr.count("this cannot work; change that") == 1
     assert "Traceback" not in wrong.stderr

@@ -72,7 +72,7 @@ def in_a_list(rows):
 def whole_run(folder, defaults, *, batches_of=shuffled, fused=True, dropout=0.1, **options):
     """Returns all results of the run as a dict of tensors and numbers; objects are made outside of ``defaults``, run inside."""
     seed_everything(0)
-    module, batches = Net(fused=fused, dropout=dropout), batches_of(data(24))
+    module, batches = Net(fused=fused, dropout=dropout), batches_of(data(16))
 
     def trainer(epochs):
         callbacks = [AsyncCheckpoint(folder, every="2 steps", monitor="val_loss"), EarlyStopping("val_loss")]

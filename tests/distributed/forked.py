@@ -2,8 +2,9 @@
 
 from tests.distributed.forked import start_forked
 
-For tests of a script in one process, or in ranks with ``start_method="fork"``: signals, exit codes and output.  Tests of how a
-script is found and run again need a new interpreter (tests/distributed/scripts.py).
+For tests of a script in one process, of starters of ranks, which may be new interpreters, and of ranks with
+``start_method="fork"``: signals, exit codes and output.  Tests of how Python finds what it runs, and of what is imported first,
+need a new interpreter (tests/distributed/scripts.py).
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 
 import rich
-import torch._dynamo  # noqa: F401  every forked process would import it, for seconds
 
+from fabricamp.launch import start
 from tests.distributed.orphans import end_with
 from tests.distributed.scripts import variables_for
+
+if multiprocessing.parent_process() is None:
+    import torch._dynamo  # noqa: F401  every forked process would import it, for seconds; a spawned one has no use for it
 
 __all__ = ["start_forked"]
 
 
 def start_forked(folder, *command, streams=None, **variables):
-    """Starts a script like ``scripts.start``, in a forked process; ``command`` is the script and its arguments.
+    """Starts a script like ``scripts.start``, in a forked process; ``command`` is the script or "-m" and a module, and arguments.
 
     ``streams`` are descriptors for stdout and stderr; None creates pipes, which ``communicate`` reads.
     """
@@ -100,17 +103,21 @@ def _work(folder, command, variables, streams, inherited, parent):
     _become_its_own(folder, variables, streams)
     for descriptor in inherited:
         os.close(descriptor)
-    script, *arguments = command
-    sys.argv[:] = [script, *arguments]
+    sys.orig_argv[1:] = command
     sys.path.insert(0, str(folder))
     ended = None
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        if command[0] == "-m":
+            sys.argv[:] = command[1:]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = command
+            runpy.run_path(str(command[0]), run_name="__main__")
     except BaseException as error:
         ended = error
     # Ends as an interpreter does; multiprocessing does the rest, also for the exit code of a SystemExit.
     if ended is not None and not isinstance(ended, SystemExit):
-        traceback.print_exception(ended)
+        sys.excepthook(type(ended), ended, ended.__traceback__)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     if isinstance(ended, KeyboardInterrupt):
@@ -122,6 +129,9 @@ def _work(folder, command, variables, streams, inherited, parent):
 def _become_its_own(folder, variables, streams):
     """Sets session, folder, variables, streams and signals as a shell does, and removes everything of pytest."""
     os.setsid()
+    multiprocessing.process._parent_process = None  # a shell starts no child of multiprocessing
+    multiprocessing.process.ORIGINAL_DIR = str(folder)  # where spawned processes look for the script
+    start._STARTED_IN = folder
     faulthandler.cancel_dump_traceback_later()
     atexit._clear()
     for number, stream in zip((1, 2), streams, strict=True):

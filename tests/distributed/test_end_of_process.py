@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,8 @@ from torch.nn import BatchNorm1d, Linear, Sequential
 
 from fabricamp.strategies import DDP, DelayedDDP
 from tests.distributed.ranks import run_ranks
-from tests.distributed.scripts import PATHS
+from tests.distributed.scripts import PATHS, without_names
+from tests.shared import once, shared_folder
 from tests.small import Classifier, loader, quiet_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -35,14 +37,6 @@ class LateThreads(Callback):
             if open(f"/proc/self/task/{thread}/comm").read().startswith("pt_gloo"):
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
         sys.setswitchinterval(1000)
-"""
-
-RUN = """
-from tests.small import Classifier, loader, quiet_trainer
-
-trainer = quiet_trainer(strategy="STRATEGY", max_steps=2, callbacks=[LateThreads()])
-module = Classifier()
-trainer.fit(module, loader(8))
 """
 
 MANY = """
@@ -86,9 +80,23 @@ if not all_well(int(sys.argv[1])):
 """
 
 
-FAILURES = """
-import collections, gc, os, socket, sys, threading, time
-import torch, torch.distributed as dist
+# Each case runs in processes forked from one interpreter that has imported everything; each ends as an interpreter does.
+ENDS = """
+import atexit, os, sys
+
+case = ("the parent",)
+
+def left():  # runs last: registered before torch and the package are imported
+    if case[0] == "exit function":
+        exec("")
+    if case[0] in INTERRUPTED:
+        print("left")
+
+atexit.register(left)
+
+import collections, gc, socket, threading, time, types
+import torch, torch._dynamo  # seconds that each process would spend
+import torch.distributed as dist
 from tests.distributed.ranks import variables_of
 from tests.small import Classifier, loader, quiet_trainer
 from fabricamp.errors import ConfigError
@@ -114,7 +122,7 @@ class Fails(Classifier):
             LateThreads().on_fit_start(self.trainer, self)
 
     def configure_optimizers(self):
-        if self.how in ("early", "caught"):
+        if self.how in ("early", "handled"):
             raise ConfigError("this cannot work")
         return super().configure_optimizers()
 
@@ -144,82 +152,6 @@ class Unwell(Classifier):
         self.all_reduced = dist.all_reduce(torch.ones(2))
         raise ValueError("unwell")
 
-destroy = dist.destroy_process_group
-
-def destroy_and_import(*groups):
-    collections.namedtuple("Made", "late")  # a text that runs: torch imports modules with such, one time or another
-    return destroy(*groups)
-
-dist.destroy_process_group = destroy_and_import
-
-CODES = {
-    ("early", "ddp"): [1, 1],
-    ("early", "delayed_ddp"): [1, 1],
-    ("caught", "ddp"): [7, 7],
-    ("before", "ddp"): [1, 1],
-    ("step", "ddp"): [1, 1],
-    ("interrupt", "ddp"): [-2, -2],
-    ("held", "ddp"): [1, 1],
-    ("held, exit", "ddp"): [3, 3],
-}
-
-meeting = []
-
-def begin():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pids = []
-    for rank in range(2):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            os.environ |= variables_of(rank, 2, port)
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-            return None
-    return pids
-
-def begun():
-    for case, expected in CODES.items():
-        meeting[:] = os.pipe()
-        pids = begin()
-        if pids is None:
-            return case
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(case, codes, "" if codes == expected else "WRONG", flush=True)
-    return None
-
-torch.set_num_threads(1)
-gc.freeze()
-if (case := begun()) is not None:
-    how, strategy = case
-    if how.startswith("held"):
-        lingers = Lingers()
-    # A forked rank; its interpreter ends as any other does.
-    try:
-        quiet_trainer(strategy=strategy, devices=2, max_steps=3).fit(Unwell() if how == "before" else Fails(how), loader(16))
-    except ConfigError:
-        if how == "caught":
-            sys.exit(7)
-        raise
-"""
-
-# Code that runs after the package's own exit function; each part calls exec, after which Python forgets the interrupt.
-INTERRUPTED = """
-import atexit, os
-
-def left():  # runs last: registered before torch and the package are imported
-    if how == "exit function":
-        exec("")
-    print("left")
-
-how = ""
-atexit.register(left)
-
-import gc, socket, sys, threading, types
-import torch, torch._dynamo  # seconds that each process would spend
-from tests.distributed.ranks import variables_of
-from tests.small import Classifier, loader, quiet_trainer
-
 class Interrupted(Classifier):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1:
@@ -233,6 +165,32 @@ class Released:
 def texts():
     while True:
         exec("")
+
+# What runs after the package's own exit function; each calls exec, after which Python forgets the interrupt.
+INTERRUPTED = ("exit function", "thread", "module", "caught", "caught, exit")
+
+CASES = {
+    ("complete", "ddp", 2): 0,
+    ("complete", "delayed_ddp", 2): 0,
+    ("early", "ddp", 2): 1,
+    ("early", "delayed_ddp", 2): 1,
+    ("handled", "ddp", 2): 7,
+    ("before", "ddp", 2): 1,
+    ("step", "ddp", 2): 1,
+    ("interrupt", "ddp", 2): -2,
+    ("held", "ddp", 2): 1,
+    ("held, exit", "ddp", 2): 3,
+    ("exit function", "auto", 1): -2,
+    ("exit function", "ddp", 2): -2,
+    ("thread", "auto", 1): -2,
+    ("thread", "ddp", 2): -2,
+    ("module", "auto", 1): -2,
+    ("module", "ddp", 2): -2,
+    ("caught", "auto", 1): 0,
+    ("caught, exit", "auto", 1): 3,
+}
+
+meeting = []
 
 def begin(ranks):
     with socket.socket() as free:
@@ -248,38 +206,55 @@ def begin(ranks):
             return None
     return pids
 
-CASES = {
-    **{(how, ranks): -2 for how in ("exit function", "thread", "module") for ranks in (1, 2)},
-    ("caught", 1): 0,
-    ("caught, exit", 1): 3,
-}
-
 def begun():
     for case, expected in CASES.items():
-        pids = begin(case[1])
+        meeting[:] = os.pipe()
+        pids = begin(case[-1])
         if pids is None:
             return case
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(case, codes, "" if codes == [expected] * case[1] else "WRONG", flush=True)
-    return "the parent", 0
+        print(case, codes, "" if codes == [expected] * len(codes) else "WRONG", flush=True)
+        print("END OF", *case[:2], file=sys.stderr, flush=True)
+    return ("the parent",)
+
+def fit(how, strategy, ranks):
+    if how == "complete":
+        trainer = quiet_trainer(strategy=strategy, devices=ranks, max_steps=2, callbacks=[LateThreads()])
+        return trainer.fit(Classifier(), loader(16))
+    if how in INTERRUPTED:
+        module = Interrupted()
+    else:
+        dist.destroy_process_group = destroy_and_import
+        module = Unwell() if how == "before" else Fails(how)
+    quiet_trainer(strategy=strategy, devices=ranks, max_steps=3).fit(module, loader(16))
+
+destroy = dist.destroy_process_group
+
+def destroy_and_import(*groups):
+    collections.namedtuple("Made", "late")  # a text that runs: torch imports modules with such, one time or another
+    return destroy(*groups)
 
 torch.set_num_threads(1)
-gc.freeze()
-how, ranks = begun()
-if how == "thread":
+gc.freeze()  # what is not looked at is not copied
+case = begun()
+if case[0].startswith("held"):
+    lingers = Lingers()
+if case[0] == "thread":
     threading.Thread(target=texts, daemon=True).start()
-if how == "module":
+if case[0] == "module":
     sys.modules["held"] = types.ModuleType("held")
     sys.modules["held"].released = Released()
-if ranks:
-    # A forked process; its interpreter ends as any other does.
-    strategy = "ddp" if ranks > 1 else "auto"
+if case[0] != "the parent":
     try:
-        quiet_trainer(strategy=strategy, devices=ranks, max_steps=3).fit(Interrupted(), loader(16))
+        fit(*case)
+    except ConfigError:
+        if case[0] == "handled":
+            sys.exit(7)
+        raise
     except KeyboardInterrupt:
-        if not how.startswith("caught"):
+        if not case[0].startswith("caught"):
             raise
-    if how.endswith("exit"):
+    if case[0] == "caught, exit":
         sys.exit(3)
 """
 
@@ -351,30 +326,45 @@ def test_no_thread_of_a_process_group_outlives_its_run(name):
     assert run_ranks(threads_left_by, 2, name, backend=None) == [([], [])] * 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "delayed_ddp"])
-def test_a_thread_that_lets_go_late_does_not_abort_the_process(strategy):
-    done = run_script(LATE_THREADS + RUN.replace("STRATEGY", strategy))
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Returns the lines of the cases that ENDS ran, what their processes printed, and the errors of each case."""
+
+    def run():
+        done = run_script(LATE_THREADS + ENDS, timeout=600)
+        assert done.returncode == 0, done.stderr
+        parts = re.split(r"END OF (.*)\n", done.stderr)
+        return done.stdout, dict(zip(parts[1::2], parts[0::2], strict=False))
+
+    return once(shared_folder(tmp_path_factory, "ends"), run)
 
 
-def test_a_run_that_fails_keeps_its_exit_code():
-    done = run_script(LATE_THREADS + FAILURES, timeout=600)
-    assert "terminate called" not in done.stderr
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 8, done.stderr
-    assert "WRONG" not in done.stdout, done.stdout + done.stderr
+def check_codes(ends, names):
+    """Checks the exit codes of the cases with these first words; returns their errors."""
+    out, errors = ends
+    lines = [line for line in out.splitlines() if line.startswith(tuple(f"('{name}'," for name in names))]
+    errors = [without_names(text) for case, text in errors.items() if case.rpartition(" ")[0] in names]
+    assert len(lines) == len(errors) >= len(names), ends
+    assert not [line for line in lines if "WRONG" in line], (lines, errors)
+    return errors
 
 
-def test_an_interrupt_ends_the_process_by_sigint_whatever_its_end_runs():
-    done = run_script(INTERRUPTED, timeout=600)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len([line for line in lines if line.startswith("(")]) == 8, done.stderr
-    assert "WRONG" not in done.stdout, done.stdout + done.stderr
+def test_a_thread_that_lets_go_late_does_not_abort_the_process(ends):
+    assert check_codes(ends, ["complete"]) == ["", ""]
+
+
+def test_a_run_that_fails_keeps_its_exit_code(ends):
+    errors = check_codes(ends, ["early", "handled", "before", "step", "interrupt", "held", "held, exit"])
+    assert len(errors) == 8
+    assert "terminate called" not in "".join(errors)
+
+
+def test_an_interrupt_ends_the_process_by_sigint_whatever_its_end_runs(ends):
+    errors = check_codes(ends, ["exit function", "thread", "module", "caught", "caught, exit"])
+    assert len(errors) == 8
     # Exit functions ran, and what they printed was written.  Two ranks write at once: one's text and line end may be apart.
-    assert done.stdout.count("left") == 12, done.stdout
-    assert "Exception ignored" not in done.stderr
+    assert ends[0].count("left") == 11, ends[0]
+    assert "Exception ignored" not in "".join(errors)
 
 
 @pytest.mark.slow

@@ -33,6 +33,8 @@ CASES = {
     "O5 within a validation": ("O5", 2, "validation", 9),
     "O3 at the epoch's end": ("O3", 1, "epoch", 6),
 }
+# Overlapped exchanges differ from delayed ones within an accumulation and in the dtypes of their buckets.
+OVERLAPPED = ["O0 within a window", "O2 within a window", "O4", "O5 within a validation"]
 
 
 def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, strategy="ddp", **options):
@@ -71,10 +73,11 @@ def fit(case, seed, *, path=None, ckpt_path=None, max_steps=None, batch=BATCH, s
     return module, contents, rows, saves
 
 
-def both(folder, make_strategy):
-    """Runs every case uninterrupted and resumed; returns the cases that are not equal."""
+def both(folder, make_strategy, names):
+    """Runs each case uninterrupted and resumed; returns the cases that are not equal."""
     problems = []
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         path = folder / f"{name}.ckpt"
         straight, whole, rows, saves = fit(case, 1, path=path, strategy=make_strategy())
         resumed, again, rows_again, _ = fit(case, 2, ckpt_path=path, strategy=make_strategy())
@@ -94,10 +97,12 @@ def both(folder, make_strategy):
 
 
 @pytest.mark.parametrize(
-    "make_strategy", [DDP, DelayedDDP, partial(DelayedDDP, message_size=100)], ids=["ddp", "delayed", "overlapped"]
+    ("make_strategy", "names"),
+    [(DDP, CASES), (DelayedDDP, CASES), (partial(DelayedDDP, message_size=100), OVERLAPPED)],
+    ids=["ddp", "delayed", "overlapped"],
 )
-def test_two_ranks(make_strategy, tmp_path):
-    assert run_ranks(both, 2, tmp_path, make_strategy, timeout=200.0) == [[], []]
+def test_two_ranks(make_strategy, names, tmp_path):
+    assert run_ranks(both, 2, tmp_path, make_strategy, names, timeout=200.0) == [[], []]
 
 
 def order(folder, case, ckpt, batch, max_steps):

@@ -52,6 +52,8 @@ class Net(Classifier):
 if __name__ == "__main__":
     devices = sys.argv[2] if sys.argv[2] == "auto" else int(sys.argv[2])
     trainer = Trainer(accelerator="cpu", devices=devices, max_epochs=10**6, logger=False, enable_progress_bar="bar" in what,
+                      # in a new interpreter, DDP would import a compiler, for seconds
+                      strategy="delayed_ddp" if "delayed" in what else "auto",
                       enable_model_summary=False, start_method=sys.argv[3] if sys.argv[3:] else "auto")
     if what == "validate":
         trainer.validate(Net(), loader(4000, 1))
@@ -106,10 +108,12 @@ def check_ended(process, folder, code=130):
 
 def test_first_ctrl_c(begin):
     single, alone = begin("single", "train.py", "fit", "1")
-    script, both = begin("script", "train.py", "fit with bar", "2", start=start)
+    script, both = begin("script", "train.py", "fit with bar, delayed", "2")
     forked, called = begin("forked", "train.py", "fit", "2", "fork")
-    for process, folder in ((single, alone), (script, both), (forked, called)):
-        interrupt(process, folder)
+    for process, folder in ((single, alone), (forked, called), (script, both)):
+        interrupt(
+            process, folder
+        )  # the last to begin is the last to be interrupted, because the others train until then
     for process, folder in ((single, alone), (script, both), (forked, called)):
         check_ended(process, folder)
 
@@ -123,7 +127,7 @@ def test_first_ctrl_c_to_spawned_workers(begin):
 
 def test_ctrl_c_under_torchrun(begin):
     elastic = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process, folder = begin("torchrun", *elastic, "train.py", "fit", "auto", start=start)
+    process, folder = begin("torchrun", *elastic, "train.py", "fit, delayed", "auto")
     interrupt(process, folder)
     code, out, err = finish(process)
     assert code != 0  # torchrun's own exit code

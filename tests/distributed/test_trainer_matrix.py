@@ -22,14 +22,16 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
 }
 MATRIX = list(itertools.product(LEVELS, ACCUMULATE, CLIPS, OPTIMIZERS))
-# Each half contains every pair of options; each combination is in one of the halves.
-HALVES = [
+# Each part contains every pair of options; each combination of level, accumulation and clipping is in one of the parts.
+PARTS = [
     [
         one
-        for one, places in zip(MATRIX, itertools.product(*map(range, (6, 2, 3, 2))), strict=True)
-        if sum(places) % 2 == half
+        for one, (level, accumulate, clip, optimizer) in zip(
+            MATRIX, itertools.product(*map(range, (6, 2, 3, 2))), strict=True
+        )
+        if (level + accumulate + clip) % 2 == part and optimizer == (level // 2 + clip // 2) % 2
     ]
-    for half in range(2)
+    for part in range(2)
 ]
 
 # The allowed distance of two runs, relative to the distance from the initial weights: sums of half gradients round differently.
@@ -87,7 +89,7 @@ def on_two_ranks(strategy, matrix, folder):
         index = MATRIX.index(combination)
         _, straight, skipped = fitted(combination, strategy, 100 * rank + index, 4)
         weights[combination] = straight, skipped
-        if combination[1:3] != (3, ("norm", 0.5)):
+        if combination[1:3] not in ((3, None), (3, ("norm", 0.5))):
             continue
         path = folder / f"{index}.ckpt"
         fitted(combination, strategy, 100 * rank + index, 4, max_epochs=1, path=path)
@@ -100,8 +102,8 @@ def on_two_ranks(strategy, matrix, folder):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("ddp", HALVES[0]), id="ddp"),
-        pytest.param(("delayed_ddp", HALVES[1]), id="delayed_ddp"),
+        pytest.param(("ddp", PARTS[0]), id="ddp"),
+        pytest.param(("delayed_ddp", PARTS[1]), id="delayed_ddp"),
         pytest.param(("ddp", MATRIX), id="ddp, all", marks=pytest.mark.slow),
         pytest.param(("delayed_ddp", MATRIX), id="delayed_ddp, all", marks=pytest.mark.slow),
     ],
@@ -114,7 +116,7 @@ def ranks(request, tmp_path_factory):
 
 def test_both_ranks_end_with_the_same_bits(ranks):
     (first, _), (second, _) = ranks
-    assert len(first) >= len(MATRIX) / 2
+    assert len(first) >= len(MATRIX) / 4
     assert [one for one in first if not torch.equal(first[one][0], second[one][0])] == []
 
 

@@ -41,7 +41,7 @@ def parts(value):
 
 
 def job_in(folder, strategy=DDP, kind=ModelCheckpoint):
-    """Returns a job that trains 24 steps in 3 epochs, saves 12 times, validates 6 times, and writes its weights at its end."""
+    """Returns a job that trains 12 steps in 3 epochs, saves 6 times, validates 6 times, and writes its weights at its end."""
 
     def job(armed):
         seed_everything(7, verbose=False)
@@ -53,13 +53,13 @@ def job_in(folder, strategy=DDP, kind=ModelCheckpoint):
             strategy=strategy(timeout=60),
             max_epochs=3,
             enable_checkpointing=True,
-            val_check_interval=4,
+            val_check_interval=2,
             num_sanity_val_steps=0,
             callbacks=[checkpoint, armed],
             default_root_dir=folder,
         )
         module = Noisy()
-        trainer.fit(module, loader(32, 2, shuffle=True), loader(12, 2), ckpt_path="auto")
+        trainer.fit(module, loader(16, 2, shuffle=True), loader(12, 2), ckpt_path="auto")
         if trainer.is_global_zero:
             torch.save(parts([module.state_dict(), trainer.optimizers[0].state_dict()]), folder / "attempt-weights")
 
@@ -172,12 +172,12 @@ def test_kills_of_two_ranks_with_objects(kind, tmp_path):
 
 
 def alone_in(folder, strategy, writes):
-    """One process that saves three times, so that files rotate; few steps, so that all of its file operations can be tested."""
+    """One process that saves twice, so that files rotate; few steps, so that all of its file operations can be tested."""
 
     def job(armed):
         seed_everything(7, verbose=False)
         checkpoint = writes(folder / "checkpoints", every_n_train_steps=2, save_last=True)
-        options = {"max_steps": 6, "enable_checkpointing": True, "callbacks": [checkpoint, armed]}
+        options = {"max_steps": 4, "enable_checkpointing": True, "callbacks": [checkpoint, armed]}
         trainer = quiet_trainer(strategy=strategy, devices="auto", **options)
         module = Noisy()
         trainer.fit(module, loader(32, 4, shuffle=True), ckpt_path="auto")

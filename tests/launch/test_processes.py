@@ -39,7 +39,9 @@ import json, os, signal, sys, time
 print("start", flush=True)
 
 # Ranks whose imports nobody looks at: a second each.
-WITHOUT_TORCH = {"module": ["0", "1"], "exit": ["0"], "kill": ["0", "1"], "interrupt": ["0", "1"], "save": ["0", "1"]}
+WITHOUT_TORCH = {
+    "arguments": ["0", "1"], "module": ["0", "1"], "exit": ["0"], "kill": ["0", "1"], "interrupt": ["0", "1"], "save": ["0", "1"],
+}
 
 def ready(word):
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), f"ready {word}"), "a") as file:
@@ -70,21 +72,16 @@ def fit():
     rank, word = os.environ.get("RANK", ""), sys.argv[1]
     if rank in WITHOUT_TORCH.get(word, ()):
         return work(int(rank), word)
-    import torch.distributed as dist
     from fabricamp.launch import choose_start_method, detect, interactive, record_failure, run_script, script_can_rerun
     if detect() is None:
         print(choose_start_method(), script_can_rerun(), interactive(), flush=True)
         os.chdir("/")  # scripts do such things
         run_script(2)
-    if word == "arguments":
-        dist.init_process_group("gloo")
     try:
         work(int(rank), word)
     except BaseException as error:
         record_failure(error)
         raise
-    if word == "arguments":
-        dist.barrier()
 
 if __name__ == "__main__":
     fit()
@@ -94,28 +91,18 @@ if __name__ == "__main__":
 """
 
 
-STARTER = """
-import sys
-from fabricamp.launch import run_script
-
-sys.orig_argv[1:] = sys.argv[1:]  # of a fresh interpreter, which costs a second more, these are the script's
-run_script(2)
-"""
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts") / "with space"
     (folder / "package").mkdir(parents=True)
     for file in (folder / "train.py", folder / "package" / "train.py"):
         file.write_text(SCRIPT)
-    (folder / "starter.py").write_text(STARTER)
     return folder
 
 
 def start_script(folder, word):
     """Starts the script's workers by a forked starter; returns the starter."""
-    return start_forked(folder, "starter.py", str(folder / "train.py"), word)
+    return start_forked(folder, "train.py", word)
 
 
 def test_script_module_and_parallel_runs(folder):
@@ -327,7 +314,7 @@ if __name__ == "__main__":
 
 def test_an_uncaught_failure_of_a_function_shows_its_sentence_first(folder):
     (folder / "uncaught.py").write_text(UNCAUGHT)
-    code, out, err = finish(start(folder, "uncaught.py"))
+    code, out, err = finish(start_forked(folder, "uncaught.py"))
     assert (code, out) == (1, "")
     assert re.match(r"DistributedError: rank \d ended with exit code 1", err)
     assert err.index("ValueError: every rank is unwell") < err.index('uncaught.py", line 8, in <module>')

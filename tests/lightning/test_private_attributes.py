@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -175,14 +173,6 @@ def test_other_names_are_missing_as_before(tmp_path):
     with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'globl_step'") as raised:
         run.globl_step  # noqa: B018 - the name is what is tested
     assert raised.value.obj is run
-
-
-def test_importing_fabricamp_imports_none_of_them(tmp_path):
-    code = (
-        "import sys, fabricamp; fabricamp.Trainer(accelerator='cpu', logger=False).fit_loop.epoch_loop; "
-        "sys.exit('fabricamp.lightning.private_attributes' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 def test_another_value_of_that_name_is_the_programs_own():
