@@ -110,10 +110,9 @@ def test_first_ctrl_c(begin):
     single, alone = begin("single", "train.py", "fit", "1")
     script, both = begin("script", "train.py", "fit with bar, delayed", "2")
     forked, called = begin("forked", "train.py", "fit", "2", "fork")
+    # The script in new interpreters begins last: the others train until then.
     for process, folder in ((single, alone), (forked, called), (script, both)):
-        interrupt(
-            process, folder
-        )  # the last to begin is the last to be interrupted, because the others train until then
+        interrupt(process, folder)
     for process, folder in ((single, alone), (script, both), (forked, called)):
         check_ended(process, folder)
 
