@@ -31,6 +31,7 @@ from fabricamp.checkpoint.search import Candidates
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointObjectsError
 from tests.checkpoint.test_checkpoint_objects import Encoder, Hostile, Loss, Marked, changed
+from tests.lightning.forked_door import run_forked
 
 ROOT = Path(__file__).parents[2]
 EARLIER = Path(__file__).parent / "files_with_objects" / "0.2.0.ckpt"
@@ -168,9 +169,12 @@ def run(tmp_path):
 
     def run(script, *arguments, door):
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
-        command = [sys.executable, *(["-m", "fabricamp.lightning"] if door else []), "script.py", *arguments]
-        path = [str(ROOT)] if door else [lightning_folder()]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
+        if door:
+            run_forked(tmp_path, "script.py", *arguments)
+            return
+        path = [lightning_folder(), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        command = [sys.executable, "script.py", *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
