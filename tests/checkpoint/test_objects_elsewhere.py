@@ -190,16 +190,11 @@ def lightning_folder():
     return str(Path(spec.origin).parents[1])
 
 
-def test_torch_opens_a_file_written_under_the_alias_where_fabricamp_is_not(run):
-    lightning_folder()
-    run(WRITES, "a.ckpt", door=True)
-    run(OPENS, "a.ckpt", door=False)
-
-
-def test_lightning_loads_validates_and_resumes_and_we_go_on_from_its_file(run):
+def test_torch_and_lightning_open_a_file_of_the_alias_without_fabricamp_and_we_go_on_from_lightnings(run):
+    """torch opens it; Lightning loads, validates and resumes, in the same interpreter."""
     lightning_folder()
     run(WRITES, "ours.ckpt", door=True)
-    run(RESUMES, "ours.ckpt", "theirs.ckpt", door=False)
+    run(OPENS + RESUMES, "ours.ckpt", "theirs.ckpt", door=False)
     run(BACK, "theirs.ckpt", door=True)
 
 

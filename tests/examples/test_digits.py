@@ -34,9 +34,8 @@ def main(*arguments):
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def shorter(precision):
-    """Returns the argument for fewer epochs, which are enough: on a CPU half precision takes four times as long."""
-    return ("--max-epochs", 10 if precision == "O0" else 8)
+SHORTER = ("--max-epochs", 10)
+"""Half of the default's epochs, which are enough."""
 
 
 def slow(*levels):
@@ -93,7 +92,7 @@ def expect_success(output):
 # test_readme.py runs the default, O0 in 20 epochs, as `make demo`.
 @pytest.mark.parametrize("precision", ["O3", *slow("O0", "O1", "O2", "O4", "O5")])
 def test_one_process_reaches_the_accuracy(precision, capfd):
-    main("--precision", precision, "--strategy", "single", "--devices", 1, *shorter(precision))
+    main("--precision", precision, "--strategy", "single", "--devices", 1, *SHORTER)
     expect_success(capfd.readouterr().out)
 
 
@@ -102,7 +101,7 @@ def test_two_ranks_reach_the_accuracy_and_report_once(precision):
     first, second = run_ranks(
         main_as_a_rank,
         2,
-        *("--precision", precision, "--strategy", "ddp", "--devices", 2, *shorter(precision)),
+        *("--precision", precision, "--strategy", "ddp", "--devices", 2, *SHORTER),
         backend=None,
     )
     expect_success(first)
@@ -112,7 +111,7 @@ def test_two_ranks_reach_the_accuracy_and_report_once(precision):
 @pytest.mark.slow
 def test_as_a_script_in_two_processes_it_reports_once():
     """The training and output of two ranks are tested above; test_readme.py starts the config in two processes."""
-    expect_success(run(SCRIPT, "--precision", "O1", "--strategy", "ddp", "--devices", 2, *shorter("O1")).stdout)
+    expect_success(run(SCRIPT, "--precision", "O1", "--strategy", "ddp", "--devices", 2, *SHORTER).stdout)
 
 
 def test_delayed_allreduce_reaches_the_accuracy():
@@ -131,7 +130,7 @@ def test_the_fused_optimizer_reaches_the_accuracy(precision):
 def test_under_torchrun():
     """The ranks above have torchrun's variables; tests/distributed starts torchrun too."""
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-    expect_success(run(*torchrun, SCRIPT, "--strategy", "ddp", "--precision", "O1", *shorter("O1")).stdout)
+    expect_success(run(*torchrun, SCRIPT, "--strategy", "ddp", "--precision", "O1", *SHORTER).stdout)
 
 
 def test_two_runs_in_one_folder_keep_apart(capfd):

@@ -11,7 +11,10 @@ from tests.distributed.forked import start_forked
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "resume" / "train.py"
 
-pytest.importorskip("sklearn", reason="needs the package sklearn")
+
+@pytest.fixture(autouse=True)
+def _needs_sklearn():
+    pytest.importorskip("sklearn", reason="needs the package sklearn")
 
 
 def run(folder, *arguments):

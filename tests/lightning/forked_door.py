@@ -12,12 +12,13 @@ from fabricamp.lightning import names
 from fabricamp.lightning.__main__ import main
 
 
-def run_forked(folder, *command, code=0, **variables):
+def run_forked(folder, *command, code=0, limit=200, **variables):
     """Runs the script and its arguments in ``folder``; returns what it printed, standard error behind standard output."""
     from tests.distributed.forked import start_forked
     from tests.distributed.scripts import finish
 
-    ended, out, err = finish(start_forked(folder, __file__, *map(str, command), CUDA_VISIBLE_DEVICES="", **variables))
+    variables["CUDA_VISIBLE_DEVICES"] = ""
+    ended, out, err = finish(start_forked(folder, __file__, *map(str, command), **variables), limit)
     assert ended == code, out + err
     return out + err
 

@@ -4,6 +4,8 @@ Python imports this module at its start, because ``tests/conftest.py`` puts its 
 ``torch._dynamo``, which takes 2.7 s of a processor, at the first call of a function that is not to be traced: an optimizer's
 constructor and its ``step``.  While the module is not loaded nothing traces, and the function itself is called; when it is loaded,
 torch's own wrapper is called.
+
+torchmetrics imports ``transformers``, two seconds, for metrics of texts that no test uses.
 """
 
 import functools
@@ -13,6 +15,8 @@ import sys
 
 _WRAPPERS = {"torch._compile": "_disable_dynamo", "torch.optim.optimizer": "_use_grad_for_differentiable"}
 """Modules, and the function of each whose wrapper imports ``torch._dynamo``."""
+_FLAGS = {"torchmetrics.utilities.imports": "_TRANSFORMERS_GREATER_EQUAL_4_4"}
+"""Modules, and the name in each that says whether ``transformers`` is installed."""
 
 
 def _loaded():
@@ -60,15 +64,18 @@ def _use_grad_for_differentiable(torchs):
 class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module):
         super().exec_module(module)
+        if module.__name__ in _FLAGS:
+            setattr(module, _FLAGS[module.__name__], False)
+            return
         name = _WRAPPERS[module.__name__]
         setattr(module, name, globals()[name](getattr(module, name)))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of ``_WRAPPERS`` alone."""
+    """Finds the modules of ``_WRAPPERS`` and ``_FLAGS`` alone."""
 
     def find_spec(self, fullname, path, target=None):
-        if fullname not in _WRAPPERS:
+        if fullname not in _WRAPPERS and fullname not in _FLAGS:
             return None
         found = importlib.machinery.PathFinder.find_spec(fullname, path)
         if found is not None:

@@ -50,7 +50,7 @@ class Stream(IterableDataset):
 
     def __init__(self, size=SIZE, *, draws=False):
         self.samples = Samples(size, draws=draws)
-        self.generator = random.Random(5)
+        self.generator = np.random.default_rng(5)  # its state is a few numbers, which are copied for every batch
         self.order = []
 
     def __iter__(self):
@@ -61,12 +61,10 @@ class Stream(IterableDataset):
             yield self.samples[self.order.pop(0)]
 
     def state_dict(self):
-        version, internal, gauss = self.generator.getstate()
-        return {"order": self.order, "generator": [version, list(internal), gauss]}
+        return {"order": self.order, "generator": self.generator.bit_generator.state}
 
     def load_state_dict(self, state):
-        version, internal, gauss = state["generator"]
-        self.generator.setstate((version, tuple(internal), gauss))
+        self.generator.bit_generator.state = state["generator"]
         self.order = list(state["order"])
 
 
