@@ -1,15 +1,30 @@
-"""Trains the examples in the test's own process, because starting a process takes longer than the training."""
+"""Trains the examples in the test's own process, because starting a process takes longer than the training.
+
+``import_for_digits`` and ``import_for_logs`` import what each process that a test forks would otherwise import again.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
+import pytest
 import torch
 
 from fabricamp import Trainer, seed_everything
 from tests.small import QUIET
 
 GPT_SIZES = {"context": 64, "layers": 2, "width": 48, "heads": 2}
+
+
+def import_for_logs():
+    """Imports the writer of TensorBoard's files."""
+
+
+def import_for_digits():
+    """Imports what the digits example imports when its data are read and its logs written; skips without scikit-learn."""
+    for module in ("sklearn.datasets", "sklearn.model_selection"):
+        pytest.importorskip(module, reason="needs the package sklearn")
+    import_for_logs()
 
 
 def digits_accuracy(precision, optimizer, *, epochs, accelerator="cpu"):

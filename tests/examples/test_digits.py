@@ -20,7 +20,7 @@ import torch
 from fabricamp import ConfigError, cli
 from tests.distributed.forked import start_forked
 from tests.distributed.ranks import run_ranks
-from tests.examples.in_process import digits_accuracy
+from tests.examples.in_process import digits_accuracy, import_for_digits
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "digits" / "train.py"
@@ -52,7 +52,7 @@ def main_as_a_rank(*arguments):
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
-    pytest.importorskip("sklearn", reason="needs the package sklearn")
+    import_for_digits()
     # Scripts that later tests fork from this process may have a digits.py of their own.
     monkeypatch.setitem(sys.modules, "digits", None)
     monkeypatch.delitem(sys.modules, "digits")
