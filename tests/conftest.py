@@ -34,6 +34,11 @@ torch.set_num_threads(1)
 if torch.version.cuda and not torch.cuda.device_count():
     torch._C._ensureCUDADeviceGuardSet = lambda: None
 
+# Without a device torch.manual_seed would queue calls that nobody makes, each with the formatted stack: milliseconds within pytest.
+for _device in (torch.cuda, torch.xpu):
+    if not _device.device_count():
+        _device.random._lazy_call = lambda call, **kinds: None
+
 # No deadline, because the machine may be busy.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -24,6 +24,7 @@ from fabricamp.checkpoint.lightning_names import Pickler, Unpickler
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.state import RunningStage, TrainerFn, TrainerStatus
 from tests.distributed.scripts import PATHS
+from tests.lightning.forked_door import run_forked
 
 VALUES = {
     "hparams": Hyperparameters(lr=0.1, net=Hyperparameters(width=3), fn=torch.relu),
@@ -137,9 +138,9 @@ def test_what_the_program_allows_under_lightnings_name_stays_allowed():
             assert (Hyperparameters, name) in torch.serialization.get_safe_globals()
 
 
-def run(code, *arguments, door=False, path=()):
-    command = [sys.executable, *(["-m", "fabricamp.lightning"] if door else []), code, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), PATHS])}
+def run_under_lightning(code, *arguments, path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), PATHS])}
+    command = [sys.executable, code, *map(str, arguments)]
     subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -153,20 +154,21 @@ def test_each_name_leads_to_the_same_under_the_alias(tmp_path):
         "    assert found is find_named(module, name), theirs\n"
         "    assert f'{found.__module__}.{found.__qualname__}' == ours, (ours, theirs)\n"
     )
-    run(tmp_path / "code.py", door=True)
+    run_forked(tmp_path, "code.py")
 
 
 @pytest.mark.parametrize("under", ["the alias", "lightning"])
 def test_a_round_trip(under, tmp_path):
-    lightning = []
-    if under == "lightning":
+    (tmp_path / "reads.py").write_text(READS)
+    (tmp_path / "there").write_bytes(Pickler().dumped(VALUES))
+    command = [tmp_path / name for name in ("reads.py", "there", "back")]
+    if under == "the alias":
+        run_forked(tmp_path, *command)
+    else:
         spec = importlib.util.find_spec("lightning")
         if spec is None or spec.origin is None:
             pytest.skip("needs the package lightning")
-        lightning = [Path(spec.origin).parents[1]]
-    (tmp_path / "reads.py").write_text(READS)
-    (tmp_path / "there").write_bytes(Pickler().dumped(VALUES))
-    run(tmp_path / "reads.py", tmp_path / "there", tmp_path / "back", door=under == "the alias", path=lightning)
+        run_under_lightning(*command, path=Path(spec.origin).parents[1])
     with (tmp_path / "back").open("rb") as file:
         back = Unpickler(file).load()
     assert shown(back) == shown(VALUES)
@@ -210,7 +212,7 @@ trainer.save_checkpoint(sys.argv[1])
 
 def test_a_file_of_a_program_for_lightning_has_lightnings_names(tmp_path, monkeypatch):
     (tmp_path / "writes.py").write_text(WRITES)
-    run(tmp_path / "writes.py", tmp_path / "a.ckpt", "named", door=True)
+    run_forked(tmp_path, "writes.py", "a.ckpt", "named")
     closed = read_checkpoint(tmp_path / "a.ckpt", verify=False)["hyper_parameters"]["options"]
     found = names_in(closed.objects.data.numpy().tobytes() + pickle.STOP)
     assert found >= {"lightning.pytorch.trainer.states TrainerFn", "lightning.pytorch.core.module LightningModule"}
@@ -226,11 +228,7 @@ def test_a_file_of_a_program_for_lightning_has_lightnings_names(tmp_path, monkey
 @pytest.mark.parametrize("options", ["unnamed", "unnamed within"])
 def test_a_file_of_a_program_for_lightning_refuses_other_objects_of_ours(options, tmp_path):
     (tmp_path / "writes.py").write_text(WRITES)
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        run(tmp_path / "writes.py", tmp_path / "a.ckpt", options, door=True)
-    assert "checkpoint['hyper_parameters']['options'] is a" in caught.value.stderr
-    assert (
-        "an object of fabricamp.callbacks.early_stopping.EarlyStopping has another state than Lightning's"
-        in caught.value.stderr
-    )
+    said = run_forked(tmp_path, "writes.py", "a.ckpt", options, code=1)
+    assert "checkpoint['hyper_parameters']['options'] is a" in said
+    assert "an object of fabricamp.callbacks.early_stopping.EarlyStopping has another state than Lightning's" in said
     assert not (tmp_path / "a.ckpt").exists()

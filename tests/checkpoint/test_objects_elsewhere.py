@@ -31,6 +31,7 @@ from fabricamp.checkpoint.search import Candidates
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointObjectsError
 from tests.checkpoint.test_checkpoint_objects import Encoder, Hostile, Loss, Marked, changed
+from tests.lightning.forked_door import run_forked
 
 ROOT = Path(__file__).parents[2]
 EARLIER = Path(__file__).parent / "files_with_objects" / "0.2.0.ckpt"
@@ -168,9 +169,12 @@ def run(tmp_path):
 
     def run(script, *arguments, door):
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
-        command = [sys.executable, *(["-m", "fabricamp.lightning"] if door else []), "script.py", *arguments]
-        path = [str(ROOT)] if door else [lightning_folder()]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
+        if door:
+            run_forked(tmp_path, "script.py", *arguments)
+            return
+        path = [lightning_folder(), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        command = [sys.executable, "script.py", *arguments]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
@@ -186,16 +190,11 @@ def lightning_folder():
     return str(Path(spec.origin).parents[1])
 
 
-def test_torch_opens_a_file_written_under_the_alias_where_fabricamp_is_not(run):
-    lightning_folder()
-    run(WRITES, "a.ckpt", door=True)
-    run(OPENS, "a.ckpt", door=False)
-
-
-def test_lightning_loads_validates_and_resumes_and_we_go_on_from_its_file(run):
+def test_torch_and_lightning_open_a_file_of_the_alias_without_fabricamp_and_we_go_on_from_lightnings(run):
+    """torch opens it; Lightning loads, validates and resumes, in the same interpreter."""
     lightning_folder()
     run(WRITES, "ours.ckpt", door=True)
-    run(RESUMES, "ours.ckpt", "theirs.ckpt", door=False)
+    run(OPENS + RESUMES, "ours.ckpt", "theirs.ckpt", door=False)
     run(BACK, "theirs.ckpt", door=True)
 
 

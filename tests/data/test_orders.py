@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -56,6 +57,14 @@ def by_hand(loader, epochs=EPOCHS):
         found += [(epoch, batch.tolist(), drawn()) for batch in loader]
         found += [(VALIDATION, batch.tolist(), drawn()) for batch in DataLoader(range(4), 2)]
     return found, drawn()
+
+
+@cache
+def of_the_loop(kind):
+    """Returns ``by_hand`` of a kind of ``LOADERS`` from seed 5; once a process, as each cut is compared with it."""
+    with isolate_rng():
+        torch.manual_seed(5)
+        return by_hand(make(**LOADERS[kind]))
 
 
 def wired(loader, *, rank=0, world_size=1, **options):
@@ -112,9 +121,8 @@ LOADERS = {
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_it_is_the_loops(kind):
+    expected, after = of_the_loop(kind)
     with isolate_rng():
-        torch.manual_seed(5)
-        expected, after = by_hand(make(**LOADERS[kind]))
         torch.manual_seed(5)
         loader, found = wired(make(**LOADERS[kind])), []
         by_feed(Feed(loader), loader, found, EPOCHS)
@@ -126,11 +134,10 @@ def test_it_is_the_loops(kind):
 def test_it_is_drawn_again_where_a_run_goes_on(kind, cut):
     if LOADERS[kind].get("workers") and cut not in ("middle", "last"):
         pytest.skip("two cuts are enough with processes to start")
+    straight, after = of_the_loop(kind)
+    batches = sum(place == 1 for place, _, _ in straight)
+    place = (1, {"first": 1, "middle": batches // 2, "last but one": batches - 1, "last": batches}[cut])
     with isolate_rng():
-        torch.manual_seed(5)
-        straight, after = by_hand(make(**LOADERS[kind]))
-        batches = sum(place == 1 for place, _, _ in straight)
-        place = (1, {"first": 1, "middle": batches // 2, "last but one": batches - 1, "last": batches}[cut])
         torch.manual_seed(5)
         loader, found = wired(make(**LOADERS[kind])), []
         state = by_feed(Feed(loader), loader, found, EPOCHS, cut=place)

@@ -362,18 +362,18 @@ class Shuffles(IterableDataset):
     """Yields ``size`` numbers in an order drawn by its own generator for each pass; an unfinished pass is continued."""
 
     def __init__(self, size):
-        self.size, self.generator, self.left = size, random.Random(5), []
+        self.size, self.generator, self.left = size, np.random.default_rng(5), []
 
     def __iter__(self):
-        self.left = self.left or self.generator.sample(range(self.size), self.size)
+        self.left = self.left or self.generator.permutation(self.size).tolist()
         while self.left:
             yield self.left.pop()
 
     def state_dict(self):
-        return {"generator": self.generator.getstate(), "left": self.left}
+        return {"generator": self.generator.bit_generator.state, "left": self.left}
 
     def load_state_dict(self, state):
-        self.generator.setstate(state["generator"])
+        self.generator.bit_generator.state = state["generator"]
         self.left = list(state["left"])
 
 

@@ -170,7 +170,7 @@ def test_a_prediction_writer_gets_the_indices():
 
 @pytest.mark.parametrize("done", [8, 9])
 def test_a_run_cut_within_a_window_goes_on_exactly(done, tmp_path):
-    assert_exact(tmp_path, resident, "batch", done, accumulate_grad_batches=4, precision="O4")
+    assert_exact(tmp_path, resident, ("batch", done), accumulate_grad_batches=4, precision="O4")
 
 
 def test_it_goes_on_at_its_sample_with_another_batch_size(tmp_path):

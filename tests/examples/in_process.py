@@ -1,15 +1,30 @@
-"""Trains the examples in the test's own process, because starting a process takes longer than the training."""
+"""Trains the examples in the test's own process, because starting a process takes longer than the training.
+
+``import_for_digits`` and ``import_for_logs`` import what each process that a test forks would otherwise import again.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
+import pytest
 import torch
 
 from fabricamp import Trainer, seed_everything
 from tests.small import QUIET
 
 GPT_SIZES = {"context": 64, "layers": 2, "width": 48, "heads": 2}
+
+
+def import_for_logs():
+    """Imports the writer of TensorBoard's files."""
+
+
+def import_for_digits():
+    """Imports what the digits example imports when its data are read and its logs written; skips without scikit-learn."""
+    for module in ("sklearn.datasets", "sklearn.model_selection"):
+        pytest.importorskip(module, reason="needs the package sklearn")
+    import_for_logs()
 
 
 def digits_accuracy(precision, optimizer, *, epochs, accelerator="cpu"):
@@ -33,7 +48,8 @@ def gpt_losses(precision, optimizer, accelerator="cpu"):
     seed_everything(0)
     limits = {"max_steps": 50, "limit_test_batches": 8, "gradient_clip_val": 1.0}
     trainer = Trainer(**{**QUIET, "accelerator": accelerator, "precision": precision, **limits})
-    module, data = LanguageModel(optimizer, 6e-3, **GPT_SIZES), SourceText(batch_size=16, context=64)
+    batch_size = 4 if accelerator == "cpu" else 16  # half precision is slow on a CPU
+    module, data = LanguageModel(optimizer, 6e-3, **GPT_SIZES), SourceText(batch_size, context=64)
     data.setup("fit")
     windows = data.train.tensors[0][:64].long()
     with torch.no_grad():

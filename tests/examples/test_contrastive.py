@@ -12,9 +12,12 @@ import torch
 
 from tests.small import quiet_trainer
 
-pytest.importorskip("sklearn", reason="needs the package sklearn")
-
 SCRIPT = Path(__file__).parents[2] / "examples" / "contrastive" / "train.py"
+
+
+@pytest.fixture(autouse=True)
+def _needs_sklearn():
+    pytest.importorskip("sklearn", reason="needs the package sklearn")
 
 
 @pytest.fixture

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the package transformers")
-
 SCRIPT = Path(__file__).parents[2] / "examples" / "finetune" / "train.py"
+
+
+@pytest.fixture(autouse=True)
+def _needs_transformers():
+    """Imports the package here, as each worker collects this file and few run its tests."""
+    pytest.importorskip("transformers", reason="needs the package transformers")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from examples.gpt import gpt
 from fabricamp import ConfigError
 from fabricamp.runs.reading import read_curves
 from tests.distributed.ranks import run_ranks
-from tests.examples.in_process import gpt_losses
+from tests.examples.in_process import gpt_losses, import_for_logs
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "gpt" / "train.py"
 
@@ -99,7 +99,9 @@ def loss_in(output):
 
 @pytest.mark.parametrize("precision", ["O0", pytest.param("O5", marks=pytest.mark.slow)])
 def test_a_sharded_run_reports_once_and_goes_on_in_one_process(precision):
-    sizes = ("--layers", 2, "--width", 64, "--heads", 2)
+
+    import_for_logs()
+    sizes = ("--layers", 2, "--width", 64, "--heads", 2, "--context", 64)
     options = ("--precision", precision, "--max-steps", 40, "--save-every", 20, *sizes)
     sharded, second = run_ranks(run, 2, "--devices", 2, "--strategy", "fsdp", *options, backend=None)
     assert second == ""

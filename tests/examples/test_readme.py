@@ -17,6 +17,7 @@ import torch
 
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import PATHS, finish
+from tests.examples.in_process import import_for_digits
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -102,7 +103,7 @@ def run_in_a_shell(command, folder):
 )
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_the_commands_work_in_the_order_in_which_they_stand(clone):
-    pytest.importorskip("sklearn", reason="needs the package sklearn")
+    import_for_digits()
     for command, printed in RUN.items():
         done = run(command, clone)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -111,6 +112,8 @@ def test_the_commands_work_in_the_order_in_which_they_stand(clone):
         assert command != "make demo" or recipes == []
         shown = re.search(r"│ open them with +│ (\S+)", done.stdout)
         assert command != "make demo" or shown[1] == ".venv/bin/tensorboard"
+        accuracy = re.search(r"│ test accuracy +│ ([\d.]+)%", done.stdout)
+        assert command != "make demo" or float(accuracy[1]) >= 98
         if " fit " in command:  # in two processes, which run the command's script again
             assert len(list(clone.rglob("version_*/config.yaml"))) == done.stderr.count("epoch 5/5") == 1
 

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.forked import start_forked
+from tests.examples.in_process import import_for_digits
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "resume" / "train.py"
 
-pytest.importorskip("sklearn", reason="needs the package sklearn")
+
+@pytest.fixture(autouse=True)
+def _needs_sklearn():
+    import_for_digits()
 
 
 def run(folder, *arguments):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+from functools import partial
 
 import pytest
 import torch
+
+from tests.lightning.forked_door import run_forked
 
 SCRIPT = """
     import os, signal, sys, warnings
@@ -92,20 +93,11 @@ LOAD = """
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Returns a function that runs a script by ``python -m fabricamp.lightning`` in a folder and returns its output."""
+def run(tmp_path):
+    """Returns a function that runs a script as ``python -m fabricamp.lightning`` does in a folder and returns its output."""
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     (tmp_path / "load.py").write_text(textwrap.dedent(LOAD))
-
-    def run(script, *arguments, code=0, **variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        command = [sys.executable, "-m", "fabricamp.lightning", script, *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == code, done.stderr
-        return done.stdout + done.stderr
-
-    return run
+    return partial(run_forked, tmp_path)
 
 
 @pytest.mark.parametrize("callback", ["ModelCheckpoint", "AsyncCheckpoint"])
@@ -113,15 +105,15 @@ def test_a_killed_script_goes_on_with_the_bits_of_the_straight_run(callback, run
     run("train.py", "{}", WEIGHTS="straight.pt", CALLBACK=callback)
     for file in (tmp_path / "files").iterdir():
         file.unlink()
-    said = run("train.py", "{'ckpt_path': 'auto'}", WEIGHTS="killed.pt", KILL="7", code=-9)
+    said = run("train.py", "{'ckpt_path': 'auto'}", WEIGHTS="killed.pt", CALLBACK=callback, KILL="7", code=-9)
     assert said.count("resume with weights_only=False") == 1
     left = sorted((tmp_path / "files").glob("[!.]*"))
     assert left
-    refused = run("train.py", "{'ckpt_path': 'auto'}", WEIGHTS="refused.pt", KILL="-1", code=1)
+    refused = run("train.py", "{'ckpt_path': 'auto'}", WEIGHTS="refused.pt", CALLBACK=callback, code=1)
     assert f"{left[-1].name} holds objects" in refused
     assert "['hyper_parameters']['loss']: __main__.QuantileLoss" in refused
     assert sorted((tmp_path / "files").glob("[!.]*")) == left
-    run("train.py", "{'ckpt_path': 'auto', 'weights_only': False}", WEIGHTS="resumed.pt")
+    run("train.py", "{'ckpt_path': 'auto', 'weights_only': False}", WEIGHTS="resumed.pt", CALLBACK=callback)
     straight, resumed = (torch.load(tmp_path / f"{name}.pt") for name in ("straight", "resumed"))
     assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
 

@@ -21,12 +21,17 @@ from fabricamp.loggers import CometLogger
 from fabricamp.loggers import comet as own
 from tests.small import Classifier, loader, quiet_trainer
 
-os.environ["COMET_INTERNAL_SENTRY_DSN"] = ""  # no reports to Comet
-os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # no patches of libraries that other tests import later
-comet_ml = pytest.importorskip("comet_ml", reason="needs the package comet_ml")
-
 SMALL = {"log_env_details": False, "log_code": False, "log_git_metadata": False, "log_git_patch": False}
 SMALL |= {"display_summary_level": 0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported():
+    """Imports the package here, as each worker collects this file and few run its tests."""
+    global comet_ml  # noqa: PLW0603 - the name of a package that is imported here
+    os.environ["COMET_INTERNAL_SENTRY_DSN"] = ""  # no reports to Comet
+    os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # no patches of libraries that other tests import later
+    comet_ml = pytest.importorskip("comet_ml", reason="needs the package comet_ml")
 
 
 @pytest.fixture(autouse=True)

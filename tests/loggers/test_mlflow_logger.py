@@ -22,8 +22,14 @@ from fabricamp.errors import ConfigError
 from fabricamp.loggers import CSVLogger, MLFlowLogger
 from tests.small import Classifier, loader, quiet_trainer
 
-FileStore = pytest.importorskip("mlflow.store.tracking.file_store", reason="needs the package mlflow").FileStore
-MlflowClient = pytest.importorskip("mlflow.tracking", reason="needs the package mlflow").MlflowClient
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported():
+    """Imports the package here, as each worker collects this file and few run its tests."""
+    global FileStore, MlflowClient  # noqa: PLW0603 - names of a package that is imported here
+    store = pytest.importorskip("mlflow.store.tracking.file_store", reason="needs the package mlflow")
+    FileStore = store.FileStore
+    MlflowClient = pytest.importorskip("mlflow.tracking", reason="needs the package mlflow").MlflowClient
 
 
 @pytest.fixture(autouse=True)

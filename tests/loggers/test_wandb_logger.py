@@ -22,15 +22,18 @@ from fabricamp.loggers import WandbLogger
 from tests.distributed.ranks import run_ranks
 from tests.small import Classifier, loader, quiet_trainer
 
-wandb = pytest.importorskip("wandb", reason="needs the package wandb")
-Record = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="needs the package wandb").Record
-
 AXIS = "trainer/global_step"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _anew():
-    """Resets the package, which reads its environment variables only once per process; an earlier test may have set others."""
+    """Imports the package here, as each worker collects this file and few run its tests, and resets it.
+
+    It reads its environment variables only once per process; an earlier test may have set others.
+    """
+    global wandb, Record  # noqa: PLW0603 - names of a package that is imported here
+    wandb = pytest.importorskip("wandb", reason="needs the package wandb")
+    Record = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="needs the package wandb").Record
     wandb.teardown()
     yield
     wandb.teardown()

@@ -5,6 +5,7 @@ It reads and resolves everything, as the builder "html" does, which takes twice 
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import sphinx.search
@@ -36,4 +37,5 @@ class SearchIndexBuilder(DummyBuilder):
 
 
 def setup(app):
+    gc.disable()  # the collector would go over the nodes of all pages again and again; the process ends with the build
     app.add_builder(SearchIndexBuilder)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.distributed.forked import start_forked
 from tests.distributed.scripts import finish
+from tests.examples.in_process import import_for_digits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
 COMMANDS = [
@@ -66,7 +67,7 @@ def test_the_commands_are_those_of_the_page():
 
 @pytest.mark.skipif(not CONSOLE_SCRIPT.exists(), reason="fabricamp is not installed here, only importable")
 def test_the_files_and_commands_in_the_order_of_the_page(folder):
-    pytest.importorskip("sklearn", reason="needs the package sklearn")
+    import_for_digits()
     first, interrupted, resumed, plot, picture, runs, predict = COMMANDS
 
     code, _, said = run(folder, first)

@@ -50,7 +50,7 @@ class Stream(IterableDataset):
 
     def __init__(self, size=SIZE, *, draws=False):
         self.samples = Samples(size, draws=draws)
-        self.generator = random.Random(5)
+        self.generator = np.random.default_rng(5)  # its state is a few numbers, which are copied for every batch
         self.order = []
 
     def __iter__(self):
@@ -61,12 +61,10 @@ class Stream(IterableDataset):
             yield self.samples[self.order.pop(0)]
 
     def state_dict(self):
-        version, internal, gauss = self.generator.getstate()
-        return {"order": self.order, "generator": [version, list(internal), gauss]}
+        return {"order": self.order, "generator": self.generator.bit_generator.state}
 
     def load_state_dict(self, state):
-        version, internal, gauss = state["generator"]
-        self.generator.setstate((version, tuple(internal), gauss))
+        self.generator.bit_generator.state = state["generator"]
         self.order = list(state["order"])
 
 
@@ -253,27 +251,29 @@ def content(trainer, path):
     return state
 
 
-def assert_exact(tmp_path, make, hook, batches, **options):
-    """Runs uninterrupted with a checkpoint on the way, then resumes from the checkpoint; compares everything."""
-    saves = Saves(hook, batches, tmp_path / "cut.ckpt")
+def assert_exact(tmp_path, make, *cuts, **options):
+    """Runs uninterrupted with a checkpoint at each cut (hook, batches), and resumes from each; compares everything."""
+    saving = [Saves(hook, batches, tmp_path / f"{hook}-{batches}.ckpt") for hook, batches in cuts]
     before = options.pop("before", list)
-    straight, whole, rows = fit(tmp_path, make, seed=1, callbacks=[*before(), saves], **options)
-    assert saves.seen is not None, "nothing was saved"
-    second, resumed, resumed_rows = fit(
-        tmp_path, make, seed=2, callbacks=before(), ckpt_path=tmp_path / "cut.ckpt", **options
-    )
-    behind = straight.seen[saves.seen :]
-    if hook == "validation":  # the resumed run repeats the validation from its beginning
-        behind = [("validation", 0), ("validation", 1), *behind]
-    assert second.seen == behind
-    assert resumed_rows == rows[saves.rows :]
-    assert len(resumed_rows) > 2
-    assert_equal(
-        {key: float(value) for key, value in resumed.callback_metrics.items()},
-        {key: float(value) for key, value in whole.callback_metrics.items()},
-    )
-    assert_equal(content(resumed, tmp_path / "resumed.ckpt"), content(whole, tmp_path / "whole.ckpt"))
-    return straight, second
+    straight, whole, rows = fit(tmp_path, make, seed=1, callbacks=[*before(), *saving], **options)
+    end = content(whole, tmp_path / "whole.ckpt")
+    for seed, saves in enumerate(saving, 2):
+        cut = f"cut at {saves.hook} {saves.batches}"
+        assert saves.seen is not None, f"{cut}: nothing was saved"
+        second, resumed, resumed_rows = fit(
+            tmp_path, make, seed=seed, callbacks=before(), ckpt_path=saves.path, **options
+        )
+        behind = straight.seen[saves.seen :]
+        if saves.hook == "validation":  # the resumed run repeats the validation from its beginning
+            behind = [("validation", 0), ("validation", 1), *behind]
+        assert second.seen == behind, cut
+        assert resumed_rows == rows[saves.rows :], cut
+        assert len(resumed_rows) > 2, cut
+        assert_equal(
+            {key: float(value) for key, value in resumed.callback_metrics.items()},
+            {key: float(value) for key, value in whole.callback_metrics.items()},
+        )
+        assert_equal(content(resumed, tmp_path / "resumed.ckpt"), end)
 
 
 CUTS = {
@@ -291,10 +291,11 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_wherever_the_cut_is(cut, tmp_path):
-    hook, batches, accumulate = CUTS[cut]
-    assert_exact(tmp_path, DATA["shuffled"], hook, batches, accumulate_grad_batches=accumulate)
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 4])
+def test_wherever_the_cut_is(accumulate, tmp_path):
+    cuts = [(hook, batches) for hook, batches, accumulated in CUTS.values() if accumulated == accumulate]
+    assert cuts
+    assert_exact(tmp_path, DATA["shuffled"], *cuts, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize(("steps", "done"), [(8, 8), (9, 9), (12, 12)])
@@ -321,8 +322,7 @@ def test_every_level(precision, accumulate, tmp_path):
     assert_exact(
         tmp_path,
         DATA["shuffled"],
-        "batch",
-        11,
+        ("batch", 11),
         precision=precision,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,
@@ -331,19 +331,13 @@ def test_every_level(precision, accumulate, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "hook", "batches"),
-    [
-        (kind, hook, batches)
-        for place, kind in enumerate(DATA)
-        for hook, batches in (("batch", (8, 11)[place % 2]), ("epoch", 6))
-    ],
-)
-def test_every_kind_of_data(kind, hook, batches, tmp_path):
+@pytest.mark.parametrize("kind", DATA)
+def test_every_kind_of_data(kind, tmp_path):
     options = {"per_sample_seed": True} if kind == "drawing in workers" else {}
     # The length of a stream is unknown, so the validation runs at its end.
     options["val_check_interval"] = 1.0 if "stream" in kind else 0.5
-    assert_exact(tmp_path, DATA[kind], hook, batches, **options)
+    within = (8, 11)[list(DATA).index(kind) % 2]
+    assert_exact(tmp_path, DATA[kind], ("batch", within), ("epoch", 6), **options)
 
 
 @pytest.mark.gpu
@@ -358,7 +352,7 @@ def test_on_a_gpu(precision, cut, tmp_path):
         "accumulate_grad_batches": accumulate,
     }
     # On a GPU a batch is prefetched, which consumes random numbers early.
-    assert_exact(tmp_path, DATA["drawing in the main process"], hook, batches, **options)
+    assert_exact(tmp_path, DATA["drawing in the main process"], (hook, batches), **options)
 
 
 class Tallies(Net):
@@ -400,11 +394,14 @@ class Tallies(Net):
         self.validated.reset()
 
 
-@pytest.mark.parametrize("cut", ["after a step", "within a validation", "after a validation", "at the epoch's end"])
-def test_torchmetrics_objects(cut, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "cuts", [["after a step"], ["within a validation", "after a validation"], ["at the epoch's end"]], ids=", ".join
+)
+def test_torchmetrics_objects(cuts, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.trainer.test_exact_resume.Net", Tallies)
-    hook, batches, accumulate = CUTS[cut]
-    assert_exact(tmp_path, DATA["shuffled"], hook, batches, accumulate_grad_batches=accumulate)
+    accumulate = CUTS[cuts[0]][2]  # those of one run have the same
+    places = [CUTS[cut][:2] for cut in cuts]
+    assert_exact(tmp_path, DATA["shuffled"], *places, accumulate_grad_batches=accumulate)
 
 
 class Alternating(Net):
@@ -431,7 +428,7 @@ class Alternating(Net):
 @pytest.mark.parametrize("batches", [8, 9])
 def test_gradients_that_wait_under_manual_optimization(batches, precision, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.trainer.test_exact_resume.Net", Alternating)
-    assert_exact(tmp_path, DATA["shuffled"], "batch", batches, precision=precision)
+    assert_exact(tmp_path, DATA["shuffled"], ("batch", batches), precision=precision)
 
 
 class Silent(Net):
@@ -447,4 +444,4 @@ class Silent(Net):
 def test_a_window_that_nothing_is_added_to_any_more(precision, accumulate, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.trainer.test_exact_resume.Net", Silent)
     options = {"precision": precision, "accumulate_grad_batches": accumulate}
-    assert_exact(tmp_path, DATA["shuffled"], "batch", 11, **options, max_steps=8 if accumulate == 3 else 14)
+    assert_exact(tmp_path, DATA["shuffled"], ("batch", 11), **options, max_steps=8 if accumulate == 3 else 14)

@@ -36,7 +36,9 @@ def test_hooks_that_draw_ahead_go_on_exactly(kind, done, accumulate, ahead, tmp_
 
     monkeypatch.setattr("fabricamp.engine.source.Feed", feed)
     validates = 1.0 if "stream" in kind else 0.5
-    assert_exact(tmp_path, DATA[kind], "batch", done, accumulate_grad_batches=accumulate, val_check_interval=validates)
+    assert_exact(
+        tmp_path, DATA[kind], ("batch", done), accumulate_grad_batches=accumulate, val_check_interval=validates
+    )
 
 
 def test_a_run_that_was_resumed_can_be_cut_again(tmp_path):
