@@ -89,8 +89,7 @@ def expect_success(output):
     assert cell(output, "open them with").endswith(f"tensorboard --logdir {logs}")
 
 
-# test_readme.py runs the default, O0 in 20 epochs, as `make demo`.
-@pytest.mark.parametrize("precision", ["O3", *slow("O0", "O1", "O2", "O4", "O5")])
+@pytest.mark.parametrize("precision", ["O0", "O3", *slow("O1", "O2", "O4", "O5")])
 def test_one_process_reaches_the_accuracy(precision, capfd):
     main("--precision", precision, "--strategy", "single", "--devices", 1, *SHORTER)
     expect_success(capfd.readouterr().out)
