@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 
 import pytest
@@ -18,6 +19,7 @@ GPT_SIZES = {"context": 64, "layers": 2, "width": 48, "heads": 2}
 
 def import_for_logs():
     """Imports the writer of TensorBoard's files."""
+    importlib.import_module("fabricamp.loggers.event_file")
 
 
 def import_for_digits():

@@ -99,7 +99,6 @@ def loss_in(output):
 
 @pytest.mark.parametrize("precision", ["O0", pytest.param("O5", marks=pytest.mark.slow)])
 def test_a_sharded_run_reports_once_and_goes_on_in_one_process(precision):
-
     import_for_logs()
     sizes = ("--layers", 2, "--width", 64, "--heads", 2, "--context", 64)
     options = ("--precision", precision, "--max-steps", 40, "--save-every", 20, *sizes)
