@@ -37,8 +37,8 @@ def tensors(row):
 """
 
 
-def run_by_starter(*words):
-    """Runs the command in a forked process, whose ranks are new interpreters."""
+def run_forked(*words):
+    """Runs the command in a forked process; what it starts, ranks and spawned workers, are new interpreters."""
     code, out, err = finish(start_forked(Path.cwd(), "-m", "fabricamp", *words))
     return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 
@@ -59,7 +59,7 @@ def run(*words):
 
 def test_what_spawned_workers_and_descriptor_1_get_is_not_on_stdout():
     Path("spawned.py").write_text(SPAWNED)
-    done = run("predict", "config.yaml", "--json", "module.fail=loud", "data._target_=spawned.SpawnedData")
+    done = run_forked("predict", "config.yaml", "--json", "module.fail=loud", "data._target_=spawned.SpawnedData")
     assert done.returncode == 0, done.stderr
     assert [one["x"] for one in json.loads(done.stdout)["predictions"]] == [[0.0], [2.0]]
     printed = ("from a worker", "from the step", "by number", "by the first object", "by a C library")
@@ -77,7 +77,7 @@ def test_a_reader_of_the_help_may_end_early():
 
 
 def test_predictions_of_two_processes_are_one_json():
-    done = run_by_starter("predict", "config.yaml", "module.fail=loud", "trainer.devices=2", "--json")
+    done = run_forked("predict", "config.yaml", "module.fail=loud", "trainer.devices=2", "--json")
     assert done.returncode == 0, done.stderr
     assert [one["x"] for one in json.loads(done.stdout)["predictions"]] == [[0.0], [2.0], [4.0], [6.0], [8.0]]
     printed = ("from the step", "by number", "by the first object", "by a C library")
@@ -85,7 +85,7 @@ def test_predictions_of_two_processes_are_one_json():
 
 
 def test_two_processes_fail_as_one():
-    wrong = run_by_starter("fit", "config.yaml", "trainer.devices=2", "module.fail=early")
+    wrong = run_forked("fit", "config.yaml", "trainer.devices=2", "module.fail=early")
     assert wrong.returncode == 2
     assert wrong.stderr.count("this cannot work; change that") == 1
     assert "Traceback" not in wrong.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from fabricamp.cli import main
-from fabricamp.engine.verification import digests
+from fabricamp.engine.verification import VARIABLE, digests
 from fabricamp.runs import verify
 from fabricamp.runs.verify import compare
 from tests.distributed.forked import start_forked
@@ -42,8 +44,14 @@ print("behind the fit", file=open("behind", "w"))
 """
 
 
-def forked(command, env, stdout, **_):
-    """Runs the script in a forked process with all imports done; one test checks that a new interpreter does the same."""
+run_in_new_interpreter = subprocess.run
+
+
+def forked(command, env, stdout, **options):
+    """Runs the script in a forked process with all imports done; the resumed part of the plain script in a new interpreter."""
+    if command[-1] == "--plain" and json.loads(env[VARIABLE])["folder"].endswith("resumed"):
+        run_in_new_interpreter(command, env=env, stdout=stdout, **options)
+        return
     process = start_forked(Path.cwd(), *command[1:], streams=[stdout.fileno()] * 2, **env)
     process.communicate(timeout=200)
 
@@ -76,8 +84,8 @@ def forked(command, env, stdout, **_):
 )
 def test_a_script(argument, code, said, capsys, monkeypatch):
     Path("train.py").write_text(SCRIPT)
-    if argument != "--plain":
-        monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=forked, DEVNULL=None, STDOUT=None))
+    constants = {"DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
+    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=forked, **constants))
     assert main(["verify", "--batches", "8", "train.py", argument]) == code
     printed = capsys.readouterr().out
     assert [words for words in said if words not in printed] == []

@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,8 @@ import torch
 import fabricamp.apex
 from tests.apex.conftest import kept
 from tests.apex.field import cpu_twin, free_port, import_what_scripts_do, losses, run_script, run_scripts
+from tests.distributed.forked import start_forked
+from tests.distributed.scripts import finish
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 STRINGS = {  # arguments of the ImageNet example, for each level
@@ -145,19 +145,11 @@ def test_a_restored_run_has_the_bits_of_one_that_never_stopped(tmp_path, kind):
 
 def test_torchs_launcher_starts_it(tmp_path):
     (tmp_path / "main.py").write_text(cpu_twin("parallel_computing"))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.launch",
-        "--nproc_per_node=2",
-        "--master_port",
-        str(free_port()),
-    ]
-    command += ["-m", "fabricamp.apex", "main.py"]
-    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    launcher = ["-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port", str(free_port())]
+    code, out, err = finish(start_forked(tmp_path, *launcher, "-m", "fabricamp.apex", "main.py"))
+    assert code == 0, err
     # Two processes write to one stream, unbuffered word by word; a list of numbers is one write.
-    weights = re.findall(r"\[-?\d[^\]]*\]", done.stdout)
+    weights = re.findall(r"\[-?\d[^\]]*\]", out)
     assert len(weights) == 2
     assert len(set(weights)) == 1
 

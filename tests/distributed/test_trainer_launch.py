@@ -47,10 +47,9 @@ class Net(Classifier):
 def main():
     devices = "auto" if "--auto" in sys.argv else 2
     goes_on = "--raise-once" in sys.argv
-    # torch's DDP imports a compiler in each new interpreter, for seconds; where a rank raises, the strategy does not matter.
-    raises = goes_on or "--raise" in sys.argv
+    # torch's DDP imports a compiler in each new interpreter, for seconds; forked ranks, which get no arguments, have it.
     trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy="delayed_ddp" if raises else "auto", max_epochs=2, log_every_n_steps=2,
+        accelerator="cpu", devices=devices, strategy="delayed_ddp" if sys.argv[1:] else "auto", max_epochs=2, log_every_n_steps=2,
         logger=[CSVLogger("logs"), TensorBoardLogger("logs")],
         callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=2)] if goes_on else None,
     )
