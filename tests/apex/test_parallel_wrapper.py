@@ -440,7 +440,7 @@ def check_arguments():
         DistributedDataParallel(Net(width=6 + (dist.get_rank() == 1)))
 
 
-def script_checks(modes):
+def script_checks(world_size, modes):
     for options in map(MODES.get, modes):
         check_steps(options)
         check_accumulation(options)
@@ -450,14 +450,15 @@ def script_checks(modes):
             check_changes(options)
     check_dtypes()
     check_sums_and_buffers()
-    check_outputs()
-    check_checkpointing()
-    check_copies()
     check_statistics_do_not_meet_messages()
     check_networks_whose_messages_cross()
-    check_a_copy_on_one_rank()
     check_reducer()
-    check_arguments()
+    if world_size == 2:  # what does not depend on the number of ranks
+        check_outputs()
+        check_checkpointing()
+        check_copies()
+        check_a_copy_on_one_rank()
+        check_arguments()
 
 
 @pytest.mark.parametrize(
@@ -465,7 +466,7 @@ def script_checks(modes):
     [(2, list(MODES)), (3, ["some", "delayed"]), pytest.param(3, list(MODES), marks=pytest.mark.slow)],
 )
 def test_scripts(world_size, modes):
-    run_ranks(script_checks, world_size, modes, timeout=88.0)
+    run_ranks(script_checks, world_size, world_size, modes, timeout=88.0)
 
 
 def one_process():
