@@ -97,7 +97,6 @@ atexit.register(left)
 import collections, gc, socket, threading, time, types
 import torch
 import torch.distributed as dist
-from tests.distributed.ranks import variables_of
 from tests.small import Classifier, loader, quiet_trainer
 from fabricamp.errors import ConfigError
 
@@ -202,8 +201,11 @@ def begin(ranks):
         pids.append(os.fork())
         if pids[-1] == 0:
             if ranks > 1:
-                os.environ |= variables_of(rank, ranks, port)
-                os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+                # Not from tests.distributed.ranks, which imports the compiler.
+                os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+                os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+                os.environ["MASTER_ADDR"] = "127.0.0.1"
+                os.environ["MASTER_PORT"] = str(port)
             return None
     return pids
 
