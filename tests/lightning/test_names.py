@@ -282,9 +282,7 @@ FILES = """
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_every_form_of_import_executes_no_file_of_an_installed_lightning_here_or_in_a_worker(
-    tmp_path, monkeypatch, installed
-):
+def test_every_form_of_import_runs_nothing_of_an_installed_lightning(tmp_path, monkeypatch, installed):
     path = str(next(iter(fabricamp.__path__)).removesuffix("fabricamp"))
     other = tmp_path / "other"
     for package in (*names.PACKAGES, "lightning/app", "lightning/pytorch", "lightning/pytorch/trainer"):
