@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import os
 import pickle
 import pickletools
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +19,6 @@ from fabricamp.checkpoint.hyperparameters import Hyperparameters
 from fabricamp.checkpoint.lightning_names import Pickler, Unpickler
 from fabricamp.errors import CheckpointError, ConfigError
 from fabricamp.state import RunningStage, TrainerFn, TrainerStatus
-from tests.distributed.scripts import PATHS
 from tests.lightning.forked_door import run_forked
 
 VALUES = {
@@ -138,12 +133,6 @@ def test_what_the_program_allows_under_lightnings_name_stays_allowed():
             assert (Hyperparameters, name) in torch.serialization.get_safe_globals()
 
 
-def run_under_lightning(code, *arguments, path):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), PATHS])}
-    command = [sys.executable, code, *map(str, arguments)]
-    subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def test_each_name_leads_to_the_same_under_the_alias(tmp_path):
     (tmp_path / "code.py").write_text(
         "import importlib\n"
@@ -157,22 +146,24 @@ def test_each_name_leads_to_the_same_under_the_alias(tmp_path):
     run_forked(tmp_path, "code.py")
 
 
-@pytest.mark.parametrize("under", ["the alias", "lightning"])
-def test_a_round_trip(under, tmp_path):
-    (tmp_path / "reads.py").write_text(READS)
-    (tmp_path / "there").write_bytes(Pickler().dumped(VALUES))
-    command = [tmp_path / name for name in ("reads.py", "there", "back")]
-    if under == "the alias":
-        run_forked(tmp_path, *command)
-    else:
-        spec = importlib.util.find_spec("lightning")
-        if spec is None or spec.origin is None:
-            pytest.skip("needs the package lightning")
-        run_under_lightning(*command, path=Path(spec.origin).parents[1])
-    with (tmp_path / "back").open("rb") as file:
+def write_pickle(folder):
+    """Writes READS and its input; returns the command."""
+    (folder / "reads.py").write_text(READS)
+    (folder / "there").write_bytes(Pickler().dumped(VALUES))
+    return [folder / name for name in ("reads.py", "there", "back")]
+
+
+def check_that_it_came_back(folder):
+    with (folder / "back").open("rb") as file:
         back = Unpickler(file).load()
     assert shown(back) == shown(VALUES)
     assert [type(one) for one in back["enums"]] == [type(one) for one in VALUES["enums"]]
+
+
+def test_a_round_trip(tmp_path):
+    """test_objects_elsewhere.py makes it with Lightning itself."""
+    run_forked(tmp_path, *write_pickle(tmp_path))
+    check_that_it_came_back(tmp_path)
 
 
 WRITES = """

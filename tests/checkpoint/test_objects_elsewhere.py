@@ -31,6 +31,7 @@ from fabricamp.checkpoint.search import Candidates
 from fabricamp.commands.export import export
 from fabricamp.errors import CheckpointObjectsError
 from tests.checkpoint.test_checkpoint_objects import Encoder, Hostile, Loss, Marked, changed
+from tests.checkpoint.test_lightning_names import check_that_it_came_back, write_pickle
 from tests.lightning.forked_door import run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +153,12 @@ RESUMES = """
     further.save_checkpoint(sys.argv[2])
     assert not [name for name in sys.modules if name.partition(".")[0] == "fabricamp"]
 """
+RUNS_NEXT = """
+    import runpy
+    sys.argv[:] = sys.argv[3:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    assert not [name for name in sys.modules if name.partition(".")[0] == "fabricamp"]
+"""
 BACK = """
     import sys, torch
     from model import Loss, Net, Options, data, trainer
@@ -190,12 +197,17 @@ def lightning_folder():
     return str(Path(spec.origin).parents[1])
 
 
-def test_torch_and_lightning_open_a_file_of_the_alias_without_fabricamp_and_we_go_on_from_lightnings(run):
-    """torch opens it; Lightning loads, validates and resumes, in the same interpreter."""
+def test_lightning_goes_on_from_files_of_the_alias_without_fabricamp_and_we_from_lightnings(run, tmp_path):
+    """torch opens one; Lightning loads, validates and resumes, and makes the round trip of test_lightning_names.py.
+
+    All in one interpreter, because Lightning's import takes longer than everything else.
+    """
     lightning_folder()
     run(WRITES, "ours.ckpt", door=True)
-    run(OPENS + RESUMES, "ours.ckpt", "theirs.ckpt", door=False)
+    round_trip = write_pickle(tmp_path)
+    run(OPENS + RESUMES + RUNS_NEXT, "ours.ckpt", "theirs.ckpt", *map(str, round_trip), door=False)
     run(BACK, "theirs.ckpt", door=True)
+    check_that_it_came_back(tmp_path)
 
 
 # -- the same without Lightning --------------------------------------------------------------------------------------------------

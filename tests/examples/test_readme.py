@@ -38,8 +38,8 @@ RUN = {
     ".venv/bin/fabricamp plot runs/digits/version_0 runs/digits/version_1": "+ version_1",
 }
 """A part of each command's output."""
-FORKED = ("doctor", "test", "plot")
-"""Subcommands that run in a forked process, which saves three seconds each: a new interpreter would test nothing more."""
+FORKED = ("doctor", "fit", "test", "plot")
+"""Subcommands that run in a forked process, which saves three seconds each; of fit, the second process is a new interpreter."""
 
 CODE_NOT_RUN = {
     "From apex": "lines of two scripts side by side; tests/apex runs scripts of apex's users",

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 import re
 import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 import fabricamp.lightning
+from tests.distributed.forked import start_forked
+from tests.distributed.scripts import finish
 from tests.lightning.run import HERE
 from tests.lightning.test_programs import differences, expected
 
@@ -30,71 +30,23 @@ def run(folder, *command, code=0, text=None):
     return done.stdout, done.stderr
 
 
+@pytest.fixture
+def run_forked(monkeypatch):
+    """Like ``run`` with the door, in a forked process, where torch is imported and Lightning, as in a new interpreter, is not."""
+    for name in [one for one in sys.modules if one.split(".")[0] in NAMES]:
+        monkeypatch.delitem(sys.modules, name)
+
+    def run(folder, text, expected=0):
+        (folder / "script.py").write_text(textwrap.dedent(text))
+        code, out, err = finish(start_forked(folder, *DOOR, "script.py", CUDA_VISIBLE_DEVICES=""))
+        assert code == expected, out + err
+        return out, err
+
+    return run
+
+
 DOOR = ("-m", "fabricamp.lightning")
-
-ALL_FORMS = """
-    import sys
-    import lightning as L
-    import lightning.pytorch as pl
-    import pytorch_lightning
-    from lightning import Callback, LightningModule as One
-    from lightning.pytorch import LightningModule, callbacks
-    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-    from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint as Deep
-    from pytorch_lightning.callbacks.progress.rich_progress import RichProgressBar
-    from pytorch_lightning.utilities.types import STEP_OUTPUT
-    import importlib.util, fabricamp
-    assert pl is L.pytorch is not pytorch_lightning and pl is not fabricamp
-    assert One is LightningModule is pl.LightningModule is pytorch_lightning.LightningModule is fabricamp.TrainingModule
-    assert Deep is ModelCheckpoint is callbacks.ModelCheckpoint is fabricamp.callbacks.ModelCheckpoint
-    assert importlib.import_module("lightning.pytorch.trainer.trainer").Trainer is fabricamp.Trainer
-    assert L.Trainer is fabricamp.Trainer and L.pytorch.callbacks.EarlyStopping is EarlyStopping
-    assert importlib.util.find_spec("lightning.pytorch.trainer.call") is None and importlib.util.find_spec("lightning.app") is None
-    assert fabricamp.__spec__.name == "fabricamp" and fabricamp.__name__ == "fabricamp"
-    assert not [name for name, one in sys.modules.items() if "site-packages/lightning/" in str(getattr(one, "__file__", ""))]
-    for name in ("lightning.pytorch.trainer.call", "pytorch_lightning.utilities.migration", "lightning.pytorch.non"):
-        try:
-            __import__(name)
-        except ModuleNotFoundError as error:
-            print(error)
-    for arguments in ({"gpus": 2}, {"resume_from_checkpoint": "x.ckpt"}, {"amp_level": "O2"}):
-        try:
-            L.Trainer(**arguments)
-        except TypeError as error:
-            print(error)
-    print(L.Trainer(precision=16, accelerator="cpu", logger=False).precision)
-"""
-
-
-NOT_INSTALLED = """
-    import sys
-
-    class Nowhere:
-        def find_spec(self, name, *_):
-            here = [one for one in sys.path if one.endswith("_path")]  # of the alias, in a spawned process
-            if name in ("lightning", "pytorch_lightning", "lightning_fabric") and not here:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    sys.meta_path.insert(0, Nowhere())
-"""
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_every_form_of_import_and_what_is_not_offered(tmp_path, monkeypatch, installed):
-    if not installed:
-        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(NOT_INSTALLED))  # Python imports it when it starts
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(fabricamp.__file__).parents[1]}")
-        assert "No module named 'lightning'" in run(tmp_path, "-c", "import lightning", code=1)[1]
-    shown, _ = run(tmp_path, *DOOR, "script.py", text=ALL_FORMS)
-    lines = shown.splitlines()
-    assert lines[0].startswith("Lightning's trainer.call is not offered by fabricamp: override the hooks")
-    assert lines[1].startswith("Lightning's utilities.migration is not offered by fabricamp: ")
-    assert lines[2] == "No module named 'lightning.pytorch.non'"
-    assert "devices=2" in lines[3]
-    assert "ckpt_path" in lines[4]
-    assert "precision" in lines[5]
-    assert lines[6] == "16-mixed"
-
+NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 LOOKS = """
     import sys, os
@@ -151,10 +103,8 @@ def test_an_interrupt_is_told_by_the_signal(tmp_path):
     assert shown.count("Traceback") == 1
 
 
-def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path):
-    _, shown = run(
-        tmp_path, *DOOR, "script.py", code=1, text="from lightning.pytorch.trainer.call import _call_setup_hook"
-    )
+def test_an_import_that_fails_shows_the_scripts_line_alone(tmp_path, run_forked):
+    _, shown = run_forked(tmp_path, "from lightning.pytorch.trainer.call import _call_setup_hook", expected=1)
     assert re.findall(r'File "(.*?)", line', shown) == [str(tmp_path / "script.py")]
     assert "ModuleNotFoundError: Lightning's trainer.call is not offered by fabricamp" in shown
 
@@ -174,22 +124,6 @@ def test_what_cannot_be_run_is_said(tmp_path, command, code, words):
     assert words in run(tmp_path, *DOOR, *command, code=code)[1]
 
 
-SPAWNS = """
-    import multiprocessing
-    import lightning.pytorch as pl
-
-    def name(_):
-        return pl.__name__
-
-    if __name__ == "__main__":
-        with multiprocessing.get_context("spawn").Pool(1) as workers:  # a loader's workers are started so
-            print(workers.map(name, range(4)))
-"""
-
-
-NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
-
-
 def test_a_tool_that_imports_every_module_of_ours_changes_no_import():
     before = [*sys.meta_path], *map(sys.modules.get, NAMES)
     for one in pkgutil.walk_packages(fabricamp.lightning.__path__, "fabricamp.lightning."):
@@ -199,16 +133,12 @@ def test_a_tool_that_imports_every_module_of_ours_changes_no_import():
     assert before == ([*sys.meta_path], *map(sys.modules.get, NAMES))
 
 
-def test_spawned_workers_find_the_names_too(tmp_path):
-    assert run(tmp_path, *DOOR, "script.py", text=SPAWNS)[0].strip() == str(["lightning.pytorch"] * 4)
-
-
-def test_a_public_style_program_runs_as_written(tmp_path):
-    """Two processes run the script."""
+def test_a_public_style_program_runs_as_written(tmp_path, run_forked):
+    """Two processes run the script: the second is an interpreter that the strategy starts, through the door too."""
     name = "ddp_strategy"
     text = (HERE / "programs" / f"{name}.py").read_text()
     assert "fabricamp" not in text
-    printed, _ = run(tmp_path, *DOOR, "script.py", text=text)
+    printed, _ = run_forked(tmp_path, text)
     lines = expected(name).splitlines()
     own = [line for line in printed.splitlines() if line.split(" ")[0] in {one.split(" ")[0] for one in lines}]
     different = list(differences("\n".join(lines), "\n".join(own)))
@@ -229,7 +159,8 @@ FACTORY = """
 """
 
 
-def test_installed_packages_add_callbacks_to_the_trainers_of_a_lightning_script(tmp_path):
+def test_installed_packages_add_callbacks_to_the_trainers_of_a_lightning_script(tmp_path, run_forked):
+    """A script for fabricamp has none of them, and loads none of the modules under Lightning's names."""
     (tmp_path / "adds.py").write_text(textwrap.dedent(FACTORY))
     folder = tmp_path / "adds-1.0.dist-info"
     folder.mkdir()
@@ -237,11 +168,14 @@ def test_installed_packages_add_callbacks_to_the_trainers_of_a_lightning_script(
     group = "[lightning.pytorch.callbacks_factory]\none = adds:one\nseveral = adds:several\n"
     (folder / "entry_points.txt").write_text(group)
     script = """
+        import sys
         import {package} as pl
+        pl.callbacks.ModelCheckpoint
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
         print([type(callback).__name__ for callback in trainer.callbacks])
+        print([one for one in sys.modules if one.startswith("fabricamp.lightning.") and "packages" in one] == [])
     """
-    shown, _ = run(tmp_path, *DOOR, "script.py", text=script.format(package="lightning.pytorch"))
-    assert shown == "['Counts', 'Timer', 'ModelSummary']\n"
+    shown, _ = run_forked(tmp_path, script.format(package="lightning.pytorch"))
+    assert shown == "['Counts', 'Timer', 'ModelSummary']\nFalse\n"
     shown, _ = run(tmp_path, "script.py", text=script.format(package="fabricamp"))
-    assert shown == "['ModelSummary']\n"
+    assert shown == "['ModelSummary']\nTrue\n"

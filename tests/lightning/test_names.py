@@ -16,7 +16,7 @@ import pytest
 import fabricamp
 from fabricamp._utils import lightning_alias
 from fabricamp.lightning import names
-from tests.lightning.test_door import DOOR, NOT_INSTALLED, run
+from tests.lightning.test_door import DOOR, run
 
 TOPS = ("lightning", "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
@@ -208,25 +208,64 @@ def test_fabric_can_be_named_but_not_constructed(alias):
         Mine(size=3)
 
 
-def test_native_imports_load_none_of_the_modules():
-    code = (
-        "import sys, fabricamp; fabricamp.Trainer; fabricamp.callbacks.ModelCheckpoint; "
-        "print([one for one in sys.modules if one.startswith('fabricamp.lightning.') and 'packages' in one])"
-    )
-    assert run(None, "-c", code)[0].strip() == "[]"
+ALL_FORMS = """
+    import lightning as L
+    import lightning.pytorch as pl
+    import pytorch_lightning
+    from lightning import Callback, LightningModule as One
+    from lightning.pytorch import LightningModule, callbacks
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint as Deep
+    from pytorch_lightning.callbacks.progress.rich_progress import RichProgressBar
+    from pytorch_lightning.utilities.types import STEP_OUTPUT
+    import importlib.util, fabricamp
+    assert pl is L.pytorch is not pytorch_lightning and pl is not fabricamp
+    assert One is LightningModule is pl.LightningModule is pytorch_lightning.LightningModule is fabricamp.TrainingModule
+    assert Deep is ModelCheckpoint is callbacks.ModelCheckpoint is fabricamp.callbacks.ModelCheckpoint
+    assert importlib.import_module("lightning.pytorch.trainer.trainer").Trainer is fabricamp.Trainer
+    assert L.Trainer is fabricamp.Trainer and L.pytorch.callbacks.EarlyStopping is EarlyStopping
+    assert importlib.util.find_spec("lightning.pytorch.trainer.call") is None and importlib.util.find_spec("lightning.app") is None
+    assert fabricamp.__spec__.name == "fabricamp" and fabricamp.__name__ == "fabricamp"
+    for name in ("lightning.pytorch.trainer.call", "pytorch_lightning.utilities.migration", "lightning.pytorch.non"):
+        try:
+            __import__(name)
+        except ModuleNotFoundError as error:
+            print(error)
+    for arguments in ({"gpus": 2}, {"resume_from_checkpoint": "x.ckpt"}, {"amp_level": "O2"}):
+        try:
+            L.Trainer(**arguments)
+        except TypeError as error:
+            print(error)
+    print(L.Trainer(precision=16, accelerator="cpu", logger=False).precision)
+"""
+
+
+NOT_INSTALLED = """
+    import sys
+
+    class Nowhere:
+        def find_spec(self, name, *_):
+            here = [one for one in sys.path if one.endswith("_path")]  # of the alias, in a spawned process
+            if name in ("lightning", "pytorch_lightning", "lightning_fabric") and not here:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, Nowhere())
+"""
 
 
 FILES = """
-    import multiprocessing, os, sys
+    import importlib.metadata, importlib.util, multiprocessing, os, sys
 
-    def files(ask):
-        import importlib.metadata, importlib.util
-        if ask == "first":
-            assert importlib.metadata.version("lightning-fabric") == "2.6.6"
-            assert importlib.util.find_spec("lightning_fabric") is not None
+    assert not [name for name in sys.modules if name.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")]
+    assert importlib.metadata.version("lightning-fabric") == "2.6.6"
+    assert importlib.util.find_spec("lightning_fabric") is not None
+    import lightning.pytorch as pl
+
+    def files(_):
         import lightning_fabric, pytorch_lightning, lightning.fabric
         from lightning.pytorch import callbacks, loggers, strategies
         from pytorch_lightning.callbacks import ModelCheckpoint
+        assert pl is lightning.pytorch and pl.__name__ == "lightning.pytorch"
         assert lightning_fabric is lightning.fabric and ModelCheckpoint is callbacks.ModelCheckpoint
         assert lightning_fabric.__version__ == pytorch_lightning.__version__ == importlib.metadata.version("lightning") == "2.6.6"
         found = {one.__file__ for name, one in sys.modules.items() if name.split(".")[0] in PACKAGES}
@@ -235,24 +274,38 @@ FILES = """
     PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
     if __name__ == "__main__":
-        print(files("last"))
-        with multiprocessing.get_context("spawn").Pool(1) as workers:
-            print(workers.map(files, ["first"])[0])
+        print(files(0))
+        with multiprocessing.get_context("spawn").Pool(1) as workers:  # a loader's workers are started so
+            print(workers.map(files, [1])[0])
+        import forms
 """
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_no_file_of_an_installed_lightning_is_executed_here_or_in_a_worker(tmp_path, monkeypatch, installed):
+def test_every_form_of_import_runs_nothing_of_an_installed_lightning(tmp_path, monkeypatch, installed):
     path = str(next(iter(fabricamp.__path__)).removesuffix("fabricamp"))
     other = tmp_path / "other"
-    for package in names.PACKAGES:
+    for package in (*names.PACKAGES, "lightning/app", "lightning/pytorch", "lightning/pytorch/trainer"):
         (other / package).mkdir(parents=True)
         (other / package / "__init__.py").write_text("raise SystemExit('an installed one')")
+    (other / "lightning" / "pytorch" / "trainer" / "call.py").write_text("raise SystemExit('an installed one')")
     if installed:
         (other / "lightning-2.1.0.dist-info").mkdir()
         (other / "lightning-2.1.0.dist-info" / "METADATA").write_text("Name: lightning\nVersion: 2.1.0\n")
         monkeypatch.setenv("PYTHONPATH", f"{other}:{path}")
+        found = "an installed one"
     else:
-        (tmp_path / "sitecustomize.py").write_text(inspect.cleandoc(NOT_INSTALLED))
+        (tmp_path / "sitecustomize.py").write_text(inspect.cleandoc(NOT_INSTALLED))  # Python imports it when it starts
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{path}")
-    assert run(tmp_path, *DOOR, "script.py", text=FILES)[0].splitlines() == ["([], True)"] * 2
+        found = "No module named 'lightning'"
+    assert found in run(tmp_path, "-c", "import lightning", code=1)[1]
+    (tmp_path / "forms.py").write_text(inspect.cleandoc(ALL_FORMS))
+    here, worker, *lines = run(tmp_path, *DOOR, "script.py", text=FILES)[0].splitlines()
+    assert here == worker == "([], True)"
+    assert lines[0].startswith("Lightning's trainer.call is not offered by fabricamp: override the hooks")
+    assert lines[1].startswith("Lightning's utilities.migration is not offered by fabricamp: ")
+    assert lines[2] == "No module named 'lightning.pytorch.non'"
+    assert "devices=2" in lines[3]
+    assert "ckpt_path" in lines[4]
+    assert "precision" in lines[5]
+    assert lines[6] == "16-mixed"

@@ -5,6 +5,7 @@ It reads and resolves everything, as the builder "html" does, which takes twice 
 
 from __future__ import annotations
 
+import functools
 import gc
 from pathlib import Path
 
@@ -19,6 +20,7 @@ class SearchIndexBuilder(DummyBuilder):
 
     def prepare_writing(self, docnames):
         self.indexer = sphinx.search.IndexBuilder(self.env, "en", {}, self.config.html_search_scorer)
+        self.indexer.lang.stem = functools.cache(self.indexer.lang.stem)  # pages have most of their words in common
 
     def write_doc(self, docname, doctree):
         left_out = "nosearch" in self.env.metadata[docname]

@@ -6,16 +6,16 @@ import importlib
 import importlib.util
 import inspect
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.forked import start_forked
+from tests.distributed.scripts import finish
 from tests.shared import once, shared_folder
 
 ROOT = Path(__file__).parents[2]
@@ -74,12 +74,13 @@ def built(tmp_path_factory):
     folder = shared_folder(tmp_path_factory, "site")
     extensions = ",".join([*script("conf").extensions, "tests.site.search_index"])
     options = ["-W", "--keep-going", "-q", "-b", "searchindex", "-D", f"extensions={extensions}", "-c", DOCS]
-    command = [sys.executable, "-m", "sphinx", *options, "-d", folder / "read", ROOT, folder / "out"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "no_proxy": "*", "PYTHONPATH": str(ROOT)}
+    command = ["-m", "sphinx", *options, "-d", folder / "read", ROOT, folder / "out"]
 
     def build():
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290, check=False)
-        return done.returncode, done.stderr
+        # Forked, because autodoc needs torch and nearly all of the package imported.
+        process = start_forked(ROOT, *map(str, command), CUDA_VISIBLE_DEVICES="", no_proxy="*")
+        code, _, errors = finish(process, 290)
+        return code, errors
 
     return (*once(folder, build), folder / "out")
 
