@@ -72,13 +72,16 @@ def parts_of(whole, mesh, placements):
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
-def furthest(by_kernels):
+def full(by_kernels):
+    """Returns full parameters and states of one process, by optimizer and whether it is steered."""
+    with by_kernels_on_cpu() if by_kernels else contextlib.nullcontext():
+        return {cell: trained(cell[0], lambda _, one: one, cell[1]) for cell in itertools.product(KINDS, (False, True))}
+
+
+def furthest(by_kernels, alone):
     """Returns the largest difference of sharded from full parameters, by optimizer and placements."""
     found = {}
     with by_kernels_on_cpu() if by_kernels else contextlib.nullcontext():
-        alone = {
-            cell: trained(cell[0], lambda _, one: one, cell[1]) for cell in itertools.product(KINDS, (False, True))
-        }
         for place, (shape, placements) in PLACES.items():
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
 
@@ -104,8 +107,8 @@ def by_kernels_on_cpu():
         table.CHUNK_SIZE, table.THREADS = before
 
 
-def on_each_rank():
-    return {"references": furthest(False), "kernels": furthest(True), "bad": overflown()}
+def on_each_rank(references, kernels):
+    return {"references": furthest(False, references), "kernels": furthest(True, kernels), "bad": overflown()}
 
 
 def overflown():
@@ -124,7 +127,7 @@ def overflown():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(on_each_rank, 4)
+    return run_ranks(on_each_rank, 4, full(False), full(True))
 
 
 @pytest.mark.parametrize("by", ["references", "kernels"])

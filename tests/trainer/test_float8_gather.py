@@ -150,11 +150,11 @@ def of_two_ranks():
     assert module.cast == len(TAKEN)
     assert not any(vars(shard) for shard in module.shards)
     assert not any(isinstance(layer, Float8Products) for layer in module.modules())
-    both(base="O4", gradient_clip_val=0.1)
+    both(base="O4", gradient_clip_val=0.1, limit_train_batches=2)
     both(accumulate_grad_batches=2)
     # Without resharding a block that is called before the update keeps its weights, whatever they are gathered in.
-    both(After, reshard_after_forward=False, compile=Compile("blocks", backend="aot_eager"))
-    assert both(WithPair).kinds == TAKEN | {"blocks.2.up", "blocks.2.down"}
+    both(After, limit_train_batches=2, reshard_after_forward=False, compile=Compile("blocks", backend="aot_eager"))
+    assert both(WithPair, limit_train_batches=2).kinds == TAKEN | {"blocks.2.up", "blocks.2.down"}
 
 
 def test_the_bits_are_those_of_bf16_gathers():
