@@ -30,21 +30,19 @@ from tests.small import loader, quiet_trainer
 # Together with sharded.CELLS, these contain every pair of values of neighbouring options.
 CELLS = [
     Cell("O0", "sgd", 1, ("norm", 0.5), True, "auto"),
+    Cell("O0", "adamw", 3, None, False, "auto"),
     Cell("O0", "FusedAdam", 1, ("value", 0.02), "zero2", "blocks"),
     Cell("O0", "FusedAdagrad", 3, ("norm", 0.5), "zero3", "blocks"),
     Cell("O0", "FusedNovoGrad", 1, ("norm", 0.5), False, "auto"),
     Cell("O0", "LARC", 1, ("norm", 0.5), True, "blocks"),
     Cell("bf16-true", "sgd", 1, ("value", 0.02), True, "blocks"),
-    Cell("64-true", "FusedSGD", 3, None, False, "auto"),
-    *sharded.CELLS[1:2],  # each pair of the first is in another one, too
-    *sharded.CELLS[3:],  # sharded.CELLS[2]: Adagrad is above
+    Cell("64-true", "FusedSGD", 3, ("norm", 0.5), False, "auto"),
+    *sharded.CELLS[1:],  # each pair of the first is in another one, too
 ]
 # With three micro-batches per step the runs are interrupted within an accumulation.
-# At O0 the states of LAMB and torch's fused AdamW are those that O2 and O4 resume, too.
-RESUMED = [CELLS[0]]
-RESUMED += [cell for cell in CELLS if cell.accumulate > 1 and (cell.level != "O0" or cell.optimizer == "FusedAdagrad")]
-ADAGRAD = next(cell for cell in RESUMED if cell.optimizer == "FusedAdagrad")
-MOVED = [CELLS[0], ADAGRAD, next(cell for cell in RESUMED if cell.level == "O1")]
+RESUMED = [CELLS[0], *(cell for cell in CELLS if cell.accumulate > 1)]
+MOVED = [CELLS[0], CELLS[3], next(cell for cell in CELLS if cell.level == "O1")]
+COPIES = [CELLS[1], CELLS[3]]
 PRODUCT = [
     Cell(level, optimizer, accumulate, clip, *((True, "blocks"), (False, "auto"))[number % 2])
     for number, (level, optimizer, accumulate, clip) in enumerate(
@@ -218,7 +216,7 @@ def saved_behind_a_validation(path):
         module = Net("FusedAdam")
         options = {"max_epochs": 1, "accumulate_grad_batches": 3, "val_check_interval": 2, "callbacks": [Saving()]}
         trainer = quiet_trainer(strategy=FSDP(reshard_after_forward=False), devices="auto", **options)
-        trainer.fit(module, loader(48, 4, shuffle=True), loader(8, 4), ckpt_path=ckpt_path)
+        trainer.fit(module, loader(64, 4, shuffle=True), loader(8, 4), ckpt_path=ckpt_path)
         return None if trainer.global_rank else flat(module)
 
     return run(), run(path)
@@ -239,7 +237,7 @@ def interrupted(folder):
         checkpoint = ModelCheckpoint(folder, every_n_train_steps=100)
         trainer = quiet_trainer(strategy="fsdp", devices="auto", callbacks=[*callbacks, checkpoint], **options)
         try:
-            trainer.fit(module, loader(40, 4, shuffle=True), ckpt_path=ckpt_path)
+            trainer.fit(module, loader(64, 4, shuffle=True), ckpt_path=ckpt_path)
         except SystemExit as end:
             assert type(module) is Net
             return end.code
@@ -305,8 +303,10 @@ def test_folders_of_two_ranks_go_on_with_four_and_with_one(ranks, folder):
         found = {cell: fitted(cell, "fsdp", batch_size, ckpt_path=folder_of(folder, cell)) for cell in moved}
         if batch_size == 2:  # four ranks: two copies, each sharded over two ranks
             path = folder / "copies.ckpt"
-            found["copies"] = fitted(ADAGRAD, FSDP(replicate=2), batch_size, save=path)
-            found["resumed"] = fitted(ADAGRAD, FSDP(replicate=2), batch_size, ckpt_path=path)
+            for cell in COPIES:
+                save = path if cell == COPIES[-1] else None
+                found["copies", cell] = fitted(cell, FSDP(replicate=2), batch_size, save=save)
+            found["resumed"] = fitted(COPIES[-1], FSDP(replicate=2), batch_size, ckpt_path=path)
         else:
             found["meta"] = meta_weights()
         return found
@@ -315,15 +315,17 @@ def test_folders_of_two_ranks_go_on_with_four_and_with_one(ranks, folder):
         warnings.simplefilter("ignore")
         found = {number: run_ranks(resumed, number, 8 // number)[0] for number in (4, 1)}
     assert torch.equal(found[1].pop("meta"), ranks[0]["meta"])
-    copies, _ = found[4].pop("copies")
-    assert (copies - alone(ADAGRAD)[0]).abs().max() < 1e-6
-    assert torch.equal(found[4].pop("resumed")[0], copies)
+    copies = {cell: found[4].pop(("copies", cell))[0] for cell in COPIES}
+    for cell, weights in copies.items():
+        assert (weights - alone(cell)[0]).abs().max() < 1e-6, cell
+    assert torch.equal(found[4].pop("resumed")[0], copies[COPIES[-1]])
     for number, cells in found.items():
         for cell, (weights, _) in cells.items():
             straight, limit = ranks[0]["straight"][cell][0], 1e-6 if cell.level == "O0" else 2e-3
             assert (weights - straight).abs().max() < limit, (number, cell)
-    without_sharding, _ = fitted(ADAGRAD, "single", 8, ckpt_path=folder_of(folder, ADAGRAD))
-    assert (without_sharding - ranks[0]["straight"][ADAGRAD][0]).abs().max() < 1e-6
+    cell = MOVED[1]
+    without_sharding, _ = fitted(cell, "single", 8, ckpt_path=folder_of(folder, cell))
+    assert (without_sharding - ranks[0]["straight"][cell][0]).abs().max() < 1e-6
 
 
 def test_a_folder_holds_whole_weights_for_who_reads_it_alone(ranks, folder):

@@ -22,10 +22,7 @@ from tests.small import loader, quiet_trainer
 
 WINDOWS = [("O0", "FusedAdam"), ("O1", "FusedLAMB")]
 CHANGED = [(*WINDOWS[0], True), (*WINDOWS[1], False)]
-"""Runs that are resumed, also in the other mode: one from whole gradients, one from exchanged ones."""
-
-SHORT = {"max_epochs": 1, "samples": 40}
-"""A step of three micro-batches, and one of two."""
+"""Runs that go on in the other mode: one from whole gradients, one from exchanged ones."""
 
 
 class Normed(Net):
@@ -73,13 +70,13 @@ class Memory(Logger):
             self.values[name, step] = value
 
 
-def ended(kind, optimizer, strategy, batch_size, *callbacks, samples=32, ckpt_path=None, **options):
+def ended(kind, optimizer, strategy, batch_size, *callbacks, ckpt_path=None, **options):
     """Returns the weights, the logged values and the validation's values of rank 0 after a fit."""
     seed_everything(5, verbose=False)
     module, memory = kind(optimizer), Memory()
     defaults = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 2, "logger": memory}
     trainer = quiet_trainer(strategy=strategy, devices="auto", callbacks=[*callbacks], **{**defaults, **options})
-    trainer.fit(module, loader(samples, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
+    trainer.fit(module, loader(32, batch_size), loader(16, batch_size), ckpt_path=ckpt_path)
     assert type(module) is kind
     assert not any(isinstance(one, torch.nn.SyncBatchNorm) for one in module.modules())
     return None if trainer.global_rank else (flat(module), memory.values, dict(trainer.callback_metrics))
@@ -89,14 +86,14 @@ def averaged(strategy, batch_size, path=None):
     """Returns results by optimizer and level, with averaged shards that are validated within accumulations."""
     found = {}
     for optimizer, level in (("FusedAdam", "O0"), ("adamw", "O0"), ("FusedAdam", "O1")):
-        save = () if path is None else (SaveAt(path / f"{optimizer}-{level}.ckpt", 4),)
-        found[optimizer, level] = ended(Net, optimizer, strategy, batch_size, EMA(0.8), *save, precision=level, **SHORT)
+        save = () if path is None else (SaveAt(path / f"{optimizer}-{level}.ckpt", 5),)
+        found[optimizer, level] = ended(Net, optimizer, strategy, batch_size, EMA(0.8), *save, precision=level)
     return found
 
 
 def swa(strategy, batch_size, *callbacks, **options):
-    average = StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)
-    defaults = {"max_epochs": 3, "sync_batchnorm": strategy != "single", "val_check_interval": 1.0}
+    average = StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)
+    defaults = {"max_epochs": 4, "sync_batchnorm": strategy != "single", "val_check_interval": 1.0}
     return ended(Normed, "sgd", strategy, batch_size, average, *callbacks, **defaults, **options)
 
 
@@ -114,9 +111,7 @@ def in_half(strategy, batch_size, *, together):
 
 def frozen(strategy, batch_size):
     return {
-        (level, optimizer): ended(
-            Frozen, optimizer, strategy, batch_size, precision=level, val_check_interval=1.0, max_epochs=1
-        )
+        (level, optimizer): ended(Frozen, optimizer, strategy, batch_size, precision=level, val_check_interval=1.0)
         for level, optimizer in (("O0", "FusedLAMB"), ("O3", "FusedAdam"), ("O5", "adamw"))
     }
 
@@ -152,9 +147,9 @@ def accumulated(folder):
             cell = level, optimizer, whole
             found[cell] = ended(Net, optimizer, "fsdp", 4, watching, SaveAt(path, 6), **options)
             found["seen", cell] = watching.seen
+            found["resumed", cell] = ended(Net, optimizer, "fsdp", 4, ckpt_path=path, **options)
             if cell not in CHANGED:
                 continue
-            found["resumed", cell] = ended(Net, optimizer, "fsdp", 4, ckpt_path=path, **options)
             fsdp.fits = lambda *_, whole=whole: not whole
             found["other", cell] = ended(Net, optimizer, "fsdp", 4, ckpt_path=path, **options)
     fsdp.fits = chosen
@@ -174,19 +169,10 @@ def on_two_ranks(folder):
     gathered = FSDP(reshard_after_forward=False)
     found = {"averaged": averaged(gathered, 4, folder), "frozen": frozen("fsdp", 4), "monitored": monitored("fsdp", 4)}
     found["resumed"] = {
-        (optimizer, level): ended(
-            Net,
-            optimizer,
-            gathered,
-            4,
-            EMA(0.8),
-            precision=level,
-            ckpt_path=folder / f"{optimizer}-{level}.ckpt",
-            **SHORT,
-        )
-        for optimizer, level in found["averaged"]
+        cell: ended(Net, cell[0], gathered, 4, EMA(0.8), precision=cell[1], ckpt_path=folder / f"{'-'.join(cell)}.ckpt")
+        for cell in found["averaged"]
     }
-    found["swa"] = swa(gathered, 4, SaveAt(folder / "swa.ckpt", 9))
+    found["swa"] = swa(gathered, 4, SaveAt(folder / "swa.ckpt", 13))
     found["swa resumed"] = swa(gathered, 4, ckpt_path=folder / "swa.ckpt")
     found["in half"] = {together: in_half("fsdp", 4, together=together) for together in (True, False)}
     found["blamed"] = blamed()
@@ -217,11 +203,11 @@ def test_averages_are_those_of_whole_weights_and_go_on(ranks, folder):
         assert (weights - alone[cell][0]).abs().max() < limit, cell
         assert float(metrics["val_loss"]) == pytest.approx(float(alone[cell][2]["val_loss"]), abs=limit)
         assert torch.equal(weights, ranks[0]["resumed"][cell][0]), cell
-    without, _, _ = ended(Net, "FusedAdam", "single", 8, **SHORT)
+    without, _, _ = ended(Net, "FusedAdam", "single", 8)
     assert (without - alone["FusedAdam", "O0"][0]).abs().max() > 1e-3
     # One process resumes average and weights from the folder.
     path = folder / "FusedAdam-O0.ckpt"
-    gone_on, _, _ = ended(Net, "FusedAdam", "single", 8, EMA(0.8), ckpt_path=path, **SHORT)
+    gone_on, _, _ = ended(Net, "FusedAdam", "single", 8, EMA(0.8), ckpt_path=path)
     assert (gone_on - alone["FusedAdam", "O0"][0]).abs().max() < 1e-6
 
 
@@ -276,8 +262,8 @@ def test_windows_are_those_of_one_process_exchanged_once_or_behind_each_micro_ba
     alone, _, _ = ended(Net, optimizer, "single", 8, **options)
     assert (weights - alone).abs().max() < limit
     assert found["seen", cell] == ([False, False, True] if whole else [True] * 3)
+    assert torch.equal(weights, found["resumed", cell][0])
     if cell in CHANGED:
-        assert torch.equal(weights, found["resumed", cell][0])
         assert (weights - found["other", cell][0]).abs().max() < limit
 
 

@@ -54,7 +54,6 @@ class Net(sharded.Net):
     """Records its samples; the numbers of heads are restored after a run."""
 
     block = Block
-    first_batch = 0
 
     def training_step(self, batch, batch_idx):
         self.log("seen", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
@@ -98,7 +97,7 @@ def on_four_ranks(folder):
             found["straight"][cell] = fitted(cell, sharding(cell), 4)
     found["from a file"] = fitted(CELLS[1], sharding(CELLS[1]), 4, ckpt_path=folder / "single.ckpt")
     found["drawn"] = float(torch.rand(()))
-    found["whole layers"] = fitted(CELLS[1], "fsdp", 2, save=folder / "whole.ckpt", at=5, ckpt_path=folder / "1.ckpt")
+    found["whole layers"] = fitted(CELLS[1], "fsdp", 2, save=folder / "whole.ckpt", at=6, ckpt_path=folder / "1.ckpt")
     found["from whole layers"] = fitted(CELLS[1], sharding(CELLS[1]), 4, ckpt_path=folder / "whole.ckpt")
     return found
 
@@ -134,7 +133,7 @@ def ranks(folder):
 def test_split_layers_train_what_one_process_trains_on_the_joined_batch(cell, ranks):
     found = ranks[0]["straight"][cell]
     assert too_far(cell, found, net=Net, limit=2e-6) is None
-    assert found[1]["seen"] == alone(cell, Net)[1]["seen"] == 40
+    assert found[1]["seen"] == alone(cell, Net)[1]["seen"] == 32
 
 
 @pytest.mark.parametrize("cell", RESUMED, ids=str)
@@ -149,7 +148,7 @@ def test_files_and_folders_go_on_with_split_layers_and_without(ranks, folder):
     runs["one process"] = fitted(CELLS[1], "single", 8, ckpt_path=folder / "1.ckpt")
     for name, (gone_on, logged) in runs.items():
         assert (gone_on - straight).abs().max() < 1e-6, name
-        assert logged["seen"] == 40, name
+        assert logged["seen"] == 32, name
     assert ranks[0]["drawn"] == ranks[1]["drawn"]
 
 
