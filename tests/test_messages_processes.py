@@ -1,7 +1,8 @@
-"""Messages of programs in interpreters of their own: each line once, by the program's means."""
+"""Messages of programs in interpreters of their own: each line once, by the program's means and in spawned processes."""
 
 from __future__ import annotations
 
+from tests.distributed.forked import start_forked
 from tests.distributed.scripts import start
 from tests.test_messages import ONCE, SAID, plain, ran, times
 
@@ -35,3 +36,9 @@ def test_a_logger_class_of_the_program_makes_the_records(tmp_path):
     assert times(plain(err.replace("id7 ", ""))) == ONCE
     assert f"id7 WARNING:fabricamp:{SAID[1]}\n" in err
     assert f"id7 INFO:fabricamp:{SAID[0]}\n" in err
+
+
+def test_spawned_processes_keep_the_level(tmp_path):
+    before = "if __name__ == '__main__':\n    logging.getLogger('fabricamp').setLevel(logging.ERROR)"
+    options = "devices=2, strategy='delayed_ddp', start_method='spawn', max_epochs=1"
+    assert ran(tmp_path, before=before, options=options, start=start_forked) == ("mine\n", "")
