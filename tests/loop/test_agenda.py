@@ -418,9 +418,8 @@ def test_the_flush_of_the_step_of_a_file_is_made_by_the_run_that_resumes_from_it
 
 def test_a_deadline_that_is_over_ends_a_resumed_run_at_the_step_of_its_file(tmp_path):
     resumable(tmp_path / "straight", every=2)
-    (file,) = (tmp_path / "straight").glob(
-        "*step=4.ckpt"
-    )  # written in a hook, so before the clock was read after step 4
+    # Written in a hook, so before the clock was read after step 4.
+    (file,) = (tmp_path / "straight").glob("*step=4.ckpt")
     trainer = quiet_trainer(max_epochs=3, max_time=timedelta(microseconds=1), accumulate_grad_batches=2)
     trainer.fit(Classifier(), loader(20), ckpt_path=file)
     assert trainer.global_step == 4

@@ -118,14 +118,8 @@ def left_behind(module):
 # -- bits --------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("precision", "part"),
-    [
-        *((one, "modules") for one in ("O0", "O1", "O2", "O3", "O4", "O5", "bf16-true", "16-true", "64-true")),
-        # Within blocks a level is autocast, half weights, or neither.
-        *((one, "blocks") for one in ("O0", "O1", "O5")),
-    ],
-)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("precision", ["O0", "O1", "O2", "O3", "O4", "O5", "bf16-true", "16-true", "64-true"])
 def test_the_bits_are_those_of_eager_modules_at_every_level(precision, part):
     backend = Counts()
     options = {"precision": precision, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}

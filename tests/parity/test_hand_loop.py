@@ -1,4 +1,4 @@
-"""After hundreds of micro-batches the Trainer's weights equal those of a hand-written loop, bit for bit."""
+"""After 200 steps the Trainer's weights equal those of a hand-written loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -120,8 +120,7 @@ PAIRS = [("sgd", 1, None), ("sgd", 4, 0.1), ("adamw", 1, 0.1), ("adamw", 4, None
 @pytest.mark.parametrize(("optimizer", "accumulate", "clip"), [*PAIRS, ("adam_fused", 1, None), ("adam_fused", 4, 0.1)])
 def test_single(optimizer, accumulate, clip):
     """The loader is a plain shuffled one: its order comes from the same generator as dropout."""
-    # 200 batches in 17 epochs, whatever a step takes of them.
-    assert both_loops("single", optimizer, accumulate, clip, steps=STEPS // accumulate) == []
+    assert both_loops("single", optimizer, accumulate, clip) == []
 
 
 def several_combinations(strategy, combinations, rank_of, steps):
@@ -141,9 +140,9 @@ def place():
     ],
     ids=["ddp", "delayed_ddp"],
 )
-@pytest.mark.parametrize("steps", [24, pytest.param(STEPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [60, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_on_two_ranks(strategy, combinations, steps):
-    """Trains four epochs, or twelve with four micro-batches per step; differences would appear in the first epochs."""
+    """Trains ten epochs, or thirty with four micro-batches per step; differences would appear in the first epochs."""
     first, second = run_ranks(several_combinations, 2, strategy, combinations, place, steps, timeout=240.0)
     assert first == {combination: [] for combination in combinations}
     assert second == {one: BUFFERS if strategy == "delayed_ddp" else [] for one in combinations}
