@@ -20,7 +20,7 @@ KINDS = {
     "cross_entropy": [],
     "ema": [(F, F), (H, F), (B, F), (D, D), (H, H)],
     "finish": [],
-    "float8": [],
+    "flat_casts": [],
     "focal_loss": [],
     "lamb": HALF_UPDATES,
     "larc": [(F, F, None), (H, F, None), (B, B, None), (D, D, None), (F, F)],
