@@ -135,6 +135,13 @@ def pytest_runtest_teardown(item, nextitem):
                 use_large_pages()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure():
+    """Freezes what has lived to the end: pytest collects garbage ten times there, for the warnings of what is left."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     gpus = torch.cuda.device_count()
     for item in items:
