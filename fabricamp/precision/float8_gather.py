@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import SharedRows, local
-from fabricamp.strategies.fsdp_copy_in import ShardCast, has_equal_shards
+from fabricamp.strategies.fsdp_collectives import ShardCast, has_equal_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

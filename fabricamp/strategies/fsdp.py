@@ -22,7 +22,7 @@ from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as full_tensor
 from fabricamp.strategies.capabilities import Sharding
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
-from fabricamp.strategies.fsdp_copy_in import CopyIns
+from fabricamp.strategies.fsdp_collectives import Collectives, peer_memory_of
 from fabricamp.strategies.fsdp_units import (
     Unit,
     described,
@@ -342,20 +342,21 @@ class FSDP(ProcessGroupStrategy, Sharding):
     def share_module(self, module: nn.Module) -> None:
         """Broadcasts rank 0's buffers; parameters are sharded already, and from now on their shards stay the same tensors."""
         self.share_buffers(module)
-        self._cast_at_copies()
+        self._replace_collectives()
 
-    def _cast_at_copies(self) -> None:
-        """Makes kernels cast shards and gradients as they are copied for a collective."""
+    def _replace_collectives(self) -> None:
+        """Makes kernels cast shards and gradients where they are copied, and the ranks read each other's memory."""
         sharing = self.world_size // (self.replicate * self.tensor_parallel)
         # torch takes larger shards, offloaded ones and parts of split layers through other functions.
         plain = isinstance(self.reshard_after_forward, bool) and not self.offload and self.parallelize is None
-        if sharing == 1 or not plain or not runs_kernels(self.device):
+        if sharing == 1 or not plain or not self._cast_units or not runs_kernels(self.device):
             return
         assert self._undo is not None, "shard_module has made it"
-        copies = CopyIns()
-        for unit, dtype in self._cast_units:
-            copies.add(unit, dtype)
-        self._undo.also(copies.take_off)
+        assert self._mesh is not None
+        peers = peer_memory_of(self._cast_units, self._mesh.get_group("shard"), self.device)
+        collectives = Collectives()
+        collectives.replace(self._cast_units, peers)
+        self._undo.also(collectives.take_off)
 
     def settle_module(self, module: nn.Module) -> None:
         """Reshards parameters that a forward without a backward has left gathered."""

@@ -33,6 +33,8 @@ KINDS = {
     "norm_forward_wide": [],
     "norm_row_sums": [],
     "novograd": ONE_STATE,
+    "peer_barrier": [],
+    "rank_sums": [],
     "sgd": [*ONE_STATE, (F, F, None, None)],
     "statistics": [(F,), (H,), (B,), (D,)],
     "sums": [(H, F, F), (B, F, F), (F, F, F), (D, D, D), (H, B, H)],

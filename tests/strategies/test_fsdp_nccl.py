@@ -13,9 +13,9 @@ from fabricamp import seed_everything
 from fabricamp.callbacks import AsyncCheckpoint
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.ops.flat_casts import FlatCast
-from fabricamp.strategies import FSDP, fsdp, fsdp_copy_in
+from fabricamp.strategies import FSDP, fsdp, fsdp_collectives
 from fabricamp.utilities.grads import grad_norm
-from tests.distributed import test_fsdp_copy_in as copy_in
+from tests.distributed import test_fsdp_collectives as collectives
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import CELLS, Block, Cell, Net, fitted, flat, sharding, too_far
@@ -119,19 +119,19 @@ def waits():
 def copies():
     """Compares runs whose shards and gradients are cast as they are copied with runs that leave the copies to torch."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    fsdp_copy_in._FEWEST = 32
+    fsdp_collectives._FEWEST = 32
     launches = []
     real = FlatCast.__call__
     FlatCast.__call__ = lambda *arguments: launches.append(1) or real(*arguments)
     for precision, reshard in product(("O2", "O4", "O5"), (True, False)):
         options = {"accelerator": "gpu", "accumulate_grad_batches": 2 if precision == "O4" else 1}
-        units = [copy_in.Block, copy_in.EvenBlock]
+        units = [collectives.Block, collectives.EvenBlock]
         launches.clear()
-        own = copy_in.trained(precision, strategy=FSDP(units, reshard_after_forward=reshard), **options)
+        own = collectives.trained(precision, strategy=FSDP(units, reshard_after_forward=reshard), **options)
         assert launches
         launches.clear()
-        with copy_in.torchs_copies():
-            torchs = copy_in.trained(precision, strategy=FSDP(units, reshard_after_forward=reshard), **options)
+        with collectives.torchs_copies():
+            torchs = collectives.trained(precision, strategy=FSDP(units, reshard_after_forward=reshard), **options)
         assert not launches
         assert torch.equal(torch.stack(own.losses), torch.stack(torchs.losses))
         if int(os.environ["RANK"]) == 0:

@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from fabricamp import Float8, TrainingModule, seed_everything
-from fabricamp.ops import bridge
+from fabricamp.ops import bridge, peer_memory
 from fabricamp.ops.shards import local
 from fabricamp.optimizers import FusedAdam
-from fabricamp.strategies import FSDP, fsdp_copy_in
-from fabricamp.strategies.fsdp_copy_in import ShardCast
+from fabricamp.strategies import FSDP, fsdp_collectives
+from fabricamp.strategies.fsdp_collectives import ShardCast
 from tests.cuda_on_cpu.compiler import compiler
+from tests.cuda_on_cpu.shared_memory import map_words
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.small import loader, quiet_trainer
 
@@ -80,42 +81,44 @@ class Net(TrainingModule):
 
 
 @contextlib.contextmanager
-def kernels_on_cpu():
-    """Runs kernels on the CPU, and counts the launches of the casts."""
+def kernels_on_cpu(*, peers=False):
+    """Runs kernels on the CPU, and notes their launches; ``peers``: ranks read each other's memory."""
     launches = []
     compile_it = compiler(reverse=False)
 
     def counting(text, function, device, *shared):
         run = compile_it(text, function, device, *shared)
-        if function != "flat_casts":
-            return run
+        casts = "gather" if text.startswith("#define FROM float") else "scatter"
 
         def counted(*arguments):
-            launches.append("gather" if text.startswith("#define FROM float") else "scatter")
+            launches.append(casts if function == "flat_casts" else function)
             run(*arguments)
 
         return counted
 
     bridge.COMPILERS["cpu"] = counting
+    if peers:
+        peer_memory.ALLOCATORS["cpu"] = map_words
     bridge.kernel.cache_clear()
-    fewest, fsdp_copy_in._FEWEST = fsdp_copy_in._FEWEST, 32
+    fewest, fsdp_collectives._FEWEST = fsdp_collectives._FEWEST, 32
     try:
         yield launches
     finally:
         del bridge.COMPILERS["cpu"]
+        peer_memory.ALLOCATORS.pop("cpu", None)
         bridge.kernel.cache_clear()
-        fsdp_copy_in._FEWEST = fewest
+        fsdp_collectives._FEWEST = fewest
 
 
 @contextlib.contextmanager
 def torchs_copies():
     """Leaves the copies to torch."""
-    real = fsdp_copy_in.CopyIns.add
-    fsdp_copy_in.CopyIns.add = lambda *_: None
+    real = fsdp_collectives.Collectives.replace
+    fsdp_collectives.Collectives.replace = lambda *_: None
     try:
         yield
     finally:
-        fsdp_copy_in.CopyIns.add = real
+        fsdp_collectives.Collectives.replace = real
 
 
 def trained(precision, *, net=Net, strategy=None, **options):
@@ -128,17 +131,18 @@ def trained(precision, *, net=Net, strategy=None, **options):
     return module
 
 
-def compared(precision, **options):
-    """Returns the module and the launches of a run, which has the bits of one with torch's copies."""
+def compared(precision, *, peers=False, **options):
+    """Returns the module and the launches of a run, which has the bits of one with torch's collectives."""
     make = options.pop("make", lambda: None)
-    with kernels_on_cpu() as launches:
+    with kernels_on_cpu(peers=peers) as launches:
         own = trained(precision, strategy=make(), **options)
         made = list(launches)
         launches.clear()
         with torchs_copies():
             torchs = trained(precision, strategy=make(), **options)
         # Gathers in FP8 have casts of their own.
-        assert not launches or isinstance(precision, Float8)
+        others = set(launches) & {"gather", "scatter", "peer_barrier", "rank_sums"}
+        assert not others or (others == {"gather"} and isinstance(precision, Float8))
     assert torch.equal(torch.stack(own.losses), torch.stack(torchs.losses))
     if dist.get_rank() == 0:
         for (name, value), other in zip(own.state_dict().items(), torchs.state_dict().values(), strict=True):
@@ -162,9 +166,11 @@ def of_two_ranks():
         "O1": {"accumulate_grad_batches": 2},
         "O3": {"make": lambda: FSDP([Block, EvenBlock], reshard_after_forward=False)},
     }.items():
-        assert compared(precision, **options)[1], precision
-    assert not compared("O0")[1]
-    assert not compared("O4", make=lambda: FSDP([Block, EvenBlock], offload=True))[1]
+        # At O3 shards have the dtype in which they are gathered, and gradients that were accumulated are in fp32.
+        expected = {"O3": {"scatter"}, "O1": {"gather"}}.get(precision, {"gather", "scatter"})
+        assert expected <= set(compared(precision, **options)[1]), precision
+    assert "gather" not in compared("O0")[1]
+    assert "gather" not in compared("O4", make=lambda: FSDP([Block, EvenBlock], offload=True))[1]
 
 
 def test_the_bits_are_those_of_torchs_copies():
@@ -172,12 +178,33 @@ def test_the_bits_are_those_of_torchs_copies():
 
 
 def of_four_ranks():
-    assert compared("O5", make=lambda: FSDP([Block, EvenBlock], replicate=2))[1]
-    assert not compared("O5", make=lambda: FSDP([Block, EvenBlock], reshard_after_forward=2))[1]
+    assert "gather" in compared("O5", make=lambda: FSDP([Block, EvenBlock], replicate=2))[1]
+    assert "gather" not in compared("O5", make=lambda: FSDP([Block, EvenBlock], reshard_after_forward=2))[1]
 
 
 def test_copies_of_the_module_and_larger_shards():
     run_ranks(of_four_ranks, 4)
+
+
+def reading_peers():
+    _, launches = compared("O5", peers=True, num_sanity_val_steps=0, limit_val_batches=0)
+    # Each of the 4 * 9 gathers and of the 4 * 2 reduce-scatters has a barrier before the ranks read, and one after it.
+    assert launches.count("peer_barrier") == 2 * (4 * 9 + 4 * 2)
+    assert launches.count("rank_sums") == 4 * 2
+    for precision, options in {
+        "O5": {},
+        "O2": {"gradient_clip_val": 0.1},
+        "O1": {"accumulate_grad_batches": 2},
+        "O3": {"make": lambda: FSDP([Block, EvenBlock], reshard_after_forward=False)},
+    }.items():
+        # Gradients that were accumulated are in fp32, and torch scatters them.
+        assert ({"peer_barrier"} if precision == "O1" else {"rank_sums"}) <= set(
+            compared(precision, peers=True, **options)[1]
+        )
+
+
+def test_ranks_that_read_each_others_memory_get_the_bits_of_collectives():
+    run_ranks(reading_peers, 2, timeout=20.0)
 
 
 class Copied(Net):

@@ -7,16 +7,22 @@ for the cast in between, and is made where torch copies it.
 from __future__ import annotations
 
 import inspect
-import operator
+import math
+import os
+import statistics
+import weakref
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fabricamp.errors import ConfigError, nearest
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.flat_casts import DTYPES, FlatCast, Piece
+from fabricamp.ops.peer_memory import PeerBuffers, workspace_of
+from fabricamp.ops.rank_sums import rank_sums
 from fabricamp.ops.shards import is_shard, local
 from fabricamp.torch_private import (
     fsdp_copy_ops,
@@ -31,6 +37,12 @@ if TYPE_CHECKING:
 
     from torch.distributed.fsdp import FSDPModule
 
+VARIABLE: Final = "FABRICAMP_FSDP_EXCHANGE"
+EXCHANGES: Final = ("peer", "collective")
+_GATHERED: Final = 3
+"""Buffers of gathered weights: torch keeps two units at a time."""
+_SCATTERED: Final = 2
+"""Buffers of gradients: torch waits for the reduce-scatter of a unit before it copies the next unit but one."""
 _FEWEST: Final = 2**16
 """Elements of a shard that are worth calls of Python functions before and after each gather; torch copies smaller ones."""
 
@@ -181,23 +193,24 @@ class CastShard:
 
 
 class FlatGradients(Tensor):
-    """The memory that a unit's gradients are scattered from; torch's ``fsdp.chunk_cat`` casts them into it by one launch."""
+    """What a unit's gradients are scattered from: torch's ``fsdp.chunk_cat`` casts them into it by one launch."""
 
     __torch_function__ = unwatched_operations
-    memory: Tensor
+    place: _Place
     exchange: ScatterCasts
 
     @staticmethod
-    def __new__(cls: type[Self], memory: Tensor, exchange: ScatterCasts) -> Self:
-        """Returns a tensor with this ``memory``."""
-        self: Any = wrapper_tensor(cls, memory.shape, memory.dtype, memory.device)
-        self.memory = memory
+    def __new__(cls: type[Self], shape: Sequence[int], place: _Place, exchange: ScatterCasts) -> Self:
+        """Returns a tensor that has the memory of ``place`` where an operation asks for it."""
+        self: Any = wrapper_tensor(cls, shape, place.dtype, place.device)
+        self.place = place
         self.exchange = exchange
         return self  # type: ignore[no-any-return]
 
     def view(self, *shape: Any) -> Tensor:
-        """Returns a view, which is the same memory."""
-        return FlatGradients(self.memory.view(*shape), self.exchange)
+        """Returns a view, which is in the same place; as many elements."""
+        sizes = torch.empty(self.shape, device="meta").view(*shape).shape
+        return FlatGradients(sizes, self.place, self.exchange)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -205,90 +218,199 @@ class FlatGradients(Tensor):
         if func is fsdp_copy_ops().chunk_cat:
             tensors, dimension, ranks = args
             flat = kwargs["out"]
-            if dimension == 0 and flat.exchange.copy_in(tensors, ranks, flat.memory):
+            if dimension == 0 and flat.exchange.copy_in(tensors, ranks, flat.place):
                 return None
-        memory = operator.attrgetter("memory")
+
+        def memory(flat: FlatGradients) -> Tensor:
+            return flat.place.memory().view(flat.shape)
+
         return func(*tree_map_only(cls, memory, args), **tree_map_only(cls, memory, kwargs or {}))
 
 
-class ScatterCasts:
-    """A unit's reduce-scatter, as ``FSDPModule.set_custom_reduce_scatter`` takes it: torch's, with one launch for the copies."""
+class _Place:
+    """Where flat gradients are: in memory of their own, or, not cast yet, in a buffer that the other ranks read."""
 
-    def __init__(self) -> None:
+    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.elements = elements
+        self.dtype = dtype
+        self.device = device
+        self.halves: Tensor | None = None
+        self.turn = -1
+        """Number of the buffer that has ``halves``."""
+        self._memory: Tensor | None = None
+
+    def memory(self) -> Tensor:
+        """Returns memory of their own; gradients in a buffer are copied into it."""
+        if self._memory is None:
+            self._memory = torch.empty(self.elements, dtype=self.dtype, device=self.device)
+            if self.halves is not None:
+                self._memory.copy_(self.halves)
+                self.halves = None
+        return self._memory
+
+
+class ScatterCasts:
+    """A unit's reduce-scatter, as ``FSDPModule.set_custom_reduce_scatter`` takes it, with one launch for the copies.
+
+    With ``peers`` the ranks read each other's gradients, before the cast, and add them up themselves; without, torch does.
+    """
+
+    def __init__(self, peers: PeerBuffers | None = None) -> None:
+        self._peers = peers
         self._is_next_the_input = True
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._cast: FlatCast | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory: torch asks for that of the input, then for that of the output, then calls the object."""
-        memory = torch.empty(*size, dtype=dtype, device=device)
         if not self._is_next_the_input:
-            return memory
+            return torch.empty(*size, dtype=dtype, device=device)
         self._is_next_the_input = False
-        return FlatGradients(memory, self)
+        return FlatGradients(size, _Place(math.prod(size), dtype, device), self)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """Scatters the sums, or averages, over the ranks."""
         self._is_next_the_input = True
-        memory = input_tensor.memory if isinstance(input_tensor, FlatGradients) else input_tensor
+        place = input_tensor.place if isinstance(input_tensor, FlatGradients) else None
+        if place is not None and place.halves is not None and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            self._add_up(output_tensor, place, average=op == dist.ReduceOp.AVG)
+            return None
+        memory = input_tensor if place is None else place.memory()
         return dist.reduce_scatter_tensor(output_tensor, memory, op=op, group=group, async_op=async_op)
 
-    def copy_in(self, gradients: Sequence[Tensor], ranks: int, flat: Tensor) -> bool:
-        """Casts ``gradients`` into ``flat``, rank by rank; returns False, and does nothing, where torch has to do it."""
-        if not all(map(_is_dense, gradients)):
-            return False
+    def _add_up(self, output: Tensor, place: _Place, *, average: bool) -> None:
+        peers, halves = self._peers, place.halves
+        assert peers is not None, "it has the buffer"
+        assert halves is not None
+        share = halves.numel() // peers.ranks
+        others = torch.empty(peers.ranks - 1, share, dtype=halves.dtype, device=halves.device)
+        peers.barrier()
+        ranks = [rank for rank in range(peers.ranks) if rank != peers.rank]
+        # Each rank begins with another one.
+        for index in range(len(ranks)):
+            line = (index + peers.rank) % len(ranks)
+            theirs = peers.buffer(place.turn, ranks[line])[: halves.nbytes].view(halves.dtype)
+            others[line].copy_(theirs[peers.rank * share :][:share], non_blocking=True)
+        peers.barrier()
+        own = halves[peers.rank * share :][:share]
+        rank_sums(own, others, output, rank=peers.rank, factor=1 / peers.ranks if average else 1.0)
+
+    def copy_in(self, gradients: Sequence[Tensor], ranks: int, place: _Place) -> bool:
+        """Copies ``gradients``, rank by rank; returns False, and does nothing, where torch has to do it."""
         layout = [(gradient.shape, gradient.dtype) for gradient in gradients]
+        target = place.dtype if self._peers is None else layout[0][1]
         if layout != self._layout:
             self._layout = layout
-            self._cast = _scatter_cast(layout, ranks, flat)
+            self._cast = _scatter_cast(layout, ranks, target, place)
         if self._cast is None:
             return False
-        self._cast(gradients, flat)
+        flat = self._buffer_for(place, target)
+        # The same on all ranks, whatever the strides of their gradients.
+        self._cast([gradient.contiguous() for gradient in gradients], flat)
         return True
 
+    def _buffer_for(self, place: _Place, dtype: torch.dtype) -> Tensor:
+        peers = self._peers
+        if peers is None or place.elements * dtype.itemsize > peers.size:
+            return place.memory()
+        place.turn = peers.next_turn()
+        place.halves = peers.buffer(place.turn)[: place.elements * dtype.itemsize].view(dtype)
+        return place.halves
 
-_is_dense: Final = Tensor.is_contiguous
 
-
-def _scatter_cast(layout: Sequence[tuple[torch.Size, torch.dtype]], ranks: int, flat: Tensor) -> FlatCast | None:
+def _scatter_cast(
+    layout: Sequence[tuple[torch.Size, torch.dtype]], ranks: int, target: torch.dtype, place: _Place
+) -> FlatCast | None:
     """Returns what casts gradients of these shapes; None for those that torch pads, and for dtypes that need no cast."""
     dtype = layout[0][1]
-    if any(own != dtype for _, own in layout) or dtype == flat.dtype or not {dtype, flat.dtype} <= set(DTYPES):
+    if any(own != dtype for _, own in layout) or dtype == place.dtype or not {dtype, place.dtype} <= set(DTYPES):
         return None
     if any(len(shape) == 0 or shape[0] % ranks for shape, _ in layout):
         return None
     shares = [shape.numel() // ranks for shape, _ in layout]
     places = list(accumulate(shares, initial=0))
     pieces = [
-        Piece(number, rank * share, (rank * places[-1] + place) * flat.element_size(), share)
-        for number, (share, place) in enumerate(zip(shares, places, strict=False))
+        Piece(number, rank * share, (rank * places[-1] + start) * target.itemsize, share)
+        for number, (share, start) in enumerate(zip(shares, places, strict=False))
         for rank in range(ranks)
     ]
-    return FlatCast(pieces, dtype, flat.dtype, flat.device)
+    return FlatCast(pieces, dtype, target, place.device)
 
 
-class CopyIns:
-    """The copies of all units of a module."""
+class PeerGather:
+    """An all-gather, as ``FSDPModule.set_custom_all_gather`` takes it: the ranks read each other's buffers.
+
+    Copy engines move the bytes, while NCCL's kernels would take processors and memory from the products beside them.
+    """
+
+    def __init__(self, peers: PeerBuffers) -> None:
+        self._peers = peers
+        self._turn: int | None = None
+        self._given: dict[int, weakref.ref[Tensor]] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a buffer of this rank, or other memory if the buffers are too small, or are in use."""
+        self._turn = None
+        size_in_bytes = math.prod(size) * dtype.itemsize
+        if size_in_bytes > self._peers.size:
+            return torch.empty(*size, dtype=dtype, device=device)
+        turn = self._peers.next_turn()
+        before = self._given.get(turn)
+        if before is not None and before() is not None:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._turn = turn
+        given = self._peers.buffer(turn)[:size_in_bytes].view(dtype).view(*size)
+        self._given[turn] = weakref.ref(given)
+        return given
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        """Gathers the parts of all ranks; each rank has its own in its output already."""
+        peers, turn = self._peers, self._turn
+        if turn is None:
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        share = input_tensor.nbytes
+        whole = peers.buffer(turn)
+        peers.barrier()
+        for distance in range(1, peers.ranks):
+            other = (peers.rank + distance) % peers.ranks
+            part = slice(other * share, (other + 1) * share)
+            whole[part].copy_(peers.buffer(turn, other)[part], non_blocking=True)
+        peers.barrier()
+        return None
+
+
+class PeerMemory(NamedTuple):
+    """Memory of a group's ranks for its all-gathers and reduce-scatters."""
+
+    gather: PeerGather
+    scatter: PeerBuffers
+
+
+class Collectives:
+    """The collectives of all units of a module."""
 
     def __init__(self) -> None:
         self._shards: list[Any] = []
 
-    def add(self, unit: FSDPModule, dtype: torch.dtype) -> None:
-        """Makes the copies of ``unit``, whose parameters are gathered in ``dtype``."""
-        for record in sharded_parameters(unit):
-            parameter = record.sharded_param
-            shard = local(parameter)
-            if (
-                shard.numel() >= _FEWEST
-                and shard.dtype != dtype
-                and shard.dtype in DTYPES
-                and has_equal_shards(parameter)
-            ):
-                functions = CastShard(shard, dtype)
-                shard.fsdp_pre_all_gather = functions
-                shard.fsdp_post_all_gather = functions.after_gather
-                self._shards.append(shard)
-        unit.set_custom_reduce_scatter(ScatterCasts())  # type: ignore[arg-type]  # torch's base class has a private name
+    def replace(self, units: Sequence[tuple[FSDPModule, torch.dtype]], peers: PeerMemory | None) -> None:
+        """Replaces torch's collectives of ``units``, each with the dtype in which its parameters are gathered."""
+        for unit, dtype in units:
+            for record in sharded_parameters(unit):
+                self._cast_at_copy(record.sharded_param, dtype)
+            unit.set_custom_reduce_scatter(ScatterCasts(peers and peers.scatter))  # type: ignore[arg-type]  # no public base
+            if peers is not None:
+                unit.set_custom_all_gather(peers.gather)  # type: ignore[arg-type]  # no public base
+
+    def _cast_at_copy(self, parameter: Any, dtype: torch.dtype) -> None:
+        shard = local(parameter)
+        if shard.numel() < _FEWEST or shard.dtype == dtype or shard.dtype not in DTYPES:
+            return
+        if not has_equal_shards(parameter):
+            return
+        functions = CastShard(shard, dtype)
+        shard.fsdp_pre_all_gather = functions
+        shard.fsdp_post_all_gather = functions.after_gather
+        self._shards.append(shard)
 
     def take_off(self) -> None:
         """Makes the shards plain tensors again, without further attributes."""
@@ -296,6 +418,39 @@ class CopyIns:
             vars(shard).pop("fsdp_pre_all_gather", None)
             vars(shard).pop("fsdp_post_all_gather", None)
         self._shards = []
+
+
+def peer_memory_of(
+    units: Sequence[tuple[FSDPModule, torch.dtype]], group: dist.ProcessGroup, device: torch.device
+) -> PeerMemory | None:
+    """Returns memory for the units' collectives; None if the ranks do not reach each other's memory, or are asked not to.
+
+    A collective with one answer on all ranks.
+    """
+    if checked_exchange() == "collective":
+        return None
+    workspace, _ = workspace_of(group, device)
+    if workspace is None:
+        return None
+    # Padded, as all ranks have to choose alike and some may have fewer rows.
+    shares = [sum(record.padded_sharded_param_size.numel() for record in sharded_parameters(unit)) for unit, _ in units]
+    sizes = [share * workspace.ranks * dtype.itemsize for share, (_, dtype) in zip(shares, units, strict=True)]
+    # Most units are alike; the buffers do not take the memory of a root with all embeddings, whose collectives stay torch's.
+    sizes = [size for size in sizes if size <= 2 * statistics.median(sizes)]
+    gather = workspace.buffers(max(sizes), _GATHERED)
+    scatter = workspace.buffers(max(sizes), _SCATTERED)
+    return None if gather is None or scatter is None else PeerMemory(PeerGather(gather), scatter)
+
+
+def checked_exchange() -> str | None:
+    """Returns what the environment asks for: "peer" or "collective"; None: whatever is faster."""
+    choice = os.environ.get(VARIABLE) or None
+    if choice is None or choice in EXCHANGES:
+        return choice
+    raise ConfigError(
+        f"{VARIABLE}={choice!r} is not known (known: {', '.join(map(repr, EXCHANGES))}; unset: the fastest one that works)"
+        f"{nearest(choice, EXCHANGES)}"
+    )
 
 
 def has_equal_shards(parameter: Any) -> bool:
