@@ -422,7 +422,7 @@ def fsdp_copy_ops() -> CopyOps:
 
 def wrapper_tensor(kind: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """Returns a tensor of class ``kind`` without memory."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def whole_gradient(record: Any) -> torch.Tensor | None:

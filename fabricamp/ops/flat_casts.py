@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     """The first of the elements."""
     place: int
     """The first byte of the cast in the flat memory."""
-    count: int
+    elements: int
     """Number of elements."""
     scale: Tensor | None = None
     """A value in fp32: the cast is rounded to the target dtype, multiplied in fp32, and rounded to e4m3; None: the target dtype."""
@@ -69,14 +69,14 @@ class _Launch:
 
     def __init__(self, pieces: Sequence[Piece], first: int, device: torch.device) -> None:
         self.tensors = slice(first, first + _TENSORS)
-        blocks = [-(-piece.count // _ELEMENTS) for piece in pieces]
+        blocks = [-(-piece.elements // _ELEMENTS) for piece in pieces]
         self.number = sum(blocks)
         rows = [
             (
                 piece.tensor - first,
                 piece.first,
                 piece.place,
-                piece.count,
+                piece.elements,
                 0 if piece.scale is None else piece.scale.data_ptr(),
                 block,
             )

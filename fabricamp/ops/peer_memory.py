@@ -24,10 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricamp.errors import DistributedError
+from fabricamp.errors import ConfigError, DistributedError, nearest
 from fabricamp.ops.bridge import kernel, runs_kernels
 from fabricamp.ops.uploads import pinned_for_kernels
 from fabricamp.torch_private import symmetric_memory
+
+EXCHANGES: Final = ("peer", "collective")
+"""How ranks exchange values: they reach each other's memory, or torch's collectives do it."""
 
 _BLOCK_WORDS: Final = 2**19
 """Words of 8 bytes that are mapped at a time: 4 MiB, enough for a ResNet-50 on two ranks."""
@@ -36,6 +39,16 @@ _LINE: Final = 128
 _BARRIER_THREADS: Final = 32
 _Word = TypeVar("_Word")
 _NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+def checked_exchange(choice: str | None, name: str) -> str | None:
+    """Returns ``choice`` of the option or variable ``name``; raises :class:`ConfigError` unless it is None or a known one."""
+    if choice is None or choice in EXCHANGES:
+        return choice
+    raise ConfigError(
+        f"{name}={choice!r} is not known (known: {', '.join(map(repr, EXCHANGES))}; unset: the fastest one that works)"
+        f"{nearest(choice, EXCHANGES)}"
+    )
 
 
 _workspaces: dict[tuple[str, torch.device], tuple[weakref.ref[dist.ProcessGroup], Workspace | None, str]] = {}
@@ -253,10 +266,12 @@ class PeerBuffers:
         self.ranks = workspace.ranks
         self._workspace = workspace
         self._block = block
-        self._buffers = [memory.view(torch.uint8).split(size) for memory in block.peers]
+        self._buffers: list[list[Tensor]] = [list(memory.view(torch.uint8).split(size)) for memory in block.peers]
         self._slot = workspace.slot(self.ranks, 1)
         self._number = number
         self._turn = -1
+        self._device = workspace.device
+        self._read: dict[int, torch.cuda.Event] = {}
         self._kernel = kernel("peer_barrier", "peer_barrier", (), workspace.device)
         self._arguments = (
             self._slot.addresses.data_ptr(),
@@ -276,7 +291,20 @@ class PeerBuffers:
 
     def buffer(self, turn: int, rank: int | None = None) -> Tensor:
         """Returns the bytes of a buffer of ``rank``; None: of this rank."""
-        return self._buffers[self.rank if rank is None else rank][turn]
+        of_rank = self._buffers[self.rank if rank is None else rank]
+        return of_rank[turn]
+
+    def note_read(self, turn: int) -> None:
+        """Notes that the current stream has read this buffer; to be called after a barrier that follows the other ranks' reads."""
+        if self._device.type == "cuda":
+            event = self._read.setdefault(turn, torch.cuda.Event())
+            event.record()
+
+    def wait_until_read(self, turn: int) -> None:
+        """Makes the current stream wait until this buffer may be written again."""
+        event = self._read.get(turn)
+        if event is not None:
+            event.wait()
 
     def barrier(self) -> None:
         """Makes the current stream wait until the streams of all ranks have come here, with what they wrote before.

@@ -22,7 +22,7 @@ from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as full_tensor
 from fabricamp.strategies.capabilities import Sharding
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
-from fabricamp.strategies.fsdp_collectives import Collectives, peer_memory_of
+from fabricamp.strategies.fsdp_collectives import Collectives, asked_exchange, peer_memory_of
 from fabricamp.strategies.fsdp_units import (
     Unit,
     described,
@@ -105,6 +105,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(timeout=timeout)
+        asked_exchange()  # raises for a wrong value
         self.units = units if units == "auto" else _checked_classes("units", units)
         self.activation_checkpointing = _checked_classes("activation_checkpointing", activation_checkpointing)
         self.replicate = _checked_replicate(replicate)

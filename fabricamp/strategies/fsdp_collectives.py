@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricamp.errors import ConfigError, nearest
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.flat_casts import DTYPES, FlatCast, Piece
-from fabricamp.ops.peer_memory import PeerBuffers, workspace_of
+from fabricamp.ops.peer_memory import PeerBuffers, checked_exchange, workspace_of
 from fabricamp.ops.rank_sums import rank_sums
 from fabricamp.ops.shards import is_shard, local
 from fabricamp.torch_private import (
@@ -38,11 +37,10 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 VARIABLE: Final = "FABRICAMP_FSDP_EXCHANGE"
-EXCHANGES: Final = ("peer", "collective")
-_GATHERED: Final = 3
+_GATHERED: Final = 2
 """Buffers of gathered weights: torch keeps two units at a time."""
 _SCATTERED: Final = 2
-"""Buffers of gradients: torch waits for the reduce-scatter of a unit before it copies the next unit but one."""
+"""Buffers of gradients: one is copied while the ranks read the other."""
 _FEWEST: Final = 2**16
 """Elements of a shard that are worth calls of Python functions before and after each gather; torch copies smaller ones."""
 
@@ -56,7 +54,7 @@ class ShardCast(Tensor):
     With a ``scale``, one value in fp32, it is e4m3: ``shard`` is rounded to ``dtype`` first, then multiplied in fp32.
     """
 
-    __torch_function__ = unwatched_operations
+    __torch_function__ = unwatched_operations  # type: ignore[assignment]  # torch declares another signature
     shard: Tensor
     rounded: torch.dtype
     scale: Tensor | None
@@ -95,7 +93,9 @@ class ShardCast(Tensor):
         return cast.view(-1).view(self.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a static method
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Runs an operation."""
         if func is fsdp_copy_ops().all_gather_copy_in and not kwargs:
             return _copied_in(*args)
@@ -195,7 +195,7 @@ class CastShard:
 class FlatGradients(Tensor):
     """What a unit's gradients are scattered from: torch's ``fsdp.chunk_cat`` casts them into it by one launch."""
 
-    __torch_function__ = unwatched_operations
+    __torch_function__ = unwatched_operations  # type: ignore[assignment]  # torch declares another signature
     place: _Place
     exchange: ScatterCasts
 
@@ -208,12 +208,15 @@ class FlatGradients(Tensor):
         return self  # type: ignore[no-any-return]
 
     def view(self, *shape: Any) -> Tensor:
-        """Returns a view, which is in the same place; as many elements."""
-        sizes = torch.empty(self.shape, device="meta").view(*shape).shape
-        return FlatGradients(sizes, self.place, self.exchange)
+        """Returns ``view(ranks, -1)``, as FSDP asks for, in the same place; else a view of the memory."""
+        if len(shape) == 2 and shape[1] == -1:
+            return FlatGradients((shape[0], self.numel() // shape[0]), self.place, self.exchange)
+        return self.place.memory().view(*shape)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a static method
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Runs an operation on the memory."""
         if func is fsdp_copy_ops().chunk_cat:
             tensors, dimension, ranks = args
@@ -235,8 +238,9 @@ class _Place:
         self.dtype = dtype
         self.device = device
         self.halves: Tensor | None = None
+        """The gradients in a buffer."""
         self.turn = -1
-        """Number of the buffer that has ``halves``."""
+        """Number of this buffer."""
         self._memory: Tensor | None = None
 
     def memory(self) -> Tensor:
@@ -294,6 +298,7 @@ class ScatterCasts:
         peers.barrier()
         own = halves[peers.rank * share :][:share]
         rank_sums(own, others, output, rank=peers.rank, factor=1 / peers.ranks if average else 1.0)
+        peers.note_read(place.turn)
 
     def copy_in(self, gradients: Sequence[Tensor], ranks: int, place: _Place) -> bool:
         """Copies ``gradients``, rank by rank; returns False, and does nothing, where torch has to do it."""
@@ -314,6 +319,7 @@ class ScatterCasts:
         if peers is None or place.elements * dtype.itemsize > peers.size:
             return place.memory()
         place.turn = peers.next_turn()
+        peers.wait_until_read(place.turn)
         place.halves = peers.buffer(place.turn)[: place.elements * dtype.itemsize].view(dtype)
         return place.halves
 
@@ -427,7 +433,7 @@ def peer_memory_of(
 
     A collective with one answer on all ranks.
     """
-    if checked_exchange() == "collective":
+    if asked_exchange() == "collective":
         return None
     workspace, _ = workspace_of(group, device)
     if workspace is None:
@@ -442,15 +448,9 @@ def peer_memory_of(
     return None if gather is None or scatter is None else PeerMemory(PeerGather(gather), scatter)
 
 
-def checked_exchange() -> str | None:
-    """Returns what the environment asks for: "peer" or "collective"; None: whatever is faster."""
-    choice = os.environ.get(VARIABLE) or None
-    if choice is None or choice in EXCHANGES:
-        return choice
-    raise ConfigError(
-        f"{VARIABLE}={choice!r} is not known (known: {', '.join(map(repr, EXCHANGES))}; unset: the fastest one that works)"
-        f"{nearest(choice, EXCHANGES)}"
-    )
+def asked_exchange() -> str | None:
+    """Returns what the environment asks for: "peer" or "collective"; None: the faster one that works."""
+    return checked_exchange(os.environ.get(VARIABLE) or None, VARIABLE)
 
 
 def has_equal_shards(parameter: Any) -> bool:

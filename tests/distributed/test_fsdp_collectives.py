@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime as dt
+import os
 
 import pytest
 import torch
@@ -11,14 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from fabricamp import Float8, TrainingModule, seed_everything
+from fabricamp import ConfigError, Float8, TrainingModule, seed_everything
+from fabricamp.errors import DistributedError
 from fabricamp.ops import bridge, peer_memory
+from fabricamp.ops.peer_memory import check_peers, workspace_of
 from fabricamp.ops.shards import local
 from fabricamp.optimizers import FusedAdam
 from fabricamp.strategies import FSDP, fsdp_collectives
-from fabricamp.strategies.fsdp_collectives import ShardCast
+from fabricamp.strategies.fsdp_collectives import VARIABLE, ShardCast
 from tests.cuda_on_cpu.compiler import compiler
-from tests.cuda_on_cpu.shared_memory import map_words
+from tests.cuda_on_cpu.shared_memory import map_words, use_kernels
 from tests.distributed.ranks import import_compiler, run_ranks
 from tests.small import loader, quiet_trainer
 
@@ -205,6 +209,62 @@ def reading_peers():
 
 def test_ranks_that_read_each_others_memory_get_the_bits_of_collectives():
     run_ranks(reading_peers, 2, timeout=20.0)
+
+
+def of_four_that_read():
+    losses = []
+    for exchange in ("peer", "collective"):
+        os.environ[VARIABLE] = exchange
+        with kernels_on_cpu(peers=True) as launches:
+            losses.append(torch.stack(trained("O5").losses))
+        assert ("peer_barrier" in launches) is (exchange == "peer")
+    # Four values are added up in another order.
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+    os.environ[VARIABLE] = ""
+    _, launches = compared("O5", peers=True, make=lambda: FSDP([Block, EvenBlock], replicate=2))
+    assert "rank_sums" in launches
+
+
+def test_four_ranks_that_read_each_others_memory():
+    run_ranks(of_four_that_read, 4)
+
+
+def test_an_unknown_exchange_is_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "per")
+    with pytest.raises(ConfigError, match="FABRICAMP_FSDP_EXCHANGE='per' is not known .* did you mean 'peer'"):
+        FSDP()
+
+
+def barriers():
+    """Buffers of each rank that all read, and a rank that does not come to a barrier."""
+    use_kernels()
+    group = dist.new_group(timeout=dt.timedelta(seconds=2))
+    workspace, reason = workspace_of(group, torch.device("cpu"))
+    assert not reason
+    buffers = workspace.buffers(100, 2)
+    assert buffers.size == 128
+    rank = dist.get_rank()
+    turns = []
+    for number in range(5):
+        turn = buffers.next_turn()
+        turns.append(turn)
+        buffers.buffer(turn).fill_(10 * number + rank)
+        buffers.barrier()
+        for other in range(buffers.ranks):
+            assert (buffers.buffer(turn, other) == 10 * number + other).all()
+        buffers.barrier()
+    assert turns == [0, 1, 0, 1, 0]
+    check_peers()
+    if rank == 0:
+        buffers.barrier()  # waits, and returns
+        with pytest.raises(
+            DistributedError, match=r"rank 0 waited 2 s in a kernel \(of SyncBatchNorm or FSDP\) for rank 1"
+        ):
+            buffers.barrier()
+
+
+def test_a_rank_that_does_not_come_to_a_barrier_is_named():
+    run_ranks(barriers, 2)
 
 
 class Copied(Net):
