@@ -66,6 +66,9 @@ class FSDP(ProcessGroupStrategy, Sharding):
     one exchange of one number.  A checkpoint is a folder that all processes write; any number of processes can resume from it.
     After a run rank 0 has the full parameters, in host memory; the other ranks have them on the meta device.
 
+    GPUs of one machine that reach each other's memory exchange weights and gradients by it; the environment variable
+    ``FABRICAMP_FSDP_EXCHANGE=collective`` leaves this to NCCL.
+
     Args:
         units: "auto" finds repeated layers by structure; or a list of the units' classes.
         replicate: number of copies of the module, each sharded over an equal number of ranks (HSDP); copies exchange only

@@ -1,7 +1,8 @@
-"""The copies before FSDP's collectives, each by one launch: of shards that are gathered, and of gradients that are scattered.
+"""FSDP's all-gathers and reduce-scatters on devices that run kernels.
 
-torch casts a unit's shards into memory of their own, and copies this into the memory that it gathers.  :class:`ShardCast` stands
-for the cast in between, and is made where torch copies it.
+In this order: the casts of shards where torch copies them into the memory that is gathered, all of a unit by one launch
+(:class:`ShardCast`); the reduce-scatter, whose gradients are copied by one launch (:class:`ScatterCasts`); the all-gather of ranks
+that reach each other's memory (:class:`PeerGather`), as those of one machine do; what puts them into a module.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ extern "C" __global__ void __launch_bounds__(256) rank_sums(
   bool aligned = ((int64)own | (int64)others | (int64)to | elements * (int64)sizeof(HALF)) % 16 == 0;
   int64 thread = (int64)blockIdx.x * blockDim.x + threadIdx.x, threads = (int64)gridDim.x * blockDim.x;
   int64 whole = aligned ? elements : 0;
+  float share = (float)factor;
   for (int64 place = thread * kElements; place < whole; place += threads * kElements) {
     float sums[kElements] = {};
-    for (int64 from = 0; from < ranks; ++from) {
+#pragma unroll 1
+    for (int from = 0; from < (int)ranks; ++from) {
       const HALF* part = from == rank ? own : others + (from - (from > rank)) * elements;
       float values[kElements];
       load<kElements>(part + place, values);
@@ -23,15 +25,15 @@ extern "C" __global__ void __launch_bounds__(256) rank_sums(
       for (int j = 0; j < kElements; ++j) sums[j] += values[j];
     }
 #pragma unroll
-    for (int j = 0; j < kElements; ++j) sums[j] *= (float)factor;
+    for (int j = 0; j < kElements; ++j) sums[j] *= share;
     store<kElements>(to + place, sums);
   }
   for (int64 place = whole + thread; place < elements; place += threads) {
     float sum = 0.f;
-    for (int64 from = 0; from < ranks; ++from) {
+    for (int from = 0; from < (int)ranks; ++from) {
       const HALF* part = from == rank ? own : others + (from - (from > rank)) * elements;
       sum += widen(part[place]);
     }
-    to[place] = sum * (float)factor;
+    to[place] = sum * share;
   }
 }
