@@ -8,15 +8,18 @@ cannot be imported, so :data:`ATTRIBUTES` lists them.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+from torch._C import _disabled_torch_function_impl as unwatched_operations
 from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch._weights_only_unpickler import Unpickler as WeightsOnlyUnpickler
@@ -34,6 +37,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimize
 from torch.serialization import _load as load_zipfile
 from torch.serialization import _open_zipfile_reader as open_zipfile_reader
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 __all__ = [
@@ -65,6 +69,7 @@ __all__ = [
     "exporting",
     "forget_memory",
     "forward_derivative_level",
+    "fsdp_copy_ops",
     "functorch_active",
     "global_forward_pre_hooks",
     "global_hooks",
@@ -90,10 +95,13 @@ __all__ = [
     "stream_in_use",
     "symmetric_memory",
     "tracing_state",
+    "tree_map_only",
     "uncompiled",
     "unobserved_apply",
+    "unwatched_operations",
     "whole_gradient",
     "with_part",
+    "wrapper_tensor",
     "write_memory",
 ]
 
@@ -105,6 +113,8 @@ __all__ = [
 # WeightsOnlyUnpickler: the bytes of a checkpoint's objects are a part of its file, and torch.load reads whole files.
 # load_zipfile and open_zipfile_reader: torch.load with an unpickler of ours also takes TorchScript archives and tar files, whose
 # loaders run code or write files.
+# unwatched_operations: a class whose tensors have no memory has operations of its own below autograd only, at __torch_dispatch__.
+# tree_map_only: an operation's arguments have tensors in lists and dictionaries.
 # is_traceable_wrapper_subclass: kernels cannot read a DTensor or another wrapper subclass; fused optimizers refuse them.
 
 functorch_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
@@ -393,6 +403,26 @@ def sharded_parameters(module: Any) -> list[Any]:
     """Returns torch's records of the parameters that ``fully_shard`` gathers with ``module``."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else list(group.fsdp_params)
+
+
+class CopyOps(NamedTuple):
+    """torch's operations that copy before FSDP's collectives; None: this torch has no such operation."""
+
+    all_gather_copy_in: Any
+    chunk_cat: Any
+
+
+@functools.cache
+def fsdp_copy_ops() -> CopyOps:
+    """Returns the operations."""
+    importlib.import_module("torch.distributed.fsdp")  # defines them
+    packets = [getattr(torch.ops.fsdp, name, None) for name in CopyOps._fields]
+    return CopyOps(*[getattr(packet, "default", None) for packet in packets])
+
+
+def wrapper_tensor(kind: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns a tensor of class ``kind`` without memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def whole_gradient(record: Any) -> torch.Tensor | None:

@@ -1,9 +1,10 @@
-"""Memory that every rank of a group can write to: kernels exchange their statistics through it.
+"""Memory that every rank of a group can write to: kernels exchange their statistics through it, and FSDP its weights and gradients.
 
 The only file that uses torch's symmetric memory, an alpha interface: its presence is checked when it is needed, and it only
-provides plain addresses of the peers' memory.
+provides the addresses of the peers' memory.
 
-In order: the workspaces of this process, the :class:`Workspace` of a group with the slots of its layers, and the mapping of memory.
+In order: the workspaces of this process, the :class:`Workspace` of a group with the slots of its layers, the :class:`PeerBuffers`
+of an exchange, and the mapping of memory.
 """
 
 from __future__ import annotations
@@ -23,16 +24,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricamp.errors import DistributedError
-from fabricamp.ops.bridge import runs_kernels
+from fabricamp.errors import ConfigError, DistributedError, nearest
+from fabricamp.ops.bridge import kernel, runs_kernels
 from fabricamp.ops.uploads import pinned_for_kernels
 from fabricamp.torch_private import symmetric_memory
+
+EXCHANGES: Final = ("peer", "collective")
+"""How ranks exchange values: they reach each other's memory, or torch's collectives do it."""
 
 _BLOCK_WORDS: Final = 2**19
 """Words of 8 bytes that are mapped at a time: 4 MiB, enough for a ResNet-50 on two ranks."""
 _USUAL_TIMEOUT: Final = timedelta(minutes=30)
+_LINE: Final = 128
+_BARRIER_THREADS: Final = 32
 _Word = TypeVar("_Word")
 _NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+def checked_exchange(choice: str | None, name: str) -> str | None:
+    """Returns ``choice`` of the option or variable ``name``; raises :class:`ConfigError` unless it is None or a known one."""
+    if choice is None or choice in EXCHANGES:
+        return choice
+    raise ConfigError(
+        f"{name}={choice!r} is not known (known: {', '.join(map(repr, EXCHANGES))}; unset: the fastest one that works)"
+        f"{nearest(choice, EXCHANGES)}"
+    )
 
 
 _workspaces: dict[tuple[str, torch.device], tuple[weakref.ref[dist.ProcessGroup], Workspace | None, str]] = {}
@@ -136,24 +152,17 @@ class Workspace:
         self._blocks: list[Mapped] = []
         self._free: list[_WordRange] = []  # the same on every rank, like the keys of _used
         self._used: dict[_WordRange, weakref.ref[WorkspaceSlot]] = {}
-        self._ranks = dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
 
     def grow(self, words: int) -> str:
         """Maps a block for ``words`` more words; returns the reason if that fails, else "".  A collective with one answer."""
         group = self.group()
         assert group is not None
         size = max(words, _BLOCK_WORDS)
-        problem = ""
-        block = None
-        try:
-            block = ALLOCATORS[self.device.type](size, group, self.device)
-        except (RuntimeError, ImportError, AttributeError, OSError) as error:
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        problems = self._gather(problem)  # all blocks are zeroed before a peer writes
-        if any(problems):
-            return next(filter(None, problems))
-        assert block is not None
+        block, problem = self._map(size, group)
+        if block is None:
+            return problem
         self._free.append(_WordRange(len(self._blocks), 0, size))
         self._blocks.append(block)
         return ""
@@ -173,11 +182,32 @@ class Workspace:
         addresses = [address + 8 * word_range.start for address in self._blocks[word_range.block].addresses]
         slot = WorkspaceSlot(
             torch.tensor(addresses, dtype=torch.int64, device=self.device),
-            addresses[self._rank],
+            addresses[self.rank],
             torch.zeros(channels, dtype=torch.int32, device=self.device),
         )
         self._used[word_range] = weakref.ref(slot)
         return slot
+
+    def buffers(self, bytes_of_each: int, number: int) -> PeerBuffers | None:
+        """Maps ``number`` buffers; returns None on every rank if that fails on one.  A collective."""
+        words = -(-bytes_of_each // _LINE) * (_LINE // 8)
+        group = self.group()
+        assert group is not None
+        block, _ = self._map(words * number, group)
+        return None if block is None else PeerBuffers(self, block, 8 * words, number)
+
+    def _map(self, words: int, group: dist.ProcessGroup) -> tuple[Mapped | None, str]:
+        """Returns a block of zeroed words; or None, and the reason of the first rank that has one."""
+        problem = ""
+        block = None
+        try:
+            block = ALLOCATORS[self.device.type](words, group, self.device)
+        except (RuntimeError, ImportError, AttributeError, OSError) as error:
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        problems = self._gather(problem)  # all blocks are zeroed before a peer writes
+        if any(problems):
+            return None, next(filter(None, problems))
+        return block, ""
 
     def _take(self, words: int) -> _WordRange | None:
         for index, (block, start, size) in enumerate(self._free):
@@ -208,7 +238,7 @@ class Workspace:
         """Waits for the device, then for all ranks; returns the ``own`` of each rank."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        gathered = [own] * self._ranks
+        gathered = [own] * self.ranks
         dist.all_gather_object(gathered, own, group=self.group())
         return gathered
 
@@ -220,10 +250,69 @@ class Workspace:
             own = "?" if group is None else dist.get_rank()
             other = missing - 1 if group is None else dist.get_global_rank(group, missing - 1)
             raise DistributedError(
-                f"rank {own} waited {self.timeout.total_seconds():g} s in a SyncBatchNorm for rank {other}, which did not "
-                "reach it: it is dead, hangs, or runs other layers; do not use values computed since then; see that "
+                f"rank {own} waited {self.timeout.total_seconds():g} s in a kernel (of SyncBatchNorm or FSDP) for rank {other}, "
+                "which did not reach it: it is dead, hangs, or runs other layers; do not use values computed since then; see that "
                 f"rank's log, or give the process group a longer timeout if it was only slow"
             )
+
+
+class PeerBuffers:
+    """Buffers of equal sizes on each rank that every rank can read, used in turn, and a barrier of the ranks' devices."""
+
+    def __init__(self, workspace: Workspace, block: Mapped, size: int, number: int) -> None:
+        self.size = size
+        """Bytes of a buffer."""
+        self.rank = workspace.rank
+        self.ranks = workspace.ranks
+        self._workspace = workspace
+        self._block = block
+        self._buffers: list[list[Tensor]] = [list(memory.view(torch.uint8).split(size)) for memory in block.peers]
+        self._slot = workspace.slot(self.ranks, 1)
+        self._number = number
+        self._turn = -1
+        self._device = workspace.device
+        self._read: dict[int, torch.cuda.Event] = {}
+        self._kernel = kernel("peer_barrier", "peer_barrier", (), workspace.device)
+        self._arguments = (
+            self._slot.addresses.data_ptr(),
+            self._slot.own,
+            self._slot.exchanges.data_ptr(),
+            self.rank,
+            self.ranks,
+            int(workspace.timeout.total_seconds() * 1e9),
+            workspace.failed.data_ptr(),
+            workspace.host_failed.data_ptr(),
+        )
+
+    def next_turn(self) -> int:
+        """Returns the number of the buffer that was not used for the longest time."""
+        self._turn = (self._turn + 1) % self._number
+        return self._turn
+
+    def buffer(self, turn: int, rank: int | None = None) -> Tensor:
+        """Returns the bytes of a buffer of ``rank``; None: of this rank."""
+        of_rank = self._buffers[self.rank if rank is None else rank]
+        return of_rank[turn]
+
+    def note_read(self, turn: int) -> None:
+        """Notes that the current stream has read this buffer; to be called after a barrier that follows the other ranks' reads."""
+        if self._device.type == "cuda":
+            event = self._read.setdefault(turn, torch.cuda.Event())
+            event.record()
+
+    def wait_until_read(self, turn: int) -> None:
+        """Makes the current stream wait until this buffer may be written again."""
+        event = self._read.get(turn)
+        if event is not None:
+            event.wait()
+
+    def barrier(self) -> None:
+        """Makes the current stream wait until the streams of all ranks have come here, with what they wrote before.
+
+        Raises :class:`DistributedError` if an earlier kernel timed out waiting for a rank.
+        """
+        self._workspace.check()
+        self._kernel.launch(1, _BARRIER_THREADS, *self._arguments)
 
 
 class _WordRange(NamedTuple):
@@ -264,6 +353,8 @@ class Mapped(NamedTuple):
     addresses: list[int]
     own: Tensor
     """This rank's words."""
+    peers: list[Tensor]
+    """Each rank's words."""
     keep: Any
 
 
@@ -275,7 +366,8 @@ def _symmetric_memory(words: int, group: dist.ProcessGroup, device: torch.device
         own = symmetric.empty(words, dtype=torch.int64, device=device)
         own.zero_()
         handle = symmetric.rendezvous(own, group)
-    return Mapped(list(handle.buffer_ptrs), own, handle)
+    peers = [handle.get_buffer(rank, (words,), torch.int64) for rank in range(dist.get_world_size(group))]
+    return Mapped(list(handle.buffer_ptrs), own, peers, handle)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
-from fabricamp.ops.float8 import to_float8
-from fabricamp.ops.shards import SharedRows, is_shard, local
+from fabricamp.ops.shards import SharedRows, local
+from fabricamp.strategies.fsdp_collectives import ShardCast, has_equal_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ class Float8Gather:
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        shared = [layer for layer in layers if _has_equal_shards(layer.weight)]
+        shared = [layer for layer in layers if has_equal_shards(layer.weight)]
         self._shards: list[Any] = [local(layer.weight) for layer in shared]
         self._ranks = SharedRows.of([layer.weight for layer in shared])
         self._keeps = False
@@ -45,6 +45,8 @@ class Float8Gather:
         # 16 bytes for each scale: compiled code copies an input whose address 16 does not divide.
         self._scales = torch.ones(len(shared), 4, dtype=torch.float32, device=device)[:, :1]
         self._hooks = []
+        # The functions of FSDP's own copies, which these replace.
+        self._replaced = [dict(vars(shard)) for shard in self._shards]
         for layer, shard, scale in zip(shared, self._shards, self._scales, strict=True):
             weight = _Weight(self, layer, shard, scale)
             shard.fsdp_pre_all_gather = weight
@@ -87,12 +89,12 @@ class Float8Gather:
         self._is_known = True
 
     def take_off(self) -> None:
-        """Makes the shards plain tensors again, without further attributes, and takes the hooks off the layers."""
+        """Gives the shards the attributes that they had before, and takes the hooks off the layers."""
         for hook in self._hooks:
             hook.remove()
-        for shard in self._shards:
-            del shard.fsdp_pre_all_gather
-            del shard.fsdp_post_all_gather
+        for shard, replaced in zip(self._shards, self._replaced, strict=True):
+            vars(shard).clear()
+            vars(shard).update(replaced)
         self._shards = []
 
 
@@ -108,15 +110,19 @@ class _Weight:
         self._layer = weakref.ref(layer)
         self._shard = shard
         self._scale = scale
+        self._casts: dict[torch.dtype, ShardCast] = {}
         # Settings that torchao's class gives its layers.
         self._products = layer.linear_mm_config
         self._float8 = layer.config.cast_config_weight.target_dtype
 
     def __call__(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[Any, Any]:
-        """Returns the shard in FP8 as a tuple, and what :meth:`after_gather` gets as ``metadata``."""
+        """Returns the shard in FP8 as a tuple, and what :meth:`after_gather` gets as ``metadata``: the weight's shape."""
         dtype = policy.param_dtype or self._shard.dtype
         self._gather.know(dtype, self._float8)
-        return (to_float8(self._shard, self._scale, self._float8, dtype),), None
+        cast = self._casts.get(dtype)
+        if cast is None:
+            cast = self._casts[dtype] = ShardCast(self._shard, dtype, self._scale)
+        return (cast,), size
 
     def __deepcopy__(self, memo: Any) -> _Weight:
         return self
@@ -135,7 +141,7 @@ class _Weight:
             return None
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-        (data,) = gathered
+        data = gathered[0].view(metadata)
         whole = Float8TrainingTensor(data, self._scale[0], dtype, self._products, GemmInputRole.WEIGHT)
         return whole, (data,)
 
@@ -147,14 +153,3 @@ class _Weight:
             raise ConfigError(
                 f"load_state_dict(assign=True) would replace {name}, which is gathered in FP8; load without assign"
             )
-
-
-def _has_equal_shards(weight: Any) -> bool:
-    if not is_shard(weight):
-        return False
-    ranks = [
-        weight.device_mesh.size(dimension)
-        for dimension, placement in enumerate(weight.placements)
-        if not placement.is_replicate()
-    ]
-    return all(weight.shape[0] % number == 0 for number in ranks)

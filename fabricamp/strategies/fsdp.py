@@ -1,7 +1,7 @@
 """Fully sharded data parallel (torch's ``fully_shard``): each rank holds a shard of parameters, gradients and optimizer states.
 
-In this order: the strategy with its activation checkpointing; the full gradients that it keeps during an accumulation; the way
-back to a plain module after a run; the checks of its options.
+In this order: the strategy with its activation checkpointing; the full gradients that it keeps during an accumulation; the hooks of
+the root module; the way back to a plain module after a run; the checks of its options.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
+from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as full_tensor
 from fabricamp.strategies.capabilities import Sharding
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
+from fabricamp.strategies.fsdp_collectives import Collectives, asked_exchange, peer_memory_of
 from fabricamp.strategies.fsdp_units import (
     Unit,
     described,
@@ -64,6 +66,9 @@ class FSDP(ProcessGroupStrategy, Sharding):
     one exchange of one number.  A checkpoint is a folder that all processes write; any number of processes can resume from it.
     After a run rank 0 has the full parameters, in host memory; the other ranks have them on the meta device.
 
+    GPUs of one machine that reach each other's memory exchange weights and gradients by it; the environment variable
+    ``FABRICAMP_FSDP_EXCHANGE=collective`` leaves this to NCCL.
+
     Args:
         units: "auto" finds repeated layers by structure; or a list of the units' classes.
         replicate: number of copies of the module, each sharded over an equal number of ranks (HSDP); copies exchange only
@@ -103,6 +108,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__(timeout=timeout)
+        asked_exchange()  # raises for a wrong value
         self.units = units if units == "auto" else _checked_classes("units", units)
         self.activation_checkpointing = _checked_classes("activation_checkpointing", activation_checkpointing)
         self.replicate = _checked_replicate(replicate)
@@ -119,6 +125,8 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._dtypes: dict[str, torch.dtype] = {}
         self._mesh: DeviceMesh | None = None
         self._meshes: list[DeviceMesh] = []
+        self._cast_units: list[tuple[Any, torch.dtype]] = []
+        """The modules whose parameters are gathered in another dtype than their own, and this dtype."""
         self._whole: WholeGradients | None = None
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
@@ -135,6 +143,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         unit_classes = described(units)
 
         self._undo = Undo(module)
+        self._cast_units = []
         self._module = module
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self._dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
@@ -277,16 +286,20 @@ class FSDP(ProcessGroupStrategy, Sharding):
             # The root's parameters are needed again when backward begins; None lets torch keep them gathered.
             after = None
         policy = full if unit.module in plan.kept else half
+        if policy.param_dtype is not None:
+            self._cast_units.append((unit.module, policy.param_dtype))
         fully_shard(unit.module, mesh=self._mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=offload)
 
     def _wrap_steps(self, module: nn.Module) -> None:
         """Makes each of the user's steps gather the parameters outside of all units, as a forward does."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
+        hooks = RootHooks(module)
         for name in _STEPS:
             if callable(getattr(module, name, None)) and _is_written(module, name):
                 self._steps[name] = vars(module).get(name)
                 written = getattr(module, name)
+                vars(module)[name] = hooks.left_out_within(written)
                 register_fsdp_forward_method(module, name)
                 wrapped = functools.partial(getattr(module, name))
                 # With the step's own signature: torch's wrapper shows one argument less.
@@ -331,8 +344,23 @@ class FSDP(ProcessGroupStrategy, Sharding):
             super().place_module(module)
 
     def share_module(self, module: nn.Module) -> None:
-        """Broadcasts rank 0's buffers; parameters are sharded already."""
+        """Broadcasts rank 0's buffers; parameters are sharded already, and from now on their shards stay the same tensors."""
         self.share_buffers(module)
+        self._replace_collectives()
+
+    def _replace_collectives(self) -> None:
+        """Makes kernels cast shards and gradients where they are copied, and the ranks read each other's memory."""
+        sharing = self.world_size // (self.replicate * self.tensor_parallel)
+        # torch takes larger shards, offloaded ones and parts of split layers through other functions.
+        plain = isinstance(self.reshard_after_forward, bool) and not self.offload and self.parallelize is None
+        if sharing == 1 or not plain or not self._cast_units or not runs_kernels(self.device):
+            return
+        assert self._undo is not None, "shard_module has made it"
+        assert self._mesh is not None
+        peers = peer_memory_of(self._cast_units, self._mesh.get_group("shard"), self.device)
+        collectives = Collectives()
+        collectives.replace(self._cast_units, peers)
+        self._undo.also(collectives.take_off)
 
     def settle_module(self, module: nn.Module) -> None:
         """Reshards parameters that a forward without a backward has left gathered."""
@@ -409,6 +437,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._undo = None
         self._module = None
         self._whole = None
+        self._cast_units = []
         if undo is None:
             return
         for name, before in self._steps.items():
@@ -438,6 +467,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._undo = None
         self._module = None
         self._whole = None
+        self._cast_units = []
         self._steps = {}
         # No reference to the group may remain: torch's FSDP states are reference cycles, and optimizers hold the mesh too.
         gc.collect()
@@ -572,7 +602,51 @@ class WholeGradients:
         return DTensor.from_local(own, self._mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-_TORCHS: Final = ("torch.distributed.fsdp.", "torch.distributed._composable.", "torch.distributed.tensor.")
+class RootHooks:
+    """FSDP's hooks of a forward of the root module, which do nothing within a step: the step has gathered the root's parameters.
+
+    torch takes the end of a forward within a step for that of the step.  It would free the root's parameters, gather them again
+    when backward begins, and gather the last unit only after that.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._steps = 0
+        """The number of steps that run now: a step may call another one."""
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                if str(hook.__module__).startswith(_FSDP):
+                    hooks[key] = _OutsideSteps(self, hook)
+
+    @property
+    def in_a_step(self) -> bool:
+        """Whether a step runs."""
+        return self._steps > 0
+
+    def left_out_within(self, step: Step) -> Step:
+        """Returns ``step``; while it runs the hooks do nothing."""
+
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._steps += 1
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._steps -= 1
+
+        return run
+
+
+class _OutsideSteps:
+    def __init__(self, hooks: RootHooks, hook: Callable[..., Any]) -> None:
+        self._hooks = hooks
+        self.hook = hook
+
+    def __call__(self, *arguments: Any) -> Any:
+        return None if self._hooks.in_a_step else self.hook(*arguments)
+
+
+_FSDP: Final = "torch.distributed.fsdp."
+_TORCHS: Final = (_FSDP, "torch.distributed._composable.", "torch.distributed.tensor.")
 _HOOKS: Final = (
     "_forward_pre_hooks",
     "_forward_hooks",

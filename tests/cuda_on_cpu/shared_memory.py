@@ -22,7 +22,7 @@ def map_words(words, group, device):
     dist.all_gather_object(names, own.name, group=group)
     mapped = [torch.from_file(name, shared=True, size=words, dtype=torch.int64) for name in names]
     dist.barrier(group=group)  # all ranks have mapped the files, so these may be deleted
-    return peer_memory.Mapped([one.data_ptr() for one in mapped], mapped[dist.get_rank(group)], (own, mapped))
+    return peer_memory.Mapped([one.data_ptr() for one in mapped], mapped[dist.get_rank(group)], mapped, own)
 
 
 def use_kernels(reverse=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import torch
 from fabricamp import seed_everything
 from fabricamp.callbacks import AsyncCheckpoint
 from fabricamp.checkpoint import read_checkpoint
-from fabricamp.strategies import FSDP, fsdp
+from fabricamp.ops.flat_casts import FlatCast
+from fabricamp.strategies import FSDP, fsdp, fsdp_collectives
 from fabricamp.utilities.grads import grad_norm
+from tests.distributed import test_fsdp_collectives as collectives
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import CELLS, Block, Cell, Net, fitted, flat, sharding, too_far
@@ -113,6 +116,28 @@ def waits():
     return trainer.global_step
 
 
+def copies():
+    """Compares runs whose shards and gradients are cast as they are copied with runs that leave the copies to torch."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    fsdp_collectives._FEWEST = 32
+    launches = []
+    real = FlatCast.__call__
+    FlatCast.__call__ = lambda *arguments: launches.append(1) or real(*arguments)
+    for precision, reshard in product(("O2", "O4", "O5"), (True, False)):
+        options = {"accelerator": "gpu", "accumulate_grad_batches": 2 if precision == "O4" else 1}
+        units = [collectives.Block, collectives.EvenBlock]
+        launches.clear()
+        own = collectives.trained(precision, strategy=FSDP(units, reshard_after_forward=reshard), **options)
+        assert launches
+        launches.clear()
+        with collectives.torchs_copies():
+            torchs = collectives.trained(precision, strategy=FSDP(units, reshard_after_forward=reshard), **options)
+        assert not launches
+        assert torch.equal(torch.stack(own.losses), torch.stack(torchs.losses))
+        if int(os.environ["RANK"]) == 0:
+            assert torch.equal(flat(own), flat(torchs))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fsdp")
@@ -168,3 +193,7 @@ def test_layers_that_are_split_train_what_whole_ones_train(cell, split_ranks):
 
 def test_the_host_waits_for_nothing_in_a_step(ranks):
     assert [one["waits"] for one in ranks] == [8, 8]
+
+
+def test_the_bits_are_those_of_torchs_copies():
+    run_ranks(copies, 2, backend=None, start_method="spawn")

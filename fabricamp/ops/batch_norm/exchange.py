@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricamp.errors import ConfigError, NotCapturableError, nearest
-from fabricamp.ops.peer_memory import Workspace, WorkspaceSlot, obstacle_on, workspace_of
+from fabricamp.errors import ConfigError, NotCapturableError
+from fabricamp.ops.peer_memory import Workspace, WorkspaceSlot, checked_exchange, obstacle_on, workspace_of
 
 VARIABLE: Final = "FABRICAMP_SYNCBN_EXCHANGE"
-EXCHANGES: Final = ("peer", "collective")
 
 _keys = itertools.count(1)
 _by_key: weakref.WeakValueDictionary[int, BatchNormExchange] = weakref.WeakValueDictionary()
@@ -53,7 +52,7 @@ class BatchNormExchange:
     def __init__(self, channels: int, group: dist.ProcessGroup | None = None, choice: str | None = None) -> None:
         self.channels = channels
         self.group = _checked_group(group)
-        self.choice = _checked(choice, "exchange")
+        self.choice = checked_exchange(choice, "exchange")
         self.key = next(_keys)
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.memories: dict[Route | None, Any] = {}
@@ -106,7 +105,7 @@ class BatchNormExchange:
                 "(create_syncbn_process_group does)"
             )
         held = weakref.ref(group)
-        choice = self.choice or _checked(os.environ.get(VARIABLE) or None, VARIABLE)
+        choice = self.choice or checked_exchange(os.environ.get(VARIABLE) or None, VARIABLE)
         if choice == "collective":
             return Route("collective", "asked for", rank, ranks, held)
         workspace, obstacle = workspace_of(group, device)
@@ -125,7 +124,7 @@ def exchange_of(key: int) -> BatchNormExchange:
 
 def exchange_on(device: torch.device) -> str:
     """Returns how ranks on devices like ``device`` exchange their statistics, as far as this process knows."""
-    choice = _checked(os.environ.get(VARIABLE) or None, VARIABLE)
+    choice = checked_exchange(os.environ.get(VARIABLE) or None, VARIABLE)
     if choice is not None:
         return f"statistics cross ranks by {choice}, as {VARIABLE} asks"
     if obstacle := obstacle_on(device):
@@ -150,13 +149,4 @@ def _checked_group(group: object) -> dist.ProcessGroup | None:
     raise ConfigError(
         f"process_group={group!r} is not a process group; give what create_syncbn_process_group(size) or "
         "torch.distributed.new_group(ranks) returns, or None for all ranks"
-    )
-
-
-def _checked(choice: str | None, name: str) -> str | None:
-    if choice is None or choice in EXCHANGES:
-        return choice
-    raise ConfigError(
-        f"{name}={choice!r} is not known (known: {', '.join(map(repr, EXCHANGES))}; unset: the fastest one that works)"
-        f"{nearest(choice, EXCHANGES)}"
     )

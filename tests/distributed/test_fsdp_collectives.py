@@ -1,0 +1,319 @@
+"""Casts where FSDP copies for its collectives, by kernels on CPUs, over Gloo: the bits of torch's copies, in fewer launches."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime as dt
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from fabricamp import ConfigError, Float8, TrainingModule, seed_everything
+from fabricamp.errors import DistributedError
+from fabricamp.ops import bridge, peer_memory
+from fabricamp.ops.peer_memory import check_peers, workspace_of
+from fabricamp.ops.shards import local
+from fabricamp.optimizers import FusedAdam
+from fabricamp.strategies import FSDP, fsdp_collectives
+from fabricamp.strategies.fsdp_collectives import VARIABLE, ShardCast
+from tests.cuda_on_cpu.compiler import compiler
+from tests.cuda_on_cpu.shared_memory import map_words, use_kernels
+from tests.distributed.ranks import import_compiler, run_ranks
+from tests.small import loader, quiet_trainer
+
+
+class Block(nn.Module):
+    """A block with shards of each kind: cast by a kernel, too small for it (the biases), and of uneven sizes (``odd``)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.odd = nn.Linear(32, 33, bias=False)
+        self.down = nn.Linear(33, 16)
+
+    def forward(self, x):
+        return x + self.down(self.odd(F.gelu(self.up(self.norm(x)))))
+
+
+class EvenBlock(nn.Module):
+    """A block whose gradients are cast by a kernel, as all ranks have equal shards."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(TrainingModule):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList([Block(), EvenBlock(), Block(), EvenBlock()])
+        self.head = nn.Linear(16, 3)
+        self.losses = []
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.detach().float())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(self(batch[0]).detach().float().sum())
+
+    def on_train_start(self):
+        self.shards = [local(parameter) for parameter in self.parameters()]
+        self.cast = [hasattr(shard, "fsdp_pre_all_gather") for shard in self.shards]
+
+    def configure_optimizers(self):
+        return FusedAdam(self.parameters(), lr=0.01)
+
+
+@contextlib.contextmanager
+def kernels_on_cpu(*, peers=False):
+    """Runs kernels on the CPU, and notes their launches; ``peers``: ranks read each other's memory."""
+    launches = []
+    compile_it = compiler(reverse=False)
+
+    def counting(text, function, device, *shared):
+        run = compile_it(text, function, device, *shared)
+        casts = "gather" if text.startswith("#define FROM float") else "scatter"
+
+        def counted(*arguments):
+            launches.append(casts if function == "flat_casts" else function)
+            run(*arguments)
+
+        return counted
+
+    bridge.COMPILERS["cpu"] = counting
+    if peers:
+        peer_memory.ALLOCATORS["cpu"] = map_words
+    bridge.kernel.cache_clear()
+    fewest, fsdp_collectives._FEWEST = fsdp_collectives._FEWEST, 32
+    try:
+        yield launches
+    finally:
+        del bridge.COMPILERS["cpu"]
+        peer_memory.ALLOCATORS.pop("cpu", None)
+        bridge.kernel.cache_clear()
+        fsdp_collectives._FEWEST = fewest
+
+
+@contextlib.contextmanager
+def torchs_copies():
+    """Leaves the copies to torch."""
+    real = fsdp_collectives.Collectives.replace
+    fsdp_collectives.Collectives.replace = lambda *_: None
+    try:
+        yield
+    finally:
+        fsdp_collectives.Collectives.replace = real
+
+
+def trained(precision, *, net=Net, strategy=None, **options):
+    seed_everything(5, verbose=False)
+    module = net()
+    strategy = strategy or FSDP([Block, EvenBlock])
+    options = {"devices": "auto", "max_epochs": 1, "num_sanity_val_steps": 1, **options}
+    trainer = quiet_trainer(strategy=strategy, precision=precision, **options)
+    trainer.fit(module, loader(16, 2), loader(8, 4))
+    return module
+
+
+def compared(precision, *, peers=False, **options):
+    """Returns the module and the launches of a run, which has the bits of one with torch's collectives."""
+    make = options.pop("make", lambda: None)
+    with kernels_on_cpu(peers=peers) as launches:
+        own = trained(precision, strategy=make(), **options)
+        made = list(launches)
+        launches.clear()
+        with torchs_copies():
+            torchs = trained(precision, strategy=make(), **options)
+        # Gathers in FP8 have casts of their own.
+        others = set(launches) & {"gather", "scatter", "peer_barrier", "rank_sums"}
+        assert not others or (others == {"gather"} and isinstance(precision, Float8))
+    assert torch.equal(torch.stack(own.losses), torch.stack(torchs.losses))
+    if dist.get_rank() == 0:
+        for (name, value), other in zip(own.state_dict().items(), torchs.state_dict().values(), strict=True):
+            assert torch.equal(value, other), name
+    assert not any(vars(shard) for shard in own.shards)
+    return own, made
+
+
+def of_two_ranks():
+    module, launches = compared("O5", num_sanity_val_steps=0, limit_val_batches=0)
+    names = [name for (name, _), cast in zip(Net().named_parameters(), module.cast, strict=True) if cast]
+    layers = [f"blocks.{index}.{layer}.weight" for index in range(4) for layer in ("up", "down")]
+    assert names == ["first.weight", *layers]
+    # Each of four steps gathers five units for forward and four for backward, and scatters those two whose gradients are all even.
+    assert launches.count("gather") == 4 * 9
+    assert launches.count("scatter") == 4 * 2
+    for precision, options in {
+        "O5": {},
+        "O2": {},
+        "O4": {"gradient_clip_val": 0.1},
+        "O1": {"accumulate_grad_batches": 2},
+        "O3": {"make": lambda: FSDP([Block, EvenBlock], reshard_after_forward=False)},
+    }.items():
+        # At O3 shards have the dtype in which they are gathered, and gradients that were accumulated are in fp32.
+        expected = {"O3": {"scatter"}, "O1": {"gather"}}.get(precision, {"gather", "scatter"})
+        assert expected <= set(compared(precision, **options)[1]), precision
+    assert "gather" not in compared("O0")[1]
+    assert "gather" not in compared("O4", make=lambda: FSDP([Block, EvenBlock], offload=True))[1]
+
+
+def test_the_bits_are_those_of_torchs_copies():
+    run_ranks(of_two_ranks, 2)
+
+
+def of_four_ranks():
+    assert "gather" in compared("O5", make=lambda: FSDP([Block, EvenBlock], replicate=2))[1]
+    assert "gather" not in compared("O5", make=lambda: FSDP([Block, EvenBlock], reshard_after_forward=2))[1]
+
+
+def test_copies_of_the_module_and_larger_shards():
+    run_ranks(of_four_ranks, 4)
+
+
+def reading_peers():
+    _, launches = compared("O5", peers=True, num_sanity_val_steps=0, limit_val_batches=0)
+    # Each of the 4 * 9 gathers and of the 4 * 2 reduce-scatters has a barrier before the ranks read, and one after it.
+    assert launches.count("peer_barrier") == 2 * (4 * 9 + 4 * 2)
+    assert launches.count("rank_sums") == 4 * 2
+    for precision, options in {
+        "O5": {},
+        "O2": {"gradient_clip_val": 0.1},
+        "O1": {"accumulate_grad_batches": 2},
+        "O3": {"make": lambda: FSDP([Block, EvenBlock], reshard_after_forward=False)},
+    }.items():
+        # Gradients that were accumulated are in fp32, and torch scatters them.
+        assert ({"peer_barrier"} if precision == "O1" else {"rank_sums"}) <= set(
+            compared(precision, peers=True, **options)[1]
+        )
+
+
+def test_ranks_that_read_each_others_memory_get_the_bits_of_collectives():
+    run_ranks(reading_peers, 2, timeout=20.0)
+
+
+def of_four_that_read():
+    losses = []
+    for exchange in ("peer", "collective"):
+        os.environ[VARIABLE] = exchange
+        with kernels_on_cpu(peers=True) as launches:
+            losses.append(torch.stack(trained("O5").losses))
+        assert ("peer_barrier" in launches) is (exchange == "peer")
+    # Four values are added up in another order.
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+    os.environ[VARIABLE] = ""
+    _, launches = compared("O5", peers=True, make=lambda: FSDP([Block, EvenBlock], replicate=2))
+    assert "rank_sums" in launches
+
+
+def test_four_ranks_that_read_each_others_memory():
+    run_ranks(of_four_that_read, 4)
+
+
+def test_an_unknown_exchange_is_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "per")
+    with pytest.raises(ConfigError, match="FABRICAMP_FSDP_EXCHANGE='per' is not known .* did you mean 'peer'"):
+        FSDP()
+
+
+def barriers():
+    """Buffers of each rank that all read, and a rank that does not come to a barrier."""
+    use_kernels()
+    group = dist.new_group(timeout=dt.timedelta(seconds=2))
+    workspace, reason = workspace_of(group, torch.device("cpu"))
+    assert not reason
+    buffers = workspace.buffers(100, 2)
+    assert buffers.size == 128
+    rank = dist.get_rank()
+    turns = []
+    for number in range(5):
+        turn = buffers.next_turn()
+        turns.append(turn)
+        buffers.buffer(turn).fill_(10 * number + rank)
+        buffers.barrier()
+        for other in range(buffers.ranks):
+            assert (buffers.buffer(turn, other) == 10 * number + other).all()
+        buffers.barrier()
+    assert turns == [0, 1, 0, 1, 0]
+    check_peers()
+    if rank == 0:
+        buffers.barrier()  # waits, and returns
+        with pytest.raises(
+            DistributedError, match=r"rank 0 waited 2 s in a kernel \(of SyncBatchNorm or FSDP\) for rank 1"
+        ):
+            buffers.barrier()
+
+
+def test_a_rank_that_does_not_come_to_a_barrier_is_named():
+    run_ranks(barriers, 2)
+
+
+class Copied(Net):
+    """A layer is copied, and gets its weights from the copy."""
+
+    def on_train_start(self):
+        super().on_train_start()
+        layer = self.blocks[1].up
+        copied = copy.deepcopy(layer)
+        assert local(copied.weight).data_ptr() != local(layer.weight).data_ptr()
+        layer.load_state_dict(copied.state_dict())
+
+
+def copied():
+    compared("O5", net=Copied)
+
+
+def test_a_copied_layer():
+    run_ranks(copied, 2)
+
+
+def beside_fp8():
+    def fp8():
+        return Float8("tensorwise", include=["blocks.1", "blocks.3"], all_gather=True)
+
+    module, launches = compared(fp8())
+    assert {len(vars(shard)) for shard in module.shards} == {0}
+    assert launches
+
+
+def test_weights_in_fp8_and_bf16_are_gathered_together():
+    pytest.importorskip("torchao", reason="needs the package torchao")
+    import_compiler()
+    run_ranks(beside_fp8, 2)
+
+
+def test_torchs_operations_take_the_value():
+    shard = torch.randn(4, 6)
+    cast = ShardCast(shard, torch.bfloat16)
+    assert cast.shape == (24,)
+    assert cast.dtype == torch.bfloat16
+    expected = shard.bfloat16().flatten()
+    assert torch.equal(cast + 0, expected)
+    assert torch.equal(torch.cat([cast, cast]), torch.cat([expected, expected]))
+    assert torch.equal(cast.view(4, 6), shard.bfloat16())
+    assert torch.equal(cast.view(torch.uint8).value(), expected.view(torch.uint8))
+    scaled = ShardCast(shard, torch.bfloat16, torch.tensor([3.0]))
+    assert scaled.dtype == torch.float8_e4m3fn
+    assert torch.equal(scaled.value().float(), (expected.float() * 3).to(torch.float8_e4m3fn).float())
+    target = torch.zeros(24, dtype=torch.bfloat16)
+    torch._foreach_copy_([target], [cast])
+    assert torch.equal(target, expected)
