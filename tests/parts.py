@@ -52,6 +52,7 @@ PARTS = {
     "sharded": Part(  # parameters and state in parts, on two ranks and four
         (
             "tests/distributed/test_fsdp.py",
+            "tests/distributed/test_fsdp_collectives.py",
             "tests/distributed/test_fsdp_features.py",
             "tests/distributed/test_fsdp_objects.py",
             "tests/distributed/test_sharded_optimizers.py",
