@@ -48,7 +48,7 @@ ifeq ($(HAS_GPU)$(shell uname -s),Linux)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || echo "installing torch $(TORCH) for the CPU, 200 MB: half a minute"
 # uv does not ask pip's setting for folders with wheels.
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
-		UV_FIND_LINKS="$(PIP_FIND_LINKS)" $(UV) "torch==$(TORCH)+cpu" 2>/dev/null || $(UV) --torch-backend cpu "torch==$(TORCH)"
+		UV_FIND_LINKS="$$(echo $$PIP_FIND_LINKS | tr " " ,)" $(UV) "torch==$(TORCH)+cpu" 2>/dev/null || $(UV) --torch-backend cpu "torch==$(TORCH)"
 endif
 	@touch $@
 
