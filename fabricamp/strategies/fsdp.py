@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
     from fabricamp._utils.types import Step
     from fabricamp.strategies.capabilities import ShardPlan
@@ -178,9 +179,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         return line + self._choose_accumulation(module) if plan.accumulates else line
 
     def _check_new(self, module: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
+        if _sharded_units(module):
             raise ConfigError(
                 f"{type(module).__name__} is sharded already, by fully_shard or a run that has failed; build it anew, and leave "
                 "the sharding to FSDP(units=[...])"
@@ -294,16 +293,23 @@ class FSDP(ProcessGroupStrategy, Sharding):
         """Makes each of the user's steps gather the parameters outside of all units, as a forward does."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        hooks = RootHooks(module)
         for name in _STEPS:
             if callable(getattr(module, name, None)) and _is_written(module, name):
                 self._steps[name] = vars(module).get(name)
                 written = getattr(module, name)
-                vars(module)[name] = hooks.left_out_within(written)
+                trains = name == "training_step"
+                root = RootOfSteps(module, self._left_gathered(module)) if trains else None
+                if root is not None:
+                    vars(module)[name] = root.without_hooks(written)
                 register_fsdp_forward_method(module, name)
-                wrapped = functools.partial(getattr(module, name))
+                gathers = getattr(module, name)
+                wrapped = functools.partial(gathers) if root is None else root.gathered_for(gathers)
                 # With the step's own signature: torch's wrapper shows one argument less.
                 vars(module)[name] = functools.wraps(written)(wrapped)
+
+    def _left_gathered(self, module: Any) -> list[FSDPModule]:
+        """Returns the units that a forward without a backward leaves gathered, or in larger shards."""
+        return [module] if self.reshard_after_forward is True else _sharded_units(module)
 
     def _choose_accumulation(self, module: nn.Module) -> str:
         """Decides when gradients of an accumulation are exchanged: at its end or per micro-batch; returns words for the log."""
@@ -493,11 +499,14 @@ def _refuse_unfilled(names: Sequence[str], module_class: str) -> None:
 
 
 def _reshard(module: nn.Module) -> None:
+    for unit in _sharded_units(module):
+        unit.reshard()
+
+
+def _sharded_units(module: nn.Module) -> list[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            submodule.reshard()
+    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
 def _is_written(module: nn.Module, name: str) -> bool:
@@ -535,11 +544,9 @@ class WholeGradients:
     """A context in which backward keeps full gradients; also saves and restores them for an accumulation in progress."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         self._module = module
         self._mesh = mesh
-        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        self._units = _sharded_units(module)
 
     def __enter__(self) -> None:
         for unit in self._units:
@@ -602,16 +609,17 @@ class WholeGradients:
         return DTensor.from_local(own, self._mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-class RootHooks:
-    """FSDP's hooks of a forward of the root module, which do nothing within a step: the step has gathered the root's parameters.
+class RootOfSteps:
+    """Gathers the root module's parameters once for a training step, for its forward and backward.
 
-    torch takes the end of a forward within a step for that of the step.  It would free the root's parameters, gather them again
-    when backward begins, and gather the last unit only after that.
+    torch takes the end of a forward within the step for that of the step: it would free the root's parameters, gather them again
+    when backward begins, and gather the last unit only after that.  So the hooks of the root's forward do nothing within a step.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, left_gathered: Sequence[FSDPModule]) -> None:
+        self._left_gathered = left_gathered
         self._steps = 0
-        """The number of steps that run now: a step may call another one."""
+        """The number of steps that run now: a step may call itself."""
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():
                 if str(hook.__module__).startswith(_FSDP):
@@ -622,7 +630,7 @@ class RootHooks:
         """Whether a step runs."""
         return self._steps > 0
 
-    def left_out_within(self, step: Step) -> Step:
+    def without_hooks(self, step: Step) -> Step:
         """Returns ``step``; while it runs the hooks do nothing."""
 
         @functools.wraps(step)
@@ -635,14 +643,24 @@ class RootHooks:
 
         return run
 
+    def gathered_for(self, step: Step) -> Step:
+        """Returns ``step``, which gathers the root's parameters; what a forward has left gathered may be older than an update."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for unit in self._left_gathered:
+                unit.reshard()
+            return step(*args, **kwargs)
+
+        return run
+
 
 class _OutsideSteps:
-    def __init__(self, hooks: RootHooks, hook: Callable[..., Any]) -> None:
-        self._hooks = hooks
+    def __init__(self, root: RootOfSteps, hook: Callable[..., Any]) -> None:
+        self._root = root
         self.hook = hook
 
     def __call__(self, *arguments: Any) -> Any:
-        return None if self._hooks.in_a_step else self.hook(*arguments)
+        return None if self._root.in_a_step else self.hook(*arguments)
 
 
 _FSDP: Final = "torch.distributed.fsdp."

@@ -53,6 +53,19 @@ class Frozen(Net):
         self.first.bias.requires_grad_(False)
 
 
+class Changing(Net):
+    """Leaves parameters gathered before they are updated, and changes them where a validation has left them so."""
+
+    def on_after_backward(self):
+        with torch.no_grad():
+            self(torch.ones(1, 8))
+
+    def on_validation_end(self):
+        with torch.no_grad():
+            self.head.weight.mul_(0.9)
+            self.first.weight.mul_(1.1)
+
+
 class Poisoned(Net):
     """Makes one parameter's gradient non-finite on rank 1 in the third batch; rank 0 has the parameter's shard."""
 
@@ -116,6 +129,14 @@ def frozen(strategy, batch_size):
     }
 
 
+def changing(strategy, batch_size):
+    found = {}
+    for reshard in (True, False):
+        chosen = strategy if strategy == "single" else FSDP(reshard_after_forward=reshard)
+        found[reshard] = ended(Changing, "FusedAdam", chosen, batch_size, accumulate_grad_batches=3)
+    return found
+
+
 def blamed():
     found = {}
     for level, optimizer in (("O0", "FusedAdam"), ("O0", "adamw"), ("O4", "FusedLAMB"), ("O5", "sgd")):
@@ -175,6 +196,7 @@ def on_two_ranks(folder):
     found["swa"] = swa(gathered, 4, SaveAt(folder / "swa.ckpt", 13))
     found["swa resumed"] = swa(gathered, 4, ckpt_path=folder / "swa.ckpt")
     found["in half"] = {together: in_half("fsdp", 4, together=together) for together in (True, False)}
+    found["changing"] = changing("fsdp", 4)
     found["blamed"] = blamed()
     found["accumulated"] = accumulated(folder)
     found["told"] = told(1.0), told(1e-9)
@@ -250,6 +272,13 @@ def test_frozen_parameters_stay_what_they_are(ranks):
         own = ranks[0]["frozen"]["O3", "FusedAdam"][0][place : place + value.numel()]
         place += value.numel()
         assert name not in names or torch.equal(own, kept[name].detach().double().flatten()), name
+
+
+def test_a_step_computes_with_the_weights_of_now(ranks):
+    alone = changing("single", 8)
+    for reshard, (weights, logged, _) in ranks[0]["changing"].items():
+        assert (weights - alone[reshard][0]).abs().max() < 1e-6, reshard
+        assert logged.keys() == alone[reshard][1].keys()
 
 
 @pytest.mark.parametrize("whole", [True, False])
