@@ -521,6 +521,7 @@ class Session:
         self.run_summary.weights(chosen=chosen)
         self._set_epoch_of(LOADERS[kind])
         outputs = loop.run(feeds, keep=keep)
+        check_peers()  # raises if anything was computed without one of the ranks
         if self.trainer.state.interrupted:
             return None if self.fn is TrainerFn.PREDICTING else []
         if self.fn is TrainerFn.PREDICTING:

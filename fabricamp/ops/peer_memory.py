@@ -271,7 +271,8 @@ class PeerBuffers:
         self._number = number
         self._turn = -1
         self._device = workspace.device
-        self._read: dict[int, torch.cuda.Event] = {}
+        self._used: dict[int, torch.cuda.Event] = {}
+        self._last_used = -1
         self._kernel = kernel("peer_barrier", "peer_barrier", (), workspace.device)
         self._arguments = (
             self._slot.addresses.data_ptr(),
@@ -294,17 +295,17 @@ class PeerBuffers:
         of_rank = self._buffers[self.rank if rank is None else rank]
         return of_rank[turn]
 
-    def note_read(self, turn: int) -> None:
-        """Notes that the current stream has read this buffer; to be called after a barrier that follows the other ranks' reads."""
-        if self._device.type == "cuda":
-            event = self._read.setdefault(turn, torch.cuda.Event())
-            event.record()
-
-    def wait_until_read(self, turn: int) -> None:
-        """Makes the current stream wait until this buffer may be written again."""
-        event = self._read.get(turn)
+    def wait_for_use(self, turn: int | None = None) -> None:
+        """Makes the current stream wait for the last use of a buffer, or of any buffer: uses may be on several streams."""
+        event = self._used.get(self._last_used if turn is None else turn)
         if event is not None:
             event.wait()
+
+    def note_use(self, turn: int) -> None:
+        """Notes that the current stream has used a buffer, to its last barrier."""
+        self._last_used = turn
+        if self._device.type == "cuda":
+            self._used.setdefault(turn, torch.cuda.Event()).record()
 
     def barrier(self) -> None:
         """Makes the current stream wait until the streams of all ranks have come here, with what they wrote before.
@@ -363,8 +364,17 @@ def _symmetric_memory(words: int, group: dist.ProcessGroup, device: torch.device
     symmetric = symmetric_memory()
 
     with _without_multicast():
-        own = symmetric.empty(words, dtype=torch.int64, device=device)
-        own.zero_()
+        own, problem = None, ""
+        try:
+            own = symmetric.empty(words, dtype=torch.int64, device=device)
+            own.zero_()
+        except RuntimeError as error:
+            problem = str(error)
+        # The others would wait in the rendezvous for a rank without memory.
+        problems = [problem] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+        if own is None or any(problems):
+            raise RuntimeError(next(filter(None, problems)))
         handle = symmetric.rendezvous(own, group)
     peers = [handle.get_buffer(rank, (words,), torch.int64) for rank in range(dist.get_world_size(group))]
     return Mapped(list(handle.buffer_ptrs), own, peers, handle)

@@ -19,6 +19,8 @@ def rank_sums(own: Tensor, others: Tensor, to: Tensor, *, rank: int, factor: flo
     ``own``: the part of ``rank``, in fp16 or bf16, on a device that runs kernels.  ``others``: those of the others, a line each.
     """
     ranks = others.shape[0] + 1
+    if own.numel() == 0:
+        return
     run = kernel("rank_sums", "rank_sums", (), own.device, (("HALF", c_type(own.dtype)),))
     blocks = min(-(-own.numel() // _ELEMENTS), _MOST_BLOCKS)
     run.launch(

@@ -22,7 +22,7 @@ from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as full_tensor
 from fabricamp.strategies.capabilities import Sharding
 from fabricamp.strategies.exchange import DEFAULT_BUCKET_MB, Exchange
-from fabricamp.strategies.fsdp_collectives import Collectives, asked_exchange, peer_memory_of
+from fabricamp.strategies.fsdp_collectives import asked_exchange, peer_memory_of, replace_collectives
 from fabricamp.strategies.fsdp_units import (
     Unit,
     described,
@@ -127,7 +127,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._mesh: DeviceMesh | None = None
         self._meshes: list[DeviceMesh] = []
         self._cast_units: list[tuple[Any, torch.dtype]] = []
-        """The modules whose parameters are gathered in another dtype than their own, and this dtype."""
+        """The units whose parameters are gathered in a dtype of the precision's, and this dtype."""
         self._whole: WholeGradients | None = None
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
@@ -364,9 +364,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         assert self._undo is not None, "shard_module has made it"
         assert self._mesh is not None
         peers = peer_memory_of(self._cast_units, self._mesh.get_group("shard"), self.device)
-        collectives = Collectives()
-        collectives.replace(self._cast_units, peers)
-        self._undo.also(collectives.take_off)
+        self._undo.also(replace_collectives(self._cast_units, peers))
 
     def settle_module(self, module: nn.Module) -> None:
         """Reshards parameters that a forward without a backward has left gathered."""

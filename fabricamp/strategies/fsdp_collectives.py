@@ -33,15 +33,15 @@ from fabricamp.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.fsdp import FSDPModule
 
 VARIABLE: Final = "FABRICAMP_FSDP_EXCHANGE"
 _GATHERED: Final = 2
 """Buffers of gathered weights: torch keeps two units at a time."""
-_SCATTERED: Final = 2
-"""Buffers of gradients: one is copied while the ranks read the other."""
+_SCATTERED: Final = 1
+"""Buffers of gradients: torch waits for the reduce-scatter of a unit before it copies the next unit's gradients."""
 _FEWEST: Final = 2**16
 """Elements of a shard that are worth calls of Python functions before and after each gather; torch copies smaller ones."""
 
@@ -222,6 +222,7 @@ class FlatGradients(Tensor):
         if func is fsdp_copy_ops().chunk_cat:
             tensors, dimension, ranks = args
             flat = kwargs["out"]
+            flat.exchange.output_is_next = True
             if dimension == 0 and flat.exchange.copy_in(tensors, ranks, flat.place):
                 return None
 
@@ -257,25 +258,26 @@ class _Place:
 class ScatterCasts:
     """A unit's reduce-scatter, as ``FSDPModule.set_custom_reduce_scatter`` takes it, with one launch for the copies.
 
-    With ``peers`` the ranks read each other's gradients, before the cast, and add them up themselves; without, torch does.
+    With ``peers`` the ranks read each other's gradients, before the cast, and add them up themselves.  Without, and where the
+    gradients are larger than a buffer, torch does.
     """
 
     def __init__(self, peers: PeerBuffers | None = None) -> None:
+        self.output_is_next = False
+        """Whether torch allocates its output next: it allocates the input, copies gradients into it, then allocates the output."""
         self._peers = peers
-        self._is_next_the_input = True
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._cast: FlatCast | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory: torch asks for that of the input, then for that of the output, then calls the object."""
-        if not self._is_next_the_input:
+        """Returns memory for the input, or for the output."""
+        if self.output_is_next:
+            self.output_is_next = False
             return torch.empty(*size, dtype=dtype, device=device)
-        self._is_next_the_input = False
         return FlatGradients(size, _Place(math.prod(size), dtype, device), self)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         """Scatters the sums, or averages, over the ranks."""
-        self._is_next_the_input = True
         place = input_tensor.place if isinstance(input_tensor, FlatGradients) else None
         if place is not None and place.halves is not None and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             self._add_up(output_tensor, place, average=op == dist.ReduceOp.AVG)
@@ -289,6 +291,7 @@ class ScatterCasts:
         assert halves is not None
         share = halves.numel() // peers.ranks
         others = torch.empty(peers.ranks - 1, share, dtype=halves.dtype, device=halves.device)
+        peers.wait_for_use()
         peers.barrier()
         ranks = [rank for rank in range(peers.ranks) if rank != peers.rank]
         # Each rank begins with another one.
@@ -299,28 +302,28 @@ class ScatterCasts:
         peers.barrier()
         own = halves[peers.rank * share :][:share]
         rank_sums(own, others, output, rank=peers.rank, factor=1 / peers.ranks if average else 1.0)
-        peers.note_read(place.turn)
+        peers.note_use(place.turn)
 
     def copy_in(self, gradients: Sequence[Tensor], ranks: int, place: _Place) -> bool:
         """Copies ``gradients``, rank by rank; returns False, and does nothing, where torch has to do it."""
         layout = [(gradient.shape, gradient.dtype) for gradient in gradients]
-        target = place.dtype if self._peers is None else layout[0][1]
+        dtype = layout[0][1]
+        reads = self._peers is not None and place.elements * dtype.itemsize <= self._peers.size
         if layout != self._layout:
             self._layout = layout
-            self._cast = _scatter_cast(layout, ranks, target, place)
+            self._cast = _scatter_cast(layout, ranks, dtype if reads else place.dtype, place)
         if self._cast is None:
             return False
-        flat = self._buffer_for(place, target)
+        flat = self._buffer_for(place, dtype) if reads else place.memory()
         # The same on all ranks, whatever the strides of their gradients.
         self._cast([gradient.contiguous() for gradient in gradients], flat)
         return True
 
     def _buffer_for(self, place: _Place, dtype: torch.dtype) -> Tensor:
         peers = self._peers
-        if peers is None or place.elements * dtype.itemsize > peers.size:
-            return place.memory()
+        assert peers is not None
         place.turn = peers.next_turn()
-        peers.wait_until_read(place.turn)
+        peers.wait_for_use(place.turn)
         place.halves = peers.buffer(place.turn)[: place.elements * dtype.itemsize].view(dtype)
         return place.halves
 
@@ -366,6 +369,7 @@ class PeerGather:
         if before is not None and before() is not None:
             return torch.empty(*size, dtype=dtype, device=device)
         self._turn = turn
+        self._peers.wait_for_use(turn)
         given = self._peers.buffer(turn)[:size_in_bytes].view(dtype).view(*size)
         self._given[turn] = weakref.ref(given)
         return given
@@ -377,12 +381,15 @@ class PeerGather:
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         share = input_tensor.nbytes
         whole = peers.buffer(turn)
+        # A gather that the user asked for may be on another stream than those of torch.
+        peers.wait_for_use()
         peers.barrier()
         for distance in range(1, peers.ranks):
             other = (peers.rank + distance) % peers.ranks
             part = slice(other * share, (other + 1) * share)
             whole[part].copy_(peers.buffer(turn, other)[part], non_blocking=True)
         peers.barrier()
+        peers.note_use(turn)
         return None
 
 
@@ -393,38 +400,37 @@ class PeerMemory(NamedTuple):
     scatter: PeerBuffers
 
 
-class Collectives:
-    """The collectives of all units of a module."""
+def replace_collectives(
+    units: Sequence[tuple[FSDPModule, torch.dtype]], peers: PeerMemory | None
+) -> Callable[[], None]:
+    """Replaces torch's collectives of ``units``, each with the dtype in which its parameters are gathered.
 
-    def __init__(self) -> None:
-        self._shards: list[Any] = []
+    Returns a function that makes the shards plain tensors again, without further attributes.
+    """
+    shards: list[Any] = []
+    for unit, dtype in units:
+        for record in sharded_parameters(unit):
+            shard = local(record.sharded_param)
+            if _is_cast_at_copy(record.sharded_param, shard, dtype):
+                functions = CastShard(shard, dtype)
+                shard.fsdp_pre_all_gather = functions
+                shard.fsdp_post_all_gather = functions.after_gather
+                shards.append(shard)
+        unit.set_custom_reduce_scatter(ScatterCasts(peers and peers.scatter))  # type: ignore[arg-type]  # no public base
+        if peers is not None:
+            unit.set_custom_all_gather(peers.gather)  # type: ignore[arg-type]  # no public base
 
-    def replace(self, units: Sequence[tuple[FSDPModule, torch.dtype]], peers: PeerMemory | None) -> None:
-        """Replaces torch's collectives of ``units``, each with the dtype in which its parameters are gathered."""
-        for unit, dtype in units:
-            for record in sharded_parameters(unit):
-                self._cast_at_copy(record.sharded_param, dtype)
-            unit.set_custom_reduce_scatter(ScatterCasts(peers and peers.scatter))  # type: ignore[arg-type]  # no public base
-            if peers is not None:
-                unit.set_custom_all_gather(peers.gather)  # type: ignore[arg-type]  # no public base
-
-    def _cast_at_copy(self, parameter: Any, dtype: torch.dtype) -> None:
-        shard = local(parameter)
-        if shard.numel() < _FEWEST or shard.dtype == dtype or shard.dtype not in DTYPES:
-            return
-        if not has_equal_shards(parameter):
-            return
-        functions = CastShard(shard, dtype)
-        shard.fsdp_pre_all_gather = functions
-        shard.fsdp_post_all_gather = functions.after_gather
-        self._shards.append(shard)
-
-    def take_off(self) -> None:
-        """Makes the shards plain tensors again, without further attributes."""
-        for shard in self._shards:
+    def undo() -> None:
+        for shard in shards:
             vars(shard).pop("fsdp_pre_all_gather", None)
             vars(shard).pop("fsdp_post_all_gather", None)
-        self._shards = []
+
+    return undo
+
+
+def _is_cast_at_copy(parameter: Any, shard: Tensor, dtype: torch.dtype) -> bool:
+    is_cast = shard.dtype != dtype and shard.dtype in DTYPES
+    return is_cast and shard.numel() >= _FEWEST and has_equal_shards(parameter)
 
 
 def peer_memory_of(

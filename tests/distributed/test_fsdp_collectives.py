@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime as dt
+import functools
 import os
 
 import pytest
@@ -19,8 +20,8 @@ from fabricamp.ops import bridge, peer_memory
 from fabricamp.ops.peer_memory import check_peers, workspace_of
 from fabricamp.ops.shards import local
 from fabricamp.optimizers import FusedAdam
-from fabricamp.strategies import FSDP, fsdp_collectives
-from fabricamp.strategies.fsdp_collectives import VARIABLE, ShardCast
+from fabricamp.strategies import FSDP, fsdp, fsdp_collectives
+from fabricamp.strategies.fsdp_collectives import VARIABLE, ScatterCasts, ShardCast
 from tests.cuda_on_cpu.compiler import compiler
 from tests.cuda_on_cpu.shared_memory import map_words, use_kernels
 from tests.distributed.ranks import import_compiler, run_ranks
@@ -101,6 +102,7 @@ def kernels_on_cpu(*, peers=False):
         return counted
 
     bridge.COMPILERS["cpu"] = counting
+    peer_memory._workspaces.clear()  # a group is asked once whether its ranks share memory
     if peers:
         peer_memory.ALLOCATORS["cpu"] = map_words
     bridge.kernel.cache_clear()
@@ -117,12 +119,12 @@ def kernels_on_cpu(*, peers=False):
 @contextlib.contextmanager
 def torchs_copies():
     """Leaves the copies to torch."""
-    real = fsdp_collectives.Collectives.replace
-    fsdp_collectives.Collectives.replace = lambda *_: None
+    real = fsdp.replace_collectives
+    fsdp.replace_collectives = lambda *_: lambda: None
     try:
         yield
     finally:
-        fsdp_collectives.Collectives.replace = real
+        fsdp.replace_collectives = real
 
 
 def trained(precision, *, net=Net, strategy=None, **options):
@@ -265,6 +267,118 @@ def barriers():
 
 def test_a_rank_that_does_not_come_to_a_barrier_is_named():
     run_ranks(barriers, 2)
+
+
+class WideRoot(Net):
+    """The root is larger than a buffer, and its gradients are all even."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(EvenBlock() for _ in range(3))
+        self.wide = nn.Linear(16, 512)
+        self.back = nn.Linear(512, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.back(self.wide(self.first(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Prefetching(Net):
+    """Units are gathered long before they run."""
+
+    def on_train_start(self):
+        super().on_train_start()
+        for number, block in enumerate(self.blocks):
+            block.set_modules_to_forward_prefetch(list(self.blocks[number + 1 : number + 4]))
+            block.set_modules_to_backward_prefetch(list(reversed(self.blocks[max(number - 3, 0) : number])))
+
+
+class UnevenlyUsed(EvenBlock):
+    """Leaves a layer out in every other call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls % 2:
+            return super().forward(x)
+        return x + self.down(self.norm(x).repeat(1, 2))
+
+
+class Leaving(Net):
+    """Some parameters of a unit have no gradient in some steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(UnevenlyUsed() for _ in range(3))
+
+
+def kinds_of_modules():
+    for net, units in ((WideRoot, [EvenBlock]), (Prefetching, [Block, EvenBlock]), (Leaving, [UnevenlyUsed])):
+        for peers in (True, False):
+            _, launches = compared("O5", peers=peers, net=net, make=functools.partial(FSDP, units))
+            assert ("rank_sums" in launches) is peers, net
+
+
+def test_large_roots_early_gathers_and_layers_that_are_left_out():
+    run_ranks(kinds_of_modules, 2)
+
+
+def scattered_directly():
+    """One reduce-scatter after the other, as FSDP makes it, of sums and averages: its results are those of exact sums."""
+    use_kernels()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    workspace, reason = workspace_of(dist.group.WORLD, torch.device("cpu"))
+    assert not reason
+    for peers in (workspace.buffers(2 * 4 * 40, 1), workspace.buffers(100, 1), None):
+        scatter = ScatterCasts(peers)
+        for number, rows in enumerate((2, 2, 8, 2)):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                generator = torch.Generator().manual_seed(number)
+                every = torch.randint(-8, 8, (ranks, 5, 4 * rows), generator=generator).bfloat16()
+                # Not contiguous on one rank.
+                own = every[rank].t() if rank else every[rank].t().contiguous()
+                flat = scatter.allocate((own.numel(),), dtype=torch.float32, device=own.device)
+                torch.ops.fsdp.chunk_cat([own], dim=0, num_chunks=ranks, out=flat.view(ranks, -1))
+                output = scatter.allocate((own.numel() // ranks,), dtype=torch.float32, device=own.device)
+                if peers is None and op == dist.ReduceOp.AVG:
+                    continue  # Gloo has no averages
+                if peers is not None and flat.place.halves is None and op == dist.ReduceOp.AVG:
+                    continue
+                scatter(output, flat, dist.group.WORLD, op)
+                whole = every.float().sum(0).t().reshape(-1).chunk(ranks)[rank]
+                assert torch.equal(output, whole / ranks if op == dist.ReduceOp.AVG else whole)
+
+
+def test_sums_and_averages_of_gradients_of_any_size_and_strides():
+    run_ranks(scattered_directly, 2)
+
+
+def without_memory():
+    """A rank has no memory left for a buffer: all get an error, and none waits for it."""
+    rank = dist.get_rank()
+
+    class Symmetric:
+        def empty(self, *size, **options):
+            if rank == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return torch.empty(*size, **options)
+
+        def rendezvous(self, *_):
+            raise AssertionError("the other rank does not come")
+
+    peer_memory.symmetric_memory = Symmetric
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        peer_memory._symmetric_memory(16, dist.group.WORLD, torch.device("cpu"))
+
+
+def test_a_rank_without_memory_for_buffers():
+    run_ranks(without_memory, 2, timeout=30.0)
 
 
 class Copied(Net):
