@@ -292,8 +292,7 @@ class PeerBuffers:
 
     def buffer(self, turn: int, rank: int | None = None) -> Tensor:
         """Returns the bytes of a buffer of ``rank``; None: of this rank."""
-        of_rank = self._buffers[self.rank if rank is None else rank]
-        return of_rank[turn]
+        return self._buffers[self.rank if rank is None else rank][turn]
 
     def wait_for_use(self, turn: int | None = None) -> None:
         """Makes the current stream wait for the last use of a buffer, or of any buffer: uses may be on several streams."""

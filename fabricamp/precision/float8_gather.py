@@ -7,7 +7,6 @@ the plain tensor that holds the shard, so that optimizers, clipping and checkpoi
 from __future__ import annotations
 
 import contextlib
-import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.shards import SharedRows, local
-from fabricamp.strategies.fsdp_collectives import ShardCast, has_equal_shards
+from fabricamp.strategies.fsdp_collectives import ShardCast, ShardFunctions, has_equal_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -98,11 +97,8 @@ class Float8Gather:
         self._shards = []
 
 
-class _Weight:
-    """The two functions that FSDP calls for a weight: the object itself before its gather, and :meth:`after_gather`.
-
-    A copy of the layer or of its weight has the object itself, which does nothing there: a copy is in no unit of FSDP.
-    """
+class _Weight(ShardFunctions):
+    """The functions that FSDP calls for a weight."""
 
     def __init__(self, gather: Float8Gather, layer: Any, shard: Tensor, scale: Tensor) -> None:
         self._gather = gather
@@ -110,7 +106,7 @@ class _Weight:
         self._layer = weakref.ref(layer)
         self._shard = shard
         self._scale = scale
-        self._casts: dict[torch.dtype, ShardCast] = {}
+        self._cast: ShardCast | None = None
         # Settings that torchao's class gives its layers.
         self._products = layer.linear_mm_config
         self._float8 = layer.config.cast_config_weight.target_dtype
@@ -119,16 +115,9 @@ class _Weight:
         """Returns the shard in FP8 as a tuple, and what :meth:`after_gather` gets as ``metadata``: the weight's shape."""
         dtype = policy.param_dtype or self._shard.dtype
         self._gather.know(dtype, self._float8)
-        cast = self._casts.get(dtype)
-        if cast is None:
-            cast = self._casts[dtype] = ShardCast(self._shard, dtype, self._scale)
-        return (cast,), size
-
-    def __deepcopy__(self, memo: Any) -> _Weight:
-        return self
-
-    # torch asks for the signature before each gather, and deriving it would take most of the host time of this call.
-    __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
+        if self._cast is None:  # only now the dtype is known
+            self._cast = ShardCast(self._shard, dtype, self._scale)
+        return (self._cast,), size
 
     def after_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None

@@ -1,7 +1,7 @@
 """Fully sharded data parallel (torch's ``fully_shard``): each rank holds a shard of parameters, gradients and optimizer states.
 
-In this order: the strategy with its activation checkpointing; the full gradients that it keeps during an accumulation; the hooks of
-the root module; the way back to a plain module after a run; the checks of its options.
+In this order: the strategy with its activation checkpointing; the full gradients that it keeps during an accumulation; the root
+module in a training step; the way back to a plain module after a run; the checks of its options.
 """
 
 from __future__ import annotations
@@ -297,13 +297,14 @@ class FSDP(ProcessGroupStrategy, Sharding):
             if callable(getattr(module, name, None)) and _is_written(module, name):
                 self._steps[name] = vars(module).get(name)
                 written = getattr(module, name)
-                trains = name == "training_step"
-                root = RootOfSteps(module, self._left_gathered(module)) if trains else None
-                if root is not None:
+                if name == "training_step":
+                    root = RootOfSteps(module, self._left_gathered(module))
                     vars(module)[name] = root.without_hooks(written)
-                register_fsdp_forward_method(module, name)
-                gathers = getattr(module, name)
-                wrapped = functools.partial(gathers) if root is None else root.gathered_for(gathers)
+                    register_fsdp_forward_method(module, name)
+                    wrapped = root.gathered_for(getattr(module, name))
+                else:
+                    register_fsdp_forward_method(module, name)
+                    wrapped = functools.partial(getattr(module, name))
                 # With the step's own signature: torch's wrapper shows one argument less.
                 vars(module)[name] = functools.wraps(written)(wrapped)
 
@@ -645,8 +646,9 @@ class RootOfSteps:
         """Returns ``step``, which gathers the root's parameters; what a forward has left gathered may be older than an update."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            for unit in self._left_gathered:
-                unit.reshard()
+            if not self.in_a_step:  # a step that calls itself needs them
+                for unit in self._left_gathered:
+                    unit.reshard()
             return step(*args, **kwargs)
 
         return run

@@ -8,6 +8,7 @@ that reach each other's memory (:class:`PeerGather`), as those of one machine do
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import statistics
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fabricamp.errors import ConfigError
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.flat_casts import DTYPES, FlatCast, Piece
 from fabricamp.ops.peer_memory import PeerBuffers, checked_exchange, workspace_of
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.fsdp import FSDPModule
 
+_LOG: Final = logging.getLogger(__name__)
 VARIABLE: Final = "FABRICAMP_FSDP_EXCHANGE"
 _GATHERED: Final = 2
 """Buffers of gathered weights: torch keeps two units at a time."""
@@ -60,6 +63,7 @@ class ShardCast(Tensor):
     rounded: torch.dtype
     scale: Tensor | None
     plan: _CopyIn | None
+    in_bytes: ShardCast | None
 
     @staticmethod
     def __new__(
@@ -73,15 +77,15 @@ class ShardCast(Tensor):
         self.rounded = dtype
         self.scale = scale
         self.plan = None
-        self._bytes = None if as_bytes else ShardCast(shard, dtype, scale, as_bytes=True)
+        self.in_bytes = None if as_bytes else ShardCast(shard, dtype, scale, as_bytes=True)
         return self  # type: ignore[no-any-return]
 
     def view(self, *shape: Any) -> Tensor:
         """Returns itself for ``view(-1)`` and its bytes for ``view(torch.uint8)``, as FSDP asks for; else a view of its value."""
         if shape == (-1,):
             return self
-        if shape == (torch.uint8,) and self._bytes is not None:  # type: ignore[attr-defined]
-            return self._bytes  # type: ignore[attr-defined, no-any-return]
+        if shape == (torch.uint8,) and self.in_bytes is not None:
+            return self.in_bytes
         return self.value().view(*shape)
 
     def value(self) -> Tensor:
@@ -167,27 +171,35 @@ def _value(tensor: Tensor) -> Tensor:
     return tensor.value() if isinstance(tensor, ShardCast) else tensor
 
 
-class CastShard:
-    """The functions that FSDP calls for a shard: the object itself before its gather, and :meth:`after_gather`.
+class ShardFunctions:
+    """The functions that FSDP calls for a shard: the object itself before its gather, and ``after_gather``.
 
     A copy of the shard has the object itself, which does nothing there: a copy is in no unit of FSDP.
     """
 
-    def __init__(self, shard: Tensor, dtype: torch.dtype) -> None:
-        self._cast = ShardCast(shard, dtype)
+    def __call__(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], Any]:
+        """Returns what is gathered, as a tuple, and what ``after_gather`` gets as ``metadata``."""
+        raise NotImplementedError
 
-    def __call__(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], None]:
-        """Returns what is gathered, as a tuple, and None for :meth:`after_gather`."""
-        return (self._cast,), None
-
-    def __deepcopy__(self, memo: Any) -> CastShard:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
     # torch asks for the signature before each gather, and deriving it would take most of the host time of this call.
     __signature__ = inspect.Signature(list(inspect.signature(__call__).parameters.values())[1:])
 
+
+class CastShard(ShardFunctions):
+    """Gathers a shard in another dtype."""
+
+    def __init__(self, shard: Tensor, dtype: torch.dtype) -> None:
+        self._cast = ShardCast(shard, dtype)
+
+    def __call__(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], None]:
+        """Returns the cast, and None."""
+        return (self._cast,), None
+
     def after_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+        self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """Returns the gathered values, to which torch gives their shape; nothing with ``out``, which has their memory."""
         return None if out is not None else (gathered[0], ())
@@ -442,7 +454,9 @@ def peer_memory_of(
     """
     if asked_exchange() == "collective":
         return None
-    workspace, _ = workspace_of(group, device)
+    workspace, obstacle = workspace_of(group, device)
+    if workspace is None and asked_exchange() == "peer":
+        raise ConfigError(f"{VARIABLE}='peer' cannot work here: {obstacle}; use 'collective'")
     if workspace is None:
         return None
     # Padded, as all ranks have to choose alike and some may have fewer rows.
@@ -452,7 +466,10 @@ def peer_memory_of(
     sizes = [size for size in sizes if size <= 2 * statistics.median(sizes)]
     gather = workspace.buffers(max(sizes), _GATHERED)
     scatter = workspace.buffers(max(sizes), _SCATTERED)
-    return None if gather is None or scatter is None else PeerMemory(PeerGather(gather), scatter)
+    if gather is None or scatter is None:
+        _LOG.warning("fsdp: no memory for buffers that the ranks read, %d bytes; NCCL gathers and scatters", max(sizes))
+        return None
+    return PeerMemory(PeerGather(gather), scatter)
 
 
 def asked_exchange() -> str | None:

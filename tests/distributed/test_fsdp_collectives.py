@@ -6,6 +6,7 @@ import contextlib
 import copy
 import datetime as dt
 import functools
+import logging
 import os
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from fabricamp import ConfigError, Float8, TrainingModule, seed_everything
 from fabricamp.errors import DistributedError
 from fabricamp.ops import bridge, peer_memory
-from fabricamp.ops.peer_memory import check_peers, workspace_of
+from fabricamp.ops.peer_memory import Workspace, check_peers, workspace_of
 from fabricamp.ops.shards import local
 from fabricamp.optimizers import FusedAdam
 from fabricamp.strategies import FSDP, fsdp, fsdp_collectives
@@ -210,7 +211,7 @@ def reading_peers():
 
 
 def test_ranks_that_read_each_others_memory_get_the_bits_of_collectives():
-    run_ranks(reading_peers, 2, timeout=20.0)
+    run_ranks(reading_peers, 2)
 
 
 def of_four_that_read():
@@ -237,10 +238,35 @@ def test_an_unknown_exchange_is_refused(monkeypatch):
         FSDP()
 
 
+def asked_for_peers():
+    """Ranks that do not reach each other's memory are asked for it, and ranks without memory for buffers are not."""
+    os.environ[VARIABLE] = "peer"
+    with (
+        kernels_on_cpu(),
+        pytest.raises(ConfigError, match="FSDP_EXCHANGE='peer' cannot work here: .*; use 'collective'"),
+    ):
+        trained("O5")
+    os.environ[VARIABLE] = ""
+    buffers, messages = Workspace.buffers, []
+    Workspace.buffers = lambda *_: None
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("fabricamp").addHandler(handler)
+    with kernels_on_cpu(peers=True) as launches:
+        trained("O5")
+    Workspace.buffers = buffers
+    assert "peer_barrier" not in launches
+    assert sum("no memory for buffers that the ranks read" in message for message in messages) == 1
+
+
+def test_ranks_that_cannot_read_each_others_memory():
+    run_ranks(asked_for_peers, 2)
+
+
 def barriers():
     """Buffers of each rank that all read, and a rank that does not come to a barrier."""
     use_kernels()
-    group = dist.new_group(timeout=dt.timedelta(seconds=2))
+    group = dist.new_group(timeout=dt.timedelta(seconds=100))
     workspace, reason = workspace_of(group, torch.device("cpu"))
     assert not reason
     buffers = workspace.buffers(100, 2)
@@ -257,16 +283,35 @@ def barriers():
         buffers.barrier()
     assert turns == [0, 1, 0, 1, 0]
     check_peers()
+    workspace.timeout = dt.timedelta(seconds=1)  # of the next buffers, to which a rank does not come
+    lonely = workspace.buffers(100, 1)
     if rank == 0:
-        buffers.barrier()  # waits, and returns
+        lonely.barrier()  # waits, and returns
         with pytest.raises(
-            DistributedError, match=r"rank 0 waited 2 s in a kernel \(of SyncBatchNorm or FSDP\) for rank 1"
+            DistributedError, match=r"rank 0 waited 1 s in a kernel \(of SyncBatchNorm or FSDP\) for rank 1"
         ):
-            buffers.barrier()
+            lonely.barrier()
 
 
 def test_a_rank_that_does_not_come_to_a_barrier_is_named():
     run_ranks(barriers, 2)
+
+
+@pytest.mark.parametrize("name", ["validate", "test", "predict"])
+def test_an_evaluation_without_one_of_the_ranks_has_no_result(name, monkeypatch):
+    class Missed:
+        def check(self):
+            raise DistributedError("rank 0 waited for rank 1")
+
+    class Evaluated(Net):
+        def test_step(self, batch, batch_idx):
+            # As if a kernel had waited in vain in the last batch.
+            monkeypatch.setitem(peer_memory._workspaces, ("a group", torch.device("cpu")), (None, Missed(), ""))
+
+        validation_step = predict_step = test_step
+
+    with pytest.raises(DistributedError, match="rank 0 waited"):
+        getattr(quiet_trainer(), name)(Evaluated(), loader(8, 4))
 
 
 class WideRoot(Net):
@@ -378,7 +423,7 @@ def without_memory():
 
 
 def test_a_rank_without_memory_for_buffers():
-    run_ranks(without_memory, 2, timeout=30.0)
+    run_ranks(without_memory, 2)
 
 
 class Copied(Net):

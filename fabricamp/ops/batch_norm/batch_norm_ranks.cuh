@@ -9,14 +9,6 @@
 // not started.  There are few groups (ops/batch_norm/kernels.py): the waiting blocks leave room for any other kernel.
 #pragma once
 
-#ifdef __CUDACC__
-__device__ __forceinline__ int64 nanoseconds() {
-  int64 now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
-#endif
-
 // The index at which rank `from` writes the two words of a channel in exchange `number`: two buffers of one row per rank.
 __device__ __forceinline__ int64 mailbox(const Layer& a, unsigned number, int64 from, int64 channel) {
   return 2 * (((number & 1) * a.ranks + from) * a.channels + channel);

@@ -6,6 +6,7 @@
 // ops: sync_batch_norm
 #include "common.cuh"
 #include "batch_norm.cuh"
+#include "clock.cuh"
 #include "batch_norm_ranks.cuh"
 #include "batch_norm_channels.cuh"
 

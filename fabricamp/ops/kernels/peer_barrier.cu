@@ -1,13 +1,7 @@
 // Lets a stream wait for the streams of other ranks.
-typedef long long int64;
+#include "clock.cuh"
 
-#ifdef __CUDACC__
-__device__ __forceinline__ int64 nanoseconds() {
-  int64 now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
-#endif
+typedef long long int64;
 
 // `peers`: the address of each rank's words, one for each rank that arrives; `own`: those of this rank; `count`: barriers so far.
 extern "C" __global__ void peer_barrier(int64** peers, volatile int64* own, int* count, int64 rank, int64 ranks, int64 timeout,
