@@ -29,6 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.setdefault("LOCAL_RANK", rank)
     with _local_rank_as_known():
         script.run_as_main(rest, "fabricamp.apex", _WHAT, _prepare)
+    _leave_group()
+
+
+def _leave_group() -> None:
+    """Destroys the process group that the script has left: its threads would end with the interpreter, which can abort it."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _prepare() -> None:

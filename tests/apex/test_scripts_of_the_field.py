@@ -154,6 +154,20 @@ def test_torchs_launcher_starts_it(tmp_path):
     assert len(set(weights)) == 1
 
 
+def test_a_group_that_the_script_leaves_ends_before_the_interpreter(tmp_path):
+    """Threads of the group may need the interpreter, and would abort a process that ends."""
+    (tmp_path / "main.py").write_text(
+        "import atexit\n"
+        "import torch.distributed as dist\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "assert dist.is_initialized()\n"
+        "atexit.register(lambda: print('initialized:', dist.is_initialized()))\n"
+    )
+    code, out, err = finish(start_forked(tmp_path, "-m", "fabricamp.apex", "main.py"))
+    assert code == 0, err
+    assert out.strip() == "initialized: False"
+
+
 # -- on GPUs: many in one process, since starting one costs more than training in it ---------------------------------------------
 
 
