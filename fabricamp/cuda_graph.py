@@ -127,6 +127,8 @@ def reason_against(device_type: str, strategy: Strategy, settings: Settings) -> 
         return f"a CUDA graph needs a CUDA GPU, and this run is on {device_type!r}; give accelerator='gpu'"
     if refusal := strategy.refuses_graph():
         return refusal
+    if strategy.sharding.shards and settings.most_accumulated > 1:
+        return f"accumulation is not captured with strategy {strategy.name!r}; take one micro-batch a step"
     if settings.detect_anomaly:
         return "detect_anomaly=True reads each operation's result on the host; leave one of them out"
     return ""

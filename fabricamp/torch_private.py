@@ -50,6 +50,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "WeightsOnlyUnpickler",
+    "abandon_sharded_step",
     "allocating_in_pool",
     "allocator",
     "any_autocast",
@@ -93,6 +94,7 @@ __all__ = [
     "sleep_on_gpu",
     "starts_workers",
     "stream_in_use",
+    "streams_of_sharding",
     "symmetric_memory",
     "tracing_state",
     "tree_map_only",
@@ -403,6 +405,47 @@ def sharded_parameters(module: Any) -> list[Any]:
     """Returns torch's records of the parameters that ``fully_shard`` gathers with ``module``."""
     group = module._get_fsdp_state()._fsdp_param_group
     return [] if group is None else list(group.fsdp_params)
+
+
+def streams_of_sharding(module: Any) -> list[torch.cuda.Stream]:
+    """Returns the streams on which torch gathers and reduces for ``module``, the root that ``fully_shard`` was called on."""
+    context = module._get_fsdp_state()._comm_ctx
+    names = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
+    return [getattr(context, name) for name in names if hasattr(context, name)]
+
+
+def abandon_sharded_step(module: Any) -> None:
+    """Makes torch forget a step of ``module`` that an exception has ended, with its events and what it has gathered.
+
+    Waits for nothing, so the step's launches have to be those of a capture.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    root = module._get_fsdp_state()
+    context = root._comm_ctx
+    context.all_gather_state = None
+    context.post_forward_order.clear()
+    if hasattr(context, "reduce_scatter_states"):  # from torch 2.12 on
+        context.reduce_scatter_states.clear()
+        getattr(context, "_last_post_reduce_events", {}).clear()
+    else:
+        context.reduce_scatter_state = None
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+    for state in root._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
+        group = state._fsdp_param_group
+        if group is None:
+            continue
+        group._training_state = TrainingState.IDLE
+        group._all_gather_result = None
+        group._post_reduce_event = None
+        group._all_reduce_state = None
+        group._post_forward_indices.clear()
+        group._to_sharded()
+        for record in group.fsdp_params:
+            keep_whole_gradient(record, None)
 
 
 class CopyOps(NamedTuple):

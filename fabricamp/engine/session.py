@@ -486,6 +486,8 @@ class Session:
         self.predicted = record
         if record is not None:
             loaders = record.loaders
+        # Not within fit, as in Lightning: tensors kept from a validation may be used in training.
+        inference_mode = self.settings.inference_mode and self.fn is not TrainerFn.FITTING
         loop = EvaluationLoop(
             kind,
             module=self.module,
@@ -495,8 +497,7 @@ class Session:
             hooks=self.hooks,
             agreement=self.agreement,
             together=self.watchdog.together,
-            # Not within fit, as in Lightning: tensors kept from a validation may be used in training.
-            inference_mode=self.settings.inference_mode and self.fn is not TrainerFn.FITTING,
+            inference_mode=inference_mode and self.strategy.sharding.allows_inference_mode(),
             record=record,
             compiled=self.compilation.evaluation_step,
         )

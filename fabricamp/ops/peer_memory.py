@@ -37,6 +37,8 @@ _BLOCK_WORDS: Final = 2**19
 _USUAL_TIMEOUT: Final = timedelta(minutes=30)
 _LINE: Final = 128
 _BARRIER_THREADS: Final = 32
+NO_TURN: Final = -1
+"""In place of a buffer's number: none has been used, and the first one is the next."""
 _Word = TypeVar("_Word")
 _NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -269,7 +271,8 @@ class PeerBuffers:
         self._buffers: list[list[Tensor]] = [list(memory.view(torch.uint8).split(size)) for memory in block.peers]
         self._slot = workspace.slot(self.ranks, 1)
         self._number = number
-        self._turn = -1
+        self.turn = NO_TURN
+        """Number of the buffer that was used last: the same on all ranks."""
         self._device = workspace.device
         self._used: dict[int, torch.cuda.Event] = {}
         self._last_used = -1
@@ -287,8 +290,8 @@ class PeerBuffers:
 
     def next_turn(self) -> int:
         """Returns the number of the buffer that was not used for the longest time."""
-        self._turn = (self._turn + 1) % self._number
-        return self._turn
+        self.turn = (self.turn + 1) % self._number
+        return self.turn
 
     def buffer(self, turn: int, rank: int | None = None) -> Tensor:
         """Returns the bytes of a buffer of ``rank``; None: of this rank."""
@@ -305,6 +308,10 @@ class PeerBuffers:
         self._last_used = turn
         if self._device.type == "cuda":
             self._used.setdefault(turn, torch.cuda.Event()).record()
+
+    def forget_uses(self) -> None:
+        """Forgets all uses; called before and after a capture, whose stream waits for earlier uses anyway."""
+        self._used.clear()
 
     def barrier(self) -> None:
         """Makes the current stream wait until the streams of all ranks have come here, with what they wrote before.

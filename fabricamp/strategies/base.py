@@ -240,6 +240,14 @@ class Strategy(LightningNames, NamesKeywords):
             return ""
         return f"strategy {self.name!r} is not captured; give strategy='delayed_ddp', or 'single' with devices=1"
 
+    def captured(self) -> AbstractContextManager[Callable[[], None] | None]:
+        """Returns a context for the launches of a captured step.
+
+        Its value is called after each replay of the step, to leave the strategy as the step itself does; None if there is nothing
+        to do.
+        """
+        return contextlib.nullcontext()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context that keeps gradients local, for every micro-batch of a step except the last."""
         return contextlib.nullcontext()

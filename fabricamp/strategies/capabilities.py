@@ -59,6 +59,10 @@ class Sharding:
         """Returns why no weights are gathered in FP8 (``Float8(all_gather=True)``); an empty string if they can be."""
         return "it gathers no weights in FP8; give strategy='fsdp', or leave all_gather out"
 
+    def allows_inference_mode(self) -> bool:
+        """Whether evaluations may run in torch's inference mode; without it they run without gradients."""
+        return True
+
     def settle_module(self, module: nn.Module) -> None:
         """Removes gathered copies, so ``module`` holds the parameters that optimizers update; called before they are written."""
 

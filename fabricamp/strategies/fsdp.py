@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.bridge import runs_kernels
+from fabricamp.ops.peer_memory import NO_TURN, PeerBuffers
 from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as full_tensor
 from fabricamp.strategies.capabilities import Sharding
@@ -36,10 +37,13 @@ from fabricamp.strategies.process_group import ProcessGroupStrategy
 from fabricamp.strategies.tensor_parallel import TENSOR, checked_tensor_parallel, split_layers
 from fabricamp.strategies.unused_parameters import listed
 from fabricamp.torch_private import (
+    abandon_sharded_step,
     checkpoint_activations,
+    current_stream_is_capturing,
     keep_whole_gradient,
     sharded_modules,
     sharded_parameters,
+    streams_of_sharding,
     whole_gradient,
 )
 
@@ -129,6 +133,8 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._cast_units: list[tuple[Any, torch.dtype]] = []
         """The units whose parameters are gathered in a dtype of the precision's, and this dtype."""
         self._whole: WholeGradients | None = None
+        self._peers: tuple[PeerBuffers, ...] = ()
+        """The buffers by which the ranks read each other's memory."""
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
         """Shards ``module`` unit by unit: fills meta tensors, broadcasts rank 0's values, then keeps this rank's shard.
@@ -145,6 +151,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
 
         self._undo = Undo(module)
         self._cast_units = []
+        self._peers = ()
         self._module = module
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self._dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
@@ -298,7 +305,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
                 self._steps[name] = vars(module).get(name)
                 written = getattr(module, name)
                 if name == "training_step":
-                    root = RootOfSteps(module, self._left_gathered(module))
+                    root = RootOfSteps(module, self._left_gathered(module), self._begin_step)
                     vars(module)[name] = root.without_hooks(written)
                     register_fsdp_forward_method(module, name)
                     wrapped = root.gathered_for(getattr(module, name))
@@ -366,6 +373,12 @@ class FSDP(ProcessGroupStrategy, Sharding):
         assert self._mesh is not None
         peers = peer_memory_of(self._cast_units, self._mesh.get_group("shard"), self.device)
         self._undo.also(replace_collectives(self._cast_units, peers))
+        if peers is not None:
+            self._peers = (peers.gather.peers, peers.scatter)
+
+    def allows_inference_mode(self) -> bool:
+        """Returns False where a shard is the whole parameter: torch then reads version counters, which that mode leaves out."""
+        return self.world_size > self.replicate * self.tensor_parallel
 
     def settle_module(self, module: nn.Module) -> None:
         """Reshards parameters that a forward without a backward has left gathered."""
@@ -433,8 +446,54 @@ class FSDP(ProcessGroupStrategy, Sharding):
         return ""
 
     def refuses_graph(self) -> str:
-        """Returns the reason: steps are never captured with this strategy."""
-        return "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out"
+        """Returns the option with which steps are not captured, and what to change; an empty string without one."""
+        if self.offload:
+            return (
+                "FSDP(offload=True) updates in host memory, and a graph holds the GPU's work alone; leave offload out"
+            )
+        if self.parallelize is not None:
+            return "steps of layers that are split are not captured; leave FSDP(parallelize=...) out"
+        after = self.reshard_after_forward
+        if not isinstance(after, bool):
+            return f"steps of FSDP(reshard_after_forward={after}) are not captured; give True or False"
+        return ""
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[Callable[[], None]]:
+        """A context for the launches of a captured step; joins the streams of torch's FSDP to the current one at its end."""
+        assert self._module is not None, "shard_module has been called"
+        turns: list[int] = []
+
+        def take_turns() -> None:
+            # Else a rank that replays and one that runs the step eagerly would use different buffers afterwards.
+            for buffers, turn in zip(self._peers, turns, strict=True):
+                buffers.turn = turn
+
+        # A capture cannot wait for an event from before it, and later streams cannot wait for one of the capture.
+        self._forget_uses()
+        try:
+            yield take_turns
+        except BaseException:
+            abandon_sharded_step(self._module)
+            raise
+        finally:
+            self._forget_uses()
+        current = torch.cuda.current_stream(self.device)
+        for stream in streams_of_sharding(self._module):
+            with torch.cuda.stream(stream):
+                belongs_to_capture = current_stream_is_capturing()
+            if belongs_to_capture:
+                current.wait_stream(stream)
+        turns.extend(buffers.turn for buffers in self._peers)
+
+    def _forget_uses(self) -> None:
+        for buffers in self._peers:
+            buffers.forget_uses()
+
+    def _begin_step(self) -> None:
+        # Captured steps, and those that run eagerly on another rank, have to use the same buffers for the same unit.
+        for buffers in self._peers:
+            buffers.turn = NO_TURN
 
     def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
         """Restores the plain module; with ``whole`` rank 0 has the full parameters, in host memory."""
@@ -442,6 +501,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._undo = None
         self._module = None
         self._whole = None
+        self._peers = ()
         self._cast_units = []
         if undo is None:
             return
@@ -472,6 +532,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._undo = None
         self._module = None
         self._whole = None
+        self._peers = ()
         self._cast_units = []
         self._steps = {}
         # No reference to the group may remain: torch's FSDP states are reference cycles, and optimizers hold the mesh too.
@@ -615,8 +676,10 @@ class RootOfSteps:
     when backward begins, and gather the last unit only after that.  So the hooks of the root's forward do nothing within a step.
     """
 
-    def __init__(self, module: nn.Module, left_gathered: Sequence[FSDPModule]) -> None:
+    def __init__(self, module: nn.Module, left_gathered: Sequence[FSDPModule], begin: Callable[[], None]) -> None:
         self._left_gathered = left_gathered
+        self._begin = begin
+        """Called at the start of a step."""
         self._steps = 0
         """The number of steps that run now: a step may call itself."""
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -649,6 +712,7 @@ class RootOfSteps:
             if not self.in_a_step:  # a step that calls itself needs them
                 for unit in self._left_gathered:
                     unit.reshard()
+                self._begin()
             return step(*args, **kwargs)
 
         return run

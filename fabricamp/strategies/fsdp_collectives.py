@@ -234,14 +234,15 @@ class FlatGradients(Tensor):
         if func is fsdp_copy_ops().chunk_cat:
             tensors, dimension, ranks = args
             flat = kwargs["out"]
+            if dimension != 0 or not flat.exchange.copy_in(tensors, ranks, flat.place):
+                func(tensors, dimension, ranks, out=flat.memory())
             flat.exchange.output_is_next = True
-            if dimension == 0 and flat.exchange.copy_in(tensors, ranks, flat.place):
-                return None
+            return None
+        return func(*tree_map_only(cls, cls.memory, args), **tree_map_only(cls, cls.memory, kwargs or {}))
 
-        def memory(flat: FlatGradients) -> Tensor:
-            return flat.place.memory().view(flat.shape)
-
-        return func(*tree_map_only(cls, memory, args), **tree_map_only(cls, memory, kwargs or {}))
+    def memory(self) -> Tensor:
+        """Returns memory of their own."""
+        return self.place.memory().view(self.shape)
 
 
 class _Place:
@@ -278,8 +279,8 @@ class ScatterCasts:
         self.output_is_next = False
         """Whether torch allocates its output next: it allocates the input, copies gradients into it, then allocates the output."""
         self._peers = peers
-        self._layout: list[tuple[torch.Size, torch.dtype]] = []
-        self._cast: FlatCast | None = None
+        self._casts: dict[tuple[Any, ...], FlatCast | None] = {}
+        """By layout of the gradients; all stay, as CUDA graphs hold the addresses of their tables."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for the input, or for the output."""
@@ -318,17 +319,17 @@ class ScatterCasts:
 
     def copy_in(self, gradients: Sequence[Tensor], ranks: int, place: _Place) -> bool:
         """Copies ``gradients``, rank by rank; returns False, and does nothing, where torch has to do it."""
-        layout = [(gradient.shape, gradient.dtype) for gradient in gradients]
+        layout = tuple([(gradient.shape, gradient.dtype) for gradient in gradients])
         dtype = layout[0][1]
         reads = self._peers is not None and place.elements * dtype.itemsize <= self._peers.size
-        if layout != self._layout:
-            self._layout = layout
-            self._cast = _scatter_cast(layout, ranks, dtype if reads else place.dtype, place)
-        if self._cast is None:
+        if layout not in self._casts:
+            self._casts[layout] = _scatter_cast(layout, ranks, dtype if reads else place.dtype, place)
+        cast = self._casts[layout]
+        if cast is None:
             return False
         flat = self._buffer_for(place, dtype) if reads else place.memory()
         # The same on all ranks, whatever the strides of their gradients.
-        self._cast([gradient.contiguous() for gradient in gradients], flat)
+        cast([gradient.contiguous() for gradient in gradients], flat)
         return True
 
     def _buffer_for(self, place: _Place, dtype: torch.dtype) -> Tensor:
@@ -366,7 +367,8 @@ class PeerGather:
     """
 
     def __init__(self, peers: PeerBuffers) -> None:
-        self._peers = peers
+        self.peers = peers
+        """The buffers."""
         self._turn: int | None = None
         self._given: dict[int, weakref.ref[Tensor]] = {}
 
@@ -374,21 +376,21 @@ class PeerGather:
         """Returns a buffer of this rank, or other memory if the buffers are too small, or are in use."""
         self._turn = None
         size_in_bytes = math.prod(size) * dtype.itemsize
-        if size_in_bytes > self._peers.size:
+        if size_in_bytes > self.peers.size:
             return torch.empty(*size, dtype=dtype, device=device)
-        turn = self._peers.next_turn()
+        turn = self.peers.next_turn()
         before = self._given.get(turn)
         if before is not None and before() is not None:
             return torch.empty(*size, dtype=dtype, device=device)
         self._turn = turn
-        self._peers.wait_for_use(turn)
-        given = self._peers.buffer(turn)[:size_in_bytes].view(dtype).view(*size)
+        self.peers.wait_for_use(turn)
+        given = self.peers.buffer(turn)[:size_in_bytes].view(dtype).view(*size)
         self._given[turn] = weakref.ref(given)
         return given
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         """Gathers the parts of all ranks; each rank has its own in its output already."""
-        peers, turn = self._peers, self._turn
+        peers, turn = self.peers, self._turn
         if turn is None:
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         share = input_tensor.nbytes

@@ -16,13 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from fabricamp import ConfigError, Float8, TrainingModule, seed_everything
+from fabricamp.engine.graph.host_effects import CapturedConstantsGuard
 from fabricamp.errors import DistributedError
 from fabricamp.ops import bridge, peer_memory
-from fabricamp.ops.peer_memory import Workspace, check_peers, workspace_of
+from fabricamp.ops.peer_memory import PeerBuffers, Workspace, check_peers, workspace_of
 from fabricamp.ops.shards import local
 from fabricamp.optimizers import FusedAdam
 from fabricamp.strategies import FSDP, fsdp, fsdp_collectives
-from fabricamp.strategies.fsdp_collectives import VARIABLE, ScatterCasts, ShardCast
+from fabricamp.strategies.fsdp_collectives import VARIABLE, FlatGradients, ScatterCasts, ShardCast
 from tests.cuda_on_cpu.compiler import compiler
 from tests.cuda_on_cpu.shared_memory import map_words, use_kernels
 from tests.distributed.ranks import import_compiler, run_ranks
@@ -214,6 +215,71 @@ def test_ranks_that_read_each_others_memory_get_the_bits_of_collectives():
     run_ranks(reading_peers, 2)
 
 
+class Interrupted(Net):
+    """Before its second batch, forward or backward is cut in the middle: as in a capture that fails."""
+
+    where = ""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx != 1 or not self.where:
+            return
+        block = self.blocks[1]
+        register = block.register_forward_hook if self.where == "forward" else block.register_full_backward_hook
+        handle = register(self.cut)
+        precision = self.trainer.precision_plugin
+        with pytest.raises(RuntimeError, match="in the middle"), self.trainer.strategy.captured():
+            precision.backward(precision.forward(self.training_step, batch, batch_idx))
+        handle.remove()
+        if self.where == "backward":
+            self.losses.pop()
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def cut(self, *_):
+        raise RuntimeError("in the middle")
+
+
+def cut_steps():
+    found = {}
+    for where in ("", "forward", "backward"):
+        for peers in (False, True):
+            with kernels_on_cpu(peers=peers):
+                Interrupted.where = where
+                module = trained("O5", net=Interrupted)
+            found[where, peers] = torch.stack(module.losses)
+    for (_, peers), losses in found.items():
+        assert torch.equal(losses, found["", peers])
+
+
+def test_a_step_that_is_cut_in_the_middle_leaves_no_trace():
+    run_ranks(cut_steps, 2)
+
+
+def turns_of_steps():
+    """A step gathers nine times: the first gather of each one has the first of the two buffers, also after a validation."""
+    firsts = []
+    real = PeerBuffers.next_turn
+
+    class Noted(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            firsts.append(None)
+
+    def noted(buffers):
+        turn = real(buffers)
+        if firsts and firsts[-1] is None:
+            firsts[-1] = turn
+        return turn
+
+    PeerBuffers.next_turn = noted
+    with kernels_on_cpu(peers=True):
+        trained("O5", net=Noted, val_check_interval=2)
+    assert firsts == [0, 0, 0, 0]
+
+
+def test_ranks_that_run_a_step_differently_use_the_same_buffers():
+    run_ranks(turns_of_steps, 2)
+
+
 def of_four_that_read():
     losses = []
     for exchange in ("peer", "collective"):
@@ -372,6 +438,56 @@ def kinds_of_modules():
 
 def test_large_roots_early_gathers_and_layers_that_are_left_out():
     run_ranks(kinds_of_modules, 2)
+
+
+def tables_of_layouts():
+    """A unit keeps what casts its gradients for each set of layers that have some: a CUDA graph reads the tables of one."""
+    made = []
+    real = fsdp_collectives._scatter_cast
+    fsdp_collectives._scatter_cast = lambda *arguments: made.append(None) or real(*arguments)
+    with kernels_on_cpu():
+        trained("O5", net=Leaving, strategy=FSDP([UnevenlyUsed]), max_epochs=2)
+    # Three blocks with two sets each, and the root.
+    assert len(made) == 3 * 2 + 1
+
+
+def test_tables_of_casts_stay():
+    run_ranks(tables_of_layouts, 2)
+
+
+def test_a_copy_that_fails_leaves_no_trace(monkeypatch):
+    """As where a capture runs out of memory: the next allocation is an input again."""
+    scatter = ScatterCasts(None)
+    monkeypatch.setattr(scatter, "copy_in", lambda *_: 1 / 0)
+    flat = scatter.allocate((8,), dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError):
+        torch.ops.fsdp.chunk_cat([torch.ones(8).bfloat16()], dim=0, num_chunks=2, out=flat.view(2, -1))
+    assert isinstance(scatter.allocate((8,), dtype=torch.float32, device=torch.device("cpu")), FlatGradients)
+
+
+class Guarded(Net):
+    """Looks at what a CUDA graph would hold of the module."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        guard = CapturedConstantsGuard(self, {})
+        assert guard.are_unchanged()
+        weight = self.blocks[1].up.weight
+        weight.requires_grad = False
+        assert not guard.are_unchanged()
+        weight.requires_grad = True
+        shard = weight._local_tensor
+        weight._local_tensor = shard.clone()
+        assert not guard.are_unchanged()
+        weight._local_tensor = shard
+        assert guard.are_unchanged()
+
+
+def guarded():
+    trained("O5", net=Guarded, strategy=FSDP([Block, EvenBlock]))
+
+
+def test_a_shard_that_is_frozen_or_replaced_is_noticed():
+    run_ranks(guarded, 1)
 
 
 def scattered_directly():

@@ -109,6 +109,9 @@ STRATEGIES = {
     "ddp that searches": partial(DDP, find_unused_parameters=True),
     "delayed_ddp": DelayedDDP,
     "fsdp": FSDP,
+    "fsdp that offloads": partial(FSDP, offload=True),
+    "fsdp that splits layers": partial(FSDP, parallelize=print, tensor_parallel=2),
+    "fsdp with larger shards": partial(FSDP, reshard_after_forward=2),
     "own": Own,
 }
 
@@ -168,11 +171,11 @@ class OwnStep(OptLevel):
         (FusedAdam, {"strategy": "ddp"}, ""),
         (FusedAdam, {"strategy": "ddp", "accumulate": 2}, ""),
         (FusedAdam, {"strategy": "own"}, "strategy 'own' is not captured; give strategy='delayed_ddp'"),
-        (
-            FusedAdam,
-            {"strategy": "fsdp"},
-            "strategy 'fsdp' is not captured: its exchanges are torch's; leave cuda_graph out",
-        ),
+        (FusedAdam, {"strategy": "fsdp"}, ""),
+        (FusedAdam, {"strategy": "fsdp", "accumulate": 2}, "accumulation is not captured with strategy 'fsdp'"),
+        (FusedAdam, {"strategy": "fsdp that offloads"}, "FSDP(offload=True) updates in host memory"),
+        (FusedAdam, {"strategy": "fsdp that splits layers"}, "steps of layers that are split are not captured"),
+        (FusedAdam, {"strategy": "fsdp with larger shards"}, "steps of FSDP(reshard_after_forward=2) are not captured"),
         (FusedAdam, {"strategy": "ddp that searches"}, "DDP(find_unused_parameters=True) searches on the host"),
         (FusedAdam, {"detect_anomaly": True}, "detect_anomaly=True reads each operation's result on the host"),
         (FusedAdam, {"manual": True}, "manual optimization is not captured"),

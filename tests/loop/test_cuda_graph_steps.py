@@ -37,7 +37,7 @@ from fabricamp.optimizers import FusedAdam
 from fabricamp.precision.loss_scaler import LossScaler
 from fabricamp.precision.step_results import StepResults
 from fabricamp.state import RunState
-from fabricamp.strategies import DDP, Environment
+from fabricamp.strategies import DDP, FSDP, Environment
 from fabricamp.strategies.base import Strategy
 from tests.inside import session
 from tests.small import Classifier, loader, quiet_trainer
@@ -429,11 +429,20 @@ class Parts:
     """The parts of a fit on a GPU that the refusals read."""
 
     def __init__(
-        self, module=None, *, ranks=1, accumulate=1, length=10, schedulers=(), optimizer=None, transfers=False
+        self,
+        module=None,
+        *,
+        ranks=1,
+        accumulate=1,
+        length=10,
+        schedulers=(),
+        optimizer=None,
+        transfers=False,
+        strategy=None,
     ):
         self.module = module or Classifier()
         self.precision = OptLevel("O0")
-        self.strategy = Strategy() if ranks == 1 else DDP()
+        self.strategy = strategy or (Strategy() if ranks == 1 else DDP())
         self.strategy.environment = Environment(world_size=ranks)
         self.optimizers = [(optimizer or FusedAdam)(self.module.parameters())]
         make = torch.optim.lr_scheduler.StepLR
@@ -462,6 +471,7 @@ BY_STEP = {"schedulers": [{"interval": "step"}]}
         ({}, [Late(), ProgressBar()], ""),
         ({"schedulers": [{"interval": "step"}]}, [], ""),
         ({"ranks": 2}, [], "several processes"),
+        ({"strategy": FSDP()}, [], "strategy 'fsdp' launches step by step"),
         ({"accumulate": 2}, [], "accumulate_grad_batches above 1"),
         ({"transfers": True}, [], "the hooks that transfer a batch"),
         ({"length": math.inf}, [], "the loader does not say how many batches"),

@@ -363,3 +363,29 @@ def test_what_a_module_does_not_show_is_shared_as_well():
     strategy.environment = Environment(rank=0, world_size=2, local_rank=0)
     strategy._share([layer], SimpleNamespace(broadcast=sent.extend))
     assert {tuple(tensor.shape) for tensor in sent} == {(3, 2), (3,)}
+
+
+class Evaluated(Classifier):
+    """Notes whether its steps run in inference mode."""
+
+    def validation_step(self, batch, batch_idx):
+        self.seen = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        return self.net(batch[0])
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("name", ["validate", "test", "predict"])
+def test_one_process_evaluates_without_inference_mode(name):
+    module = Evaluated()
+    getattr(quiet_trainer(strategy=FSDP([nn.Linear])), name)(module, loader(8, 4))
+    assert module.seen == (False, False)
+
+
+def test_several_processes_evaluate_in_inference_mode():
+    strategy = FSDP()
+    strategy.environment = Environment(world_size=2)
+    assert strategy.allows_inference_mode()
+    copies = FSDP(replicate=2)
+    copies.environment = Environment(world_size=2)
+    assert not copies.allows_inference_mode()

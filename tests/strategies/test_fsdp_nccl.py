@@ -111,6 +111,7 @@ def waits():
 
     seed_everything(5, verbose=False)
     options = {"gradient_clip_val": 0.5, "precision": "O1", "max_epochs": 1, "log_every_n_steps": 1000}
+    options["cuda_graph"] = False  # before the first capture ranks agree in each step, and wait for it
     trainer = quiet_trainer(accelerator="gpu", devices="auto", strategy=FSDP([Block]), **options)
     trainer.fit(Watched("FusedAdam"), loader(64, 4))
     return trainer.global_step

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fabricamp.ops.shards import local, local_gradient
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -84,7 +86,8 @@ class ComparedState:
             tensors["the mean weight of the losses"] = weights.reference
         if memory is not None:
             tensors |= {f"sums of gradients {number}": sums for number, sums in enumerate(memory.tensors)}
-        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.device == device}
+        parts = {name: local(tensor) for name, tensor in tensors.items()}
+        self._tensors = {name: part for name, part in parts.items() if part.device == device}
         self._parameters = list(dict.fromkeys([*(module.parameters() if accumulates else ()), *handed]))
         self._memory = memory
         self._metric_states = metric_states
@@ -103,13 +106,16 @@ class ComparedState:
         return max(self._sizes(), default=0)
 
     def _sizes(self) -> Iterator[int]:
-        return (one.numel() * one.element_size() for one in (*self._tensors.values(), *self._parameters))
+        return (local(one).nbytes for one in (*self._tensors.values(), *self._parameters))
 
     def copy(self) -> StateCopies:
         """Returns copies of everything, on ``copies_on``; those of metric states and generators stay on their device."""
         return StateCopies(
             {name: self._copied(tensor) for name, tensor in self._tensors.items()},
-            [(one, one.grad, None if one.grad is None else self._copied(one.grad)) for one in self._parameters],
+            [
+                (one, one.grad, None if one.grad is None else self._copied(local_gradient(one)))
+                for one in self._parameters
+            ],
             None if self._memory is None else self._memory.presence,
             self._metric_states.copy(),
             self._generators.states(),
@@ -126,7 +132,7 @@ class ComparedState:
         for parameter, gradient, values in copies.gradients:
             parameter.grad = gradient
             if gradient is not None and values is not None:
-                gradient.copy_(values)
+                local(gradient).copy_(values)
         if self._memory is not None and copies.presence is not None:
             self._memory.presence = copies.presence
         self._metric_states.put_back(copies.metrics)
@@ -140,7 +146,8 @@ class ComparedState:
         for number, (parameter, _, values) in enumerate(copies.gradients):
             if (parameter.grad is None) != (values is None):
                 return f"whether parameter {number} has a gradient"
-            if parameter.grad is not None and values is not None and not same_bits(parameter.grad, values):
+            gradient = local_gradient(parameter)
+            if gradient is not None and values is not None and not same_bits(gradient, values):
                 return f"the gradient of parameter {number}"
         if changed := self._metric_states.difference(copies.metrics):
             return changed

@@ -50,7 +50,7 @@ class Graphs:
 
     def evaluation(self, kind: str, forward: Step) -> Step:
         """Returns the function to call for a step of an evaluation of ``kind``: ``forward``, or its captured form."""
-        if not self._wanted or self._session.strategy.refuses_graph():
+        if not self._wanted or self._reason_for_eager_evaluation():
             self._say_why_eager(kind)
             return forward
         if kind not in self._evaluations:  # a later loop, over reloaded loaders, uses the same graphs
@@ -58,13 +58,23 @@ class Graphs:
             self._evaluations[kind] = GraphEvaluation(self._session, kind, forward)
         return self._evaluations[kind]
 
+    def _reason_for_eager_evaluation(self) -> str:
+        """Returns why evaluations run eagerly although captures are on; an empty string if they are captured."""
+        strategy = self._session.strategy
+        if strategy.device.type != "cuda":
+            return reason_against(strategy.device.type, strategy, self._session.settings)
+        if refusal := strategy.refuses_graph():
+            return refusal
+        if strategy.sharding.shards:
+            return f"strategy {strategy.name!r} keeps gathered weights between the batches of an evaluation"
+        return ""
+
     def _say_why_eager(self, kind: str) -> None:
         """Logs why an evaluation runs eagerly although captures are on; within a fit, the fit has logged the reason."""
         session = self._session
-        settings = session.settings
-        if settings.cuda_graph is not None and session.fn is not TrainerFn.FITTING:
-            reason = reason_against(session.strategy.device.type, session.strategy, settings)
-            session.run_summary.say_of_graph(f"cuda_graph='auto' runs the {kind} eagerly: {reason}")
+        if session.settings.cuda_graph is not None and session.fn is not TrainerFn.FITTING:
+            reason = self._reason_for_eager_evaluation()
+            session.run_summary.say_of_graph(f"the {kind} runs eagerly, without a CUDA graph: {reason}")
 
     def close(self, *, failed: bool) -> None:
         """Frees the graphs and leaves the side stream; a process group cannot end before the graphs that use its collectives.

@@ -153,6 +153,7 @@ def group_refusal(parts: FitParts, callbacks: Sequence[Callback]) -> str:
         return f"{name}.step runs after each replay, outside of the graph: {outside}; take FusedAdam or FusedSGD"
     refusals = {
         "several processes launch step by step": parts.strategy.world_size > 1,
+        f"strategy {parts.strategy.name!r} launches step by step": parts.strategy.sharding.shards,
         "accumulate_grad_batches above 1 is replayed batch by batch": settings.most_accumulated > 1,
         "the loader does not say how many batches an epoch has; give one with a length, such as a ResidentLoader": (
             feed.length == math.inf

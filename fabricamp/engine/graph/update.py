@@ -56,6 +56,7 @@ from fabricamp.engine.graph.seen_batches import SeenBatches
 from fabricamp.engine.update import Update
 from fabricamp.errors import NotCapturableError
 from fabricamp.ops.peer_memory import check_peers
+from fabricamp.ops.shards import local
 from fabricamp.ops.uploads import lasting_like
 from fabricamp.optimizers import LARC, FusedOptimizer
 
@@ -177,6 +178,8 @@ class GraphUpdate(Update):
         if key is None or self.why_eager:
             return super().run_batch(batch, batch_idx, last)
         if step is None:
+            # A capture, and a look at what a step changes, begin with this rank's shards.
+            self._parts.strategy.sharding.settle_module(self._parts.module)
             # 3: all ranks make the first captures at the same batch, and compare them.  Later each rank captures by itself,
             # without a comparison: its eager step would exchange gradients with ranks that make none.
             if all_ready or (self._consensus.ended and self._is_ready(key)):
@@ -212,7 +215,7 @@ class GraphUpdate(Update):
         step = self._steps.get(key)
         if step is None:
             return None
-        if not step.is_valid():
+        if not step.is_valid() and not self._is_valid_settled(step):
             self._count_capture(step)
             # One eager step adopts what has changed (another parameter, say), one is watched, and the next is captured.
             self._drop()
@@ -221,6 +224,14 @@ class GraphUpdate(Update):
         if self._pool.is_lent and not self._reclaim_pool(step):
             return None
         return step if step.can_continue(self._fixed_gradients) else None
+
+    def _is_valid_settled(self, step: CapturedStep) -> bool:
+        """Whether the graph is valid once the parameters are this rank's shards again: a validation leaves some gathered."""
+        sharding = self._parts.strategy.sharding
+        if not sharding.shards:
+            return False
+        sharding.settle_module(self._parts.module)
+        return step.is_valid()
 
     def _count_capture(self, stale: CapturedStep) -> None:
         """Counts graphs that are out of date; gives up after a few in a row, since a value changes in every step then."""
@@ -449,7 +460,7 @@ class GraphUpdate(Update):
         # An optimizer outside of the graph runs its hooks on the host, whatever comes or goes.
         hooks = [] if self.steps_outside else step_hooks(optimizer)
         step = CapturedStep(parts.module, inputs, role, LogReplay(parts.metrics), memory, hooks)
-        used = self._capture_launches(step, lambda: self._launch_captured(inputs, role))
+        used = self._capture_launches(step, lambda: self._launch_captured(step, inputs, role))
         step.handed = self._handed
         self._handed = []
         step.loss = None if self.loss is None else self.loss.detach()
@@ -473,7 +484,7 @@ class GraphUpdate(Update):
         if self._sums or not role.opens:
             return 0
         trained = [parameter for parameter in self._parts.module.parameters() if parameter.requires_grad]
-        size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        size: int = sum(local(parameter).nbytes for parameter in trained)
         return size if role.accumulate == 1 else 2 * size
 
     def _lends_to(self, role: Role) -> bool:
@@ -487,18 +498,20 @@ class GraphUpdate(Update):
         """Captures what ``run`` launches; returns the bytes of memory that the graph reserves beside those of other graphs."""
         self._attachment.metrics = self._watch.log_watch()
         self._state.user_call.capturing = True
-        before = torch.cuda.memory_reserved(self._stream.device)
+        # Eager steps have filled the pool before the first capture.
+        before = self._pool.reserved() if self._steps else 0
         try:
             step.capture(run, self._stream, self._pool.id)
             self._pool.note_capture()
         finally:
             self._attachment.metrics = self._parts.metrics
             self._state.user_call.capturing = False
-        return torch.cuda.memory_reserved(self._stream.device) - before
+        return self._pool.reserved() - before
 
-    def _launch_captured(self, batch: Batch, role: Role) -> Output:
+    def _launch_captured(self, step: CapturedStep, batch: Batch, role: Role) -> Output:
         """Runs a step for the capture and copies its gradient statistics out of the memory that earlier graphs write to."""
-        outputs = self._launch(batch, BatchIndex(), role)
+        with self._parts.strategy.captured() as step.leave_strategy:
+            outputs = self._launch(batch, BatchIndex(), role)
         verdicts = self._parts.precision.verdicts
         if role.closes and self._steps and verdicts is not None and self._optimizer is not None:
             verdicts.keep_statistics(self._optimizer)
@@ -636,6 +649,8 @@ class GraphUpdate(Update):
         outputs = step.after_replay(first=first)
         if not self._consensus.alone:
             check_peers()  # a layer's kernel may have given up waiting for another rank
+            if step.leave_strategy is not None:
+                step.leave_strategy()
             self._parts.strategy.note_window(begun=not role.closes)
         if role.closes:
             self._note_replayed_update()
