@@ -1,21 +1,25 @@
 """Compares training with sharded weights by ``strategy="fsdp"`` with hand-written loops over torch's ``fully_shard``.
 
-    torchrun --nproc_per_node=2 benchmarks/fsdp.py [--out results.json] [--cells 1.4B 6.9B] [--ways ours fused foreach]
+    torchrun --nproc_per_node=2 benchmarks/fsdp.py [--out results.json] [--cells 1.4B 6.9B] [--ways fabricamp fused foreach]
         [--minutes 5] [--warm] [--quick]
 
 Two GPTs on synthetic tokens: 1.4 billion parameters on 4 x 1024 tokens per rank with reshard_after_forward=False, 6.9 billion
 on 1 x 2048 with True.  Weights are fp32 shards, gathered and computed in bf16, gradients averaged in fp32, clipped to a norm
-of 1, AdamW.  "fused" and "foreach" are torch's AdamW after ``clip_grad_norm_`` in a plain loop; "ours" is the Trainer at O5
-with FusedAdam, "ours O4" the same under autocast; both with all of the Trainer's defaults.  All runs start with values of the same
-distributions, because a GPU's clock rate depends on the values that it computes with.  "plain" is "fused" over plain tensors in the
-memory of a rank's shards, clipped by the norm of these alone: the host's cost of clipping and update without sharded tensors.
-"ours" also runs five steps of a network of Llama 3 8B's shape, to measure peak memory, and writes and reads checkpoints of
+of 1, AdamW.  "fused" and "foreach" are torch's AdamW after ``clip_grad_norm_`` in a plain loop; "fabricamp" is the Trainer at O5
+with FusedAdam, "fabricamp O4" the same under autocast; both with all of the Trainer's defaults.  All runs start with values of
+the same distributions, because a GPU's clock rate depends on the values that it computes with.  "plain" is "fused" over plain
+tensors in the memory of a rank's shards, clipped by the norm of these alone: the host's cost of clipping and update without
+sharded tensors.
+"fabricamp" also runs five steps of a network of Llama 3 8B's shape, to measure peak memory, and writes and reads checkpoints of
 the first network ("saved").
 
 The blocks of "compiled", which is otherwise "fused", are compiled by torch.compile, and those of "fabricamp blocks" by the
 Trainer's ``compile="blocks"``.  "compiled fp8" and "fabricamp fp8 blocks" have FP8 products in all linear layers of the blocks,
 with tensorwise scales and weights gathered in FP8, by torchao; in the former as torchao's page shows, in the latter by
-``Float8(all_gather=True)``.  "fabricamp fp8 blocks, bf16 gather" is the same without it.  The steps after the warm-up are cut into
+``Float8(all_gather=True)``.  "fabricamp fp8 blocks, bf16 gather" is the same without it.  A way that ends with "graph" replays its
+steps as CUDA graphs (``cuda_graph=CudaGraph(warmup=3)``); no hook runs within its steps, so it has no update and host ms,
+and its first replay is not compared with an eager step, which would copy the state of 6.9 billion parameters to the host.  Its
+memory is what torch has reserved; else it is the peak of what was allocated.  The steps after the warm-up are cut into
 seven windows, whose GPU times per step have the median "window_ms" with its quartiles.  The ratios to "compiled" are those of
 medians, with the ranges that the quartiles of both give; the goals are 0.9 with compiled blocks and 0.8 with FP8.  Ways do not
 alternate, as each compiles anew and two of them at 6.9 billion parameters do not fit on a GPU; a drift of the clock rate is part
@@ -33,6 +37,7 @@ the compiled code in its cache, and measuring begins sooner.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import shutil
@@ -57,13 +62,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import rounds as of_rounds
 from benchmarks.models import Layer, llama_8b
 from examples.gpt.gpt import GPT, Block
-from fabricamp import Callback, Compile, Float8, Trainer, TrainingModule, launch
+from fabricamp import Callback, Compile, CudaGraph, Float8, Trainer, TrainingModule, launch
 from fabricamp.callbacks import AsyncCheckpoint
+from fabricamp.engine.graph.memory_budget import GraphMemoryBudget
 from fabricamp.optimizers import FusedAdam
 from fabricamp.strategies import FSDP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 CLIP, LR = 1.0, 1e-4
 
@@ -104,18 +110,26 @@ def float8(*, all_gather: bool) -> Float8:
 
 
 OURS: dict[str, Callable[[], str | Float8]] = {
-    "ours": lambda: "O5",
-    "ours O4": lambda: "O4",
+    "fabricamp": lambda: "O5",
+    "fabricamp O4": lambda: "O4",
     "fabricamp blocks": lambda: "O5",
     "fabricamp fp8 blocks": partial(float8, all_gather=True),
     "fabricamp fp8 blocks, bf16 gather": partial(float8, all_gather=False),
+    "fabricamp graph": lambda: "O5",
+    "fabricamp blocks graph": lambda: "O5",
+    "fabricamp fp8 blocks graph": partial(float8, all_gather=True),
 }
 COMPILED, COMPILED_FP8 = "compiled", "compiled fp8"
-GOALS = {"fabricamp blocks": 0.9, "fabricamp fp8 blocks": 0.8}
+GOALS = {
+    "fabricamp blocks": 0.9,
+    "fabricamp blocks graph": 0.9,
+    "fabricamp fp8 blocks": 0.8,
+    "fabricamp fp8 blocks graph": 0.8,
+}
 """The largest ratios of a step to one of "compiled" that are aimed at."""
 WINDOWS = 7
 SAVED = "saved"
-ALONE = {("1.4B", SAVED), ("Llama 8B", "ours")}
+ALONE = {("1.4B", SAVED), ("Llama 8B", "fabricamp")}
 """Combinations measured for this network only; the other networks are measured in every other variant."""
 WAYS = (*OURS, "fused", "foreach", "plain", COMPILED, COMPILED_FP8, SAVED)
 
@@ -141,7 +155,8 @@ class Clock:
 
     def __init__(self, device: torch.device, warm_up: int, last: int) -> None:
         self._device, self._warm_up, self._last, self._steps = device, warm_up, last, 0
-        self._events: list[list[torch.cuda.Event]] = []
+        self._backward: list[torch.cuda.Event] = []
+        self._updates: list[torch.cuda.Event] = []
         self._host: list[float] = []
         self._ends: list[float] = []
         self._loss = torch.zeros(())
@@ -152,23 +167,21 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _mark(self) -> list[torch.cuda.Event]:
-        if self._device.type != "cuda":
-            return []
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return [event]
+    def _mark(self, marks: list[torch.cuda.Event]) -> None:
+        if self._device.type == "cuda":
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
 
     def after_backward(self) -> None:
-        """Records the end of backward."""
-        self._events.append(self._mark())
+        """Records the end of backward; not called in steps that are replayed."""
+        self._mark(self._backward)
         self._backward_at = time.perf_counter()
 
     def after_step(self, loss: torch.Tensor) -> None:
         """Records the end of the update, and the step's loss."""
         self._loss = loss
         self._host.append(time.perf_counter() - self._backward_at)
-        self._events[-1] += self._mark()
+        self._mark(self._updates)
         self._ends.append(time.perf_counter())
         self._steps += 1
         if self._steps == self._warm_up:
@@ -180,21 +193,27 @@ class Clock:
             self._synchronize()
             self._ended = time.perf_counter()
             if self._device.type == "cuda":
-                self._peak = torch.cuda.max_memory_allocated(self._device)
+                # A replay allocates nothing.
+                replays = not self._backward_at
+                peak = torch.cuda.max_memory_reserved if replays else torch.cuda.max_memory_allocated
+                self._peak = peak(self._device)
 
     def result(self, cell: Cell, parameters: int) -> dict[str, Any]:
         """Returns the figures; called after the last step."""
         step = (self._ended - self._began) / (self._last - self._warm_up)
-        pairs = [pair for pair in self._events[self._warm_up :] if len(pair) == 2]
-        update = statistics.median(one.elapsed_time(other) for one, other in pairs) if pairs else 0.0
+        of_update: dict[str, float] = {}
+        if self._backward_at:
+            pairs = zip(self._backward[self._warm_up :], self._updates[self._warm_up :], strict=True)
+            update = statistics.median([one.elapsed_time(other) for one, other in pairs] or [0.0])
+            host = statistics.median(self._host[self._warm_up :]) * 1e3
+            of_update = {"update_ms": round(update, 2), "host_ms": round(host, 2)}
         windows = self._windows()
         low, middle, high = statistics.quantiles(windows, method="inclusive")
         return {
             "step_ms": round(step * 1e3, 2),
             "window_ms": round(middle, 2),
             "window_quartiles_ms": [round(low, 2), round(high, 2)],
-            "update_ms": round(update, 2),
-            "host_ms": round(statistics.median(self._host[self._warm_up :]) * 1e3, 2),
+            **of_update,
             "tokens_s_gpu": round(cell.batch * cell.length / step),
             "tflops_gpu": round(6 * parameters * cell.batch * cell.length / step / 1e12, 1),
             "memory_gb": round(self._peak / 1e9, 2),
@@ -206,24 +225,28 @@ class Clock:
         size = max(1, (self._last - self._warm_up) // WINDOWS)
         ends = range(self._warm_up - 1, self._last, size)
         if self._device.type == "cuda":
-            marks = [self._events[step][1] for step in ends]
+            marks = [self._updates[step] for step in ends]
             return [one.elapsed_time(other) / size for one, other in pairwise(marks)]
         return [(self._ends[other] - self._ends[one]) * 1e3 / size for one, other in pairwise(ends)]
 
 
-class Timing(Callback):
-    """Calls the clock; a step has no other hooks."""
+class StepTiming(Callback):
+    """Calls the clock after a step, which has no other hooks."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
-        """Calls the clock after backward."""
-        self.clock.after_backward()
-
     def on_train_batch_end(self, trainer: Trainer, pl_module: TrainingModule, outputs: Any, *_: Any) -> None:
         """Calls the clock after the update."""
         self.clock.after_step(outputs["loss"])
+
+
+class Timing(StepTiming):
+    """Calls the clock within a step, too."""
+
+    def on_after_backward(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Calls the clock after backward."""
+        self.clock.after_backward()
 
 
 class Model(TrainingModule):
@@ -261,8 +284,12 @@ def by_trainer(
     *callbacks: Callback,
     ckpt_path: str | None = None,
     blocks: bool = False,
+    graph: bool = False,
 ) -> int:
-    """Runs a fit; returns the network's number of parameters.  ``blocks``: each block is compiled."""
+    """Runs a fit; returns the network's number of parameters.
+
+    ``blocks``: each block is compiled.  ``graph``: steps are replayed as CUDA graphs, on a GPU.
+    """
     trainer = Trainer(
         strategy=Sharded([Layer if cell.llama else Block], reshard_after_forward=cell.reshard),
         precision=level,
@@ -275,6 +302,7 @@ def by_trainer(
         enable_progress_bar=False,
         callbacks=[*callbacks],
         compile=Compile("blocks", backend=backend(accelerator)) if blocks else None,
+        cuda_graph=CudaGraph(warmup=3) if graph and accelerator == "gpu" else None,
     )
     model = Model(cell)
     loader = DataLoader(Tokens(cell, cell.batch * steps * trainer.world_size), batch_size=cell.batch)
@@ -417,8 +445,12 @@ def measured(cell: Cell, way: str, device: torch.device) -> dict[str, Any]:
     if way == SAVED:
         result = saved(cell, accelerator)
     elif way in OURS:
-        blocks = "blocks" in way
-        parameters = by_trainer(cell, OURS[way](), cell.steps, accelerator, Timing(clock), blocks=blocks)
+        graph = way.endswith("graph")
+        timing = StepTiming(clock) if graph else Timing(clock)
+        with without_comparison() if graph else contextlib.nullcontext():
+            parameters = by_trainer(
+                cell, OURS[way](), cell.steps, accelerator, timing, blocks="blocks" in way, graph=graph
+            )
         result = clock.result(cell, parameters)
     else:
         result = clock.result(cell, by_hand(cell, way, clock, cell.steps, device))
@@ -427,6 +459,17 @@ def measured(cell: Cell, way: str, device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return result
+
+
+@contextlib.contextmanager
+def without_comparison() -> Iterator[None]:
+    """A context in which no replay is compared with an eager step, as if there were no memory for copies of the state."""
+    real = GraphMemoryBudget.has_free
+    GraphMemoryBudget.has_free = lambda *_: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GraphMemoryBudget.has_free = real  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -321,11 +321,11 @@ def fsdp(result):
         [
             row["network"],
             row["way"],
-            *[f"{row[name]:.2f}" for name in names],
+            *[cell(row.get(name)) for name in names],
             str(row["tokens_s_gpu"]),
             f"{row['tflops_gpu'] / BF16_TFLOPS:.2f}",
             cell(row["step_ms"] / by_hand[row["network"]] if row["network"] in by_hand else None),
-            cell(row["host_ms"] / plain[row["network"]] if row["network"] in plain else None),
+            cell(row["host_ms"] / plain[row["network"]] if row["network"] in plain and "host_ms" in row else None),
         ]
         for row in steps
     ]
@@ -360,7 +360,8 @@ def compiled_blocks(rows, ratios):
         '"compiled fp8" is the same with torchao\'s FP8\nproducts and FP8 gathers. "fabricamp blocks" is the Trainer at O5 with '
         '`compile="blocks"` and everything on, "fabricamp fp8 blocks" with\n`Float8("tensorwise", all_gather=True)`. GPU ms of a '
         'step: the median of seven windows of steps, with quartiles; ratios to\n"compiled" are those of the medians, with the '
-        "range that the quartiles give. A way is one run; ways do not alternate."
+        'range that the quartiles give. A way is one run; ways do not alternate. Steps of a way that ends with "graph" are '
+        "replayed as CUDA\ngraphs; its memory is what torch has reserved, else the peak of what was allocated."
     )
     over = {(row["network"], row["way"]): row for row in ratios}
     cells = []
@@ -378,7 +379,7 @@ def compiled_blocks(rows, ratios):
                 row["network"],
                 row["way"],
                 f"{row['window_ms']:.2f} ({low:.2f} to {high:.2f})",
-                f"{row['update_ms']:.2f}",
+                cell(row.get("update_ms")),
                 f"{row['memory_gb']:.2f}",
                 str(row["tokens_s_gpu"]),
                 words if ratio is not None or row["way"] == "compiled" else "",
@@ -774,7 +775,8 @@ def main():
     for name, result in results.items():
         parts.append(by_fabricamp(section(name, result)))
         parts.append(
-            f"`{result['command']}`, {facts(result, 'processor', 'cores', 'device', 'torch', 'python', 'date')}\n"
+            # Ways that were called "ours" when a result was measured have the package's name now.
+            f"`{by_fabricamp(result['command'])}`, {facts(result, 'processor', 'cores', 'device', 'torch', 'python', 'date')}\n"
         )
     parts.append((HERE / "results" / "notes.md").read_text())
     (HERE.parent / "docs" / "performance.md").write_text("\n\n".join(parts).rstrip() + "\n")

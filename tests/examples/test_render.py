@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo  # torch's wrapper imports it: here once, before the ranks are forked, instead of in each rank
 
-from benchmarks import cross_entropy, fsdp, norms, render, rounds, syncbn, two_trees
+from benchmarks import cross_entropy, fsdp, norms, render, rounds, summary, syncbn, two_trees
 from tests.distributed.ranks import run_ranks
 
 ABOUT = {
@@ -136,6 +136,20 @@ def test_sharded_weights_with_compiled_blocks():
     )
     assert page.count("step, GPU ms") == 1
     assert "step over fused" not in page
+
+
+def test_sharded_weights_as_graphs_have_no_time_of_their_update():
+    row = {"network": "6.9B", "window_quartiles_ms": [2.0, 2.0], "memory_gb": 2.0, "tokens_s_gpu": 3, "tflops_gpu": 4.0}
+    ways = {"fabricamp blocks graph": 219.51, "fabricamp fp8 blocks graph": 177.43, "compiled": 266.73}
+    rows = [{**row, "way": way, "step_ms": ms, "window_ms": ms} for way, ms in ways.items()]
+    result = ABOUT | {"rows": rows, "ratios": fsdp.ratios(rows), "device": "2 x a card"}
+    page = render.fsdp(result)
+    assert "| 6.9B | fabricamp blocks graph | 219.51 (2.00 to 2.00) |  | 2.00 | 3 |" in page
+    ((what, ours, theirs, _),) = summary.rows_of({"fsdp-2xcard.json": result})
+    assert "6.9 billion" in what
+    assert ours == "bf16 219.5 ms, FP8 177.4 ms"
+    assert theirs.endswith(": 266.7 ms")
+    assert summary.rows_of({"fsdp-2xcard.json": result | {"rows": rows[1:]}}) == []
 
 
 def test_compiled_steps_of_ranks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -15,6 +16,7 @@ from fabricamp.strategies import FSDP, fsdp_collectives
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import SaveAt, flat
 from tests.gpu.test_cuda_graph_ranks import Watch
+from tests.shared import once, shared_folder
 from tests.small import quiet_trainer
 
 
@@ -218,8 +220,9 @@ def of_two_ranks(folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharded")
-    return run_ranks(of_two_ranks, 2, folder, backend=None, start_method="spawn", timeout=400.0)
+    folder = shared_folder(tmp_path_factory, "sharded-graphs")
+    run = functools.partial(run_ranks, of_two_ranks, 2, folder, backend=None, start_method="spawn", timeout=400.0)
+    return once(folder, run)
 
 
 @on_two_gpus

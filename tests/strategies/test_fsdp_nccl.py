@@ -19,6 +19,7 @@ from tests.distributed import test_fsdp_collectives as collectives
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded import CELLS, Block, Cell, Net, fitted, flat, sharding, too_far
+from tests.shared import once, shared_folder
 from tests.small import loader, quiet_trainer
 
 TOTAL = "grad_2.0_norm_total"
@@ -143,12 +144,13 @@ def copies():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fsdp")
+    return shared_folder(tmp_path_factory, "fsdp-nccl")
 
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return run_ranks(on_two_gpus, 2, folder, backend=None, start_method="spawn", timeout=400.0)
+    run = functools.partial(run_ranks, on_two_gpus, 2, folder, backend=None, start_method="spawn", timeout=400.0)
+    return once(folder, run)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
