@@ -32,6 +32,7 @@ def once(folder, make):
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             if not result.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that was killed
                 folder.mkdir()
                 torch.save(make(), folder / "part-of-once")
                 (folder / "part-of-once").rename(result)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fabricamp.errors import ConfigError
 from fabricamp.ops.bridge import runs_kernels
-from fabricamp.ops.peer_memory import NO_TURN, PeerBuffers
+from fabricamp.ops.peer_memory import NO_TURN
 from fabricamp.ops.shards import is_shard
 from fabricamp.ops.shards import whole as full_tensor
 from fabricamp.strategies.capabilities import Sharding
@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from fabricamp._utils.types import Step
+    from fabricamp.ops.peer_memory import PeerBuffers
     from fabricamp.strategies.capabilities import ShardPlan
+    from fabricamp.strategies.fsdp_collectives import PeerMemory
 
 
 _CPU: Final = torch.device("cpu")
@@ -133,8 +135,8 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._cast_units: list[tuple[Any, torch.dtype]] = []
         """The units whose parameters are gathered in a dtype of the precision's, and this dtype."""
         self._whole: WholeGradients | None = None
-        self._peers: tuple[PeerBuffers, ...] = ()
-        """The buffers by which the ranks read each other's memory."""
+        self._peers: PeerMemory | None = None
+        """The memory that the ranks read of each other; None if they do not."""
 
     def shard_module(self, module: nn.Module, plan: ShardPlan) -> str:
         """Shards ``module`` unit by unit: fills meta tensors, broadcasts rank 0's values, then keeps this rank's shard.
@@ -151,7 +153,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
 
         self._undo = Undo(module)
         self._cast_units = []
-        self._peers = ()
+        self._peers = None
         self._module = module
         self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self._dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
@@ -373,8 +375,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         assert self._mesh is not None
         peers = peer_memory_of(self._cast_units, self._mesh.get_group("shard"), self.device)
         self._undo.also(replace_collectives(self._cast_units, peers))
-        if peers is not None:
-            self._peers = (peers.gather.peers, peers.scatter)
+        self._peers = peers
 
     def allows_inference_mode(self) -> bool:
         """Returns False where a shard is the whole parameter: torch then reads version counters, which that mode leaves out."""
@@ -466,7 +467,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
 
         def take_turns() -> None:
             # Else a rank that replays and one that runs the step eagerly would use different buffers afterwards.
-            for buffers, turn in zip(self._peers, turns, strict=True):
+            for buffers, turn in zip(self._buffers(), turns, strict=True):
                 buffers.turn = turn
 
         # A capture cannot wait for an event from before it, and later streams cannot wait for one of the capture.
@@ -475,6 +476,8 @@ class FSDP(ProcessGroupStrategy, Sharding):
             yield take_turns
         except BaseException:
             abandon_sharded_step(self._module)
+            if self._peers is not None:
+                self._peers.gather.forget_given()  # the exception may keep what the step has gathered alive
             raise
         finally:
             self._forget_uses()
@@ -484,15 +487,18 @@ class FSDP(ProcessGroupStrategy, Sharding):
                 belongs_to_capture = current_stream_is_capturing()
             if belongs_to_capture:
                 current.wait_stream(stream)
-        turns.extend(buffers.turn for buffers in self._peers)
+        turns.extend(buffers.turn for buffers in self._buffers())
+
+    def _buffers(self) -> tuple[PeerBuffers, ...]:
+        return () if self._peers is None else (self._peers.gather.peers, self._peers.scatter)
 
     def _forget_uses(self) -> None:
-        for buffers in self._peers:
+        for buffers in self._buffers():
             buffers.forget_uses()
 
     def _begin_step(self) -> None:
         # Captured steps, and those that run eagerly on another rank, have to use the same buffers for the same unit.
-        for buffers in self._peers:
+        for buffers in self._buffers():
             buffers.turn = NO_TURN
 
     def unshard_module(self, module: nn.Module, *, whole: bool = True) -> None:
@@ -501,7 +507,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._undo = None
         self._module = None
         self._whole = None
-        self._peers = ()
+        self._peers = None
         self._cast_units = []
         if undo is None:
             return
@@ -532,7 +538,7 @@ class FSDP(ProcessGroupStrategy, Sharding):
         self._undo = None
         self._module = None
         self._whole = None
-        self._peers = ()
+        self._peers = None
         self._cast_units = []
         self._steps = {}
         # No reference to the group may remain: torch's FSDP states are reference cycles, and optimizers hold the mesh too.

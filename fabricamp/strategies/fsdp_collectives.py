@@ -388,6 +388,10 @@ class PeerGather:
         self._given[turn] = weakref.ref(given)
         return given
 
+    def forget_given(self) -> None:
+        """Takes all buffers for unused; called after a capture that failed, whose tensors are never read."""
+        self._given.clear()
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         """Gathers the parts of all ranks; each rank has its own in its output already."""
         peers, turn = self.peers, self._turn

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.nn import functional as F
 
 from fabricamp import ConfigError, Float8, TrainingModule, seed_everything
@@ -227,21 +228,49 @@ class Interrupted(Net):
         register = block.register_forward_hook if self.where == "forward" else block.register_full_backward_hook
         handle = register(self.cut)
         precision = self.trainer.precision_plugin
-        with pytest.raises(RuntimeError, match="in the middle"), self.trainer.strategy.captured():
-            precision.backward(precision.forward(self.training_step, batch, batch_idx))
+        cut = cut_in_a_gather() if self.where == "gather" else contextlib.nullcontext()
+        caught = None
+        try:
+            with self.trainer.strategy.captured(), cut:
+                precision.backward(precision.forward(self.training_step, batch, batch_idx))
+        except RuntimeError as error:
+            caught = error
+        assert "in the middle" in str(caught)
         handle.remove()
+        if dist.get_rank() == 0:
+            self.kept = caught  # with the frames of the step, and what they have gathered
+        caught = None  # else the frame of this method keeps it on all ranks
         if self.where == "backward":
             self.losses.pop()
         for parameter in self.parameters():
             parameter.grad = None
 
     def cut(self, *_):
-        raise RuntimeError("in the middle")
+        if self.where != "gather":
+            raise RuntimeError("in the middle")
+
+
+@contextlib.contextmanager
+def cut_in_a_gather():
+    """Lets the third gather of a step fail where torch allocates the unit's weights."""
+    real, calls = param_group.foreach_all_gather_copy_out, []
+
+    def failing(*arguments):
+        calls.append(None)
+        if len(calls) == 3:
+            raise RuntimeError("in the middle")
+        return real(*arguments)
+
+    param_group.foreach_all_gather_copy_out = failing
+    try:
+        yield
+    finally:
+        param_group.foreach_all_gather_copy_out = real
 
 
 def cut_steps():
     found = {}
-    for where in ("", "forward", "backward"):
+    for where in ("", "forward", "backward", "gather"):
         for peers in (False, True):
             with kernels_on_cpu(peers=peers):
                 Interrupted.where = where

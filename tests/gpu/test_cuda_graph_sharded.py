@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fabricamp import Compile, CudaGraph, Float8, OptLevel, TrainingModule, seed_everything
+from fabricamp import Callback, Compile, CudaGraph, Float8, OptLevel, TrainingModule, seed_everything
 from fabricamp.optimizers import LARC, FusedAdam, FusedLAMB, FusedSGD
 from fabricamp.strategies import FSDP, fsdp_collectives
 from tests.distributed.ranks import run_ranks
@@ -23,7 +23,8 @@ from tests.small import quiet_trainer
 def on_two_gpus(test):
     """Marks a test that needs two GPUs."""
     skips = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-    return pytest.mark.gpu2(skips(test))
+    # A worker waits for what another one computes.
+    return pytest.mark.gpu2(pytest.mark.timeout(900)(skips(test)))
 
 
 OPTIMIZERS = {
@@ -115,6 +116,7 @@ def fitted(
     data=None,
     save=None,
     ckpt_path=None,
+    callbacks=(),
     **options,
 ):
     """Returns the losses, the weights, the logged values, the number of replays, and whether ranks read each other's memory."""
@@ -122,7 +124,7 @@ def fitted(
     seed_everything(5, verbose=False)
     module = Net(**(net or {}))
     watch = Reads()
-    callbacks = [watch] if save is None else [watch, SaveAt(save, 6)]
+    callbacks = [*callbacks, watch] if save is None else [watch, SaveAt(save, 6)]
     trainer = quiet_trainer(
         accelerator="gpu",
         strategy=FSDP(
@@ -150,6 +152,16 @@ def fitted(
         "skipped": trainer.skipped_steps,
         "read": watch.read,
     }
+
+
+class NoWaits(Callback):
+    """Makes torch raise at a wait of the host in a replay, once the ranks no longer agree on captures."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        torch.cuda.set_sync_debug_mode("error" if batch_idx >= WARMUP + 4 else "default")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Reads(Watch):
@@ -213,6 +225,9 @@ def of_two_ranks(folder):
     )
     case = {"precision": "O5", "net": {"odd": False}}
     found["checked"] = fitted(None, **case), fitted(CudaGraph(warmup=WARMUP, check_every=2), **case)
+    found["without waits"] = fitted(
+        CudaGraph(warmup=WARMUP), precision="O1", callbacks=[NoWaits()], gradient_clip_val=0.5
+    )
     case = {"precision": "O5", "net": {"waits": True}}
     found["auto"] = fitted(None, **case), fitted(CudaGraph(warmup=WARMUP, required=False), **case)
     return found
@@ -259,6 +274,11 @@ def test_replays_that_are_compared_leave_the_bits_of_eager_steps(ranks):
     assert checked["replays"] == 14 - (WARMUP - 1)
     assert torch.equal(eager["losses"], checked["losses"])
     assert torch.equal(eager["weights"], checked["weights"])
+
+
+@on_two_gpus
+def test_the_host_waits_for_nothing_in_a_replay(ranks):
+    assert [one["without waits"]["replays"] for one in ranks] == [14 - (WARMUP - 1)] * 2
 
 
 @on_two_gpus

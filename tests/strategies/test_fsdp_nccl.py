@@ -26,6 +26,7 @@ TOTAL = "grad_2.0_norm_total"
 
 pytestmark = [
     pytest.mark.gpu2,
+    pytest.mark.timeout(900),  # a worker waits for what another one computes
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
 ]
 
