@@ -425,7 +425,7 @@ def abandon_sharded_step(module: Any) -> None:
     context = root._comm_ctx
     context.all_gather_state = None
     context.post_forward_order.clear()
-    if hasattr(context, "reduce_scatter_states"):  # from torch 2.12 on
+    if hasattr(context, "reduce_scatter_states"):  # in newer versions of torch
         context.reduce_scatter_states.clear()
         getattr(context, "_last_post_reduce_events", {}).clear()
     else:

@@ -31,14 +31,14 @@ from fabricamp.torch_private import symmetric_memory
 
 EXCHANGES: Final = ("peer", "collective")
 """How ranks exchange values: they reach each other's memory, or torch's collectives do it."""
+NO_TURN: Final = -1
+"""In place of a buffer's number: none has been used, and the first one is the next."""
 
 _BLOCK_WORDS: Final = 2**19
 """Words of 8 bytes that are mapped at a time: 4 MiB, enough for a ResNet-50 on two ranks."""
 _USUAL_TIMEOUT: Final = timedelta(minutes=30)
 _LINE: Final = 128
 _BARRIER_THREADS: Final = 32
-NO_TURN: Final = -1
-"""In place of a buffer's number: none has been used, and the first one is the next."""
 _Word = TypeVar("_Word")
 _NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -275,7 +275,7 @@ class PeerBuffers:
         """Number of the buffer that was used last: the same on all ranks."""
         self._device = workspace.device
         self._used: dict[int, torch.cuda.Event] = {}
-        self._last_used = -1
+        self._last_used = NO_TURN
         self._kernel = kernel("peer_barrier", "peer_barrier", (), workspace.device)
         self._arguments = (
             self._slot.addresses.data_ptr(),

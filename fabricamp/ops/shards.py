@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fabricamp.ops.layouts import addresses
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -33,6 +35,15 @@ def any_shard(values: Iterable[object]) -> bool:
 def local(tensor: Any) -> Any:
     """Returns this rank's local shard of ``tensor``, the same object in each call; returns any other value unchanged."""
     return tensor._local_tensor if is_shard(tensor) else tensor
+
+
+def address_reader(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[int]]:
+    """Returns a function that reads the addresses of tensors like these: of their local shards, if any of them is sharded."""
+    return _shard_addresses if any_shard(tensors) else addresses
+
+
+def _shard_addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return addresses(list(map(local, tensors)))
 
 
 def device_of(tensor: Any) -> torch.device:

@@ -243,8 +243,8 @@ class Strategy(LightningNames, NamesKeywords):
     def captured(self) -> AbstractContextManager[Callable[[], None] | None]:
         """Returns a context for the launches of a captured step.
 
-        Its value is called after each replay of the step, to leave the strategy as the step itself does; None if there is nothing
-        to do.
+        Its value is called after each replay of the step: it changes on the host what the step itself changes.  None if there is
+        nothing.
         """
         return contextlib.nullcontext()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from fabricamp.errors import ConfigError
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.flat_casts import DTYPES, FlatCast, Piece
-from fabricamp.ops.peer_memory import PeerBuffers, checked_exchange, workspace_of
+from fabricamp.ops.peer_memory import NO_TURN, PeerBuffers, checked_exchange, workspace_of
 from fabricamp.ops.rank_sums import rank_sums
 from fabricamp.ops.shards import is_shard, local
 from fabricamp.torch_private import (
@@ -254,7 +254,7 @@ class _Place:
         self.device = device
         self.halves: Tensor | None = None
         """The gradients in a buffer."""
-        self.turn = -1
+        self.turn = NO_TURN
         """Number of this buffer."""
         self._memory: Tensor | None = None
 

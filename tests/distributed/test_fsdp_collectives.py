@@ -224,8 +224,10 @@ class Interrupted(Net):
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx != 1 or not self.where:
             return
-        block = self.blocks[1]
-        register = block.register_forward_hook if self.where == "forward" else block.register_full_backward_hook
+        before = traces(self)
+        # Within a unit, which stays gathered.
+        layer = self.blocks[1].up
+        register = layer.register_forward_hook if self.where == "forward" else layer.register_full_backward_hook
         handle = register(self.cut)
         precision = self.trainer.precision_plugin
         cut = cut_in_a_gather() if self.where == "gather" else contextlib.nullcontext()
@@ -236,6 +238,7 @@ class Interrupted(Net):
         except RuntimeError as error:
             caught = error
         assert "in the middle" in str(caught)
+        assert traces(self) == before
         handle.remove()
         if dist.get_rank() == 0:
             self.kept = caught  # with the frames of the step, and what they have gathered
@@ -248,6 +251,21 @@ class Interrupted(Net):
     def cut(self, *_):
         if self.where != "gather":
             raise RuntimeError("in the middle")
+
+
+def traces(module):
+    """Returns what torch's FSDP remembers of a step that runs, and the classes of the parameters: gathered ones are plain."""
+    root = module._get_fsdp_state()
+    context, steps = root._comm_ctx, root._state_ctx
+    states = [(state._training_state, state._fsdp_param_group) for state in steps.all_states]
+    groups = [
+        (group._training_state, group._all_gather_result, group._post_reduce_event, list(group._post_forward_indices))
+        for _, group in states
+        if group is not None
+    ]
+    of_steps = steps.iter_forward_root, steps.post_backward_final_callback_queued
+    of_collectives = context.all_gather_state, list(context.post_forward_order)
+    return states, groups, of_steps, of_collectives, [type(parameter) for parameter in module.parameters()]
 
 
 @contextlib.contextmanager

@@ -178,6 +178,7 @@ CASES = {
     "O1 that skips": {"precision": FAST, "data": {"spike_at": 9}},
     "O2": {"precision": "O2", "gradient_clip_val": 0.5},
     "O2 zero2": {"precision": "O2", "reshard": False, "net": {"odd": False}},
+    "O3": {"precision": "O3"},
     "O4": {"precision": "O4", "gradient_clip_val": 0.5, "net": {"odd": False}},
     "O5 with validations": {"precision": "O5", "val_check_interval": 3},
     "O5 zero2 with validations": {"precision": "O5", "reshard": False, "val_check_interval": 3, "net": {"odd": False}},

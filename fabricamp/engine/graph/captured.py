@@ -42,8 +42,7 @@ from fabricamp.engine.graph.host_effects import CapturedConstantsGuard, Generato
 from fabricamp.engine.graph.refusals import is_fused
 from fabricamp.errors import ConfigError
 from fabricamp.ops.copies import Copies
-from fabricamp.ops.layouts import addresses
-from fabricamp.ops.shards import any_shard, local
+from fabricamp.ops.shards import address_reader, local
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.torch_private import end_failed_capture
 
@@ -180,8 +179,8 @@ class CapturedStep(Captured):
         self.upload: Callable[[], bool] = lambda: True
         """Prepares the optimizer's hyper-parameters, and returns whether the graph may be replayed with them; see
         :func:`hyperparameter_upload`."""
-        self.leave_strategy: Callable[[], None] | None = None
-        """Leaves the strategy as the step itself does; see :meth:`fabricamp.strategies.base.Strategy.captured`."""
+        self.strategy_after_replay: Callable[[], None] | None = None
+        """The strategy's part of the host's work after a replay; see :meth:`fabricamp.strategies.base.Strategy.captured`."""
         self.handed: list[tuple[Tensor, Tensor | None]] = []
         """Each parameter that an optimizer outside of the graph updates (it may be a master), with the graph's gradient for it;
         empty if the optimizer is in the graph."""
@@ -448,8 +447,8 @@ class CapturedOptimizer:
         updated = self._updated()
         self._are_tensors = [isinstance(value, Tensor) for value in updated]
         self._tensors = list(compress(updated, self._are_tensors))
-        self._has_shards = any_shard(self._tensors)
-        self._addresses = self._present_addresses(self._tensors)
+        self._addresses_of = address_reader(self._tensors)
+        self._addresses = self._addresses_of(self._tensors)
 
     def is_unchanged(self) -> bool:
         """Whether numbers, tensors and the memory of parameters and state are those of the capture."""
@@ -459,12 +458,9 @@ class CapturedOptimizer:
         tensors = list(compress(updated, self._are_tensors))
         return (
             all(map(operator.is_, tensors, self._tensors))
-            and self._present_addresses(tensors) == self._addresses
+            and self._addresses_of(tensors) == self._addresses
             and self._has_same_numbers()
         )
-
-    def _present_addresses(self, tensors: Sequence[Tensor]) -> list[int]:
-        return addresses(list(map(local, tensors)) if self._has_shards else tensors)
 
     def _updated(self) -> list[Any]:
         """Returns the parameters and the values of all state; no state is looked up, as the hash of a tensor is Python code."""

@@ -30,8 +30,7 @@ from fabricamp.engine.graph.refusals import refused
 from fabricamp.errors import NotCapturableError
 from fabricamp.metrics.slots import MetricTable
 from fabricamp.metrics.values import is_metric, is_metric_collection
-from fabricamp.ops.layouts import addresses
-from fabricamp.ops.shards import any_shard, local
+from fabricamp.ops.shards import address_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -275,8 +274,8 @@ class CapturedConstantsGuard:
             if name not in managed and isinstance(value, Tensor)
         ]
         self._tensors = [*module.parameters(), *module.buffers(), *(value for _, _, value in self._loose)]
-        self._has_shards = any_shard(self._tensors)
-        self._addresses = self._present_addresses()
+        self._addresses_of = address_reader(self._tensors)
+        self._addresses = self._addresses_of(self._tensors)
         self._trained = list(map(_requires_grad, self._tensors))
 
     def are_unchanged(self) -> bool:
@@ -293,12 +292,9 @@ class CapturedConstantsGuard:
             return False
         return (
             plain
-            and self._present_addresses() == self._addresses
+            and self._addresses_of(self._tensors) == self._addresses
             and list(map(_requires_grad, self._tensors)) == self._trained
         )
-
-    def _present_addresses(self) -> list[int]:
-        return addresses(list(map(local, self._tensors)) if self._has_shards else self._tensors)
 
     def changed(self) -> str:
         """Returns the name of an attribute that has changed; an empty string if something else has."""

@@ -510,7 +510,7 @@ class GraphUpdate(Update):
 
     def _launch_captured(self, step: CapturedStep, batch: Batch, role: Role) -> Output:
         """Runs a step for the capture and copies its gradient statistics out of the memory that earlier graphs write to."""
-        with self._parts.strategy.captured() as step.leave_strategy:
+        with self._parts.strategy.captured() as step.strategy_after_replay:
             outputs = self._launch(batch, BatchIndex(), role)
         verdicts = self._parts.precision.verdicts
         if role.closes and self._steps and verdicts is not None and self._optimizer is not None:
@@ -647,10 +647,10 @@ class GraphUpdate(Update):
         if role.closes and self.steps_outside:
             self._run_optimizer(step, first=first)
         outputs = step.after_replay(first=first)
+        if step.strategy_after_replay is not None:
+            step.strategy_after_replay()
         if not self._consensus.alone:
             check_peers()  # a layer's kernel may have given up waiting for another rank
-            if step.leave_strategy is not None:
-                step.leave_strategy()
             self._parts.strategy.note_window(begun=not role.closes)
         if role.closes:
             self._note_replayed_update()
