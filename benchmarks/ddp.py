@@ -1,15 +1,16 @@
 """Compares the cost of the gradient exchange: torch's DistributedDataParallel, ours delayed and overlapped, and no exchange.
 
-    torchrun --nproc_per_node=2 benchmarks/ddp.py [--rounds 7] [--out results.json] [--quick]
+    torchrun --nproc_per_node=2 benchmarks/ddp.py [--rounds 7] [--turns 12] [--out results.json] [--quick]
 
 A step is forward and backward under fp16 autocast, the exchange, and torch's fused SGD with momentum; ResNet-50 (channels_last)
 at batch 64 and 8 per rank, and GPT-2-small with a separate head (162 million parameters) on 8 windows of 512 tokens.  All runs of
 a column have the same network, weights, batch and optimizer; only the wrapper differs, and none sends BatchNorm's buffers.  "flat
 all_reduce" is the exchange alone: one collective over all gradients, in fp32.
 
-A round runs some steps of each variant in turn.  Wall ms: back-to-back steps, as in a loop.  GPU ms: a step queued while the GPU
-sleeps, which starts after the ranks have synchronised; neither the host's speed nor a late rank counts; the median of several.
-Both are medians of the rounds, on rank 0; all ranks synchronise between runs.  The goals are ratios in GPU time: delayed
+A round runs some steps of each variant in turn, several times, each time in another order: a host that slows down for some seconds
+slows all of them.  Wall ms: back-to-back steps, as in a loop.  GPU ms: a step queued while the GPU sleeps, which starts after the
+ranks have synchronised; neither the host's speed nor a late rank counts; the median of several.  Both are medians of the rounds, on
+rank 0; all ranks synchronise between runs.  The goals are ratios in GPU time: delayed
 to no exchange plus the flat all_reduce, overlapped to torch's with gradient_as_bucket_view.  In wall time the goal of both is at
 most the fastest torch DDP: the ratio is taken in each round, and is not decided if the quartiles of the rounds span 1.
 """
@@ -109,24 +110,15 @@ FLAT = "flat all_reduce alone"
 OF_TORCH = ["torch DDP", "torch DDP, gradient_as_bucket_view"]
 
 
-class Timing(NamedTuple):
-    """Times of one step; ``gpu_ms`` is None without a GPU."""
-
-    gpu_ms: float | None
-    wall_ms: float
-
-
-def timed(step: Callable[[], None], steps: int, device: torch.device) -> Timing:
-    """Times ``steps`` steps that all ranks start together, and on GPUs :data:`QUEUED` queued steps."""
-    cuda = device.type == "cuda"
+def wall_ms(step: Callable[[], None], steps: int, device: torch.device) -> float:
+    """Returns the wall ms of one of ``steps`` steps that all ranks start together."""
     settle(device)
     started = time.perf_counter()
     for _ in range(steps):
         step()
-    if cuda:
+    if device.type == "cuda":
         torch.cuda.synchronize()
-    wall = (time.perf_counter() - started) / steps * 1e3
-    return Timing(statistics.median(queued(step, device) for _ in range(QUEUED)) if cuda else None, wall)
+    return (time.perf_counter() - started) / steps * 1e3
 
 
 def settle(device: torch.device) -> None:
@@ -164,30 +156,38 @@ def make_step(workload: Workload, wrap: Callable[[nn.Module], nn.Module], device
     return step
 
 
-def measure(make: Callable[[torch.device], Workload], device: torch.device, rounds: int, steps: int) -> list[dict]:
+def measure(
+    make: Callable[[torch.device], Workload], device: torch.device, rounds: int, turns: int, steps: int
+) -> list[dict[str, Any]]:
     """Returns one row per variant; each has its own network, because two wrappers on one would hook each other's gradients."""
     runs = {name: make_step(make(device), wrap, device) for name, wrap in WAYS.items()}
     elements = sum(one.numel() for one in make(device).network.parameters())
     flat = torch.zeros(elements, device=device)
     runs[FLAT] = lambda: dist.all_reduce(flat)
     for step in runs.values():
-        timed(step, WARM_UP, device)
-    found: dict[str, list[Timing]] = {name: [] for name in runs}
+        wall_ms(step, WARM_UP, device)
+    walls: dict[str, list[float]] = {name: [] for name in runs}
+    gpus: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     for _ in range(rounds):
+        of_turns: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(turns):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                of_turns[name].append(wall_ms(runs[name], steps, device))
         for name, step in runs.items():
-            found[name].append(timed(step, steps, device))
-    rows = []
-    for name, timings in found.items():
-        gpu = [one.gpu_ms for one in timings if one.gpu_ms is not None]
-        rows.append(
-            {
-                "run": name,
-                "gpu_ms": statistics.median(gpu) if gpu else None,
-                "wall_ms": statistics.median(one.wall_ms for one in timings),
-                "wall_ms_of_rounds": [round(one.wall_ms, 3) for one in timings],
-            }
-        )
-    return rows
+            walls[name].append(statistics.fmean(of_turns[name]))
+            if device.type == "cuda":
+                gpus[name].append(statistics.median(queued(step, device) for _ in range(QUEUED)))
+    return [
+        {
+            "run": name,
+            "gpu_ms": statistics.median(gpus[name]) if gpus[name] else None,
+            "wall_ms": statistics.median(walls[name]),
+            "wall_ms_of_rounds": [round(one, 3) for one in walls[name]],
+        }
+        for name in runs
+    ]
 
 
 def ratios(rows: list[dict]) -> dict[str, float]:
@@ -228,7 +228,8 @@ def free_memory(device: torch.device) -> None:
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of a way in a round")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each way in a round")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a way in a turn")
     parser.add_argument("--out", type=Path, help="write the results as JSON too")
     parser.add_argument("--quick", action="store_true", help="tiny networks, on CPUs too: shows that the script works")
     arguments = parser.parse_args(words)
@@ -258,7 +259,7 @@ def main(words: list[str] | None = None) -> None:
         print(f"{found['ranks']} x {name}, torch {torch.__version__}, kernels: {', '.join(found['kernels'])}")
     for column, make in (QUICK if arguments.quick else WORKLOADS).items():
         free_memory(device)
-        rows = measure(make, device, arguments.rounds, arguments.steps)
+        rows = measure(make, device, arguments.rounds, arguments.turns, arguments.steps)
         found["columns"][column] = {"rows": rows, "ratios": ratios(rows), "goals": GOALS, "wall": wall_ratios(rows)}
         if first:
             print_column(column, rows)
