@@ -41,10 +41,12 @@ def script(options):
 
 def scripts():
     join()
+    groups, streams = [dist.new_group() for _ in range(2)], [torch.cuda.Stream() for _ in range(2)]
     for options in (
         {"delay_allreduce": True},
         {},
         {"message_size": 1, "num_allreduce_streams": 4},
+        {"message_size": 1, "num_allreduce_streams": 2, "allreduce_communicators": (groups, streams)},
         {"message_size": 50_000},
     ):
         script(options)
