@@ -7,10 +7,10 @@ at batch 64 and 8 per rank, and GPT-2-small with a separate head (162 million pa
 a column have the same network, weights, batch and optimizer; only the wrapper differs, and none sends BatchNorm's buffers.  "flat
 all_reduce" is the exchange alone: one collective over all gradients, in fp32.
 
-A round runs some steps of each variant in turn, several times, each time in another order: a host that slows down for some seconds
-slows all of them.  Wall ms: back-to-back steps, as in a loop.  GPU ms: a step queued while the GPU sleeps, which starts after the
-ranks have synchronised; neither the host's speed nor a late rank counts; the median of several.  Both are medians of the rounds, on
-rank 0; all ranks synchronise between runs.  The goals are ratios in GPU time: delayed
+A round runs some steps of each variant in turn, several times, each time beginning with another one: a host that slows down for
+some seconds slows all of them.  Wall ms: back-to-back steps, as in a loop; the mean of a round's turns.  GPU ms: a step queued
+while the GPU sleeps, which starts after the ranks have synchronised; neither the host's speed nor a late rank counts; the median of
+several.  Both are medians of the rounds, on rank 0; all ranks synchronise between runs.  The goals are ratios in GPU time: delayed
 to no exchange plus the flat all_reduce, overlapped to torch's with gradient_as_bucket_view.  In wall time the goal of both is at
 most the fastest torch DDP: the ratio is taken in each round, and is not decided if the quartiles of the rounds span 1.
 """
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-QUEUED = 3  # steps per round
+QUEUED = 3  # steps of a variant in a round that are queued while the GPU sleeps
 WARM_UP = 6  # after the first step torch's DDP rebuilds its buckets, and ours knows the order of the gradients
 GOALS = {"delayed": 1.03, "overlapped": 1.0}
 WALL_GOAL = 1.0
@@ -121,6 +121,19 @@ def wall_ms(step: Callable[[], None], steps: int, device: torch.device) -> float
     return (time.perf_counter() - started) / steps * 1e3
 
 
+def wall_ms_of_round(
+    runs: dict[str, Callable[[], None]], turns: int, steps: int, device: torch.device
+) -> dict[str, float]:
+    """Returns the mean wall ms of a step of each variant, over ``turns`` runs of ``steps`` steps."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for turn in range(turns):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(wall_ms(runs[name], steps, device))
+    return {name: statistics.fmean(of_turns) for name, of_turns in found.items()}
+
+
 def settle(device: torch.device) -> None:
     """Waits for all ranks and the device, so that the ranks start together."""
     dist.barrier()
@@ -168,16 +181,11 @@ def measure(
         wall_ms(step, WARM_UP, device)
     walls: dict[str, list[float]] = {name: [] for name in runs}
     gpus: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
     for _ in range(rounds):
-        of_turns: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(turns):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                of_turns[name].append(wall_ms(runs[name], steps, device))
-        for name, step in runs.items():
-            walls[name].append(statistics.fmean(of_turns[name]))
-            if device.type == "cuda":
+        for name, wall in wall_ms_of_round(runs, turns, steps, device).items():
+            walls[name].append(wall)
+        if device.type == "cuda":
+            for name, step in runs.items():
                 gpus[name].append(statistics.median(queued(step, device) for _ in range(QUEUED)))
     return [
         {

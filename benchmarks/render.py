@@ -506,10 +506,11 @@ def over_local(steps, batch, run):
 
 def ddp(result):
     about = (
-        "A step is forward and backward under fp16 autocast, the all-reduce of gradients, and torch's fused SGD. Each round runs\n"
-        'every row once; the figures are medians of the rounds. For "GPU ms" all launches of a step were queued before it '
-        'began.\n"Wall ms" is a step of a usual loop, in which the host is slower than the GPU. The ratios divide GPU times: '
-        "delayed by the\nsum of no exchange and the flat all_reduce alone, overlapped by torch's with gradient_as_bucket_view."
+        "A step is forward and backward under fp16 autocast, the all-reduce of gradients, and torch's fused SGD. The figures are\n"
+        "medians of rounds, in each of which every row has the turns that the command names, among those of the others. For\n"
+        '"GPU ms" all launches of a step were queued before it began. "Wall ms" is a step of a usual loop, in which the host is\n'
+        "slower than the GPU. The ratios divide GPU times: delayed by the sum of no exchange and the flat all_reduce alone,\n"
+        "overlapped by torch's with gradient_as_bucket_view."
     )
     columns = result["columns"]
     names = next(iter(columns.values()))["ratios"]

@@ -110,7 +110,8 @@ def ddp(result):
 def fsdp(result):
     """Returns a row for the larger network, as CUDA graphs; by hand the host sets the pace of the smaller one."""
     times = {row["way"]: row["step_ms"] for row in result["rows"] if row["network"] == "6.9B" and "step_ms" in row}
-    half, fp8 = times.get("fabricamp blocks graph"), times.get("fabricamp fp8 blocks graph")
+    half = times.get("fabricamp blocks graph")
+    fp8 = times.get("fabricamp fp8 blocks graph")
     by_hand = times.get("compiled")
     if not (half and fp8 and by_hand):
         return []

@@ -41,7 +41,8 @@ def script(options):
 
 def scripts():
     join()
-    groups, streams = [dist.new_group() for _ in range(2)], [torch.cuda.Stream() for _ in range(2)]
+    groups = [dist.new_group() for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
     for options in (
         {"delay_allreduce": True},
         {},

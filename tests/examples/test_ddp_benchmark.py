@@ -16,7 +16,7 @@ from tests.distributed.ranks import run_ranks
 
 def quick(path):
     torch.cuda.is_available = lambda: False
-    ddp.main(["--quick", "--rounds", "1", "--steps", "2", "--out", str(path)])
+    ddp.main(["--quick", "--rounds", "1", "--turns", "2", "--steps", "2", "--out", str(path)])
 
 
 def test_every_way_is_measured(tmp_path):
@@ -35,6 +35,14 @@ def test_every_way_is_measured(tmp_path):
         assert f"{column['ratios']['delayed']:.3f}" in page
     assert f"| {ddp.FLAT} |" in page
     assert page.count(", met |") + page.count(", missed |") + page.count(", not decided |") == 4
+
+
+def test_turns_begin_with_another_variant_each(monkeypatch):
+    order = []
+    monkeypatch.setattr(ddp, "wall_ms", lambda step, steps, device: order.append(step) or float(len(order)))
+    found = ddp.wall_ms_of_round({"a": 1, "b": 2, "c": 3}, 4, 8, torch.device("cpu"))
+    assert order == [1, 2, 3, 2, 3, 1, 3, 1, 2, 1, 2, 3]
+    assert found == {"a": (1 + 6 + 8 + 10) / 4, "b": (2 + 4 + 9 + 11) / 4, "c": (3 + 5 + 7 + 12) / 4}
 
 
 def graphs():
