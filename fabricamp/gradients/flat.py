@@ -129,9 +129,12 @@ class Message:
         self._starts = starts
         self._second_buffer: Tensor | None = None
 
-    def fill(self, factor: float) -> list[int]:
-        """Writes the members' ``.grad`` times ``factor`` into the slots, zeros for None; returns the indices of the Nones."""
-        gradients: list[Tensor | None] = list(map(_grad, self.members))
+    def gradients(self) -> list[Tensor | None]:
+        """Returns each member's ``.grad``."""
+        return list(map(_grad, self.members))
+
+    def fill(self, gradients: Sequence[Tensor | None], factor: float) -> list[int]:
+        """Writes :meth:`gradients` times ``factor`` into the slots, zeros for None; returns the indices of the Nones."""
         missing: list[int] = []
         if not all(map(operator.is_not, gradients, repeat(None))):
             without = [slot for slot, gradient in enumerate(gradients) if gradient is None]
@@ -318,23 +321,34 @@ class FlatGradients:
 
     def exchange(self, through: RankSums | None = None) -> Gradients:
         """Sums every ``.grad`` over the ranks, or by ``through``; returns the received gradients."""
-        (through or self._rank_sums).run(map(self._filled, self.messages), alone=len(self.messages) == 1)
+        filled = (self._filled(message, message.gradients()) for message in self.messages)
+        (through or self._rank_sums).run(filled, alone=len(self.messages) == 1)
         return self.receive()
 
-    def send(self, message: Message, group: dist.ProcessGroup | None = None) -> None:
-        """Fills a message and starts its all-reduce; every rank has to send ``messages`` in their order."""
-        self._rank_sums.start(self._filled(message), group)
+    def send(
+        self,
+        message: Message,
+        gradients: Sequence[Tensor | None],
+        group: dist.ProcessGroup | None = None,
+        *,
+        wait: bool = False,
+    ) -> None:
+        """Fills a message with its ``gradients`` and starts its all-reduce; every rank has to send ``messages`` in their order.
 
-    def _filled(self, message: Message) -> Tensor:
+        ``wait``: the current stream (on a CPU the host) waits for the all-reduce; else :meth:`receive` does.
+        """
+        self._rank_sums.start(self._filled(message, gradients), group, wait=wait)
+
+    def _filled(self, message: Message, gradients: Sequence[Tensor | None]) -> Tensor:
         if message is self.messages[-1]:
-            self._set_own_flags(message)
-        self._missing += message.fill(self._factor)
+            self._set_own_flags(message, gradients)
+        self._missing += message.fill(gradients, self._factor)
         return message.flat
 
-    def _set_own_flags(self, last: Message) -> None:
+    def _set_own_flags(self, last: Message, gradients: Sequence[Tensor | None]) -> None:
         """Writes the flags of the parameters with a gradient on this rank, if they changed since the last exchange."""
-        pairs = zip(last.indices, last.members, strict=True)
-        missing = [*self._missing, *(index for index, member in pairs if member.grad is None)]
+        pairs = zip(last.indices, gradients, strict=True)
+        missing = [*self._missing, *(index for index, gradient in pairs if gradient is None)]
         if missing == self._unset_flags:
             return
         flags = torch.ones_like(self._own_flags, device="cpu")

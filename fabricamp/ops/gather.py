@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fabricamp.ops.bridge import runs_kernels
@@ -29,7 +28,6 @@ class Gather:
         if self._slots and runs_kernels(self._slots[0].device):
             self._table = Table([[None] * len(self._slots), self._slots], device=self._slots[0].device)
 
-    @torch.no_grad()
     def __call__(self, sources: Sequence[Tensor | None], multiplier: float = 1.0) -> None:
         """Writes ``multiplier`` times each source into its slot, in at least fp32 arithmetic; None leaves its slot unchanged.
 

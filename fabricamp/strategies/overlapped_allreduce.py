@@ -9,7 +9,7 @@ import functools
 import operator
 import weakref
 from itertools import repeat
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fabricamp.errors import DistributedError
 from fabricamp.nn import SyncBatchNorm
 from fabricamp.ops.peer_memory import timeout_of
+from fabricamp.torch_private import stream_in_use
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,11 +31,32 @@ _grad: Final = operator.attrgetter("grad")
 _MOST_GROUPS: Final = 8
 
 
-class Lane(NamedTuple):
-    """Sends every n-th message: a process group (None: the default one), and a side stream."""
+class Lane:
+    """Sends every n-th message: through a process group (None: the default one), on a side stream (None on a CPU)."""
 
-    group: dist.ProcessGroup | None
-    stream: torch.cuda.Stream | None
+    def __init__(self, group: dist.ProcessGroup | None, stream: torch.cuda.Stream | None) -> None:
+        self.group = group
+        self.stream = stream
+        if stream is not None:
+            self._device = stream.device
+            self._ready = torch.cuda.Event()  # kept, because a new event for each message takes longer
+
+    def send(self, flat: FlatGradients, message: Message, gradients: Sequence[Tensor | None]) -> None:
+        """Fills ``message`` with its ``gradients`` and starts its all-reduce."""
+        if self.stream is None:
+            flat.send(message, gradients, self.group)
+            return
+        # The message reads gradients that the current stream computes.
+        self._ready.record(stream_in_use(self._device))
+        self.stream.wait_event(self._ready)
+        with self.stream:
+            # The all-reduce runs on the side stream itself; an asynchronous one would take a third stream and more host time.
+            flat.send(message, gradients, self.group, wait=True)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the messages on the side stream."""
+        if self.stream is not None:
+            stream_in_use(self._device).wait_stream(self.stream)
 
 
 def lanes_for(
@@ -119,8 +141,9 @@ class Overlap:
         self.flat = flat
         self._lanes = lanes
         self._local = local
+        self._members = [member for message in flat.messages for member in message.members]
         self._next = 0  # index of the next message to send
-        self._sent: list[list[tuple[Tensor | None, int]]] = []  # each sent message's gradients and their versions
+        self._sent: list[tuple[list[Tensor | None], list[int]]] = []  # each sent message's gradients and their versions
         self._arrived: dict[int, int] = {}  # the order of each gradient in this backward
         self._repeated: set[int] = set()  # gradients that come several times, as in re-entrant checkpointing
         # True keeps hooks on all parameters: a .grad from an earlier backward does not show whether it was added to.
@@ -144,8 +167,10 @@ class Overlap:
         self._sent.clear()
         if self._counts or self._listens:
             return
-        members = [member for message in self.flat.messages for member in message.members if member is not first]
-        if any(member.grad is not None for member in members):
+        kept = sum(map(operator.is_not, map(_grad, self._members), repeat(None)))
+        if first is not None and first.grad is not None:
+            kept -= 1
+        if kept:
             self._counts = True
             self._listen()
 
@@ -156,11 +181,10 @@ class Overlap:
         self.runs = False
         self.behind = len(messages) - self._next
         for message in messages[self._next :]:
-            self._send(message)
-        gradients = self.flat.receive()
+            self._send(message, message.gradients())
         for lane in self._lanes:
-            if lane.stream is not None:
-                torch.cuda.current_stream(lane.stream.device).wait_stream(lane.stream)
+            lane.wait()
+        gradients = self.flat.receive()
         if self._learns:
             self._learns = False
             if not self._counts:
@@ -212,40 +236,48 @@ class Overlap:
             return
         # Only in the order of the messages, so all ranks send them in the same order.
         messages = self.flat.messages
-        while self._next < len(messages) and self._is_complete(messages[self._next]):
-            self._send(messages[self._next])
+        while self._next < len(messages):
+            message = messages[self._next]
+            gradients = message.gradients()
+            if not self._is_complete(message, gradients):
+                return
+            self._send(message, gradients)
 
-    def _is_complete(self, message: Message) -> bool:
-        """Returns whether all gradients of ``message`` are ready."""
+    def _is_complete(self, message: Message, gradients: Sequence[Tensor | None]) -> bool:
+        """Returns whether all ``gradients`` of ``message`` are ready."""
         # Only the end of backward shows that no further part of such a gradient comes.
         if self._repeated and not self._repeated.isdisjoint(message.indices):
             return False
         if self._listens:
             return all(map(self._arrived.__contains__, message.indices))
-        return all(map(operator.is_not, map(_grad, message.members), repeat(None)))
+        return all(map(operator.is_not, gradients, repeat(None)))
 
-    def _send(self, message: Message) -> None:
-        """Sends ``message`` through the next lane, and records its gradients' versions for :meth:`_check_late`."""
+    def _send(self, message: Message, gradients: list[Tensor | None]) -> None:
+        """Sends ``message`` through the next lane, and records its gradients and their versions for :meth:`_check_late`."""
         lane = self._lanes[self._next % len(self._lanes)]
         self._next += 1
-        if lane.stream is None:
-            self.flat.send(message, lane.group)
-        else:
-            # The message reads gradients that the current stream computes.
-            lane.stream.wait_stream(torch.cuda.current_stream(lane.stream.device))
-            with torch.cuda.stream(lane.stream):
-                self.flat.send(message, lane.group)
+        lane.send(self.flat, message, gradients)
         if self.runs:
-            gradients = map(_grad, message.members)
-            self._sent.append([(gradient, 0 if gradient is None else gradient._version) for gradient in gradients])
+            self._sent.append((gradients, _versions(gradients)))
 
     def _check_late(self) -> None:
         """Raises :class:`DistributedError` if a gradient has changed since its message was sent."""
-        for message, sent in zip(self.flat.messages, self._sent, strict=False):
-            for member, (gradient, version) in zip(message.members, sent, strict=True):
-                if member.grad is not gradient or (gradient is not None and gradient._version != version):
-                    raise DistributedError(
-                        f"the gradient of a parameter of shape {tuple(member.shape)} was changed after its message was sent: by a "
-                        "hook, or by a second backward before the exchange ended; exchange after backward instead "
-                        "(delay_allreduce=True, without message_size and triggers)"
-                    )
+        for message, (gradients, versions) in zip(self.flat.messages, self._sent, strict=False):
+            same = all(map(operator.is_, map(_grad, message.members), gradients))
+            if same and _versions(gradients) == versions:
+                continue
+            changed = next(
+                member
+                for member, gradient, version in zip(message.members, gradients, versions, strict=True)
+                if member.grad is not gradient or _versions([gradient]) != [version]
+            )
+            raise DistributedError(
+                f"the gradient of a parameter of shape {tuple(changed.shape)} was changed after its message was sent: by a hook, "
+                "or by a second backward before the exchange ended; exchange after backward instead (delay_allreduce=True, "
+                "without message_size and triggers)"
+            )
+
+
+def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
+    """Returns a number for each gradient, which each operation on it in place changes."""
+    return [0 if gradient is None else gradient._version for gradient in gradients]

@@ -407,8 +407,9 @@ def check_reducer():
         for one, other in zip(net.parameters(), alone.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None)
             assert one.grad is None or torch.allclose(one.grad, mean_over_ranks(other.grad), atol=1e-6)
-    values = [torch.full((3,), float(rank)), torch.full((2,), 1.0, dtype=torch.float16)]
+    values = [torch.full((3,), float(rank)), torch.full((2,), 1.0, dtype=torch.float16), torch.full((2,), 2j * rank)]
     Reducer(values).reduce()
+    assert values[2].tolist() == [1j * (world_size - 1)] * 2
     assert values[0].tolist() == [(world_size - 1) / 2] * 3
     assert values[1].tolist() == pytest.approx([1.0] * 2, rel=1e-3)
     with pytest.raises(ConfigError, match="a list of tensors"):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import pickle
+import re
 
 import pytest
 import torch
@@ -476,19 +477,26 @@ def check_that_messages_leave_early_behind_local_ones():
 
 def check_late_gradients():
     """A gradient that changes after its message was sent raises an error, and never makes a wrong update."""
-    strategy = started(message_size=1)
-    net = Net()
-    step = strategy.wrap_module(net, net.training_step, automatic=True)
-    for index in range(3):
-        net.zero_grad()
-        step(batch_of(strategy.rank, index), 0).backward()
-        if index == 2:
-            net.last.weight.grad.mul_(2)
-            with pytest.raises(DistributedError, match="changed after its message was sent"):
+    changes = (
+        lambda weight: weight.grad.mul_(2),
+        lambda weight: setattr(weight, "grad", weight.grad * 2),
+        lambda weight: setattr(weight, "grad", None),
+    )
+    for change in changes:
+        strategy = started(message_size=1)
+        net = Net()
+        step = strategy.wrap_module(net, net.training_step, automatic=True)
+        for index in range(3):
+            net.zero_grad()
+            step(batch_of(strategy.rank, index), 0).backward()
+            if index == 2:
+                change(net.last.weight)
+                shape = re.escape(str(tuple(net.last.weight.shape)))
+                with pytest.raises(DistributedError, match=rf"shape {shape} was changed after its message was sent"):
+                    reduced(strategy, net)
+            else:
                 reduced(strategy, net)
-        else:
-            reduced(strategy, net)
-    strategy.teardown()
+        strategy.teardown()
 
 
 def test_automatic_optimization():

@@ -15,6 +15,7 @@ from fabricamp import Callback, TrainingModule
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.optimizers import FusedAdam
 from fabricamp.strategies import DDP, DelayedDDP, Environment
+from fabricamp.strategies.overlapped_allreduce import Lane
 from tests.distributed.ranks import run_ranks
 from tests.small import quiet_trainer
 
@@ -189,3 +190,38 @@ def strategy_alone():
 
 def test_no_race_between_streams():
     assert run_ranks(strategy_alone, 2, backend=None, start_method="spawn", timeout=120) == [[True] * 3] * 2
+
+
+class Sent:
+    """Stands for flat gradients: copies what it is given, and records the stream and the device on which it does so."""
+
+    def send(self, message, gradients, group, *, wait):
+        assert wait
+        self.stream = torch.cuda.current_stream()
+        self.copy = gradients[0].clone()
+
+
+def test_a_lane_restores_stream_and_device():
+    """A module may be on another device than the current one, and its backward on a stream of its own."""
+    torch.cuda.set_device(0)
+    side, backward = torch.cuda.Stream(1), torch.cuda.Stream(1)
+    here, there = torch.cuda.current_stream(0), torch.cuda.current_stream(1)
+    lane = Lane(None, side)
+    sent = Sent()
+    for index in range(3):
+        gradient = torch.zeros(1 << 20, device="cuda:1")
+        backward.wait_stream(there)
+        with torch.cuda.device(1), torch.cuda.stream(backward):
+            torch.cuda._sleep(20_000_000)
+            gradient.fill_(index + 1)
+            torch.cuda.set_device(0)
+            lane.send(sent, None, [gradient])
+            assert torch.cuda.current_stream(1) == backward
+            lane.wait()
+            total = sent.copy.sum()
+        assert sent.stream == side
+        assert torch.cuda.current_device() == 0
+        assert torch.cuda.current_stream(0) == here
+        assert torch.cuda.current_stream(1) == there
+        backward.synchronize()  # item() waits for the current stream alone
+        assert total.item() == (index + 1) * (1 << 20)
