@@ -72,7 +72,7 @@ class RankSums:
             group = cast("dist.ProcessGroup", dist.group.WORLD)
         options = dist.AllreduceOptions()
         options.asyncOp = not wait
-        # dist.all_reduce makes the same call, in which it spends 30 us of host time more on machines with slow CPUs.
+        # dist.all_reduce makes the same call after checks in Python, which take some 30 us on a machine with slow cores.
         work = group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], options)
         if not wait:
             self._works.append(work)
