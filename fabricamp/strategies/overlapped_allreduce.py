@@ -169,7 +169,7 @@ class Overlap:
             return
         kept = sum(map(operator.is_not, map(_grad, self._members), repeat(None)))
         if first is not None and first.grad is not None:
-            kept -= 1
+            kept -= 1  # it belongs to this backward
         if kept:
             self._counts = True
             self._listen()

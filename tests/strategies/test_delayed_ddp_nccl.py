@@ -193,7 +193,7 @@ def test_no_race_between_streams():
 
 
 class Sent:
-    """Stands for flat gradients: copies what it is given, and records the stream and the device on which it does so."""
+    """Stands for flat gradients: copies what it is given, and records the stream on which it does so."""
 
     def send(self, message, gradients, group, *, wait):
         assert wait
@@ -204,8 +204,10 @@ class Sent:
 def test_a_lane_restores_stream_and_device():
     """A module may be on another device than the current one, and its backward on a stream of its own."""
     torch.cuda.set_device(0)
-    side, backward = torch.cuda.Stream(1), torch.cuda.Stream(1)
-    here, there = torch.cuda.current_stream(0), torch.cuda.current_stream(1)
+    side = torch.cuda.Stream(1)
+    backward = torch.cuda.Stream(1)
+    here = torch.cuda.current_stream(0)
+    there = torch.cuda.current_stream(1)
     lane = Lane(None, side)
     sent = Sent()
     for index in range(3):
@@ -216,12 +218,12 @@ def test_a_lane_restores_stream_and_device():
             gradient.fill_(index + 1)
             torch.cuda.set_device(0)
             lane.send(sent, None, [gradient])
+            # Here, because the contexts around it restore them too.
+            assert torch.cuda.current_device() == 0
+            assert torch.cuda.current_stream(0) == here
             assert torch.cuda.current_stream(1) == backward
             lane.wait()
             total = sent.copy.sum()
         assert sent.stream == side
-        assert torch.cuda.current_device() == 0
-        assert torch.cuda.current_stream(0) == here
-        assert torch.cuda.current_stream(1) == there
         backward.synchronize()  # item() waits for the current stream alone
         assert total.item() == (index + 1) * (1 << 20)
