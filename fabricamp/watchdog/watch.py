@@ -40,6 +40,8 @@ _POLL_SECONDS = 0.1
 _SHORTEST_SECONDS = 0.0005
 _URGENT_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
+# How long rank 0 waits at most for the other ranks' last requests to the store; below _CLOSE_SECONDS, as the main thread waits too.
+_HOST_SECONDS = 4.0
 _BEAT_SECONDS = (0.2, 5.0)
 # How long the main thread of a run that cannot continue may take to end by itself, with hooks, files and traceback.
 _GRACE_SECONDS = 5.0
@@ -57,6 +59,8 @@ _GONE_SECONDS = 0.5
 # Keys of the store; the first rank that writes one keeps it.
 _FAILURE = "failure"
 _DIAGNOSIS = "diagnosis"
+# Counts the ranks whose watchdog makes no further request.
+_LEFT = "left"
 
 
 def patience(timeout: float) -> float:
@@ -212,7 +216,7 @@ class Watchdog:
             )
 
     def close(self) -> None:
-        """Stops the thread; waits for no other rank."""
+        """Stops the thread; rank 0 also waits a few seconds for the other ranks to do so, as its process may host the store."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
@@ -237,6 +241,7 @@ class Watchdog:
             self.agreement.leave(self._store)
             self.requests.leave(self._store)
             self._publish_heartbeat(self._store, self._source.take(time.monotonic(), stack=False, ended=True))
+            self._leave(self._store)
         except RuntimeError as error:
             # The store is gone with its owner process.  A run that ends does not need it, but a waiting main thread must be woken.
             self.agreement.note_store_lost(str(error))
@@ -266,6 +271,20 @@ class Watchdog:
         self._check_deaths(store)
         if idle >= self._patience / 2:
             self._check_progress(store, now, complete=idle >= self._patience)
+
+    def _leave(self, store: Store) -> None:
+        """Counts this rank as left; on rank 0, then waits until all have left, for a few seconds and not in a failed run.
+
+        Rank 0's process may host the store and end soon.  To a rank that still makes requests, torch would print a warning, with
+        a stack, about a run that ended well.
+        """
+        left = store.add(_LEFT, 1)
+        if self._strategy.rank != 0 or self.agreement.abandoned:
+            return
+        deadline = time.monotonic() + _HOST_SECONDS
+        while left < self._strategy.world_size and time.monotonic() < deadline and not store.check([_FAILURE]):
+            time.sleep(_URGENT_SECONDS)
+            left = store.add(_LEFT, 0)  # adds nothing: returns the number
 
     def _publish_failure(self, store: Store) -> None:
         """Publishes this rank's failure, once; the first failure of all ranks is kept."""
