@@ -612,6 +612,8 @@ class Session:
         else:
             # The other ranks may be anywhere, and leaving the group would wait for them.
             leave_at_exit(self.strategy)
+        if not failed:
+            self.watchdog.leave()
         self.delivery.close(failed=failed)
 
 

@@ -18,6 +18,9 @@ from fabricamp.torch_private import PrefixStore, Store
 
 _LOOK_SECONDS = 0.01
 
+_hosts: set[int] = set()
+"""Ids of the processes that host the store: a forked child is none of them."""
+
 
 def store_of(environment: Environment, name: str, timeout: timedelta) -> Store:
     """Returns the store shared by all ranks of this attempt, found through ``MASTER_ADDR`` and ``MASTER_PORT``.
@@ -34,6 +37,11 @@ def store_of(environment: Environment, name: str, timeout: timedelta) -> Store:
     return _rendezvous(key, timeout)
 
 
+def hosts_store() -> bool:
+    """Returns whether this process hosts the store of :func:`store_of`, until it ends; with torchrun, its agent does."""
+    return os.getpid() in _hosts
+
+
 @functools.cache
 def _rendezvous(key: tuple[str, str, int, int, int], timeout: timedelta) -> Store:
     """Returns the store of these processes; cached, because its server could not restart on the same port at once.
@@ -44,6 +52,8 @@ def _rendezvous(key: tuple[str, str, int, int, int], timeout: timedelta) -> Stor
     opened, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     store = cast("Store", opened)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if rank == 0:
+            _hosts.add(os.getpid())
         return PrefixStore("fabricamp", store)  # hosted by rank 0, so it ends with this attempt
     return PrefixStore(f"fabricamp/{_attempt(store, rank, world_size, timeout)}", store)
 

@@ -1,4 +1,4 @@
-"""Ends a rank's process safely: the threads of torch.distributed end before the Python interpreter does."""
+"""Ends a rank's process safely: after the threads of torch.distributed, and after the other ranks' requests to its store."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import traceback
 import weakref
 from typing import TYPE_CHECKING, NoReturn
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
 # A collective that a failed rank had begun ends once the other ranks join it, or are gone too.
 _LEAVE_SECONDS = 5.0
 _FLUSH_SECONDS = 1.0
+# How long a process that hosts the store waits at most for the other ranks.
+_HOST_SECONDS = 10.0
+_LOOK_SECONDS = 0.01
 
 _leavers: dict[int, _Leaver] = {}
 """The leaver of this process, keyed by process id: a forked child has none of its parent's threads to end."""
+
+_in_use: dict[int, Callable[[], bool]] = {}
+"""Whether other ranks need the store that this process hosts, keyed by process id: a forked child hosts none."""
 
 _sees_interrupts = False
 
@@ -45,6 +52,20 @@ def leave_at_exit(strategy: Strategy) -> None:
     if os.getpid() not in _leavers:
         _leavers[os.getpid()] = _Leaver()
     _leavers[os.getpid()].strategy = weakref.ref(strategy)
+
+
+def host_at_exit(in_use: Callable[[], bool]) -> None:
+    """Makes this process end only when ``in_use`` returns False, or after some seconds; replaces what an earlier run gave."""
+    if not _in_use:
+        atexit.register(_host)
+    _in_use[os.getpid()] = in_use
+
+
+def _host() -> None:
+    in_use = _in_use.get(os.getpid(), bool)
+    deadline = time.monotonic() + _HOST_SECONDS
+    while in_use() and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
 
 
 def end_by_sigint_at_exit() -> None:

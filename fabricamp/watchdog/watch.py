@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError
@@ -25,10 +26,11 @@ from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.launch import PEER_FAILURE_NOTE, record_end
 from fabricamp.state import RunState
 from fabricamp.strategies.base import Strategy
+from fabricamp.strategies.rendezvous_store import hosts_store
 from fabricamp.torch_private import PrefixStore, Store, default_store
 from fabricamp.watchdog.hang_diagnosis import Diagnosis, judge
 from fabricamp.watchdog.heartbeat import Heartbeat, HeartbeatSource, position_of
-from fabricamp.watchdog.leaving import exit_now
+from fabricamp.watchdog.leaving import exit_now, host_at_exit
 from fabricamp.watchdog.requests import LoopRequests
 from fabricamp.watchdog.signals import exit_code
 from fabricamp.watchdog.stop import ANSWER_SECONDS, StopAgreement
@@ -40,8 +42,6 @@ _POLL_SECONDS = 0.1
 _SHORTEST_SECONDS = 0.0005
 _URGENT_SECONDS = 0.01
 _CLOSE_SECONDS = 5.0
-# How long rank 0 waits at most for the other ranks' last requests to the store; below _CLOSE_SECONDS, as the main thread waits too.
-_HOST_SECONDS = 4.0
 _BEAT_SECONDS = (0.2, 5.0)
 # How long the main thread of a run that cannot continue may take to end by itself, with hooks, files and traceback.
 _GRACE_SECONDS = 5.0
@@ -59,7 +59,7 @@ _GONE_SECONDS = 0.5
 # Keys of the store; the first rank that writes one keeps it.
 _FAILURE = "failure"
 _DIAGNOSIS = "diagnosis"
-# Counts the ranks whose watchdog makes no further request.
+# Counts the ranks that make no further request.
 _LEFT = "left"
 
 
@@ -134,7 +134,9 @@ class Watchdog:
                 if self._store.check([_FAILURE]):
                     first = json.loads(self._store.get(_FAILURE))
                     return {first["rank"]: f"rank {first['rank']} failed {first['position']}: {first['what']}"}
-                gone = [heartbeat for heartbeat in self._heartbeats(self._store) if heartbeat.gone]
+                gone = [
+                    heartbeat for heartbeat in _heartbeats(self._store, self._strategy.world_size) if heartbeat.gone
+                ]
                 if gone:
                     return {
                         heartbeat.rank: f"the process of rank {heartbeat.rank} ended, last seen {heartbeat.position}"
@@ -202,7 +204,7 @@ class Watchdog:
 
     def _check_even(self, store: Store, batches: int) -> None:
         """Raises :class:`DistributedError` if another rank is in a batch of this epoch that this rank does not have."""
-        heartbeats = self._heartbeats(store)
+        heartbeats = _heartbeats(store, self._strategy.world_size)
         in_epoch = [heartbeat for heartbeat in heartbeats if heartbeat.epoch == self._state.epoch]
         ahead = [heartbeat for heartbeat in in_epoch if heartbeat.batch >= batches and heartbeat.idle >= _STUCK_SECONDS]
         if ahead:
@@ -216,19 +218,25 @@ class Watchdog:
             )
 
     def close(self) -> None:
-        """Stops the thread; rank 0 also waits a few seconds for the other ranks to do so, as its process may host the store."""
+        """Stops the thread; waits for no other rank."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
             self._thread = None
         self.agreement.forget()
 
-    def _heartbeats(self, store: Store) -> list[Heartbeat]:
-        """Returns the last heartbeat of every rank; empty until all ranks have published one."""
-        keys = [_heartbeat_key(rank) for rank in range(self._strategy.world_size)]
-        if not store.check(keys):
-            return []
-        return [Heartbeat.decode(text) for text in store.multi_get(keys)]
+    def leave(self) -> None:
+        """Marks that this rank needs the store no longer; called last in a run that has not failed, without its process group.
+
+        A process that hosts the store ends only when every rank has called it, or after some seconds.  To a rank that still makes
+        requests, torch would print a warning, with a stack, about a run that ended well.
+        """
+        if self._store is None or self.agreement.lost:
+            return
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store was killed meanwhile
+            self._store.add(_LEFT, 1)
+        if hosts_store():
+            host_at_exit(partial(_in_use, self._store, self._strategy.world_size))
 
     # -- the thread --------------------------------------------------------------------------------------------------------------
 
@@ -241,7 +249,6 @@ class Watchdog:
             self.agreement.leave(self._store)
             self.requests.leave(self._store)
             self._publish_heartbeat(self._store, self._source.take(time.monotonic(), stack=False, ended=True))
-            self._leave(self._store)
         except RuntimeError as error:
             # The store is gone with its owner process.  A run that ends does not need it, but a waiting main thread must be woken.
             self.agreement.note_store_lost(str(error))
@@ -271,20 +278,6 @@ class Watchdog:
         self._check_deaths(store)
         if idle >= self._patience / 2:
             self._check_progress(store, now, complete=idle >= self._patience)
-
-    def _leave(self, store: Store) -> None:
-        """Counts this rank as left; on rank 0, then waits until all have left, for a few seconds and not in a failed run.
-
-        Rank 0's process may host the store and end soon.  To a rank that still makes requests, torch would print a warning, with
-        a stack, about a run that ended well.
-        """
-        left = store.add(_LEFT, 1)
-        if self._strategy.rank != 0 or self.agreement.abandoned:
-            return
-        deadline = time.monotonic() + _HOST_SECONDS
-        while left < self._strategy.world_size and time.monotonic() < deadline and not store.check([_FAILURE]):
-            time.sleep(_URGENT_SECONDS)
-            left = store.add(_LEFT, 0)  # adds nothing: returns the number
 
     def _publish_failure(self, store: Store) -> None:
         """Publishes this rank's failure, once; the first failure of all ranks is kept."""
@@ -333,7 +326,7 @@ class Watchdog:
 
     def _check_progress(self, store: Store, now: float, *, complete: bool) -> None:
         """Reads all ranks' heartbeats; with ``complete`` (all patience used up), ends the run if no rank makes progress."""
-        heartbeats = self._heartbeats(store)
+        heartbeats = _heartbeats(store, self._strategy.world_size)
         if not heartbeats:
             return
         for heartbeat in heartbeats:
@@ -368,7 +361,7 @@ class Watchdog:
         store.compare_set(_DIAGNOSIS, "", json.dumps(asdict(diagnosis)))
         diagnosis = Diagnosis(**json.loads(store.get(_DIAGNOSIS)))
         if diagnosis.reporter == self._strategy.rank:
-            stopped = [heartbeat for heartbeat in self._heartbeats(store) if heartbeat.stopped]
+            stopped = [heartbeat for heartbeat in _heartbeats(store, self._strategy.world_size) if heartbeat.stopped]
             killed = [heartbeat.rank for heartbeat in stopped]
             record_end(f"DistributedError: {diagnosis.text}", diagnosis.stack, killed=killed)
             for heartbeat in stopped:
@@ -417,6 +410,23 @@ class Watchdog:
 
 def _heartbeat_key(rank: int) -> str:
     return f"heartbeat/{rank}"
+
+
+def _heartbeats(store: Store, world_size: int) -> list[Heartbeat]:
+    """Returns the last heartbeat of every rank; empty until all ranks have published one."""
+    keys = [_heartbeat_key(rank) for rank in range(world_size)]
+    if not store.check(keys):
+        return []
+    return [Heartbeat.decode(text) for text in store.multi_get(keys)]
+
+
+def _in_use(store: Store, world_size: int) -> bool:
+    """Returns whether another rank may still make requests, in a run where none has failed or died."""
+    if store.add(_LEFT, 0) == world_size:  # adds nothing: returns the number
+        return False
+    if store.check([_FAILURE]) or store.check([_DIAGNOSIS]):
+        return False
+    return not any(heartbeat.gone for heartbeat in _heartbeats(store, world_size))
 
 
 def _own_store(prefix: str) -> Store:
