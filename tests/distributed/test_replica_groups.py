@@ -67,10 +67,10 @@ class Net(TrainingModule):
             return
         course = self.trainer.callbacks[0]
         if plan["place"] == place and course.all_at >= 0 and self.global_step == course.all_at + BEFORE:
-            if place == "exchange":  # at a random point of the following sum, or soon after it
-                threading.Timer(random.uniform(0, 0.01), self.be_lost).start()
-            else:
+            if place != "exchange":
                 self.be_lost()
+            elif len(self.seen) == plan["accumulated"]:  # at a random point of the following sum, or soon after it
+                threading.Timer(random.uniform(0, 0.01), self.be_lost).start()
 
     def be_lost(self):
         Path("lost").write_text(repr(time.time()))
