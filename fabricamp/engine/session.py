@@ -609,11 +609,10 @@ class Session:
             self.metrics.close()
         if not failed or self.strategy.world_size == 1:
             self.strategy.teardown()
+            self.watchdog.leave()
         else:
             # The other ranks may be anywhere, and leaving the group would wait for them.
             leave_at_exit(self.strategy)
-        if not failed:
-            self.watchdog.leave()
         self.delivery.close(failed=failed)
 
 

@@ -33,8 +33,8 @@ _LOOK_SECONDS = 0.01
 _leavers: dict[int, _Leaver] = {}
 """The leaver of this process, keyed by process id: a forked child has none of its parent's threads to end."""
 
-_in_use: dict[int, Callable[[], bool]] = {}
-"""Whether other ranks need the store that this process hosts, keyed by process id: a forked child hosts none."""
+_hosted: dict[int, Callable[[], bool]] = {}
+"""Whether other ranks use the store that this process hosts, keyed by process id: a forked child hosts none."""
 
 _sees_interrupts = False
 
@@ -56,13 +56,13 @@ def leave_at_exit(strategy: Strategy) -> None:
 
 def host_at_exit(in_use: Callable[[], bool]) -> None:
     """Makes this process end only when ``in_use`` returns False, or after some seconds; replaces what an earlier run gave."""
-    if not _in_use:
-        atexit.register(_host)
-    _in_use[os.getpid()] = in_use
+    if not _hosted:
+        atexit.register(_wait_until_unused)
+    _hosted[os.getpid()] = in_use
 
 
-def _host() -> None:
-    in_use = _in_use.get(os.getpid(), bool)
+def _wait_until_unused() -> None:
+    in_use = _hosted.get(os.getpid(), bool)
     deadline = time.monotonic() + _HOST_SECONDS
     while in_use() and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)

@@ -134,9 +134,8 @@ class Watchdog:
                 if self._store.check([_FAILURE]):
                     first = json.loads(self._store.get(_FAILURE))
                     return {first["rank"]: f"rank {first['rank']} failed {first['position']}: {first['what']}"}
-                gone = [
-                    heartbeat for heartbeat in _heartbeats(self._store, self._strategy.world_size) if heartbeat.gone
-                ]
+                heartbeats = _heartbeats(self._store, self._strategy.world_size)
+                gone = [heartbeat for heartbeat in heartbeats if heartbeat.gone]
                 if gone:
                     return {
                         heartbeat.rank: f"the process of rank {heartbeat.rank} ended, last seen {heartbeat.position}"

@@ -25,9 +25,8 @@ def two(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(watch, "_own_store", lambda _: store)
     monkeypatch.setattr(leaving, "_HOST_SECONDS", LONG)
-    monkeypatch.setattr(
-        leaving, "_in_use", {0: bool}
-    )  # not empty, so that nothing is registered for this process's exit
+    # Not empty: host_at_exit registers nothing for the end of this process.
+    monkeypatch.setattr(leaving, "_hosted", {0: bool})
     monkeypatch.setattr(rendezvous_store, "_hosts", {os.getpid()})
     both = []
     for rank in range(2):
@@ -42,7 +41,7 @@ def two(monkeypatch):
 
 def seconds_to_end():
     begun = time.monotonic()
-    leaving._host()
+    leaving._wait_until_unused()
     return time.monotonic() - begun
 
 
@@ -53,7 +52,7 @@ def end_run(watchdog):
 
 def test_the_host_waits_for_the_others(two):
     end_run(two[0])
-    ending = threading.Thread(target=leaving._host)
+    ending = threading.Thread(target=leaving._wait_until_unused)
     ending.start()
     ending.join(0.5)
     assert ending.is_alive()
@@ -72,12 +71,12 @@ def test_no_other_process_waits(two, monkeypatch):
     monkeypatch.setattr(rendezvous_store, "_hosts", {os.getppid()})  # as in a forked child
     end_run(two[0])
     assert seconds_to_end() < LONG / 2
-    assert os.getpid() not in leaving._in_use
+    assert os.getpid() not in leaving._hosted
 
 
 def test_a_forked_child_does_not_wait(two):
     end_run(two[0])
-    leaving._in_use[os.getppid()] = leaving._in_use.pop(os.getpid())
+    leaving._hosted[os.getppid()] = leaving._hosted.pop(os.getpid())
     assert seconds_to_end() < LONG / 2
 
 
