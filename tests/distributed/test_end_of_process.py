@@ -248,6 +248,7 @@ def leave_late(self, store):
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline and lives(forked[0]):  # rank 0's process, which hosts the store
         time.sleep(0.01)
+    time.sleep(0.3)  # a process's sockets close only after its last thread
     leave(self, store)
 
 def lives(pid):
