@@ -269,7 +269,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
             sync_dist: reduces the value of a step over all ranks, too.
             sync_dist_group: only None, which means all ranks.
             add_dataloader_idx: adds ``/dataloader_idx_N`` to the name if there are several loaders.
-            batch_size: the weight in a mean; None is the length of the batch's first tensor.
+            batch_size: the weight in a mean; None is the length of the batch's first tensor that has a dimension.
             metric_attribute: has no effect.
             rank_zero_only: logs rank 0's value alone.
 

@@ -77,3 +77,13 @@ def tensors_within(value: object) -> Iterator[Tensor]:
         parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     for part in parts:
         yield from tensors_within(part)
+
+
+def batch_length(batch: object) -> int | None:
+    """Returns the length of the first tensor in ``batch`` that has a dimension; 1 if none has one, None without tensors."""
+    length = None
+    for tensor in tensors_within(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+        length = 1  # a temperature or a flag says nothing of the samples: a tensor after it may
+    return length

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fabricamp._utils.containers import tensors_within
+from fabricamp._utils.containers import batch_length
 from fabricamp.arguments.checks import check_number
 from fabricamp.callbacks.base import Callback
 from fabricamp.callbacks.device_stats_monitor import is_due
@@ -136,7 +136,8 @@ class ThroughputMonitor(Callback):
     FLOPs are those of the first batch, counted by ``torch.utils.flop_counter``, or the module's ``flops_per_batch``.
 
     Args:
-        batch_size_fn: returns the number of samples in a batch, an int; None takes the length of its first tensor.
+        batch_size_fn: returns the number of samples in a batch, an int; None takes the length of its first tensor that has a
+            dimension.
         length_fn: returns the number of items (tokens) in a batch, an int; None logs no items.
         window_size: number of last steps that the values cover.
         separator: the text between the parts of a name.
@@ -317,12 +318,12 @@ def _counted(name: str, value: object) -> int:
 
 
 def _length(batch: AnyBatch) -> int:
-    first = next(tensors_within(batch), None)
-    if first is None:
+    length = batch_length(batch)
+    if length is None:
         raise ConfigError(
             f"ThroughputMonitor finds no tensor in a batch that is a {type(batch).__name__}; give it batch_size_fn="
         )
-    return first.shape[0] if first.ndim else 1
+    return length
 
 
 def percentile(values: Sequence[float], share: float) -> float:

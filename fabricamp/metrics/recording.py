@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from fabricamp._utils.lightning_alias import say_difference
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Published, Slot
-from fabricamp.metrics.values import Dtypes, as_weight, batch_length, dtype_of, is_metric, plain_value, tell_of_lengths
+from fabricamp.metrics.values import Dtypes, as_weight, batch_weight, dtype_of, is_metric, plain_value, tell_of_lengths
 from fabricamp.state import Scope, UserCall
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Recording:
         if not slot.weighs:
             return 1
         name = slot.arguments.name
-        return batch_length(name, self._user_call.batch) if batch_size is None else as_weight(name, batch_size)
+        return batch_weight(name, self._user_call.batch) if batch_size is None else as_weight(name, batch_size)
 
 
 def _mixed(slot: Slot, kind: type) -> ConfigError:

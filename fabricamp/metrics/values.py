@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from fabricamp._utils.containers import tensors_within
+from fabricamp._utils.containers import batch_length, tensors_within
 from fabricamp._utils.say_once import say_once
 from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.ops.shards import is_shard, whole
@@ -125,24 +125,25 @@ def tell_of_lengths(name: str, batch: Batch) -> None:
     lengths = {tensor.shape[0] for tensor in tensors_within(batch) if tensor.ndim}
     if len(lengths) > 1:
         say_once(
-            f"self.log({name!r}, on_epoch=True) weighs each value with the length of the batch's first tensor, but its "
-            "tensors are not equally long; pass batch_size="
+            f"self.log({name!r}, on_epoch=True) weighs each value with the length of the batch's first tensor that has a "
+            "dimension, but its tensors are not equally long; pass batch_size="
         )
 
 
-def batch_length(name: str, batch: Batch) -> int:
-    """Returns the length of the first tensor in ``batch`` (1 for a 0-dim tensor)."""
+def batch_weight(name: str, batch: Batch) -> int:
+    """Returns :func:`batch_length` of ``batch``; raises :class:`ConfigError` if the batch holds no tensor."""
     first: object = batch
     if (type(batch) is tuple or type(batch) is list) and batch:
         first = batch[0]
-    if type(first) is not Tensor:
-        first = next(tensors_within(batch), None)
-    if first is None:
+    if type(first) is Tensor and first.ndim:  # nearly every batch: as below, without a walk
+        return first.shape[0]
+    length = batch_length(batch)
+    if length is None:
         raise ConfigError(
             f"self.log({name!r}, on_epoch=True) weighs each value with the batch size, but the batch "
             f"({type(batch).__name__}) holds no tensor to take it from; pass batch_size="
         )
-    return first.shape[0] if first.ndim else 1
+    return length
 
 
 USUAL: Final = torch.float32

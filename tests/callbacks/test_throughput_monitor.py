@@ -156,6 +156,19 @@ def test_a_module_may_know_its_flops(monkeypatch):
     assert rows[0][1]["train/device/samples_per_sec"] == 3.5
 
 
+def test_a_number_before_the_samples_is_no_sample(monkeypatch):
+    clock = Clock(monkeypatch)
+    batches = [{"temperature": torch.tensor(2.0), "samples": batch} for batch in clock.batches(0.0)]
+
+    class Reads(Classifier):
+        def training_step(self, batch, batch_idx):
+            clock.now += 1.0
+            return super().training_step(batch["samples"], batch_idx)
+
+    rows = fit(ThroughputMonitor(), Reads(), batches)
+    assert rows[0][1]["train/device/samples_per_sec"] == 4
+
+
 def test_counting_leaves_the_bits():
     modules = [Classifier(), Classifier()]
     fit(ThroughputMonitor(), modules[0], loader())

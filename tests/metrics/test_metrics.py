@@ -370,9 +370,14 @@ class Sample:
         Pair(torch.zeros(3), torch.zeros(9)),
         Sample("a", torch.zeros(3)),
         {"meta": "text", "nested": ([], torch.zeros(3, 1))},
+        {"temperature": torch.tensor(2.0), "x": torch.zeros(3)},
+        (torch.tensor(True), torch.zeros(3, 2)),
+        [torch.tensor(7), {"nested": (torch.tensor(1.0), torch.zeros(3))}],
+        Pair(torch.tensor(0.5), torch.zeros(3)),
+        Sample(torch.tensor(1), torch.zeros(3)),
     ],
 )
-def test_the_batch_size_is_the_length_of_the_first_tensor(run, batch):
+def test_the_batch_size_is_the_length_of_the_first_tensor_with_a_dimension(run, batch):
     run.state.batch = batch
     run.log("x", torch.tensor(1.0), on_epoch=True)
     run.state.batch = torch.tensor(5.0)
@@ -383,12 +388,17 @@ def test_the_batch_size_is_the_length_of_the_first_tensor(run, batch):
 def test_a_batch_whose_tensors_are_not_equally_long_is_told_of(run, caplog):
     run.state.batch = [torch.zeros(3), torch.zeros(3, 2), torch.tensor(1.0)]
     run.log("even", torch.tensor(1.0), on_epoch=True)
+    run.state.batch = [torch.tensor(1.0), torch.zeros(3)]
+    run.log("a number first", torch.tensor(1.0), on_epoch=True)
     run.state.batch = [torch.zeros(3), torch.zeros(9)]
     run.log("uneven, given", torch.tensor(1.0), on_epoch=True, batch_size=9)
     run.log("uneven, a sum", torch.tensor(1.0), on_epoch=True, reduce_fx="sum")
     assert caplog.text == ""
     for _ in range(2):
         run.log("uneven", torch.tensor(1.0), on_epoch=True)
+    run.state.batch = [torch.tensor(1.0), torch.zeros(3), torch.zeros(9)]
+    run.log("uneven after a number", torch.tensor(1.0), on_epoch=True)
+    assert "self.log('uneven after a number', on_epoch=True)" in caplog.text
     assert caplog.text.count("self.log('uneven', on_epoch=True) weighs each value") == 1
 
 
