@@ -6,9 +6,10 @@ Each returns the value if there is one to use, or raises ConfigError with the al
 from __future__ import annotations
 
 import numbers
+import operator
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 from fabricamp.errors import ConfigError, advice, nearest
 
@@ -28,17 +29,27 @@ def check_count(name: str, value: Any, *, least: int, endless: bool = False, opt
     """Returns a whole number from ``least``; ``endless`` also allows -1, ``optional`` also allows None."""
     if value is None and optional:
         return None
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and endless and value == NO_LIMIT:
+    whole = whole_number(value)
+    if whole == NO_LIMIT and endless:
         return NO_LIMIT
-    if not whole or value < least:
+    if whole is None or whole < least:
         allowed = f"a whole number from {least}"
         if endless:
             allowed += ", or -1 for no limit"
         if optional:
             allowed += ", or None"
         raise ConfigError(f"{name}={value!r} is not allowed; give {allowed}")
-    return int(value)
+    return whole
+
+
+def whole_number(value: object) -> int | None:
+    """Returns a whole number of any type, such as NumPy's, as an int; None for a flag and anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        return None
 
 
 def check_number(name: str, value: object, *, least: int, endless: bool = False) -> int:

@@ -159,13 +159,12 @@ class ThroughputMonitor(Callback):
         available_flops: float | None = None,
     ) -> None:
         super().__init__()
-        check_number("ThroughputMonitor: window_size", window_size, least=1)
         for name, function in {"batch_size_fn": batch_size_fn, "length_fn": length_fn}.items():
             if function is not None and not callable(function):
                 raise ConfigError(f"ThroughputMonitor({name}={function!r}): give a function of a batch, or None")
         self.batch_size_fn = batch_size_fn or _length
         self.length_fn = length_fn
-        self.window_size = window_size
+        self.window_size = check_number("ThroughputMonitor: window_size", window_size, least=1)
         self.separator = separator
         self.available_flops = available_flops
         self.flops_per_batch: int | None = None

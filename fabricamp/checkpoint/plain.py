@@ -16,7 +16,7 @@ import numbers
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -195,20 +195,69 @@ def described(value: object, *, private: bool = False, objects: bool = False) ->
     return Described(_plain(value, _Position((), notes, frozenset(), private, objects)), notes)
 
 
-def builtin_numbers(value: Any) -> Any:
-    """Returns ``value`` with Python's numbers in place of NumPy's scalars, in dicts, lists and tuples too.
+def without_numpy(value: object) -> Described:
+    """Returns ``value`` with Python's numbers in place of NumPy's and tensors in place of its arrays, with notes of their dtypes.
+
+    In dicts, lists and tuples.  Keys and items of sets become Python's numbers without a note: they are equal to NumPy's.
 
     >>> import numpy
-    >>> builtin_numbers({"lr": numpy.float64(0.5), "betas": (numpy.float64(0.75), 1.0)})
-    {'lr': 0.5, 'betas': (0.75, 1.0)}
+    >>> values, notes = without_numpy({"gamma": 0.5, "milestones": [numpy.int64(2), 3]})
+    >>> values
+    {'gamma': 0.5, 'milestones': [2, 3]}
+    >>> notes
+    [{'at': ('milestones', 0), 'dtype': 'int64'}]
     """
+    notes: list[dict[str, Any]] = []
+
+    def stored(item: Any, at: tuple[Any, ...]) -> Any:
+        content = _without_numpy(item)
+        if content is not item:
+            notes.append({"at": at, "dtype": str(item.dtype)})
+        return content
+
+    return Described(_mapped(value, stored), notes)
+
+
+def _without_numpy(item: Any) -> Any:
+    """Returns a scalar or an array of NumPy's as a number or a tensor; any other value unchanged."""
+    if type(item).__module__ != "numpy" or not hasattr(item, "dtype"):
+        return item
+    content = _array(item) if _is_array(item) else _simple(item)
+    # Dates, texts and objects have no such form: they stay, and the check of the checkpoint's content names them.
+    return item if content is None or content is _OTHER else content
+
+
+def with_numpy(value: Any, notes: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns the ``value`` that :func:`without_numpy` was given, from its result."""
+    if not notes:
+        return value
+    import numpy as np
+
+    dtypes = {tuple(note["at"]): np.dtype(note["dtype"]) for note in notes}
+
+    def original(item: Any, at: tuple[Any, ...]) -> Any:
+        if at not in dtypes:
+            return item
+        return item.numpy().copy() if isinstance(item, Tensor) else dtypes[at].type(item)
+
+    return _mapped(value, original)
+
+
+def _mapped(value: Any, replace: Callable[[Any, tuple[Any, ...]], Any], at: tuple[Any, ...] = ()) -> Any:
+    """Returns ``value`` with ``replace(item, keys that lead to it)`` for each item that is no container, and no key of NumPy's."""
     kind = type(value)
-    if kind is dict:
-        return {key: builtin_numbers(item) for key, item in value.items()}
+    if kind in MAPPINGS:
+        result = copy.copy(value)  # keeps the attributes of an OrderedDict
+        result.clear()
+        for key, item in value.items():
+            builtin = _mapped(key, lambda part, _: _without_numpy(part))
+            result[builtin] = _mapped(item, replace, (*at, builtin))
+        return result
+    if kind is set:
+        return {_mapped(item, lambda part, _: _without_numpy(part)) for item in value}
     if kind is list or kind is tuple:
-        return kind(builtin_numbers(item) for item in value)
-    is_scalar = kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(value, "shape", None) == ()
-    return value.item() if is_scalar else value
+        return kind(_mapped(item, replace, (*at, index)) for index, item in enumerate(value))
+    return replace(value, at)
 
 
 def items_of(value: object) -> list[Any]:
@@ -358,8 +407,12 @@ def _array(value: Any) -> Any:
 
     try:
         return torch.from_numpy(value.copy())
-    except TypeError:  # text, objects
+    except (TypeError, ValueError):  # text, objects; another order of bytes than the machine's
         return None
+
+
+def _is_array(value: object) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def _mixed_in(value: Any) -> Any:
@@ -386,6 +439,6 @@ _KINDS: Final = (
     _Kind(None, _is(set), _set),
     _Kind(None, _is(Mapping), _mapping),
     _Kind("path", _is(os.PathLike), os.fspath),
-    _Kind("array", lambda value: type(value).__module__ == "numpy" and type(value).__name__ == "ndarray", _array),
+    _Kind("array", _is_array, _array),
 )
 """The first kind that matches is used."""

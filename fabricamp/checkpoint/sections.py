@@ -11,7 +11,7 @@ from torch import Tensor
 from fabricamp.checkpoint.foreign import fit_names
 from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparameters
-from fabricamp.checkpoint.plain import PRIVATE, builtin_numbers
+from fabricamp.checkpoint.plain import PRIVATE, with_numpy, without_numpy
 from fabricamp.checkpoint.record import Section, WholeKey
 from fabricamp.checkpoint.shard_loading import sharded_states
 from fabricamp.errors import CheckpointError, FabricampError, WeightsOnlyError
@@ -162,8 +162,8 @@ class Optimizers(Section):
     optimizers: Sequence[OptimizerFace]
 
     def save(self) -> StateDict:
-        """Returns their state dicts."""
-        return {"optimizer_states": [_with_builtin_numbers(optimizer.state_dict()) for optimizer in self.optimizers]}
+        """Returns their state dicts; what is NumPy's in them, such as a rate that a hook has set, has notes."""
+        return _noted("optimizer_states", [optimizer.state_dict() for optimizer in self.optimizers])
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
         """Loads the states; raises if their number differs, or if elementwise state has another shape than its parameter."""
@@ -176,16 +176,21 @@ class Optimizers(Section):
             )
         _check_number(path, "optimizers", states, self.optimizers)
         states = sharded_states(checkpoint, path, self.optimizers, states)
+        states = with_numpy(states, _notes(checkpoint, "optimizer_states"))
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
             optimizer.load_state_dict(state)
             _check_shapes(optimizer, number, path)
 
 
-def _with_builtin_numbers(state: StateDict) -> StateDict:
-    """Returns an optimizer's state with Python's numbers in its groups: a hook may have set a rate that NumPy computed."""
-    if "param_groups" not in state:  # an optimizer of another kind
-        return state
-    return {**state, "param_groups": builtin_numbers(state["param_groups"])}
+def _noted(key: str, states: list[StateDict]) -> StateDict:
+    """Returns ``states`` as plain values under ``key``, and the notes of what was NumPy's, if anything was."""
+    values, notes = without_numpy(states)
+    return {key: values, f"numpy.{key}": notes} if notes else {key: values}
+
+
+def _notes(checkpoint: StateDict, key: str) -> list[StateDict]:
+    notes: list[StateDict] = checkpoint.get("numpy", {}).get(key, [])
+    return notes
 
 
 class ScheduleTimes(Protocol):
@@ -207,10 +212,10 @@ class Schedules(Section):
     step: Callable[[object, None], None]
 
     def save(self) -> StateDict:
-        """Returns the schedulers' state dicts, empty for a scheduler without one: a scheduler may be any object."""
+        """Returns the schedulers' state dicts, noted as the optimizers'; empty for one without: a scheduler may be any object."""
         schedulers = [config.scheduler for config in self.configs]
         states = [scheduler.state_dict() if hasattr(scheduler, "state_dict") else {} for scheduler in schedulers]
-        return {"lr_schedulers": builtin_numbers(states)}
+        return _noted("lr_schedulers", states)
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
         """Loads the states; raises if their number differs; a file without schedulers (apex's) changes nothing.
@@ -219,7 +224,8 @@ class Schedules(Section):
         """
         if "lr_schedulers" in checkpoint:
             _check_number(path, "schedulers", checkpoint["lr_schedulers"], self.configs)
-            for config, state in zip(self.configs, checkpoint["lr_schedulers"], strict=True):
+            states = with_numpy(checkpoint["lr_schedulers"], _notes(checkpoint, "lr_schedulers"))
+            for config, state in zip(self.configs, states, strict=True):
                 if hasattr(config.scheduler, "load_state_dict"):
                     config.scheduler.load_state_dict(state)
         position = checkpoint.get("loops", {}).get("fit", {})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from fabricamp.arguments.checks import whole_number
 from fabricamp.data.samplers import EvalSampler, TrainSampler
 from fabricamp.errors import ArgumentTypeError, ConfigError, DistributedError
 
@@ -60,6 +61,9 @@ def check_limit(limit: object, name: str, *, optional: bool = False) -> int | fl
     """Returns ``limit``; raises :class:`ConfigError` unless it is a number of batches (int) or a fraction (float)."""
     if limit is None and optional:
         return None
+    whole = whole_number(limit)
+    if whole is not None:
+        limit = whole
     if isinstance(limit, bool) or not isinstance(limit, int | float):
         allowed = "an int (number of batches) or a float from 0.0 to 1.0 (fraction)"
         raise ConfigError(f"{name}={limit!r} is a {type(limit).__name__}; it has to be {allowed}")

@@ -57,21 +57,19 @@ class ResidentLoader(NamesKeywords):
     ) -> None:
         data = tensors[0] if len(tensors) == 1 else tensors
         with_parts([data], _checked)
-        check_number("ResidentLoader: batch_size", batch_size, least=1)
-        check_count("ResidentLoader: seed", seed, least=0, optional=True)
         if transform is not None and not callable(transform):
             raise ConfigError(f"ResidentLoader: transform={transform!r} is not a function; give one that takes a batch")
-        self.batch_size = batch_size
+        self.batch_size = check_number("ResidentLoader: batch_size", batch_size, least=1)
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
         self.transform = transform
-        self.seed = seed
+        self.seed = check_count("ResidentLoader: seed", seed, least=0, optional=True)
         self.dataset_size = _common_size(data)
         self._device = next(tensors_within(data)).device
         self._together = 1
         self._placed: dict[torch.device, Any] = {}  # shared with the copies that shared_out makes
         self._given = data
-        order = SeededOrder(self.dataset_size, shuffle=self.shuffle, seed=seed or 0)
+        order = SeededOrder(self.dataset_size, shuffle=self.shuffle, seed=self.seed or 0)
         self.sampler: TrainSampler | EvalSampler = TrainSampler(order)
         """The samples of this rank and their order."""
 

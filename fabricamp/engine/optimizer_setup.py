@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricamp.arguments.checks import check_choice, check_names, check_number
-from fabricamp.checkpoint.plain import builtin_numbers
 from fabricamp.errors import ConfigError, OptimizationError
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.torch_updates import demands_closure
@@ -101,21 +100,7 @@ def parse_optimizers(
                 f"the lr_scheduler {type(config.scheduler).__name__} belongs to a {type(owner).__name__} that "
                 "configure_optimizers did not return; build it from the optimizer that is returned"
             )
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            _use_builtin_numbers(group)
-    for config in schedulers:
-        _use_builtin_numbers(getattr(config.scheduler, "__dict__", {}))
     return optimizers, schedulers
-
-
-def _use_builtin_numbers(values: dict[str, Any]) -> None:
-    """Puts Python's numbers in place of NumPy's scalars: a resumed run, whose checkpoint holds Python's, computes the same."""
-    for name, value in values.items():
-        if isinstance(value, list):
-            value[:] = builtin_numbers(value)  # in place: others may hold the list
-        elif not isinstance(value, dict):
-            values[name] = builtin_numbers(value)
 
 
 def _unpacked(returned: object) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -233,5 +218,5 @@ def _scheduler(value: object, monitor: str | None = None) -> SchedulerConfig:
     options.setdefault("reduce_on_plateau", plateau)
     config = SchedulerConfig(**options)
     check_choice("lr_scheduler interval", config.interval, ("epoch", "step"))
-    check_number("lr_scheduler frequency", config.frequency, least=1)
+    config.frequency = check_number("lr_scheduler frequency", config.frequency, least=1)
     return config

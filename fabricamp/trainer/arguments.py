@@ -209,12 +209,14 @@ def check_settings(given: dict[str, Any]) -> Settings:
     for name, default in (("val_check_interval", 1.0), ("min_epochs", 0), ("min_steps", 0)):
         if given[name] is None:
             given = {**given, name: default}
-    check_cadence(given["val_check_interval"], given["check_val_every_n_epoch"])
+    val_check_interval, check_val_every_n_epoch = check_cadence(
+        given["val_check_interval"], given["check_val_every_n_epoch"]
+    )
     settings = Settings(
         **{name: check(name, given[name]) for name, check in CHECKS.items()},
         max_epochs_by_default=by_default,
-        val_check_interval=given["val_check_interval"],
-        check_val_every_n_epoch=given["check_val_every_n_epoch"],
+        val_check_interval=val_check_interval,
+        check_val_every_n_epoch=check_val_every_n_epoch,
         clip=as_clip(given["gradient_clip_val"], given["gradient_clip_algorithm"]),
         cuda_graph=as_cuda_graph(given["cuda_graph"]),
     )
@@ -264,27 +266,27 @@ def check_schedule(settings: Settings, schedule: Mapping[int, int]) -> Mapping[i
     return schedule
 
 
-def check_cadence(interval: object, epochs: object) -> None:
-    """Raises :class:`ConfigError` for a ``val_check_interval`` and a ``check_val_every_n_epoch`` that cannot work."""
+def check_cadence(interval: Any, epochs: object) -> tuple[Any, int | None]:
+    """Returns ``val_check_interval`` and ``check_val_every_n_epoch``; raises :class:`ConfigError` if they cannot work."""
+    number = check_count("check_val_every_n_epoch", epochs, least=1, optional=True)
     if isinstance(interval, (str, dict, timedelta)):
         times = validation_times(interval)
-        check_count("check_val_every_n_epoch", epochs, least=1, optional=True)
         # A time alone may be limited to every n-th epoch, as in Lightning.
-        if epochs not in (None, 1) and (times.steps or times.epochs):
+        if number not in (None, 1) and (times.steps or times.epochs):
             raise ConfigError(
                 f"val_check_interval={interval!r} is the whole schedule of validations; leave "
-                f"check_val_every_n_epoch={epochs!r} out, or write both as '100 steps, 2 epochs'"
+                f"check_val_every_n_epoch={number!r} out, or write both as '100 steps, 2 epochs'"
             )
-        return
-    check_limit(interval, "val_check_interval")
+        return interval, number
+    interval = check_limit(interval, "val_check_interval")
     if interval == 0:
         raise ConfigError("val_check_interval=0 is not allowed; to leave validation out give limit_val_batches=0")
-    check_count("check_val_every_n_epoch", epochs, least=1, optional=True)
-    if epochs is None and isinstance(interval, float):
+    if number is None and isinstance(interval, float):
         raise ConfigError(
             f"check_val_every_n_epoch=None counts batches across epochs, so val_check_interval={interval!r} has to be a number of "
             "batches (int)"
         )
+    return interval, number
 
 
 def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -97,8 +97,7 @@ class TrainerLimits:
 
     @val_check_interval.setter
     def val_check_interval(self, value: Any) -> None:
-        check_cadence(value, self.check_val_every_n_epoch)
-        self._runner.settings.val_check_interval = value
+        self._runner.settings.val_check_interval, _ = check_cadence(value, self.check_val_every_n_epoch)
         self.state.agenda.look()
 
     @property
@@ -108,8 +107,7 @@ class TrainerLimits:
 
     @check_val_every_n_epoch.setter
     def check_val_every_n_epoch(self, value: int | None) -> None:
-        check_cadence(self.val_check_interval, value)
-        self._runner.settings.check_val_every_n_epoch = value
+        _, self._runner.settings.check_val_every_n_epoch = check_cadence(self.val_check_interval, value)
         self.state.agenda.look()
 
     @property

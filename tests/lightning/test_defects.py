@@ -133,7 +133,7 @@ def test_a_rate_of_numpy_is_saved_and_resumed_exactly(kind, tmp_path):
     second = quiet_trainer(max_epochs=2)
     second.fit(rest, loader(12), ckpt_path=tmp_path / "a.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rest.parameters(), strict=True))
-    assert type(second.optimizers[0].param_groups[0]["lr"]) is float
+    assert type(second.optimizers[0].param_groups[0]["lr"]) is kind
 
 
 def test_a_rate_of_numpy_that_a_hook_sets_is_saved(tmp_path):

@@ -268,6 +268,9 @@ def test_an_lr_tensor_on_another_device_and_step_hooks_are_read_on_the_host():
     ("name", "value", "change"),
     [
         ("lr", np.float32(0.1), lambda value: np.float32(0.2)),
+        ("lr", np.array(0.1), lambda value: np.array(0.2)),
+        ("betas", np.array([0.9, 0.99]), lambda value: value.__setitem__(0, 0.5) or value),
+        ("betas", np.array([0.9, 0.99]), lambda value: np.array([0.5, 0.99])),
         ("betas", [0.9, 0.99], lambda value: [0.5, 0.99]),
         ("betas", [0.9, 0.99], lambda value: value.__setitem__(0, 0.5) or value),
         ("eps", torch.tensor(0.1), lambda value: value.fill_(0.2)),

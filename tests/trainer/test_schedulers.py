@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import csv
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from fabricamp import Callback, ConfigError
+from fabricamp import Callback, CheckpointError, ConfigError
 from fabricamp.callbacks import LearningRateMonitor, ProgressBar
+from fabricamp.checkpoint import read_checkpoint
+from fabricamp.checkpoint.plain import check_content, with_numpy, without_numpy
 from fabricamp.loggers import CSVLogger
 from tests.small import Classifier, loader, quiet_trainer
 
@@ -354,3 +360,188 @@ def test_without_a_step_of_the_modules_own_the_error_says_what_to_write():
     for wrong in (StepLR, None):
         with pytest.raises(ConfigError, match="no usable 'scheduler'"):
             rates(lambda self, wrong=wrong: ([sgd(self)], [{"scheduler": wrong}]), module=Stepped)
+
+
+# -- numbers and arrays of NumPy
+
+
+class Table:
+    """A rate per step, from an array; what it computes with is in its ``__dict__``, which torch saves."""
+
+    def __init__(self):
+        self.factors = np.linspace(1, 0.1, 16, dtype=np.float32)
+        self.decay = np.float32(0.9)
+        self.extra = {np.int64(3): np.array(0.5), "steps": {np.int64(4)}}
+        self.last = None
+
+    def __call__(self, step):
+        self.last = self.factors[: step + 1]  # an array that a new object does not have yet
+        return self.last.mean() * self.decay**step * self.extra.get(step, 1.0)
+
+
+def mixed(step):
+    """Half of its values are NumPy's: a rate of float32 times a Python number is of float32."""
+    return np.float32(0.9) if step < 5 else 0.9
+
+
+NUMPY_SCHEDULES = {
+    "milestones of an array": lambda o: lr_scheduler.MultiStepLR(o, milestones=np.arange(2, 10, 3), gamma=0.3),
+    "milestones in a list": lambda o: lr_scheduler.MultiStepLR(o, milestones=[np.int64(4), np.int32(7)], gamma=0.3),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.ConstantLR(o, np.float32(0.3), 4), lr_scheduler.ExponentialLR(o, np.array(0.9))],
+        milestones=np.array([5]),
+    ),
+    "chain": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.MultiplicativeLR(o, mixed), lr_scheduler.ExponentialLR(o, np.float32(0.9))]
+    ),
+    "plateau": lambda o: ReduceLROnPlateau(
+        o, factor=np.float32(0.7), min_lr=np.array([1e-4]), patience=0, threshold=9.0
+    ),
+    "array in an object": lambda o: LambdaLR(o, Table()),
+    "mixed": lambda o: lr_scheduler.MultiplicativeLR(o, mixed),
+    "one cycle": lambda o: OneCycleLR(o, max_lr=np.float64(0.4), total_steps=12),
+    "cycles": lambda o: lr_scheduler.CyclicLR(o, np.float32(0.01), np.array(0.1), step_size_up=np.int64(3)),
+}
+PLATEAU = {"monitor": "loss", "strict": False}
+
+
+def with_types(values):
+    return [(type(value), value) for value in values]
+
+
+@pytest.mark.parametrize("name", NUMPY_SCHEDULES)
+@pytest.mark.parametrize("precision", ["O0", "O5"])
+def test_a_schedule_with_numbers_of_numpy_resumes_with_the_straight_runs_rates(name, precision, tmp_path):
+    def configure(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=np.float32(0.1), betas=np.array([0.9, 0.99]))
+        schedule = {"scheduler": NUMPY_SCHEDULES[name](optimizer), "interval": "step", "frequency": np.int64(1)}
+        return {"optimizer": optimizer, "lr_scheduler": {**schedule, **(PLATEAU if name == "plateau" else {})}}
+
+    module = type("Configured", (Classifier,), {"configure_optimizers": configure})
+
+    def run(steps, path=None):
+        watcher = Rates()
+        trainer = quiet_trainer(max_steps=steps, max_epochs=-1, callbacks=[watcher], precision=precision)
+        model = module()
+        trainer.fit(model, loader(BATCHES * 4), ckpt_path=path)
+        return trainer, model, watcher.seen
+
+    whole, straight, rates = run(11)
+    first, _, before = run(6)
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    second, resumed, after = run(11, tmp_path / "half.ckpt")
+    assert len(set(map(float, rates))) > 1, "the schedule changes the rate"
+    assert with_types(before + after) == with_types(rates)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
+    states = [repr(plain_keys(trainer.lr_scheduler_configs[0].scheduler.state_dict())) for trainer in (whole, second)]
+    assert states[0] == states[1], "values and their types"
+    groups = [repr(trainer.optimizers[0].state_dict()["param_groups"]) for trainer in (whole, second)]
+    assert groups[0] == groups[1]
+
+
+def test_rates_of_numpy_compute_as_in_a_loop_by_hand():
+    """A product of two numbers of float32 is of float32, so they do not become Python's."""
+
+    def adamw(module):
+        return torch.optim.AdamW(module.parameters(), lr=np.float32(0.01), weight_decay=np.float32(0.1))
+
+    model = type("Decays", (Classifier,), {"configure_optimizers": adamw})()
+    quiet_trainer(max_epochs=1).fit(model, loader())
+    by_hand = Classifier()
+    optimizer = adamw(by_hand)
+    for x, y in loader():
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(by_hand.net(x), y).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), by_hand.parameters(), strict=True))
+
+
+def test_state_of_the_users_own_is_still_checked(tmp_path):
+    class Saves(Classifier):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = {"milestones": {np.int64(2): 1}}
+
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(Saves(), loader())
+    with pytest.raises(CheckpointError, match=r"checkpoint\['mine'\]\['milestones'\] .*is a numpy.int64"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("value", [np.array(["text"]), np.array([object()]), np.datetime64("2026-01-01")])
+def test_what_has_no_plain_form_is_named(value, tmp_path):
+    class Dated(Classifier):
+        def configure_optimizers(self):
+            optimizer = sgd(self)
+            schedule = StepLR(optimizer, 1)
+            schedule.since = value
+            return [optimizer], [schedule]
+
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(Dated(), loader())
+    with pytest.raises(CheckpointError, match=r"checkpoint\['lr_schedulers'\]\[0\]\['since'\] is a numpy"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+
+NUMBERS = st.one_of(
+    st.integers(-100, 100),
+    st.floats(width=32),
+    st.integers(-100, 100).map(np.int64),
+    st.integers(0, 200).map(np.uint8),
+    st.floats(width=16).map(np.float16),
+    st.floats(width=32).map(np.float32),
+    st.floats().map(np.float64),
+    st.booleans().map(np.bool_),
+    st.complex_numbers().map(np.complex128),
+    st.lists(st.floats(width=32), max_size=3).map(lambda values: np.array(values, dtype=np.float32)),
+    st.integers(0, 9).map(lambda value: np.array(value, dtype=np.int16)),
+    st.integers(1, 3).map(lambda rows: np.arange(rows * 2)[::-1].reshape(rows, 2)),
+)
+KEYS = st.one_of(st.text(max_size=2), st.integers(-9, 9).map(np.int64), st.floats(-9, 9, width=32).map(np.float32))
+STATES = st.recursive(
+    NUMBERS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), st.dictionaries(KEYS, inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(STATES)
+def test_any_state_of_numbers_is_stored_and_comes_back_with_its_types(state):
+    values, notes = without_numpy(state)
+    check_content([values, notes])
+    assert repr(with_numpy(values, notes)) == repr(plain_keys(state))
+
+
+def plain_keys(value):
+    """Keys and items of sets come back as Python's, which are equal to NumPy's."""
+    if isinstance(value, set):
+        return {int(item) for item in value}
+    if isinstance(value, dict):
+        keys = [key.item() if isinstance(key, np.generic) else key for key in value]
+        assert keys == list(value)
+        return {key: plain_keys(item) for key, item in zip(keys, value.values(), strict=True)}
+    return type(value)(map(plain_keys, value)) if type(value) in (list, tuple) else value
+
+
+def test_a_run_without_numpy_has_no_notes(tmp_path):
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(Classifier(), loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert "numpy" not in read_checkpoint(tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize("name", ["max_steps", "log_every_n_steps", "check_val_every_n_epoch", "val_check_interval"])
+@pytest.mark.parametrize("kind", [np.int64, np.array])
+def test_a_whole_number_of_another_type_is_an_int(name, kind):
+    trainer = quiet_trainer(**{name: kind(2)})
+    assert (type(getattr(trainer, name)), getattr(trainer, name)) == (int, 2)
+    with pytest.raises(ConfigError, match=name):
+        quiet_trainer(**{name: np.bool_(True)})
+
+
+@pytest.mark.parametrize("frequency", [True, np.float64(1.0), 0, "1"])
+def test_a_frequency_is_a_whole_number(frequency):
+    with pytest.raises(ConfigError, match="lr_scheduler frequency"):
+        rates(lambda self: ([sgd(self)], [{"scheduler": halving(sgd(self)), "frequency": frequency}]))

@@ -496,6 +496,8 @@ def _constant(value: Any, parameters: Sequence[Tensor]) -> Any:
     if isinstance(value, Tensor):
         reads_on_host = value.device.type == "cpu" and any(one.device.type != "cpu" for one in parameters)
         return value.tolist() if reads_on_host else None
+    if hasattr(value, "tolist"):  # an array of NumPy's, which may be changed in place as a list may
+        return value.tolist()
     return list(value) if isinstance(value, list) else value
 
 
