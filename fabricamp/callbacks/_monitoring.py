@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from fabricamp.errors import nearest
+from fabricamp.metrics.values import number_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -36,11 +36,9 @@ def monitored_value(trainer: Trainer, monitor: str) -> float | None:
 
 
 def metric_tensors(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns metrics as tensors on the CPU: those of a number in fp32, as Lightning's methods get them."""
+    """Returns metrics as tensors on the CPU, as Lightning's methods get them."""
     return {
-        name: value.detach().cpu()
-        if isinstance(value, Tensor)
-        else torch.tensor(value, dtype=torch.float32, device="cpu")
+        name: value.detach().cpu() if isinstance(value, Tensor) else number_tensor(value)
         for name, value in metrics.items()
     }
 

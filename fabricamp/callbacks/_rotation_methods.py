@@ -42,7 +42,7 @@ from fabricamp.callbacks.checkpoint import Checkpoint
 from fabricamp.checkpoint import link_checkpoint, read_header, storage
 from fabricamp.checkpoint.checkpoint_io import remove_by
 from fabricamp.errors import CheckpointError, ConfigError
-from fabricamp.metrics.values import score_tensor
+from fabricamp.metrics.values import number_tensor
 
 if TYPE_CHECKING:
     import os
@@ -145,7 +145,8 @@ class RotationMethods(Checkpoint):
         """The ``monitor`` value of ``best_model_path``."""
         if "best_model_score" in self._assigned:
             return self._assigned["best_model_score"]  # type: ignore[no-any-return]  # what an override has assigned
-        return score_tensor(self._kept.scores.get(self._kept.best))
+        score = self._kept.scores.get(self._kept.best)
+        return None if score is None else number_tensor(score)
 
     @best_model_score.setter
     def best_model_score(self, score: Tensor | None) -> None:
@@ -154,7 +155,8 @@ class RotationMethods(Checkpoint):
     @property
     def current_score(self) -> Tensor | None:
         """The ``monitor`` value of the file that was ranked last."""
-        return score_tensor(self._kept.current)
+        score = self._kept.current
+        return None if score is None else number_tensor(score)
 
     @current_score.setter
     def current_score(self, score: Tensor | float | None) -> None:
@@ -179,7 +181,7 @@ class RotationMethods(Checkpoint):
         score = self._kept.scores.get(self.kth_best_model_path)
         if score is None:
             score = float("inf" if self.mode == "min" else "-inf")
-        return torch.tensor(score, dtype=torch.float32, device="cpu")
+        return number_tensor(score)
 
     @kth_value.setter
     def kth_value(self, value: Tensor) -> None:
@@ -244,7 +246,7 @@ class RotationMethods(Checkpoint):
         """The dict that ``best_k_models`` returns; the callback adopts changes that a program makes in it."""
         if self._models is None or self._models_of is not self._kept:
             scores = self._kept.scores.items()
-            self._models = {path: torch.tensor(score, dtype=torch.float32, device="cpu") for path, score in scores}
+            self._models = {path: number_tensor(score) for path, score in scores}
             self._models_of = self._kept
         return self._models
 
@@ -262,10 +264,8 @@ class RotationMethods(Checkpoint):
         found: dict[str, float] = {}
         for path, value in self._models.items():
             known = kept.scores.get(path)
-            # The dict has values in fp32; a value that was not changed keeps its digits.
-            unchanged = known is not None and bool(
-                torch.tensor(known, dtype=torch.float32, device="cpu") == float(value)
-            )
+            # The dict has most values in fp32; a value that was not changed keeps its digits.
+            unchanged = known is not None and bool(number_tensor(known) == float(value))
             found[str(path)] = known if unchanged and known is not None else float(value)
         if found == kept.scores:
             return kept

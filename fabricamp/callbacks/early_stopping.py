@@ -13,6 +13,7 @@ from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks._monitoring import checks_at_train_epoch_end, metric_tensors, missing_in, monitored_value
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError, MissingMetricError
+from fabricamp.metrics.values import number_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +111,7 @@ class EarlyStopping(Callback):
     @property
     def best_score(self) -> Tensor:
         """The best value so far, on the CPU; infinite before the first check."""
-        return torch.tensor(self._best, dtype=torch.float32, device="cpu")
+        return number_tensor(self._best)
 
     @best_score.setter
     def best_score(self, score: Tensor | float) -> None:

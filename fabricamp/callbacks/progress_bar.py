@@ -460,9 +460,11 @@ def _changing_values(trainer: Trainer) -> Iterator[tuple[str, float]]:
 
 
 def _as_text(value: object) -> str:
-    """Formats a number with always four significant digits, so the line does not jump."""
+    """Formats a number with always four significant digits, so the line does not jump; a large count with all of its digits."""
     if not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or 1e4 <= abs(value) < 1e7:
+        return f"{value:.0f}"
+    if 1e7 <= abs(value) < 2**53 and value.is_integer():
         return f"{value:.0f}"
     return f"{value:#.4g}"

@@ -81,18 +81,32 @@ class Schedules:
             TrainingModule.lr_scheduler_step(self.module, config.scheduler, metric)
 
     def _monitored(self, config: SchedulerConfig) -> object:
-        """Returns the monitored value; None if it was not logged and the config is not ``strict``."""
+        """Returns the monitored value; None if it was not logged since this scheduler's last step.
+
+        Raises :class:`ConfigError` if it was never logged and the config is ``strict``.
+        """
         if config.interval == "step":
             self._metrics.reduce_steps(self._state.global_step)  # needed now, so this waits for the step's values
+        monitor = str(config.monitor)
+        value = self._metrics.take_new(monitor, self._configs.index(config))
+        if value is not None:
+            return value
         known = self._metrics.monitored()
-        value = known.get(str(config.monitor))
-        if value is None and config.strict:
+        if monitor in known:
+            lightning_alias.say_difference(
+                "a plateau schedule waits if its value was not logged since its last step; Lightning counts the last one again"
+            )
+        elif config.strict:
             logged = ", ".join(sorted(known)) or "nothing yet"
+            epochs = self.module.trainer.check_val_every_n_epoch
+            cure = "'strict': False in its dict, with which it waits for the next value"
+            if epochs is not None and epochs > 1 and config.interval == "epoch":
+                cure = f"'frequency': {epochs} in its dict, as check_val_every_n_epoch={epochs}, or {cure}"
             raise ConfigError(
                 f"an lr_scheduler watches monitor={config.monitor!r}, which was not logged (logged: {logged}); log it, or set "
-                "'strict': False in its dict"
+                f"{cure}"
             )
-        return value
+        return None
 
 
 def schedule_lengths(configs: Sequence[SchedulerConfig]) -> list[int | None]:

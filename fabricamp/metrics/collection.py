@@ -58,6 +58,7 @@ class Metrics(Recording):
         self.reduced: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.progress_bar_metrics: dict[str, float] = {}
+        self._taken: dict[str, list[int]] = {}  # by key, the schedules that have stepped by its present value
         self.sinks: list[Callable[[dict[str, float], int], None]] = []
         self._callback_view = View()
         self._logged_view = View()
@@ -117,9 +118,9 @@ class Metrics(Recording):
 
     def _deliver(self, rows: Sequence[exchange.RankValues], step: int) -> None:
         merged = self._merged(rows)
-        for published, reduced, _ in merged:
-            if published.per_step and reduced is not None:
-                self._publish_to_callbacks(published, reduced)
+        for one in merged:
+            if one.published.per_step and one.reduced is not None:
+                self._publish_to_callbacks(one.published, one.reduced, seen=one.seen)
         self._publish(self._own_steps(merged), step)
 
     def _own_steps(self, merged: Sequence[exchange.Merged]) -> list[tuple[Published, float]]:
@@ -135,10 +136,25 @@ class Metrics(Recording):
                 values.append((published, own.total))
         return values
 
-    def _publish_to_callbacks(self, published: Published, value: float) -> None:
+    def _publish_to_callbacks(self, published: Published, value: float, *, seen: bool) -> None:
         rounded = self._dtypes.rounded(published.key, value)
-        self.reduced[published.key] = rounded
-        self.reduced[published.plain_key] = rounded
+        for key in (published.key, published.plain_key):
+            self.reduced[key] = rounded
+            if not seen:
+                self._taken.pop(key, None)
+
+    def take_new(self, key: str, schedule: int) -> Any:
+        """Returns the value of :meth:`monitored`; None if there is none, or if ``schedule`` has taken it before.
+
+        Entries that user code put into ``callback_metrics`` are always new.
+        """
+        taken = self._taken.setdefault(key, [])
+        if schedule in taken:
+            return None
+        value = self.monitored().get(key)
+        if key in self.reduced:
+            taken.append(schedule)
+        return value
 
     def _publish(self, values: Sequence[tuple[Published, float]], step: int) -> dict[str, float]:
         """Passes values to the progress bar and, on rank 0, to the loggers; returns them by key."""
@@ -210,10 +226,12 @@ class Metrics(Recording):
 
     def reduce_steps(self, step: int) -> None:
         """Shows the latest step values, and waits for them; every rank calls it; nothing goes to loggers."""
-        merged = self._merged(self._gather(self.table(MetricTable.TRAINING), step))
-        for published, value, _ in merged:
-            if published.per_step and value is not None:
-                self._publish_to_callbacks(published, value)
+        table = self.table(MetricTable.TRAINING)
+        merged = self._merged(self._gather(table, step))
+        for one in merged:
+            if one.published.per_step and one.reduced is not None:
+                self._publish_to_callbacks(one.published, one.reduced, seen=one.seen)
+        table.mark_seen()
         self.logged.update(_for_loggers(self._own_steps(merged)))
 
     def _gather(self, table: MetricTable, step: int) -> list[exchange.RankValues]:
@@ -285,16 +303,16 @@ class Metrics(Recording):
                 own = [value for value in own if value[0].key not in evaluated]
             self._show(own)
             self.logged.update(_for_loggers(own))
-        values = []
         # Step values before epoch values: the last one takes the plain key.
-        for one in sorted(merged, key=lambda one: not one.published.per_step):
-            number = self._computed(table, one) if one.reduced is None else one.reduced
-            values.append((one.published, number))
+        ordered = sorted(merged, key=lambda one: not one.published.per_step)
+        numbers = [self._computed(table, one) if one.reduced is None else one.reduced for one in ordered]
+        values = [(one.published, number) for one, number in zip(ordered, numbers, strict=True)]
         table.mark_reduced()
-        for published, value in values:
+        for one, number in zip(ordered, numbers, strict=True):
+            published = one.published
             # An evaluation's step value beside an epoch value is for loggers: callbacks keep the training step's of this name.
             if training or not published.per_step or published.key == published.plain_key:
-                self._publish_to_callbacks(published, value)
+                self._publish_to_callbacks(published, number, seen=one.seen)
         # Training step values are published by flushes.
         if training:
             values = [(published, value) for published, value in values if not published.per_step]
@@ -328,6 +346,7 @@ class Metrics(Recording):
         """Drops everything published; called after the sanity check."""
         self.reduced.clear()
         self.logged.clear()
+        self._taken.clear()
         self._callback_view = View()
         self._logged_view = View()
 
@@ -356,6 +375,7 @@ class Metrics(Recording):
             "progress_bar_metrics": dict(self.progress_bar_metrics),
             "user_entries": as_numbers(self._callback_view.user_entries),
             "dtypes": self._dtypes.state_dict(),
+            "taken": {key: list(schedules) for key, schedules in self._taken.items() if schedules},
         }
 
     def take_published(self, shown: dict[str, Any], first: dict[str, Any]) -> None:
@@ -365,6 +385,7 @@ class Metrics(Recording):
         self.progress_bar_metrics.update(shown["progress_bar_metrics"])
         self._callback_view.put(first.get("user_entries", {}))
         self._dtypes.load_state_dict(first.get("dtypes", {}))
+        self._taken.update({key: list(schedules) for key, schedules in first.get("taken", {}).items()})
 
     def take_ended(self, shown: dict[str, Any], first: dict[str, Any]) -> None:
         """Restores the values published at the end of the previous run, and drops pending flushes: the end had delivered them."""

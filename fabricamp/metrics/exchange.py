@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fabricamp.errors import DistributedError
+from fabricamp.metrics.slots import SEEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,13 +31,14 @@ _HEADER = 2
 
 
 class Contribution(NamedTuple):
-    """One rank's contribution to one value.
+    """One rank's contribution to one value; ``seen`` is whether monitors have its step value already.
 
     For a "metric", ``total`` is 0.0 if the rank has no metric object, 1.0 if the object has to compute, 2.0 if nothing is new.
     """
 
     total: float
     weight: int
+    seen: bool = False
 
 
 class Merged(NamedTuple):
@@ -45,6 +47,11 @@ class Merged(NamedTuple):
     published: Published
     reduced: float | None
     parts: list[Contribution | None]
+
+    @property
+    def seen(self) -> bool:
+        """Whether monitors have this value already: no rank has logged it since."""
+        return all(part.seen for part in self.parts if part is not None and part.weight)
 
 
 @dataclass(slots=True)
@@ -73,7 +80,12 @@ class RankValues(NamedTuple):
         for published, number, weight, device in zip(
             self.published, self.numbers, self.weights, self.device, strict=False
         ):
-            yield published, Contribution(_total(published, number, weight, device), int(abs(weight)))
+            size = int(abs(weight))
+            total = _total(published, number, weight, device)
+            if published.per_step:
+                yield published, Contribution(total, min(size, 1), seen=size == SEEN)
+            else:
+                yield published, Contribution(total, size)
 
 
 def take(table: MetricTable, strategy: Strategy, step: int) -> Snapshot:

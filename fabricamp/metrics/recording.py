@@ -137,6 +137,8 @@ class Recording:
         for step_or_epoch in published:
             if step_or_epoch is not None:
                 self._dtypes.note(step_or_epoch, dtype_of(value))
+                if isinstance(value, Tensor) and not (value.is_cpu and self.reads_cpu_tensors):
+                    self._dtypes.note_on_device(step_or_epoch, value.dtype)
         table = self.table(self._table_name())
         # With rank_zero_only the slots of other ranks get no cells, so their calls store nothing.
         if not (arguments.rank_zero_only and strategy.rank):

@@ -24,6 +24,9 @@ _STEP_SCOPES = (Scope.TRAIN_STEP, Scope.EVAL_STEP)
 NO_LOADER = -1
 """Dataloader index of a value of no single dataloader, and of a slot without values since it was cleared."""
 
+SEEN = 2
+"""Absolute weight of a step value that monitors have seen already."""
+
 
 class Arguments(NamedTuple):
     """The arguments of one ``self.log`` call without value and batch size; equal for every repetition of the call."""
@@ -73,8 +76,9 @@ class Cell:
     """Storage of one published value: the latest step value, or the running epoch value.
 
     A tensor goes to ``tensor`` (a view into the table's device vector), a Python number to ``number``.  ``weight`` is 0 for a value
-    that was not logged; for a step value, 1 means that the value is in ``tensor``, and -1 that it is in ``number``.  ``sent`` is
-    the weight of a step value at its flush, or of an epoch value at its last reduction.  ``computed`` is (number of updates,
+    that was not logged; for a step value, 1 means that the value is in ``tensor``, and -1 that it is in ``number``; ``SEEN`` and
+    ``-SEEN`` mean the same of a value that monitors have, but no flush.  ``sent`` is the weight of a step value at its flush, or of
+    an epoch value at its last reduction.  ``computed`` is (number of updates,
     result) of the last computation of the torchmetrics object ``metric``.
     """
 
@@ -253,10 +257,17 @@ class MetricTable:
                 cell.weight = 0
 
     def mark_reduced(self) -> None:
-        """Marks the current epoch values as reduced."""
+        """Marks the current epoch values as reduced, and the step values as seen by monitors."""
         for cell in self.cells.values():
             if not cell.per_step:
                 cell.sent = cell.weight
+        self.mark_seen()
+
+    def mark_seen(self) -> None:
+        """Marks the step values as seen by monitors; the next ``self.log`` call makes a value new again."""
+        for cell in self.cells.values():
+            if cell.per_step and cell.weight:
+                cell.weight = SEEN if cell.weight > 0 else -SEEN
 
     def clear(self) -> None:
         """Drops every value, keeps the slots."""

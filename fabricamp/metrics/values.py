@@ -5,6 +5,7 @@ The dicts are created on access, from device tensors and without waiting.
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 import sys
@@ -149,20 +150,40 @@ def batch_weight(name: str, batch: Batch) -> int:
 USUAL: Final = torch.float32
 """The dtype of most values, whatever torch's default dtype is: in bf16 a loss would lose digits."""
 
+_WIDE_INTEGERS: Final = (torch.int64, torch.int32, torch.uint64, torch.uint32)
+_HELD_IN_FLOAT32: Final = 2**24
+"""Up to here float32 holds every whole number."""
+
 
 def dtype_of(value: object) -> torch.dtype:
-    """Returns the dtype in which a value is shown: float64 stays, a metric object keeps its dtype, all others become float32."""
+    """Returns the dtype in which a value is shown: float64 stays, a metric object keeps its dtype, all others become ``USUAL``.
+
+    A large number that ``USUAL`` does not hold is shown in float64 all the same (:func:`dtype_of_number`).
+    """
     if is_metric(value):
         value = getattr(value, "_forward_cache", None)
         return value.dtype if isinstance(value, Tensor) else USUAL
     return torch.float64 if isinstance(value, Tensor) and value.dtype is torch.float64 else USUAL
 
 
+def dtype_of_number(value: float) -> torch.dtype:
+    """Returns float32, or float64 for a finite number above 2**24 that float32 does not hold: a count would lose digits."""
+    if abs(value) <= _HELD_IN_FLOAT32 or not math.isfinite(value):
+        return USUAL
+    return USUAL if torch.tensor(value, dtype=USUAL, device="cpu").item() == value else torch.float64
+
+
+def number_tensor(value: float) -> Tensor:
+    """Returns a number as a tensor on the CPU, in the dtype that :func:`dtype_of_number` says."""
+    return torch.tensor(value, dtype=dtype_of_number(value), device="cpu")
+
+
 class Dtypes:
-    """The dtypes of logged values by key; ``USUAL`` for keys without an entry."""
+    """The dtypes in which logged values are shown, by key."""
 
     def __init__(self) -> None:
-        self._other: dict[str, torch.dtype] = {}
+        self._other: dict[str, torch.dtype] = {}  # keys without an entry are shown in USUAL
+        self._counts: set[str] = set()
 
     def note(self, published: Published, dtype: torch.dtype) -> None:
         """Stores the dtype of a value; cheap enough for a first ``self.log`` and an epoch's end, not for each step."""
@@ -172,12 +193,22 @@ class Dtypes:
             else:
                 self._other[key] = dtype
 
-    def __getitem__(self, key: str) -> torch.dtype:
-        return self._other.get(key, USUAL)
+    def note_on_device(self, published: Published, dtype: torch.dtype) -> None:
+        """Notes if a key has whole numbers on the device: without reading them the host cannot tell whether float32 holds them."""
+        if dtype in _WIDE_INTEGERS:
+            self._counts.update((published.key, published.plain_key))
+
+    def on_device(self, key: str) -> torch.dtype:
+        """Returns the dtype in which a value on the device is shown."""
+        return self._other.get(key, torch.float64 if key in self._counts else USUAL)
+
+    def for_number(self, key: str, value: float) -> torch.dtype:
+        """Returns the dtype in which a number on the host is shown."""
+        return self._other.get(key) or dtype_of_number(value)
 
     def rounded(self, key: str, value: float) -> float:
-        """Returns ``value`` rounded to the dtype of its key."""
-        return float(torch.tensor(value, dtype=self[key], device="cpu").item())
+        """Returns ``value`` rounded to the dtype in which it is shown."""
+        return float(torch.tensor(value, dtype=self.for_number(key, value), device="cpu").item())
 
     def state_dict(self) -> dict[str, str]:
         """Returns the names of the dtypes that are not ``USUAL``."""
@@ -217,18 +248,16 @@ class View:
 
 def as_tensors(values: Mapping[str, float]) -> dict[str, Tensor]:
     """Returns the numbers as CPU tensors, which can be read without waiting."""
-    return {key: torch.tensor(value, dtype=USUAL, device="cpu") for key, value in values.items()}
-
-
-def score_tensor(score: float | None) -> Tensor | None:
-    """Returns a monitor's value as an fp32 tensor, as Lightning's callbacks show it; they compare and save the number itself."""
-    return None if score is None else torch.tensor(score, dtype=torch.float32, device="cpu")
+    return {key: number_tensor(value) for key, value in values.items()}
 
 
 def filled(values: Mapping[str, float], dtypes: Dtypes, device: torch.device) -> dict[str, Tensor]:
     """Returns a new tensor for each value; made by a fill kernel, because a copy from the host would wait."""
     with torch.inference_mode(mode=False):  # training could not use inference tensors
-        return {key: torch.full((), value, dtype=dtypes[key], device=device) for key, value in values.items()}
+        return {
+            key: torch.full((), value, dtype=dtypes.for_number(key, value), device=device)
+            for key, value in values.items()
+        }
 
 
 def latest_steps(table: MetricTable, dtypes: Dtypes) -> Iterator[tuple[Published, Tensor]]:
@@ -239,11 +268,12 @@ def latest_steps(table: MetricTable, dtypes: Dtypes) -> Iterator[tuple[Published
         published = cell.published
         if not cell.per_step or not weight:
             continue
-        dtype = dtypes[published.key]
         with torch.inference_mode(mode=False):
             if weight < 0:  # the value is a Python number
+                dtype = dtypes.for_number(published.key, cell.number)
                 yield published, torch.full((), cell.number, dtype=dtype, device=table.device)
                 continue
+            dtype = dtypes.on_device(published.key)
             if dtype not in copies:
                 copies[dtype] = table.bank[: len(table.cells)].to(dtype, copy=True)
             yield published, copies[dtype][index]
@@ -260,12 +290,15 @@ def latest_of_hooks(table: MetricTable, dtypes: Dtypes, scope: Scope) -> Iterato
         if cell.owner is None or cell.owner.scope is not scope:
             continue
         mode = cell.published.mode
+        divisor = cell.weight if mode == "mean" else 1
+        key = cell.published.key
+        dtype = torch.promote_types(dtypes.on_device(key), dtypes.for_number(key, cell.number / divisor))
         with torch.inference_mode(mode=False):
             if mode in ("min", "max"):
                 value = cell.tensor.clamp(**{"max" if mode == "min" else "min": cell.number})
             else:
-                value = (cell.tensor + cell.number) / (cell.weight if mode == "mean" else 1)
-            yield cell.published, value.to(dtypes[cell.published.key], copy=True)
+                value = (cell.tensor + cell.number) / divisor
+            yield cell.published, value.to(dtype, copy=True)
 
 
 def as_numbers(values: Mapping[str, Any]) -> dict[str, float]:

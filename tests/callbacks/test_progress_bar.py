@@ -136,6 +136,23 @@ def test_validation_line_of_a_loader_without_length_comes_when_it_is_known_not_t
     assert taken(caplog)[:2] == ["validation  1/2  5.0 s/it", "epoch 1  1  step 1  5.0 s/it"]
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (16777217.0, "16777217"),
+        (-1e9 - 1, "-1000000001"),
+        (123456.0, "123456"),
+        (1e7 + 0.5, "1.000e+07"),
+        (2.0**60, "1.153e+18"),
+    ],
+)
+def test_a_large_count_has_all_of_its_digits(clock, caplog, value, text):
+    bar, trainer = ProgressBar(), stand_in(progress_bar_metrics={"tokens": value})
+    bar.setup(trainer, None, "fit")
+    run_epoch(bar, trainer, clock, 1.0)
+    assert taken(caplog) == [f"epoch 1/3  step 4  tokens {text}  4.0 s  1.0 it/s"]
+
+
 def test_learning_rate_and_loss_scale_stand_in_the_line_where_they_move(clock, caplog):
     scheduler = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.0125}, {"lr": 1.0}]))
     scaler = SimpleNamespace(dynamic=True, scale=65536.0)

@@ -247,6 +247,95 @@ def test_counts_are_exact(entries):
     assert values["big"] == sum(2**40 + correct for correct, _ in entries)
 
 
+KINDS = {
+    "int": int,
+    "float": float,
+    "int32": lambda count: torch.tensor(count, dtype=torch.int32),
+    "int64": torch.tensor,
+    "float64": lambda count: torch.tensor(count, dtype=torch.float64),
+}
+
+
+def shown(run):
+    """Returns the values of ``x`` that monitors, callbacks, loggers and the bar get."""
+    metrics = run.metrics
+    views = (metrics.monitored(), metrics.callback_metrics(), metrics.logged_metrics(), metrics.progress_snapshot())
+    return [float(view["x"]) for view in views]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("mode", ["mean", "sum", "min", "max"])
+def test_counts_above_what_fp32_holds_are_exact_wherever_they_are_shown(run, mode, kind, on_device):
+    run.metrics.reads_cpu_tensors = not on_device
+    counts = [2**24 + 1, 2**24 + 4, 2**24 + 2]
+    for count in counts:
+        run.log("x", KINDS[kind](count), on_step=False, on_epoch=True, prog_bar=True, reduce_fx=mode, batch_size=2)
+    expected = {"mean": sum(counts) / 3, "sum": sum(counts), "min": min(counts), "max": max(counts)}[mode]
+    run.state.scope = Scope.TRAIN_EPOCH
+    assert run.metrics.end_train_epoch(1) == {"x": expected}
+    assert shown(run) == [expected] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_steps_count_is_exact_within_the_step_and_after_it(run, kind, on_device):
+    run.metrics.reads_cpu_tensors = not on_device
+    run.log("x", KINDS[kind](3), prog_bar=True)
+    run.log("x", KINDS[kind](2**24 + 1), prog_bar=True)
+    assert run.metrics.callback_metrics()["x"] == 2**24 + 1
+    run.metrics.flush(1)
+    run.state.scope = Scope.NOWHERE
+    assert shown(run) == [2**24 + 1] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
+def test_a_hook_finds_the_count_that_it_has_logged(run, mode, kind, on_device):
+    run.metrics.reads_cpu_tensors = not on_device
+    run.state.scope = Scope.TRAIN_EPOCH
+    run.log("x", KINDS[kind](2**24 + 1), reduce_fx=mode)
+    assert run.metrics.callback_metrics()["x"] == 2**24 + 1
+
+
+def test_values_that_fp32_holds_and_fractions_stay_fp32(run):
+    values = {"small": 7, "count": torch.tensor(2**24), "even": 2**24 + 2, "loss": torch.tensor(3.7e9), "third": 1 / 3}
+    for name, value in values.items():
+        run.log(name, value)
+    run.log("mean", torch.tensor(1 / 3), on_step=False, on_epoch=True)
+    run.log("mean", torch.tensor(2 / 3), on_step=False, on_epoch=True)
+    within = run.metrics.callback_metrics()
+    assert {name: within[name].dtype for name in values} == dict.fromkeys(values, torch.float32)
+    run.metrics.flush(1)
+    run.metrics.end_train_epoch(1)
+    for view in (run.metrics.monitored(), run.metrics.callback_metrics(), run.metrics.logged_metrics()):
+        assert {value.dtype for value in view.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_numbers_that_are_not_finite_are_shown_in_fp32(run, bad):
+    run.log("x", bad)
+    run.metrics.flush(1)
+    for view in (run.metrics.monitored(), run.metrics.callback_metrics(), run.metrics.logged_metrics()):
+        assert view["x"].dtype is torch.float32
+        assert str(float(view["x"])) == str(bad)
+
+
+@given(st.lists(st.integers(-(2**45), 2**45), min_size=1, max_size=20), st.sampled_from(["sum", "min", "max"]))
+@settings(max_examples=30, deadline=None)
+def test_monitors_decide_by_every_digit_of_a_count(counts, mode):
+    run = Run()
+    for count in counts:
+        run.log("x", count, on_step=False, on_epoch=True, reduce_fx=mode)
+    run.metrics.end_train_epoch(1)
+    expected = {"sum": sum, "min": min, "max": max}[mode](counts)
+    assert int(run.metrics.monitored()["x"]) == expected
+    again = Run()
+    again.metrics.take_published(run.metrics.published(), run.metrics.published())
+    assert int(again.metrics.monitored()["x"]) == expected
+
+
 @pytest.mark.parametrize("mode", ["mean", "sum", "min", "max"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("as_number", [True, False])

@@ -108,6 +108,53 @@ def epoch_values_equal_those_of_one_process():
 
 
 @check
+def counts_above_what_fp32_holds_are_exact_on_every_rank():
+    metrics, state, rank, _ = build()
+    world = dist.get_world_size()
+    counts = [2**24 + 1 + 2 * index for index in range(world)]
+    for name, count in {"number": counts[rank], "tensor": torch.tensor(counts[rank])}.items():
+        for mode in ("mean", "sum", "min", "max"):
+            log(metrics, f"{name} {mode}", count, on_step=False, on_epoch=True, reduce_fx=mode, batch_size=3)
+        log(metrics, f"{name} step", count, sync_dist=True, reduce_fx="sum")
+    metrics.flush(1)
+    metrics.end_train_epoch(1)
+    state.scope = Scope.NOWHERE
+    expected = {
+        "mean": sum(counts) / world,
+        "sum": sum(counts),
+        "min": counts[0],
+        "max": counts[-1],
+        "step": sum(counts),
+    }
+    for view in (metrics.monitored(), metrics.callback_metrics(), metrics.logged_metrics(), metrics.reduced):
+        for name in ("number", "tensor"):
+            assert {key: float(view[f"{name} {key}"]) for key in expected} == expected
+
+
+@check
+def a_value_that_any_rank_has_logged_since_is_new_to_schedules_on_all():
+    metrics, _, rank, sunk = build()
+    world = dist.get_world_size()
+    log(metrics, "x", torch.tensor(float(rank)))
+    metrics.reduce_steps(1)
+    assert metrics.take_new("x", 0) == (world - 1) / 2
+    metrics.reduce_steps(2)
+    assert metrics.take_new("x", 0) is None
+    assert metrics.take_new("x", 1) == (world - 1) / 2
+    if rank == 1:
+        log(metrics, "x", 11.0)
+    metrics.reduce_steps(3)
+    assert metrics.take_new("x", 0) == pytest.approx((world * (world - 1) / 2 + 10) / world)
+    metrics.flush(3)
+    assert metrics.take_new("x", 0) is None
+    assert metrics.take_new("y", 0) is None
+    assert sunk == ([({"x": 0.0}, 3)] if rank == 0 else [])
+    log(metrics, "x", 5.0)
+    metrics.flush(4)
+    assert metrics.take_new("x", 0) == 5.0
+
+
+@check
 def step_values_are_local_for_loggers_without_sync_dist_and_global_for_callbacks():
     metrics, _, rank, sunk = build()
     log(metrics, "own", torch.tensor(float(rank)), prog_bar=True)

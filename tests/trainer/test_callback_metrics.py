@@ -240,6 +240,51 @@ def test_monitors_decide_by_what_the_hooks_logged(tmp_path, monitor):
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("put", ["logged", "put in as a number"])
+def test_monitors_decide_by_the_last_digit_of_a_large_count(tmp_path, put):
+    class Counted(Plateau):
+        monitor = "tokens"
+        counts = (2**24 + 2, 2**24 + 1, 2**24 + 1, 2**24, 2**24, 2**24)
+
+        def on_validation_epoch_end(self):
+            count = self.counts[self.current_epoch]
+            if put == "logged":
+                self.log("tokens", count)
+            else:
+                self.trainer.callback_metrics["tokens"] = count
+
+        def configure_optimizers(self):
+            configured = super().configure_optimizers()
+            configured["lr_scheduler"]["scheduler"].threshold_mode = "abs"
+            return configured
+
+    stopping = EarlyStopping("tokens", patience=2)
+    best = ModelCheckpoint(tmp_path, filename="{epoch}-{tokens:.0f}", monitor="tokens")
+    second = ModelCheckpoint(tmp_path / "top", filename="{epoch}", monitor="tokens", save_top_k=2)
+    trainer = fit(Counted(), stopping, best, second, max_epochs=6, enable_checkpointing=True)
+    assert stopping.stopped_epoch == 5
+    assert float(stopping.best_score) == 2**24
+    assert best.best_model_path == str(tmp_path / f"epoch=3-tokens={2**24}.ckpt")
+    assert list(map(float, second.best_k_models.values())) == [2**24, 2**24]
+    assert float(second.kth_value) == float(second.best_model_score) == 2**24
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    assert rate == pytest.approx(0.1 * 0.1)  # one bad value is allowed: the third, then the fifth and sixth are
+
+
+def test_the_scores_of_kept_files_have_every_digit(tmp_path):
+    class Counted(Counts):
+        def on_validation_epoch_end(self):
+            self.log("tokens", 2**24 + 1 + 2 * self.current_epoch)
+
+    best = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="tokens", save_top_k=2)
+    stopping = EarlyStopping("tokens", patience=5)
+    fit(Counted(), best, stopping, max_epochs=3, enable_checkpointing=True)
+    assert float(best.best_model_score) == float(stopping.best_score) == 2**24 + 1
+    assert [float(score) for score in best.best_k_models.values()] == [2**24 + 1, 2**24 + 3]
+    assert float(best.kth_value) == 2**24 + 3
+    assert float(best.current_score) == 2**24 + 3
+
+
 def test_what_a_callback_puts_in_stays_and_can_be_monitored(tmp_path):
     class Puts(Callback):
         def on_validation_epoch_end(self, trainer, module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -206,6 +207,123 @@ def test_a_plateau_without_its_value():
     with pytest.raises(ConfigError, match=r"'missing'.*flat"):
         rates(with_scheduler(plateau, monitor="missing"), module=Plateaus)
     assert rates(with_scheduler(plateau, monitor="missing", strict=False), module=Plateaus) == [1.0] * 12
+
+
+class Noted(ReduceLROnPlateau):
+    """Notes the values by which it steps."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, factor=0.5, patience=1)
+        self.taken = []
+
+    def step(self, metrics, epoch=None):
+        self.taken.append(float(metrics))
+        super().step(metrics)
+
+
+class Improving(Classifier):
+    """Logs the number of validations so far, and of the last batch with an even index; ``options`` are the scheduler's."""
+
+    options: ClassVar[dict] = {}
+
+    def __init__(self):
+        super().__init__()
+        self.validations = 0
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 2 == 0:
+            self.log("even", float(self.trainer.global_step))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", float(self.validations))
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.validations += 1
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["validations"] = self.validations
+
+    def on_load_checkpoint(self, checkpoint):
+        self.validations = checkpoint["validations"]
+
+    def configure_optimizers(self):
+        optimizer = sgd(self)
+        self.scheduler = Noted(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, "monitor": "val", **self.options}}
+
+
+def values_taken(options, *, epochs=6, callbacks=(), ckpt_path=None, **trainer):
+    """Returns the values by which a plateau schedule stepped in a fit of six batches an epoch."""
+    module = type("Optioned", (Improving,), {"options": options})()
+    quiet_trainer(max_epochs=epochs, callbacks=list(callbacks), **trainer).fit(
+        module, loader(24), loader(4), ckpt_path=ckpt_path
+    )
+    return module.scheduler.taken
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer", "expected"),
+    {
+        "every second epoch": ({"strict": False}, {"check_val_every_n_epoch": 2}, [0, 1, 2]),
+        "its frequency": ({"frequency": 2}, {"check_val_every_n_epoch": 2}, [0, 1, 2]),
+        "another frequency": ({"frequency": 3, "strict": False}, {"check_val_every_n_epoch": 2}, [0, 2]),
+        "twice an epoch": ({}, {"val_check_interval": 0.5}, [1, 3, 5, 7, 9, 11]),
+        "every ninth batch": ({"strict": False}, {"check_val_every_n_epoch": None, "val_check_interval": 9}, [0, 1, 2, 3]),
+        "by steps": ({"interval": "step", "strict": False}, {}, [0, 1, 2, 3, 4]),
+        "by every third step": ({"interval": "step", "frequency": 3, "strict": False}, {"val_check_interval": 0.5}, [*range(11)]),
+        "a value of some steps": (
+            {"interval": "step", "monitor": "even"}, {"max_epochs": 2, "log_every_n_steps": 3}, [0, 2, 4, 6, 8, 10],
+        ),
+        "a value of a step at an epoch's end": ({"monitor": "even"}, {"max_epochs": 3}, [4, 10, 16]),
+    }.values(),
+)  # fmt: skip
+def test_a_plateau_counts_each_value_once(options, trainer, expected):
+    trainer = {"epochs": trainer.pop("max_epochs", 6), **trainer}
+    assert values_taken(options, **trainer) == expected
+
+
+def test_a_plateau_without_a_validation_in_the_first_epoch_names_the_frequency():
+    with pytest.raises(
+        ConfigError, match=r"'val', which was not logged.*'frequency': 2 .*check_val_every_n_epoch=2.*'strict': False"
+    ):
+        values_taken({}, check_val_every_n_epoch=2)
+
+
+def test_two_plateaus_on_one_value_each_count_it_once():
+    class Two(Improving):
+        def configure_optimizers(self):
+            optimizer = sgd(self)
+            self.often, self.seldom = Noted(optimizer), Noted(optimizer)
+            common = {"monitor": "val", "strict": False}
+            return [optimizer], [
+                {"scheduler": self.often, **common},
+                {"scheduler": self.seldom, "frequency": 3, **common},
+            ]
+
+    module = Two()
+    quiet_trainer(max_epochs=6, check_val_every_n_epoch=2).fit(module, loader(24), loader(4))
+    assert (module.often.taken, module.seldom.taken) == ([0, 1, 2], [0, 2])
+
+
+@pytest.mark.parametrize("epoch", range(5))
+def test_a_resumed_plateau_knows_which_values_it_has_counted(tmp_path, epoch):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.current_epoch == epoch and batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+        def on_train_epoch_end(self, trainer, module):
+            if trainer.current_epoch == epoch:
+                trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    options = {"strict": False}
+    straight = values_taken(options, callbacks=[Saves()], check_val_every_n_epoch=2)
+    assert straight == [0, 1, 2]
+    for name in ("within", "end"):
+        resumed = values_taken(options, check_val_every_n_epoch=2, ckpt_path=tmp_path / f"{name}.ckpt")
+        assert resumed == straight, name  # the values so far are part of the schedule's state
 
 
 def test_lr_scheduler_step_may_be_overridden():
