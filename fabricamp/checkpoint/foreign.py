@@ -51,16 +51,15 @@ def _from_lightning(state: StateDict) -> StateDict:
     if "epoch_progress" in loop:
         epochs = loop["epoch_progress"]["current"]
         batches = loop["epoch_loop.batch_progress"]
+        current = batches["current"]
         in_epoch = epochs["ready"] > epochs["processed"]
-        # The file may be from the validation after an epoch's last batch, or from the epoch's end: Lightning steps its schedulers
-        # after both.
-        ending = bool(batches["is_last_batch"]) if in_epoch else epochs["processed"] > epochs["completed"]
-        within = in_epoch and not ending
+        # Lightning leaves the epoch's end out if the file is from a hook of its last batch.  After the validation that follows this
+        # batch the end is still to come, and after an error in the batch the batch itself.
+        in_last_hook = in_epoch and bool(batches["is_last_batch"]) and current["completed"] < current["processed"]
         position = {
-            "epoch": int(epochs["processed"]) + int(in_epoch and ending),
-            "batch_idx": int(batches["current"]["processed"]) if within else 0,
+            "epoch": int(epochs["processed"]) + int(in_last_hook),
+            "batch_idx": int(current["processed"]) if in_epoch and not in_last_hook else 0,
             "batches_done": int(batches["total"]["processed"]),
-            "schedules_due": ending,
         }
         if len(state.get("optimizer_states", ())) > 1:
             result["global_step"] = min(int(state["global_step"]), position["batches_done"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fabricamp.errors import CheckpointError, FabricampError, WeightsOnlyError
 from fabricamp.strategies.meta_init import leave_meta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from fabricamp._utils.types import OptimizerFace, StateDict, Stateful
     from fabricamp.data import DataModule
@@ -193,48 +193,29 @@ def _notes(checkpoint: StateDict, key: str) -> list[StateDict]:
     return notes
 
 
-class ScheduleTimes(Protocol):
-    """A learning-rate scheduler, which may be any object, and when it steps: every ``frequency`` epochs, or applied steps."""
-
-    scheduler: object
-    interval: str
-    frequency: int
-    reduce_on_plateau: bool
-
-
 @dataclass
 class Schedules(Section):
-    """The learning-rate schedules' states; ``configs`` say when each one steps, and ``step`` steps one."""
+    """The learning-rate schedules' states."""
 
     name = "learning-rate schedules"
 
-    configs: Sequence[ScheduleTimes]
-    step: Callable[[object, None], None]
+    schedulers: Sequence[object]
+    """Torch's schedulers, or any objects."""
 
     def save(self) -> StateDict:
-        """Returns the schedulers' state dicts, noted as the optimizers'; empty for one without: a scheduler may be any object."""
-        schedulers = [config.scheduler for config in self.configs]
-        states = [scheduler.state_dict() if hasattr(scheduler, "state_dict") else {} for scheduler in schedulers]
+        """Returns their state dicts, noted as the optimizers', empty for a scheduler without one."""
+        states = [scheduler.state_dict() if hasattr(scheduler, "state_dict") else {} for scheduler in self.schedulers]
         return _noted("lr_schedulers", states)
 
     def restore(self, checkpoint: StateDict, path: str) -> None:
-        """Loads the states; raises if their number differs; a file without schedulers (apex's) changes nothing.
-
-        Epoch schedulers are stepped if Lightning wrote the file at the end of an epoch: Lightning steps them after it.
-        """
-        if "lr_schedulers" in checkpoint:
-            _check_number(path, "schedulers", checkpoint["lr_schedulers"], self.configs)
-            states = with_numpy(checkpoint["lr_schedulers"], _notes(checkpoint, "lr_schedulers"))
-            for config, state in zip(self.configs, states, strict=True):
-                if hasattr(config.scheduler, "load_state_dict"):
-                    config.scheduler.load_state_dict(state)
-        position = checkpoint.get("loops", {}).get("fit", {})
-        if not position.get("schedules_due"):
+        """Loads the states; raises if their number differs; a file without schedulers (apex's) changes nothing."""
+        if "lr_schedulers" not in checkpoint:
             return
-        for config in self.configs:
-            at_epoch_end = config.interval == "epoch" and not config.reduce_on_plateau
-            if at_epoch_end and position["epoch"] % config.frequency == 0:
-                self.step(config.scheduler, None)
+        _check_number(path, "schedulers", checkpoint["lr_schedulers"], self.schedulers)
+        states = with_numpy(checkpoint["lr_schedulers"], _notes(checkpoint, "lr_schedulers"))
+        for scheduler, state in zip(self.schedulers, states, strict=True):
+            if hasattr(scheduler, "load_state_dict"):
+                scheduler.load_state_dict(state)
 
 
 def _check_number(path: str, label: str, saved: Sequence[object], here: Sequence[object]) -> None:

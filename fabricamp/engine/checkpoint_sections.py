@@ -52,7 +52,7 @@ def record_of(session: Session) -> Record:
             Counters(session.trainer.state, resume_point.accumulation, session.settings, session.module, session.data),
             StepSizes(session),
             Optimizers(session.optimizers),
-            Schedules(session.schedulers, session.module.lr_scheduler_step),
+            Schedules([config.scheduler for config in session.schedulers]),
             Part("precision", "amp", session.precision),
             KernelChoice(),
             CallbackSection(session.trainer.callbacks, session.fn),

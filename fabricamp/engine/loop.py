@@ -313,12 +313,15 @@ class TrainingLoop:
         self.metrics.reduce_train_epoch(state.global_step)
         call_all(hooks)
         self.metrics.end_train_epoch(state.global_step)
-        if complete:
+        # Another library's file of an epoch whose batches are all done has none of its values: nothing can be decided by them.
+        decides = state.batches_done != self.parts.resume_point.lost_values
+        if complete and decides:
             self.update.schedules.end_epoch_monitored(state.epoch)
         state.epoch_ended = complete
         state.closed_at = state.batches_done
         state.user_call.scope = Scope.NOWHERE  # values logged from here on would belong to no epoch
-        call_all(monitors)
+        if decides:
+            call_all(monitors)
         if complete:
             state.epoch += 1
             state.batch_idx = 0

@@ -81,6 +81,8 @@ class ResumePoint(Section):
         """Whether the run was resumed from a checkpoint and has not reached its first batch yet."""
         self.reloaded = 0
         """The last epoch with new loaders that have consumed their random numbers; in the first epoch, loaders are not new."""
+        self.lost_values = -1
+        """The number of micro-batches in another library's file that was loaded: it has none of the values logged in them."""
 
     # -- saving ------------------------------------------------------------------------------------------------------------------
 
@@ -158,10 +160,11 @@ class ResumePoint(Section):
         """Restores the resume point except RNG states (:meth:`restore_rng_once`); warns about what cannot be restored exactly."""
         ranks = len(checkpoint.get("rng", []))
         assert self._feed is not None
-        if ranks == 0:
-            return  # another library's file has only counters
-        loop = checkpoint.get("loops", {}).get("fit", {})
         state = self._state
+        if ranks == 0:  # another library's file has only counters
+            self.lost_values = state.batches_done
+            return
+        loop = checkpoint.get("loops", {}).get("fit", {})
         strategy = self._strategy
         tensor_parallel = loop.get("tensor_parallel", [1])[0]
         same = strategy.world_size == ranks and strategy.tensor_parallel == tensor_parallel

@@ -149,16 +149,12 @@ def test_what_lightning_wrote_goes_on_as_if_fabricamp_had_written_it(tmp_path):
 @pytest.mark.parametrize(
     ("epochs", "begins"),
     [
-        (progress(2, 2, 1), (2, 0, 8)),  # ModelCheckpoint's at the second epoch's end, before the schedule's step
+        (progress(2, 2, 1), (2, 0, 8)),  # ModelCheckpoint's at the second epoch's end
         (progress(2, 1, 1), (2, 0, 8)),  # ModelCheckpoint's after the second epoch's last validation
     ],
 )
 def test_lightning_s_file_of_the_end_of_an_epoch(tmp_path, epochs, begins):
     module, trainer = trained(8)
-    for config in trainer.lr_scheduler_configs:  # the state before the schedule's step of the second epoch
-        config.scheduler.load_state_dict({**config.scheduler.state_dict(), "last_epoch": 1, "_last_lr": [0.005]})
-    for group in trainer.optimizers[0].param_groups:
-        group["lr"] = 0.005
     path = lightning_file(tmp_path / "a.ckpt", module, trainer, epochs=epochs, batches=4, total=8, last=True)
     rates = []
 

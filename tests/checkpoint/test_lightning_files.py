@@ -9,8 +9,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabricamp import Callback, CheckpointError, TrainingModule
+from fabricamp._utils import lightning_alias
 from fabricamp.callbacks import EarlyStopping, EarlyStoppingReason
 from fabricamp.checkpoint import read_checkpoint
+from tests.checkpoint.lightning import rates
 from tests.small import quiet_trainer
 
 SPREAD, WHOLE = (Path(__file__).parent / "lightning" / f"{name}.ckpt" for name in ("spread", "whole"))
@@ -206,3 +208,45 @@ def test_lightning_goes_on_from_ours_behind_the_same_batch(hook, done, first, tm
     trainer.fit(module, loader(), ckpt_path=path, weights_only=True)
     assert module.seen[0] == first
     assert trainer.global_step == 12
+
+
+# -- the rates that follow
+
+
+Rates = rates.net_class(TrainingModule)
+WRITTEN = rates.read()
+PLATEAU = 4
+"""The group of parameters whose rate follows the values of epochs, under automatic optimization."""
+
+
+@pytest.mark.parametrize("program_for_lightning", [False, True])
+@pytest.mark.parametrize(("kind", "place"), WRITTEN)
+def test_the_next_rates_are_lightnings(kind, place, program_for_lightning, tmp_path, monkeypatch):
+    monkeypatch.setattr(lightning_alias, "_installed", program_for_lightning)
+    written = WRITTEN[kind, place]
+    torch.save(written["checkpoint"], tmp_path / "theirs.ckpt")
+    module = Rates(kind)
+    trainer = quiet_trainer(max_epochs=6, **rates.options_of(kind, place))
+    validated = rates.loader() if "validation" in place else None
+    trainer.fit(module, rates.loader(), validated, ckpt_path=tmp_path / "theirs.ckpt")
+    assert len(module.rates) == written["batches"]
+    theirs = [list(groups) for groups in written["resumed"]]
+    if kind == "accumulated" and not program_for_lightning:
+        # The frequency counts steps; in Lightning it counts the batches of an epoch.
+        for ours, groups in zip(module.rates, theirs, strict=False):
+            groups[3] = ours[3]
+    if trainer.lightning_module.automatic_optimization and "end" not in place:
+        # Lightning leaves out the value of the epoch in which it resumes.
+        without_a_stop = written["straight"]
+        lost = place in ("validation after an epoch", "last batch")
+        for groups, straight in zip(theirs, without_a_stop, strict=True):
+            groups[PLATEAU] = straight[PLATEAU] * (2 if lost else 1)
+    assert module.rates[:10] == theirs
+
+
+def test_an_epochs_end_without_its_values_decides_nothing(tmp_path):
+    torch.save(WRITTEN["automatic", "validation after an epoch"]["checkpoint"], tmp_path / "theirs.ckpt")
+    stopping = EarlyStopping("epoch", mode="max", check_on_train_epoch_end=True)
+    trainer = quiet_trainer(max_epochs=3, callbacks=stopping)
+    trainer.fit(Rates("automatic"), rates.loader(), rates.loader(), ckpt_path=tmp_path / "theirs.ckpt")
+    assert stopping.best_score == 2.0  # of the epoch that follows
