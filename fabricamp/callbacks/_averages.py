@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,14 @@ from torch.optim import Optimizer
 
 from fabricamp import ops
 from fabricamp._utils.types import StateDict
-from fabricamp.errors import ConfigError
+from fabricamp.errors import ConfigError, nearest
 from fabricamp.ops.shards import is_shard, local
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter, round_to
 from fabricamp.strategies.base import Strategy
+
+_STATISTICS: Final = ("running_mean", "running_var")
+"""Running statistics, in a module that has both: they are averages already, and an average of them is one over more batches."""
 
 
 class Rule(NamedTuple):
@@ -40,15 +43,72 @@ class Rule(NamedTuple):
                 average.copy_(self.one(average, weight, count))
 
 
+class AveragedBuffer(NamedTuple):
+    """A buffer's place in a module, where its code may put another tensor (``self.running_mean = ...``)."""
+
+    module: nn.Module
+    name: str
+    is_statistic: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that is there now."""
+        tensor: Tensor = getattr(self.module, self.name)
+        return tensor
+
+
+def averaged_buffers(
+    owner: object, module: nn.Module, use_buffers: bool | Sequence[str] | None
+) -> dict[str, AveragedBuffer]:
+    """Returns the buffers of ``module`` to average, by name, as :class:`WeightAveraging` describes ``use_buffers``.
+
+    Raises:
+        ConfigError: for a name in ``use_buffers`` of no buffer that can be averaged; ``owner`` is the callback that got it.
+    """
+    if use_buffers is False:
+        return {}
+    saved = module.state_dict().keys()
+    possible = {name: buffer for name, buffer in _buffers(module) if name in saved and _holds_numbers(buffer.tensor)}
+    if use_buffers is True:
+        return possible
+    names = use_buffers or ()
+    for name in names:
+        if name not in possible:
+            hint = nearest(name, possible) or f" (known: {', '.join(possible) or 'none'})"
+            raise ConfigError(
+                f"{type(owner).__name__}(use_buffers={list(names)!r}): the module's state dict has no floating-point buffer "
+                f"{name!r}{hint}"
+            )
+    return {name: buffer for name, buffer in possible.items() if buffer.is_statistic or name in names}
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, AveragedBuffer]]:
+    """Yields each buffer once, with the first of its names."""
+    seen = set()
+    for path, part in module.named_modules():
+        own = dict(part.named_buffers(recurse=False))
+        has_statistics = all(name in own for name in _STATISTICS)
+        for name, tensor in own.items():
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            yield f"{path}.{name}" if path else name, AveragedBuffer(part, name, has_statistics and name in _STATISTICS)
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor can be averaged: floating-point of one byte holds codes that mean something with their scale alone."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
+
+
 class Averages:
-    """Averages of the parameters that optimizers update, and with ``use_buffers`` of floating-point buffers that are saved.
+    """Averages of the parameters that optimizers update, and of buffers.
 
     ``values`` are fp32 or wider, on ``device`` (None: where the weights are), keyed by the module's names.  They are sharded like
     the weights, and each rank averages its local shards.  ``count`` is the number of updates: a tensor on the device if steps may
     be skipped, so the host never waits to learn whether a step was skipped.
     """
 
-    def __init__(self, rule: Rule, device: torch.device | None, *, use_buffers: bool) -> None:
+    def __init__(self, rule: Rule, device: torch.device | None) -> None:
         self.values: dict[str, Tensor] = {}
         self.count: int | Tensor = 0
         self.begun = False
@@ -57,9 +117,12 @@ class Averages:
         """Number of applied steps at the last update (before the first: at the start), on the device; None if none is skipped."""
         self._rule = rule
         self._device = device
-        self._use_buffers = use_buffers
-        self._weights: list[Tensor] = []
+        self._parameters: list[Tensor] = []  # local shards
+        self._buffers: dict[str, AveragedBuffer] = {}
         self._local_averages: list[Tensor] = []
+        """The averages of parameters, then those of buffers."""
+        self._is_statistic: Tensor | None = None
+        """For each element of all buffers, whether it is of a running statistic; None if no buffer is averaged."""
 
     # -- the averaged tensors ----------------------------------------------------------------------------------------------------
 
@@ -69,16 +132,33 @@ class Averages:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         strategy: Strategy,
+        buffers: Mapping[str, AveragedBuffer],
         saved: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Registers the tensors that are trained now; new averages start as ``saved``, or as the weights."""
+        """Registers the tensors that are trained now, and ``buffers``; new averages start as ``saved``, or as the weights."""
+        self._buffers = dict(buffers)
         sources = self._sources(module, optimizers, strategy)
         for name, (updated, _) in sources.items():
             if name not in self.values:
                 value = updated if saved is None else saved.get(name, updated)
                 self.values[name] = self._new(value, torch.promote_types(updated.dtype, torch.float32))
-        self._weights = [local(updated) for updated, _ in sources.values()]
+        self._parameters = [local(updated) for name, (updated, _) in sources.items() if name not in self._buffers]
         self._local_averages = [local(self.values[name]) for name in sources]
+        self._is_statistic = None
+        if self._buffers:
+            averages = zip(self._buffers.values(), self._buffer_averages, strict=True)
+            self._is_statistic = _joined(
+                [torch.full_like(average, buffer.is_statistic, dtype=torch.bool) for buffer, average in averages]
+            )
+
+    @property
+    def statistics(self) -> list[str]:
+        """The names of the averaged buffers that are running statistics."""
+        return [name for name, buffer in self._buffers.items() if buffer.is_statistic]
+
+    @property
+    def _buffer_averages(self) -> list[Tensor]:
+        return self._local_averages[len(self._parameters) :]
 
     def _new(self, value: Tensor, dtype: torch.dtype) -> Tensor:
         own = value.detach().to(dtype=dtype, copy=True)
@@ -93,7 +173,7 @@ class Averages:
     def _sources(
         self, module: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns by name (tensor that an optimizer updates, such as an fp32 master; the module's own tensor)."""
+        """Returns by name (tensor that an optimizer updates, such as an fp32 master; the module's own tensor), buffers last."""
         strategy.sharding.settle_module(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         sources: dict[str, tuple[Tensor, Tensor]] = {}
@@ -102,11 +182,9 @@ class Averages:
                 parameter = module_parameter(updated)
                 if id(parameter) in names:
                     sources[names[id(parameter)]] = (updated.detach(), parameter)
-        if self._use_buffers:
-            saved = module.state_dict().keys()
-            for name, buffer in module.named_buffers():
-                if name in saved and buffer.is_floating_point():
-                    sources[name] = (buffer, buffer)
+        for name, buffer in self._buffers.items():
+            tensor = buffer.tensor
+            sources[name] = (tensor, tensor)
         return sources
 
     # -- updates -----------------------------------------------------------------------------------------------------------------
@@ -120,11 +198,13 @@ class Averages:
         """
         self.begun = True
         averages = self._local_averages
-        weights = self._weights
+        weights = [*self._parameters, *[local(buffer.tensor) for buffer in self._buffers.values()]]
         if self._device is not None:
             weights = [weight.to(self._device) for weight in weights]
+        buffers_before = _joined(self._buffer_averages) if self._buffers else None
         if applied is None and isinstance(self.count, int):
             self._move(averages, weights, self.count)
+            self._settle_buffers(buffers_before, weights, None)
             self.count += 1
             return
         assert applied is not None, "else the number of updates is known to the host"
@@ -135,6 +215,7 @@ class Averages:
         counts = torch.ones_like(self.count) if anyway else torch.ne(applied, self.applied).long()
         self.applied = applied.clone()
         self._move_where(averages, weights, self.count, counts)
+        self._settle_buffers(buffers_before, weights, counts)
         self.count = self.count + counts
 
     def _move(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
@@ -161,6 +242,26 @@ class Averages:
             is_counted = (counts != 0).to(average.device)
             average.copy_(torch.where(is_first, value, torch.where(is_counted, average, old)))
 
+    def _settle_buffers(self, before: Tensor | None, weights: list[Tensor], counts: Tensor | None) -> None:
+        """Corrects the averages of buffers, ``before`` an update and after it, where they or ``weights`` are no usual numbers.
+
+        Of equal values the average is that value, whatever a user's function rounds it to.  A running statistic that is not finite
+        leaves its average, because only an overflow makes it so; any other such value (-inf in a mask) replaces its average.
+        All buffers are joined, so that the number of launches does not grow with theirs.
+        """
+        if before is None or self._is_statistic is None:
+            return
+        averages = self._buffer_averages
+        now = _joined(weights[len(self._parameters) :]).to(before.dtype)
+        finite = now.isfinite()
+        is_average = finite & before.isfinite() & (now != before)
+        settled = torch.where(is_average, _joined(averages), now)
+        settled = torch.where(finite | ~self._is_statistic, settled, before)
+        if counts is not None:
+            settled = torch.where(counts.to(before.device) != 0, settled, before)
+        parts = settled.split([average.numel() for average in averages])
+        torch._foreach_copy_(averages, [part.view_as(average) for part, average in zip(parts, averages, strict=True)])
+
     # -- swapping averages and weights -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -172,7 +273,7 @@ class Averages:
         sources = self._sources(module, optimizers, strategy)
         raw = {name: updated.clone() for name, (updated, _) in sources.items()}
         values = {name: self.values[name] for name in sources if name in self.values}
-        self._write(sources, {**values, **self._of_rank_zero(module, values, strategy)})
+        self._write(sources, {**values, **self._of_rank_zero(values, strategy)})
         return raw
 
     @torch.no_grad()
@@ -201,10 +302,10 @@ class Averages:
             torch._foreach_copy_(updated, new_values)
         round_to(masters, half_copies)
 
-    def _of_rank_zero(self, module: nn.Module, values: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
+    def _of_rank_zero(self, values: Mapping[str, Tensor], strategy: Strategy) -> dict[str, Tensor]:
         if strategy.world_size == 1:
             return {}
-        own = {name: values[name].cpu() for name, _ in module.named_buffers() if name in values}
+        own = {name: values[name].cpu() for name in self._buffers}
         return strategy.broadcast(own) if own else {}
 
 
@@ -228,6 +329,11 @@ def _tensors(module: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[
         *module.named_parameters(remove_duplicate=remove_duplicate),
         *module.named_buffers(remove_duplicate=remove_duplicate),
     ]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns one tensor of all elements, in the widest dtype."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _like(weights: list[Tensor], averages: list[Tensor]) -> list[Tensor]:

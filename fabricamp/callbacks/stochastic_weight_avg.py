@@ -127,11 +127,11 @@ class StochasticWeightAveraging(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Checks optimizers and schedules, and creates the average, from a checkpoint's average if there is one."""
         self._check(trainer, pl_module)
-        averages = Averages(self._rule, self._device, use_buffers=False)
+        averages = Averages(self._rule, self._device)
         self._averages = averages
         saved = self._saved
         self._saved = None
-        averages.follow(pl_module, trainer.optimizers, trainer.strategy, saved and saved["average"])
+        averages.follow(pl_module, trainer.optimizers, trainer.strategy, {}, saved and saved["average"])
         if saved is not None:
             averages.count = saved["count"]
             averages.begun = saved["count"] > 0
@@ -164,7 +164,7 @@ class StochasticWeightAveraging(Callback):
         self._latest_epoch = epoch
         if self._scheduler is None:
             self._anneal(trainer)
-        averages.follow(pl_module, trainer.optimizers, trainer.strategy)
+        averages.follow(pl_module, trainer.optimizers, trainer.strategy, {})
         averages.update(None)
 
     def _anneal(self, trainer: Trainer) -> None:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fabricamp.arguments.checks import check_kind
-from fabricamp.callbacks._averages import Averages, Rule, in_state, mean, refuse_several
+from fabricamp.callbacks._averages import (
+    AveragedBuffer,
+    Averages,
+    Rule,
+    averaged_buffers,
+    in_state,
+    mean,
+    refuse_several,
+)
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import ConfigError, UnknownArgumentError, nearest
 from fabricamp.state import TrainerFn
@@ -22,13 +31,14 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
+_LOG = logging.getLogger("fabricamp")
 _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 
 
 class WeightAveraging(Callback):
     """Keeps an average of the weights, by default their mean over all steps.
 
-    The average covers the parameters that the optimizers update (fp32 masters at O2 and O5), in fp32, and floating-point buffers;
+    The average covers the parameters that the optimizers update (fp32 masters at O2 and O5), in fp32, and running statistics;
     frozen parameters and other buffers stay the module's.  Validation, test and prediction run with the average, and the module
     has the average at the end of training.  A checkpoint has both: the average as ``state_dict``, the weights as
     ``current_model_state``.  If every step since the last update was skipped for overflow, the average is not updated; the host
@@ -36,7 +46,9 @@ class WeightAveraging(Callback):
 
     Args:
         device: where the average is kept; None: where the weights are.
-        use_buffers: averages buffers too; False: buffers stay the module's.
+        use_buffers: the averaged buffers.  None: ``running_mean`` and ``running_var`` of each module that has both, without values
+            that are not finite; a list of names: these too; True: all floating-point buffers in the state dict; False: none.  Of
+            other buffers than running statistics, equal values keep their value, and inf and nan replace the average.
         **kwargs: ``avg_fn(average, weight, count)``, which returns the new average, or ``multi_avg_fn(averages, weights,
             count)``, which updates lists of averages in place; ``count`` is the number of updates so far.
 
@@ -51,10 +63,19 @@ class WeightAveraging(Callback):
 
     averages_weights: ClassVar[bool] = True
 
-    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool | Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
         name = type(self).__name__
-        check_kind(self, "True or False", use_buffers=use_buffers)
+        are_names = isinstance(use_buffers, Sequence) and not isinstance(use_buffers, str)
+        if not (use_buffers is None or isinstance(use_buffers, bool) or are_names):
+            raise ConfigError(
+                f"{name}(use_buffers={use_buffers!r}): give a list of buffers' names, True, False or None"
+            )
         known = [key for key in inspect.signature(type(self).__init__).parameters if key not in ("self", "kwargs")]
         for key, value in kwargs.items():
             if key not in _FUNCTIONS:
@@ -74,8 +95,12 @@ class WeightAveraging(Callback):
 
     @property
     def averages_buffers(self) -> bool:
-        """Whether floating-point buffers are averaged too."""
-        return self._use_buffers
+        """Whether buffers may be averaged too."""
+        return self._use_buffers is not False
+
+    def averaged_buffers(self, module: TrainingModule) -> dict[str, AveragedBuffer]:
+        """Returns the buffers that are averaged, by name; raises :class:`ConfigError` for a name of ``use_buffers`` of no such."""
+        return averaged_buffers(self, module, self._use_buffers)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Returns whether to update after this step or, with ``epoch_idx``, after this epoch; both count from 0."""
@@ -94,6 +119,7 @@ class WeightAveraging(Callback):
         self._averages: Averages | None = None
         self._raw: dict[str, Tensor] | None = None  # the weights, while the average replaces them
         self._saved: StateDict | None = None
+        self._warned = False
         self._applied_at_update: Tensor | None = None  # from the checkpoint of a resumed run
         self._module: Callable[[], TrainingModule | None] = lambda: None
 
@@ -119,11 +145,21 @@ class WeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Creates the average, from a checkpoint's average if there is one."""
-        averages = Averages(self._rule, self._device, use_buffers=self._use_buffers)
+        averages = Averages(self._rule, self._device)
         self._averages = averages
         saved = self._saved
         self._saved = None
-        averages.follow(pl_module, trainer.optimizers, trainer.strategy, saved and saved["average"])
+        buffers = self.averaged_buffers(pl_module)
+        averages.follow(pl_module, trainer.optimizers, trainer.strategy, buffers, saved and saved["average"])
+        self._warned = False
+        if trainer.is_global_zero:
+            others = [name for name, _ in pl_module.named_buffers() if name not in buffers]
+            _LOG.info(
+                "%s averages %d parameters%s%s",
+                type(self).__name__, len(averages.values) - len(buffers),
+                f" and the buffers {_listed(buffers)}" if buffers else "",
+                f"; other buffers stay the module's: {_listed(others)}" if others else "",
+            )  # fmt: skip
         if saved is not None:
             averages.count = saved["count"]
             averages.begun = True
@@ -135,7 +171,8 @@ class WeightAveraging(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
         """Registers the tensors that are trained from this epoch on."""
         if self._averages is not None:
-            self._averages.follow(pl_module, trainer.optimizers, trainer.strategy)
+            buffers = self.averaged_buffers(pl_module)
+            self._averages.follow(pl_module, trainer.optimizers, trainer.strategy, buffers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, outputs: AnyOutput, batch: AnyBatch, batch_idx: int
@@ -161,7 +198,7 @@ class WeightAveraging(Callback):
         """Writes the average into the module; keeps the weights for later checkpoints."""
         averages = self._average_of(pl_module)
         if averages is not None and self._raw is None:
-            self._raw = averages.put_in(pl_module, trainer.optimizers, trainer.strategy)
+            self._raw = self._put_in(averages, trainer, pl_module)
 
     @contextlib.contextmanager
     def evaluation_context(self, trainer: Trainer, pl_module: TrainingModule) -> Iterator[None]:
@@ -170,12 +207,30 @@ class WeightAveraging(Callback):
         if averages is None or self._raw is not None:
             yield
             return
-        self._raw = averages.put_in(pl_module, trainer.optimizers, trainer.strategy)
+        raw = self._put_in(averages, trainer, pl_module)
+        self._raw = raw
         try:
             yield
         finally:
-            averages.put_back(self._raw, pl_module, trainer.optimizers, trainer.strategy)
+            averages.put_back(raw, pl_module, trainer.optimizers, trainer.strategy)
             self._raw = None
+
+    def _put_in(self, averages: Averages, trainer: Trainer, module: TrainingModule) -> dict[str, Tensor]:
+        """Writes the average into the module; returns the weights, and warns once if their running statistics are not finite."""
+        raw = averages.put_in(module, trainer.optimizers, trainer.strategy)
+        names = averages.statistics
+        if self._warned or not names or not trainer.is_global_zero:
+            return raw
+        finite = torch.stack([raw[name].isfinite().all() for name in names]).tolist()  # one wait for all
+        lost = [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+        if lost:
+            self._warned = True
+            _LOG.warning(
+                "%s: the running statistics %s are inf or nan since a forward that overflowed, and stay so; the average keeps "
+                "their last finite values",
+                type(self).__name__, _listed(lost),
+            )  # fmt: skip
+        return raw
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------------
 
@@ -206,9 +261,18 @@ class WeightAveraging(Callback):
         }
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: TrainingModule, checkpoint: StateDict) -> None:
-        """Loads the weights in a fit; any other run with a checkpoint uses the average."""
+        """Loads the weights in a fit; any other run with a checkpoint uses the average.
+
+        Buffers that are not averaged are the newest in both, also if the average that was saved has other values.
+        """
         if trainer.state.fn is not TrainerFn.FITTING:
             self._forget()
+            newest = checkpoint.get("current_model_state", {})
+            averaged = self.averaged_buffers(pl_module)
+            others = [name for name, _ in pl_module.named_buffers() if name in newest and name not in averaged]
+            checkpoint["state_dict"] = in_state(
+                pl_module, checkpoint["state_dict"], {name: newest[name] for name in others}
+            )
         elif "current_model_state" in checkpoint and "averaging_state" in checkpoint:
             count = int(checkpoint["averaging_state"]["n_averaged"])
             self._saved = {"average": checkpoint["state_dict"], "count": count}
@@ -220,7 +284,7 @@ class EMAWeightAveraging(WeightAveraging):
 
     Args:
         device: where the average is kept; None: where the weights are.
-        use_buffers: averages buffers too; False: buffers stay the module's.
+        use_buffers: the averaged buffers, as in :class:`WeightAveraging`.
         decay: the share of the old average that each update keeps.
         update_every_n_steps: number of steps between two updates; the first update is after step 0.
         update_starting_at_step: the first step, from 0, that may update.
@@ -236,7 +300,7 @@ class EMAWeightAveraging(WeightAveraging):
     def __init__(
         self,
         device: torch.device | str | int | None = None,
-        use_buffers: bool = True,
+        use_buffers: bool | Sequence[str] | None = None,
         decay: float = 0.999,
         update_every_n_steps: int = 1,
         update_starting_at_step: int | None = None,
@@ -271,6 +335,13 @@ def _applied(trainer: Trainer) -> Tensor | None:
     """Returns the number of applied steps, on the device; None if no step can be skipped."""
     verdicts = trainer.precision_plugin.verdicts
     return None if verdicts is None else verdicts.applied_on_device
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Returns the first three names, and how many there are besides."""
+    first = list(names)
+    rest = len(first) - 3
+    return ", ".join(first[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def exponential(owner: object, decay: float) -> Rule:

@@ -117,8 +117,12 @@ def _of_weight_averaging(callback: WeightAveraging, session: Session) -> Iterato
     name = type(callback).__name__
     if not callback.should_update(step_idx=0):
         yield f"{name}: before the first average, the present weights are validated and saved; Lightning takes the initial ones"
-    if callback.averages_buffers and any(not one.is_floating_point() for one in session.module.buffers()):
-        yield f"{name}: integer buffers are the module's; Lightning averages and truncates them"
+    averaged = callback.averaged_buffers(session.module)
+    if callback.averages_buffers and any(buffer not in averaged for buffer, _ in session.module.named_buffers()):
+        yield (
+            f"{name}: buffers other than running statistics are the module's; Lightning averages them, and truncates integers "
+            "(use_buffers=True: floating-point buffers are averaged)"
+        )
     if session.precision.verdicts is not None:
         yield f"{name}: a step that is skipped for overflow is not averaged; in Lightning it is"
 

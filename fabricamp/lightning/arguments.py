@@ -44,7 +44,13 @@ def _of_comet(attributes: dict[str, Any]) -> dict[str, Any]:
 def _of_ema(attributes: dict[str, Any]) -> dict[str, Any]:
     """Returns the decay, which only the closure of torch's averaging function holds."""
     closure = inspect.getclosurevars(inspect.unwrap(attributes["_kwargs"]["avg_fn"])).nonlocals
-    return {"decay": closure["decay"]} if "decay" in closure else {}
+    decay = {"decay": closure["decay"]} if "decay" in closure else {}
+    return {**_of_average(attributes), **decay}
+
+
+def _of_average(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Returns use_buffers, with None for True: it is Lightning's default, so nobody need have asked for averages of all buffers."""
+    return {"_use_buffers": None if attributes["_use_buffers"] else False}
 
 
 def _of_swa(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +87,7 @@ _STORED_ELSEWHERE: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] 
     "callbacks.EMAWeightAveraging": _of_ema,
     "callbacks.StochasticWeightAveraging": _of_swa,
     "callbacks.Timer": _of_timer,
+    "callbacks.WeightAveraging": _of_average,
     "loggers.CometLogger": _of_comet,
     "loggers.MLFlowLogger": _of_mlflow,
     "loggers.WandbLogger": _of_wandb,

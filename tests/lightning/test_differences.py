@@ -187,7 +187,11 @@ RUNS = {
         {"callbacks": [EMAWeightAveraging(update_starting_at_step=1)]},
         "EMAWeightAveraging: before the first average",
     ),
-    "average, buffers": (WithBatchNorm, {"callbacks": [WeightAveraging()]}, "integer buffers are the module's"),
+    "average, buffers": (
+        WithBatchNorm,
+        {"callbacks": [WeightAveraging()]},
+        "buffers other than running statistics are the module's",
+    ),
     "average, skips": (
         Classifier,
         {"callbacks": [WeightAveraging()], "precision": "O2"},

@@ -174,6 +174,8 @@ def test_averages_become_ours_with_their_arguments():
     assert type(found) is ours.EMAWeightAveraging
     assert vars(found)["_rule"].share(1) == 0.25
     assert (found._use_buffers, found.update_every_n_steps, found.update_starting_at_step) == (False, 2, 4)
+    for default in (pl.callbacks.EMAWeightAveraging(), pl.callbacks.WeightAveraging(), EveryThird()):
+        assert quiet_trainer(callbacks=default).callbacks[0]._use_buffers is None  # Lightning's True averages masks too
     own_mean = pl.callbacks.StochasticWeightAveraging(0.5, 2, annealing_epochs=3, annealing_strategy="linear")
     found = quiet_trainer(max_epochs=4, callbacks=own_mean).callbacks[0]
     assert type(found) is ours.StochasticWeightAveraging
