@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import AnyBatch, Closure
     from fabricamp.loggers.base import Logger
     from fabricamp.metrics import Metrics
+    from fabricamp.metrics.values import MetricCollection
     from fabricamp.trainer import Trainer
 
 
@@ -291,9 +292,17 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         metrics.keep(call, value, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **options: Any) -> None:
-        """Logs every entry of a dict, or of a torchmetrics collection, with the same options as :meth:`log`."""
-        # By default MetricCollection.items() copies states and drops the prefix.
-        collection = {"keep_base": False, "copy_state": False} if hasattr(dictionary, "compute_groups") else {}
+        """Logs every entry of a dict, or of a torchmetrics collection, with the same options as :meth:`log`.
+
+        A metric of the collection that computes several values (ClasswiseWrapper, MinMaxMetric) is logged at the end of the epoch,
+        each value under the name that it has in the collection's ``compute()``.
+        """
+        collection = {}
+        if hasattr(dictionary, "compute_groups"):
+            # By default MetricCollection.items() copies states and drops the prefix.
+            collection = {"keep_base": False, "copy_state": False}
+            if self._attachment.metrics is not None:
+                self._attachment.metrics.note_collection(cast("MetricCollection", dictionary))
         for name, value in dictionary.items(**collection):
             self.log(name, value, *arguments, **options)
 

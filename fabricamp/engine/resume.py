@@ -24,7 +24,8 @@ from fabricamp.data import Feed, move_to_device
 from fabricamp.engine.accumulation_state import AccumulationState
 from fabricamp.hooks import overrides
 from fabricamp.metrics import Metrics
-from fabricamp.metrics.saving import find_objects, load_objects, save_objects
+from fabricamp.metrics.saving import find_objects, load_objects, save_objects, updated
+from fabricamp.metrics.values import is_metric_collection
 from fabricamp.rng import capture_rng, restore_rng
 from fabricamp.state import RunState, Scope
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
     from fabricamp.engine.update import Update
     from fabricamp.loggers.logger_collection import LoggerCollection
-    from fabricamp.metrics.values import TorchMetric
     from fabricamp.module import TrainingModule
     from fabricamp.strategies.base import Strategy
 
@@ -151,7 +151,9 @@ class ResumePoint(Section):
         return {
             "rng": capture_rng() if unfinished is None else unfinished.rng,
             "loops.fit.metrics": self._metrics.state_dict(objects),
-            "loops.fit.torchmetrics": save_objects(objects if unfinished is None else unfinished.used(objects)),
+            "loops.fit.torchmetrics": save_objects(
+                objects, updated(objects) if unfinished is None else unfinished.updated
+            ),
         }
 
     # -- resuming ----------------------------------------------------------------------------------------------------------------
@@ -171,6 +173,9 @@ class ResumePoint(Section):
         chosen = _saved_ranks(strategy, ranks, tensor_parallel, same=same)
         objects = find_objects(self._module)
         load_objects(objects, [loop["torchmetrics"][rank] for rank in chosen])
+        for part in self._module.modules():
+            if is_metric_collection(part):  # the epoch may end before it is logged again
+                self._metrics.note_collection(part)
         self._metrics.load_state_dict([loop["metrics"][rank] for rank in chosen], loop["metrics"][0], objects)
         ended = loop.get("metrics_at_end", [{}])
         if ended[0] and state.closed_at == state.batches_done:
@@ -277,18 +282,15 @@ class _BeforeValidation:
     def __init__(self, module: TrainingModule, callbacks: CallbackStates) -> None:
         self.rng = capture_rng()
         self._callbacks = callbacks
-        self._used = {name for name, metric in find_objects(module).items() if metric.update_count}
-
-    def used(self, objects: dict[str, TorchMetric]) -> dict[str, TorchMetric]:
-        """Returns the torchmetrics ``objects`` that had been updated before the validation."""
-        return {name: metric for name, metric in objects.items() if name in self._used}
+        self.updated = updated(find_objects(module))
+        """The names of the torchmetrics objects that had been updated before the validation."""
 
     def restore(self, module: TrainingModule) -> None:
         """Undoes a validation that was cut short."""
         restore_rng(self.rng)
         self._callbacks.restore()
         for name, metric in find_objects(module).items():
-            if name not in self._used:
+            if name not in self.updated:
                 metric.reset()
 
 

@@ -8,24 +8,36 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fabricamp.errors import DistributedError
+from fabricamp.errors import ConfigError, DistributedError
 from fabricamp.metrics import exchange
-from fabricamp.metrics.recording import Recording
+from fabricamp.metrics.recording import LOADER_MARK, Recording
 from fabricamp.metrics.saving import load_rows, load_table, save_rows, save_table
 from fabricamp.metrics.slots import NO_LOADER, MetricTable
-from fabricamp.metrics.values import USUAL, Dtypes, View, as_numbers, filled, latest_of_hooks, latest_steps, plain_value
+from fabricamp.metrics.values import (
+    USUAL,
+    Dtypes,
+    View,
+    as_numbers,
+    count_updates,
+    filled,
+    latest_of_hooks,
+    latest_steps,
+    parts_of,
+    plain_value,
+)
 from fabricamp.state import RunningStage, Scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from fabricamp._utils.types import StateDict
-    from fabricamp.metrics.slots import Published
+    from fabricamp.metrics.slots import Cell, Published
     from fabricamp.metrics.values import TorchMetric
     from fabricamp.state import RunState
     from fabricamp.strategies.base import Strategy
@@ -303,44 +315,81 @@ class Metrics(Recording):
                 own = [value for value in own if value[0].key not in evaluated]
             self._show(own)
             self.logged.update(_for_loggers(own))
+        computed = self._compute_objects(table, [one for one in merged if one.reduced is None])
+        values = []
         # Step values before epoch values: the last one takes the plain key.
-        ordered = sorted(merged, key=lambda one: not one.published.per_step)
-        numbers = [self._computed(table, one) if one.reduced is None else one.reduced for one in ordered]
-        values = [(one.published, number) for one, number in zip(ordered, numbers, strict=True)]
+        for one in sorted(merged, key=lambda one: not one.published.per_step):
+            own = computed[one.published] if one.reduced is None else [(one.published, one.reduced)]
+            values += own
+            for published, value in own:
+                # An evaluation's step value beside an epoch value is for loggers: callbacks keep the training step's of this name.
+                if training or not published.per_step or published.key == published.plain_key:
+                    self._publish_to_callbacks(published, value, seen=one.seen)
         table.mark_reduced()
-        for one, number in zip(ordered, numbers, strict=True):
-            published = one.published
-            # An evaluation's step value beside an epoch value is for loggers: callbacks keep the training step's of this name.
-            if training or not published.per_step or published.key == published.plain_key:
-                self._publish_to_callbacks(published, number, seen=one.seen)
         # Training step values are published by flushes.
         if training:
             values = [(published, value) for published, value in values if not published.per_step]
         self.logged.update(_for_loggers(values))
         return values
 
-    def _computed(self, table: MetricTable, value: exchange.Merged) -> float:
-        """Returns the value that a torchmetrics object computes over all ranks; all ranks have to call it at the same point."""
-        key = value.published.key
-        # Of each rank: 0.0 no object, 1.0 has to compute, 2.0 nothing new since the last computation.
-        states = [0.0 if part is None else part.total for part in value.parts]
-        without = [rank for rank, state in enumerate(states) if not state]
-        if without:
-            raise DistributedError(
-                f"{key!r} is a torchmetrics object that the ranks {without} have not logged, so it cannot be computed over all; "
-                "log it on every rank (each needs a batch, and rank_zero_only=False)"
-            )
-        cell = table.cells[value.published.identity]
-        if cell.computed is None or min(states) < 2:
-            metric = cell.metric
-            assert metric is not None
+    def _compute_objects(
+        self, table: MetricTable, objects: Sequence[exchange.Merged]
+    ) -> dict[Published, list[tuple[Published, float]]]:
+        """Returns the values that torchmetrics objects compute over all ranks; all ranks have to call it at the same point."""
+        due = [table.cells[one.published.identity] for one in objects if _has_to_compute(table, one)]
+        # compute() is a collective: a rank that kept a result which another computes anew would let that one wait.
+        for cell in due:
+            own, *within = parts_of(_metric_of(cell))
             if cell.computed is not None:
-                metric._computed = None  # another rank has new updates: compute() is collective, all recompute
-            answer = metric.compute()
-            number = float(plain_value(key, answer))
-            cell.computed = (metric.update_count, number)
-            self._dtypes.note(value.published, answer.dtype if isinstance(answer, Tensor) else USUAL)
-        return cell.computed[1]
+                own._computed = None
+            for part in within:  # collections forget the results of their members, not of what these wrap
+                part._computed = None
+        answers = [_metric_of(cell).compute() for cell in due]
+        for cell, answer in zip(due, answers, strict=True):
+            named = self._named(table, cell, answer) if isinstance(answer, Mapping) else {cell.published.key: answer}
+            numbers = {key: float(plain_value(key, value)) for key, value in named.items()}
+            cell.computed = (count_updates(_metric_of(cell)), numbers)
+            for key, value in named.items():
+                dtype = value.dtype if isinstance(value, Tensor) else USUAL
+                self._dtypes.note(_under(key, cell.published), dtype)
+        values = {}
+        for one in objects:
+            known = table.cells[one.published.identity].computed
+            assert known is not None
+            values[one.published] = [(_under(key, one.published), number) for key, number in known[1].items()]
+        return values
+
+    def _named(self, table: MetricTable, cell: Cell, answer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the values of a metric that computes several, by the names that its collection gives them."""
+        metric = _metric_of(cell)
+        collection = self._collection_of(metric)
+        if collection is None:
+            raise ConfigError(
+                f"self.log({cell.published.key!r}, ...) was given a {type(metric).__name__}, which computes a dict; put it into a "
+                "torchmetrics.MetricCollection and log that with self.log_dict(...), which gives each value its own name"
+            )
+        _, mark, loader = cell.published.key.partition(LOADER_MARK)
+        # Both in the order of the members, whose results are known by now.
+        results = [member.compute() for member in collection.values(copy_state=False)]
+        flat = collection.compute()
+        before = 0
+        for member, result in zip(collection.values(copy_state=False), results, strict=True):
+            if member is metric:
+                break
+            before += len(result) if isinstance(result, Mapping) else 1
+        names = list(flat)[before : before + len(answer)]
+        named = {f"{name}{mark}{loader}": flat[name] for name in names}
+        others = {one.published.key for one in table.cells.values() if one is not cell}
+        for other in table.cells.values():
+            if other is not cell and other.computed is not None:
+                others.update(other.computed[1])
+        both = others.intersection(named)
+        if both or len(flat) < sum(len(result) if isinstance(result, Mapping) else 1 for result in results):
+            raise ConfigError(
+                f"{type(metric).__name__} {cell.published.key!r} computes {', '.join(sorted(both or named))}, and another value "
+                "has such a name too; give the wrapper or its collection a prefix"
+            )
+        return named
 
     def forget(self) -> None:
         """Drops everything published; called after the sanity check."""
@@ -424,6 +473,30 @@ class Metrics(Recording):
 
 def _for_loggers(values: Iterable[tuple[Published, float]]) -> dict[str, float]:
     return {published.key: value for published, value in values if published.logger}
+
+
+def _has_to_compute(table: MetricTable, value: exchange.Merged) -> bool:
+    """Returns whether any rank has new updates of a torchmetrics object; raises if a rank has no object."""
+    key = value.published.key
+    # Of each rank: 0.0 no object, 1.0 has to compute, 2.0 nothing new since the last computation.
+    states = [0.0 if part is None else part.total for part in value.parts]
+    without = [rank for rank, state in enumerate(states) if not state]
+    if without:
+        raise DistributedError(
+            f"{key!r} is a torchmetrics object that the ranks {without} have not logged, so it cannot be computed over all; "
+            "log it on every rank (each needs a batch, and rank_zero_only=False)"
+        )
+    return table.cells[value.published.identity].computed is None or min(states) < 2
+
+
+def _metric_of(cell: Cell) -> TorchMetric:
+    assert cell.metric is not None
+    return cell.metric
+
+
+def _under(key: str, published: Published) -> Published:
+    """Returns the description of a metric's value under ``key``."""
+    return published if key == published.key else published._replace(key=key, plain_key=key)
 
 
 class ProgressSnapshot:

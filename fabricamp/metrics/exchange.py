@@ -18,6 +18,7 @@ import torch
 
 from fabricamp.errors import DistributedError
 from fabricamp.metrics.slots import SEEN
+from fabricamp.metrics.values import count_updates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -115,7 +116,7 @@ def _of_object(cell: Cell) -> float:
     """Returns the state of a torchmetrics object: 0.0 no object, 1.0 has to compute, 2.0 nothing new (a reset adds nothing)."""
     if cell.metric is None:
         return 0.0
-    known = cell.computed is not None and cell.metric.update_count in (0, cell.computed[0])
+    known = cell.computed is not None and count_updates(cell.metric) in (0, cell.computed[0])
     return 2.0 if known else 1.0
 
 

@@ -5,6 +5,7 @@ First :class:`Recording`, then the rules by which a call is checked and its valu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +15,22 @@ from torch.compiler import is_dynamo_compiling
 from fabricamp._utils.lightning_alias import say_difference
 from fabricamp.errors import ConfigError, nearest
 from fabricamp.metrics.slots import NO_LOADER, Arguments, MetricTable, Published, Slot
-from fabricamp.metrics.values import Dtypes, as_weight, batch_weight, dtype_of, is_metric, plain_value, tell_of_lengths
+from fabricamp.metrics.values import (
+    Dtypes,
+    as_weight,
+    batch_weight,
+    dtype_of,
+    is_metric,
+    parts_of,
+    plain_value,
+    tell_of_lengths,
+)
 from fabricamp.state import Scope, UserCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fabricamp.metrics.values import TorchMetric
+    from fabricamp.metrics.values import MetricCollection, TorchMetric
     from fabricamp.strategies.base import Strategy
 
 
@@ -44,6 +54,7 @@ class Recording:
         self._dtypes = Dtypes()
         self._asynchronous = False
         self._keep_outside_graphs: Callable[..., None] | None = None
+        self._collections: dict[int, MetricCollection] = {}
 
     def keep(self, call: tuple[Any, ...], value: object, batch_size: int | None = None) -> None:
         """Stores ``value`` for the next flush, the end of the epoch, or both; ``call`` has the fields of :class:`Arguments`.
@@ -77,6 +88,19 @@ class Recording:
                 cell.weight = -1
         else:
             self._keep_tensor(slot, value.detach(), batch_size)
+
+    def note_collection(self, collection: MetricCollection) -> None:
+        """Notes a torchmetrics collection that is logged: it names the values of a metric that computes several."""
+        if is_dynamo_compiling():
+            torch.compiler.disable(self.note_collection)(collection)
+            return
+        self._collections[id(collection)] = collection
+
+    def _collection_of(self, metric: TorchMetric) -> MetricCollection | None:
+        for collection in self._collections.values():
+            if any(member is metric for member in collection.values(copy_state=False)):
+                return collection
+        return None
 
     def _table_name(self) -> str:
         trains = self._user_call.scope in (Scope.TRAIN_STEP, Scope.TRAIN_EPOCH)
@@ -121,7 +145,7 @@ class Recording:
         published = published_values(arguments, user_call, metric=metric is not None)
         if metric is None:
             plain_value(arguments.name, value)
-        elif strategy.world_size > 1 and not metric.sync_on_compute:
+        elif strategy.world_size > 1 and not all(part.sync_on_compute for part in parts_of(metric)):
             raise ConfigError(
                 f"self.log({arguments.name!r}, ...) was given a {type(metric).__name__} with sync_on_compute=False, "
                 "but an epoch's values are those of all ranks; build it with sync_on_compute=True"
@@ -195,6 +219,12 @@ class Recording:
             name = slot.arguments.name
             # torchmetrics has no public name for the value of the last forward().
             latest = getattr(metric, "_forward_cache", None)
+            if isinstance(latest, Mapping) or (latest is None and len(parts_of(metric)) > 1):
+                raise ConfigError(
+                    f"self.log({name!r}, ..., on_step=True) was given a {type(metric).__name__}, which has no single value of a "
+                    "step; log it with on_step=False, on_epoch=True, and the steps by the dict that its collection returns: "
+                    "self.log_dict(self.metrics(...))"
+                )
             if latest is None:
                 raise ConfigError(
                     f"self.log({name!r}, ..., on_step=True) takes the value of the metric's forward, but only its update() "

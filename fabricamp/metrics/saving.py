@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from fabricamp._utils.types import StateDict
 from fabricamp.errors import CheckpointError
 from fabricamp.metrics.exchange import RankValues
 from fabricamp.metrics.slots import MetricTable, Published
-from fabricamp.metrics.values import TorchMetric, is_metric
+from fabricamp.metrics.values import TorchMetric, is_metric, parts_of
 
 
 def save_table(table: MetricTable, objects: dict[int, str]) -> StateDict:
@@ -83,37 +83,87 @@ def load_rows(saved: Sequence[StateDict]) -> list[RankValues]:
 
 
 def find_objects(module: nn.Module) -> dict[str, TorchMetric]:
-    """Returns the torchmetrics objects in ``module`` by name."""
+    """Returns the torchmetrics objects in ``module`` by name, without a metric whose states its wrapper (ClasswiseWrapper) has."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}
     for part in module.modules():
         if isinstance(part, torchmetrics.MetricCollection):
             part.values()  # updates members that share the states of one member
-    return {name: part for name, part in module.named_modules() if is_metric(part)}
+    found: dict[str, TorchMetric] = {}
+    known: set[int] = set()
+    for name, part in module.named_modules():
+        if is_metric(part) and id(part._defaults) not in known:
+            found[name] = part
+            known.add(id(part._defaults))
+    return found
 
 
-def save_objects(objects: dict[str, TorchMetric]) -> StateDict:
-    """Returns the states of those ``objects`` that have been updated."""
-    return {
-        name: {"update_count": metric.update_count, "states": {key: _state(metric, key) for key in metric._defaults}}
-        for name, metric in objects.items()
-        if metric.update_count
-    }
+def updated(objects: dict[str, TorchMetric]) -> set[str]:
+    """Returns the names of those ``objects`` that have been updated."""
+    return {name for name, metric in objects.items() if _update_count(metric)}
+
+
+def save_objects(objects: dict[str, TorchMetric], names: Collection[str]) -> StateDict:
+    """Returns the states of the ``objects`` of these ``names``, and what any wrapper keeps beside states (extremes)."""
+    saved: StateDict = {}
+    for name, metric in objects.items():
+        if name in names:
+            states = {key: _state(metric, key) for key in metric._defaults}
+            saved[name] = {"update_count": _update_count(metric), "states": states}
+        if kept := _kept_by_wrapper(metric):
+            saved.setdefault(name, {})["kept"] = kept
+    return saved
 
 
 def load_objects(objects: dict[str, TorchMetric], states: Sequence[StateDict]) -> None:
     """Loads the states of one rank, or of several ranks combined, into ``objects``; objects without a state are reset."""
     for name, metric in objects.items():
         metric.reset()
-        saved = [state[name] for state in states if name in state]
+        of_ranks = [state[name] for state in states if name in state]
+        for key, value in (of_ranks[0].get("kept", {}) if of_ranks else {}).items():
+            setattr(metric, key, value.to(metric.device))  # computed over all ranks, so equal on each
+        saved = [one for one in of_ranks if "states" in one]
         if not saved:
             continue
         for key in metric._defaults:
             values = [_on(metric.device, of_rank["states"][key]) for of_rank in saved]
             setattr(metric, key, values[0] if len(values) == 1 else _reduced(name, metric, key, values))
-        metric._update_count = sum(of_rank["update_count"] for of_rank in saved)
-        metric._computed = None
+        for part in _of_same_states(metric):
+            part._update_count = sum(of_rank["update_count"] for of_rank in saved)
+            part._computed = None
+
+
+def _update_count(metric: TorchMetric) -> int:
+    own, *within = (part.update_count for part in _of_same_states(metric))
+    if not within or any(within):
+        return max([own, *within])
+    # A ClasswiseWrapper counts 1 before its first update. In a compute group it has the count of the metric whose states it shares.
+    return (
+        own if own > 1 or any(_differs(getattr(metric, key), metric._defaults[key]) for key in metric._defaults) else 0
+    )
+
+
+def _differs(state: torch.Tensor | list[torch.Tensor], default: torch.Tensor | list[torch.Tensor]) -> bool:
+    if isinstance(state, list) or isinstance(default, list):
+        return len(state) > 0
+    return not torch.equal(state, default.to(state.device))
+
+
+def _of_same_states(metric: TorchMetric) -> list[TorchMetric]:
+    """Returns the metric and those of its parts that have the very same states."""
+    return [part for part in parts_of(metric) if part._defaults is metric._defaults]
+
+
+def _kept_by_wrapper(metric: TorchMetric) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a wrapper that are no states, by name: the extremes of MinMaxMetric, which a reset leaves."""
+    if len(parts_of(metric)) == 1:
+        return {}
+    return {
+        key: value
+        for key, value in vars(metric).items()
+        if isinstance(value, torch.Tensor) and key not in metric._defaults and not key.startswith("_")
+    }
 
 
 def _state(metric: object, key: str) -> object:

@@ -78,8 +78,8 @@ class Cell:
     A tensor goes to ``tensor`` (a view into the table's device vector), a Python number to ``number``.  ``weight`` is 0 for a value
     that was not logged; for a step value, 1 means that the value is in ``tensor``, and -1 that it is in ``number``; ``SEEN`` and
     ``-SEEN`` mean the same of a value that monitors have, but no flush.  ``sent`` is the weight of a step value at its flush, or of
-    an epoch value at its last reduction.  ``computed`` is (number of updates,
-    result) of the last computation of the torchmetrics object ``metric``.
+    an epoch value at its last reduction.  ``computed`` is (number of updates, values by
+    key) of the last computation of the torchmetrics object ``metric``.
     """
 
     __slots__ = ("computed", "metric", "number", "owner", "per_step", "published", "sent", "tensor", "weight")
@@ -90,7 +90,7 @@ class Cell:
         self.tensor = tensor
         self.owner: Slot | None = None
         self.metric: TorchMetric | None = None
-        self.computed: tuple[int, float] | None = None
+        self.computed: tuple[int, dict[str, float]] | None = None
         self.number = 0.0
         self.weight = 0
         self.sent = 0

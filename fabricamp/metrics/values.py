@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabricamp._utils.containers import batch_length, tensors_within
 from fabricamp._utils.say_once import say_once
@@ -21,7 +21,7 @@ from fabricamp.errors import ConfigError, NotCapturableError
 from fabricamp.ops.shards import is_shard, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from fabricamp._utils.types import Batch
     from fabricamp.metrics.slots import MetricTable, Published
@@ -43,12 +43,28 @@ class TorchMetric(Protocol):
     """The states by name, with their values after a reset."""
     _reductions: dict[str, Callable[[Tensor | list[Tensor]], Tensor] | None]
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Yields the metric itself, then the metrics that a wrapper holds."""
+        ...
+
     def reset(self) -> None:
         """Sets the states to their defaults."""
         ...
 
-    def compute(self) -> Tensor:
-        """Returns the value of all updates; a collective call."""
+    def compute(self) -> Tensor | Mapping[str, Tensor]:
+        """Returns the value of all updates, some wrappers several by name; a collective call."""
+        ...
+
+
+class MetricCollection(Protocol):
+    """What is asked of torchmetrics' collection: its metrics, and their values with the names that it gives them."""
+
+    def values(self, copy_state: bool = True) -> Iterable[TorchMetric]:
+        """Returns the metrics; with ``copy_state`` those that share states get copies."""
+        ...
+
+    def compute(self) -> dict[str, Tensor]:
+        """Returns the values of all metrics, those of a wrapper each under a name of its own; a collective call."""
         ...
 
 
@@ -58,7 +74,21 @@ def is_metric(value: object) -> TypeGuard[TorchMetric]:
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
-def is_metric_collection(value: object) -> bool:
+def parts_of(metric: TorchMetric) -> list[TorchMetric]:
+    """Returns the metric itself, then the metrics that a wrapper such as ClasswiseWrapper holds, at any depth."""
+    return [part for part in metric.modules() if is_metric(part)]
+
+
+def count_updates(metric: TorchMetric) -> int:
+    """Returns the number of updates since the last reset; a wrapper leaves its own number at 0 or 1, so its parts' are counted."""
+    own, *within = (part.update_count for part in parts_of(metric))
+    if not within:
+        return own
+    # In a compute group, the collection gives a wrapper the number of the metric whose states it shares.
+    return sum(within) or (own if own > 1 else 0)
+
+
+def is_metric_collection(value: object) -> TypeGuard[MetricCollection]:
     """Returns whether ``value`` is torchmetrics' MetricCollection, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.MetricCollection)
