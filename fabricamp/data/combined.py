@@ -19,10 +19,11 @@ from fabricamp.data.position import (
     batches_before,
     begin,
     continues_after_limit,
+    draw_order,
     end_workers,
     enter,
     generators_of,
-    is_read_past,
+    is_drawn_again,
     own_sampler,
     position_of,
     restore,
@@ -276,7 +277,7 @@ class _Source:
         if self._batches is not None or (self.ended and not self._cycles):
             return
         sampler = own_sampler(self.loader)
-        if sampler is not None and self.rounds:
+        if sampler is not None and self.rounds and not is_drawn_again(self.loader):
             sampler.set_epoch(self._epoch + self.rounds * _PASS)
         self._unread = enter(self.loader, self.entered) if self.entered else 0
         self._record_draws(0)
@@ -290,7 +291,10 @@ class _Source:
         if self._unread and self._batches is not None:
             self._record_draws(1)
             without_first(self._batches, self._unread)
-        if self.entered.get(BEGUN) and self._batches is not None and is_read_past(self.loader):
+        if self.is_within and own_sampler(self.loader) is not None and is_drawn_again(self.loader):
+            self._record_draws(1)
+            draw_order(self.loader)
+        if self.entered.get(BEGUN) and self._batches is not None and is_drawn_again(self.loader):
             # Reading the first batch draws the order, which the run has drawn before.
             self._record_draws(1)
             self._first = list(itertools.islice(self._batches, 1))
@@ -298,7 +302,7 @@ class _Source:
 
     def _record_draws(self, moment: int) -> None:
         """Records the RNG states, or restores them from the run that began the pass; ``moment``: 0 opening, 1 first batch."""
-        if not is_read_past(self.loader):
+        if not is_drawn_again(self.loader):
             return
         generators = generators_of([self.loader])
         if not self.is_within:

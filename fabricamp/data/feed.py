@@ -21,11 +21,14 @@ from fabricamp.data.position import (
     batches_before,
     begin,
     continues_after_limit,
+    convert,
+    draw_order,
     draws_of,
     draws_while_reading,
     end_workers,
     enter,
     generators_of,
+    is_drawn_again,
     is_read_past,
     is_stateful,
     isolate,
@@ -258,7 +261,7 @@ class Feed:
 
         within_pass = resume.get("batches") or any(position.get(BEGUN) for position in resume.get("positions", ()))
         if not within_pass:
-            rng = capture_rng() if any(map(is_read_past, self._members)) else None
+            rng = capture_rng() if any(map(is_drawn_again, self._members)) else None
             self._at_opening = {"rng": rng, "generators": states_of(generators), "earlier_pass": self._has_begun}
             self._source = self._enter(resume)
             return self._checked(total, counted=counted, prepare=prepare)
@@ -269,6 +272,7 @@ class Feed:
         with isolate(generators):
             restore(self._at_opening, generators)
             self._source = self._enter(resume)
+            draw_order(self._loader)
             batches = self._checked(total, counted=counted, prepare=prepare)
             if ahead:
                 # The batches that the run had read ahead are read again, each from the RNG states of that time.
@@ -491,6 +495,8 @@ class Feed:
         """Continues with the sample orders of the resumed run; ``orders`` is None for a checkpoint that does not store them."""
         for member, order, position in itertools.zip_longest(self._members, orders or (), positions):
             sampler = own_sampler(member)
+            if position is not None:
+                convert(member, order, position)
             if sampler is None:
                 continue
             if orders is None:

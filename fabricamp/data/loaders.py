@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,17 +21,25 @@ from torch.utils.data import (
 from fabricamp._utils.say_once import say_once
 from fabricamp.data.combined import CombinedLoader, leaves_of
 from fabricamp.data.length_groups import LengthGroups
-from fabricamp.data.orders import DrawnOrder, SeededOrder
-from fabricamp.data.position import draw_seed
+from fabricamp.data.lengths import known_length
+from fabricamp.data.orders import DrawnOrder, GivenOrder, SeededOrder
+from fabricamp.data.position import batch_size_of, draw_seed
 from fabricamp.data.resident import ResidentLoader
-from fabricamp.data.samplers import DrawingSampler, EvalSampler, SharingSampler, TrainSampler
+from fabricamp.data.samplers import (
+    DrawingSampler,
+    EvalSampler,
+    GivenEvalSampler,
+    GivenSampler,
+    SharingSampler,
+    TrainSampler,
+)
 from fabricamp.data.seeding import SeededDataset
-from fabricamp.data.sharding import Sharded
+from fabricamp.data.sharding import Sharded, orders_of_ranks
 from fabricamp.errors import ConfigError
 from fabricamp.rng import seed_worker, seeds_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sized
+    from collections.abc import Callable, Iterable, Sized
 
     from fabricamp._utils.types import Loader
 
@@ -51,14 +61,16 @@ def wire_loader(
     in_batches: bool = False,
     at_once: int = 1,
     from_first: Callable[[Any], Any] | None = None,
+    gather: Callable[[Any], list[Any]] | None = None,
 ) -> Loader:
     """Returns ``loader`` rebuilt with :class:`TrainSampler` or :class:`EvalSampler`, or unchanged.
 
     Rebuilds exactly torch's ``DataLoader`` (no subclass) with a plain Random- or SequentialSampler, and keeps its other options.
     A single process draws the order that the loader's own sampler would draw; several ranks share the order of
     ``DistributedSampler`` with ``seed``.  Evaluation on several ranks reads in order; samples are dealt out one by one, or in
-    batches (``in_batches``).  Any other loader is used unchanged, with one message if ranks could read the same data.  The data of
-    a :class:`ResidentLoader` are moved to ``device``.
+    batches (``in_batches``).  A ``DataLoader`` with another sampler or batch sampler, or of a subclass, is copied: several ranks
+    share the first rank's order, if all would draw the same one.  Any other loader is used unchanged, with one message if ranks
+    could read the same data.  The data of a :class:`ResidentLoader` are moved to ``device``.
 
     Args:
         loader: the loader, or a :class:`CombinedLoader`, whose loaders are treated one by one.
@@ -75,10 +87,11 @@ def wire_loader(
         at_once: the number of batches that may be read together.
         from_first: returns the first rank's value on every rank, if there are several.  With it, several ranks can resume a run of
             a single process in the order that its generator draws.
+        gather: returns every rank's value on every rank.  Without it, a user's sampler is used as it is.
 
     Raises:
         ConfigError: with ``overfit``, for a loader that may shuffle and cannot be rebuilt; with ``per_sample_seed``, for a loader
-            that is not rebuilt.
+            that is not rebuilt; for a user's sampler to train with, if ``gather`` does not reach all that share the data.
     """
     if isinstance(loader, CombinedLoader):
         options = {name: value for name, value in locals().items() if name != "loader"}
@@ -107,7 +120,7 @@ def wire_loader(
         elif data_ranks == 1:
             return loader
         else:
-            block = (loader.batch_size or 1) if in_batches else 1
+            block = batch_size_of(loader) if in_batches else 1
             new_sampler = EvalSampler(
                 len(cast("Sized", loader.dataset)), rank=data_rank, world_size=data_ranks, block=block
             )
@@ -122,8 +135,23 @@ def wire_loader(
             loader, data_rank, data_ranks, seed, train=train, shuffle=not overfit, in_batches=in_batches
         )
         return loader.shared_out(resident_sampler, device)
-    is_shared = _share_out(loader, data_rank, data_ranks, train=train)
-    if not is_shared and rank == 0:
+    if _share_out(loader, data_rank, data_ranks, train=train):
+        return loader
+    if data_ranks > 1 and gather is not None:
+        shared = _share_given(
+            loader,
+            rank,
+            data_rank,
+            data_ranks,
+            seed,
+            train=train,
+            in_batches=in_batches,
+            from_first=from_first or _same,
+            gather=gather,
+        )
+        if shared is not None:
+            return shared
+    if rank == 0:
         unshared = world_size > 1 and distributed_sampler
         _say_used_as_it_is(loader, unshared=unshared, overfit=overfit > 0, train=train)
     return loader
@@ -252,6 +280,90 @@ def _train_sampler(
     return SharingSampler(dataset, *seeded, drawn, **options)
 
 
+def _share_given(
+    loader: Loader,
+    rank: int,
+    data_rank: int,
+    data_ranks: int,
+    seed: int,
+    *,
+    train: bool,
+    in_batches: bool,
+    from_first: Callable[[Any], Any],
+    gather: Callable[[Any], list[Any]],
+) -> Loader | None:
+    """Returns a DataLoader that shares the order of a user's sampler, or of its subclass; unchanged if the ranks' orders differ.
+
+    None for a loader whose order cannot be shared.
+    """
+    given = None if _shards_itself(loader) else _given_sampler(loader)
+    if given is None:
+        return None
+    loader = cast("DataLoader[Any]", loader)
+    orders = orders_of_ranks(given, loader.dataset, from_first, gather)
+    if len(orders) < data_ranks:
+        raise ConfigError(
+            f"{_kind(loader)}: groups that exchange nothing before their first step cannot compare the orders of a sampler of your "
+            "own; give torch's DataLoader with its default sampler, or share the samples among the groups yourself and pass "
+            "use_distributed_sampler=False"
+        )
+    if len(set(orders)) > 1:
+        if rank == 0:
+            say_once(
+                f"{_kind(loader)} is used as it is: its order is another one on each rank, as that of a sampler that shards itself "
+                "(one that yields the same order on all ranks is shared among them)"
+            )
+        return loader
+    # Without a length there is no end at which each sample has been evaluated on exactly one rank.
+    if orders[0] is None or not (train or known_length(given) < math.inf):
+        return None
+    if train:
+        order = GivenOrder(given, from_first=from_first, is_first=rank == 0)
+        return _with_sampler(
+            loader, GivenSampler(given, loader.dataset, order, rank=data_rank, world_size=data_ranks), rank
+        )
+    # The items of a batch sampler are batches already.
+    block = batch_size_of(loader) if in_batches and given is not loader.batch_sampler else 1
+    evaluated = GivenEvalSampler(given, rank=data_rank, world_size=data_ranks, block=block, seed=seed)
+    return _with_sampler(loader, evaluated, rank)
+
+
+def _given_sampler(loader: Loader) -> Iterable[Any] | None:
+    """Returns what decides a loader's order: its sampler, or a batch sampler of the user; None if its class reads otherwise."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
+        return None
+    given: Iterable[Any] = loader.sampler
+    if type(loader.batch_sampler) is BatchSampler:
+        given = loader.batch_sampler.sampler
+    elif loader.batch_sampler is not None:
+        given = loader.batch_sampler
+    return given
+
+
+def _with_sampler(loader: DataLoader[Any], sampler: GivenSampler | GivenEvalSampler, rank: int) -> DataLoader[Any]:
+    """Returns a copy of ``loader``, of its class, with ``sampler`` in the place of the user's sampler or batch sampler."""
+    batch_sampler = loader.batch_sampler
+    changes: dict[str, Any] = {"_iterator": None, "worker_init_fn": _worker_init_fn(loader, rank)}
+    if batch_sampler is None:
+        changes["sampler"] = sampler
+    elif type(batch_sampler) is BatchSampler:
+        size = batch_sampler.batch_size
+        drop_last = batch_sampler.drop_last
+        changes |= {"sampler": sampler, "batch_size": size, "drop_last": drop_last}
+        changes["batch_sampler"] = BatchSampler(sampler, size, drop_last)
+    else:
+        changes["batch_sampler"] = sampler
+    copied = copy.copy(loader)
+    vars(copied).update(changes)  # bypasses DataLoader's __setattr__, which refuses another sampler
+    return copied
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
 def _resident_sampler(
     loader: ResidentLoader, rank: int, world_size: int, seed: int, *, train: bool, shuffle: bool, in_batches: bool
 ) -> TrainSampler | EvalSampler:
@@ -270,10 +382,6 @@ def _rebuilt(
     batching: dict[str, Any] = {"batch_size": None}
     if isinstance(batch_sampler, BatchSampler):
         batching = {"batch_size": batch_sampler.batch_size, "drop_last": batch_sampler.drop_last}
-    worker_init_fn = loader.worker_init_fn
-    # With one seed for all ranks, torch gives worker i the same seed on every rank; rank 0 keeps that of a single process.
-    if worker_init_fn is None and rank > 0 and loader.num_workers > 0 and seeds_workers():
-        worker_init_fn = functools.partial(seed_worker, rank=rank)
     tags = isinstance(sampler, TrainSampler) and sampler.tags
     return DataLoader(
         SeededDataset(loader.dataset) if tags else loader.dataset,
@@ -283,7 +391,7 @@ def _rebuilt(
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory or _can_pin(loader, device),
         timeout=loader.timeout,
-        worker_init_fn=worker_init_fn,
+        worker_init_fn=_worker_init_fn(loader, rank),
         multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
@@ -291,6 +399,16 @@ def _rebuilt(
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
     )
+
+
+def _worker_init_fn(loader: DataLoader[Any], rank: int) -> Callable[[int], None] | None:
+    """Returns the loader's own function; else, one that gives the workers of each rank other random numbers.
+
+    With one seed for all ranks, torch gives worker i the same seed on every rank; rank 0 keeps that of a single process.
+    """
+    if loader.worker_init_fn is None and rank > 0 and loader.num_workers > 0 and seeds_workers():
+        return functools.partial(seed_worker, rank=rank)
+    return loader.worker_init_fn
 
 
 def _can_pin(loader: DataLoader[Any], device: torch.device | None) -> bool:

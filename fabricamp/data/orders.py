@@ -1,23 +1,31 @@
-"""Orders of an epoch's samples: drawn by torch's RandomSampler, or from (seed, epoch) as in DistributedSampler."""
+"""Orders of an epoch's samples: drawn by torch's RandomSampler or by a user's, or from (seed, epoch) as in DistributedSampler."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import RandomSampler
 
+from fabricamp._utils.say_once import say_once
 from fabricamp._utils.types import StateDict
+from fabricamp.errors import ConfigError
+from fabricamp.rng import capture_rng, isolate_rng, restore_rng
 
 DRAWN = "drawn"
 SEEDED = "seeded"
 IN_ORDER = "in order"
+GIVEN = "given"
 _CHUNK = 1 << 16
 """Indices converted to Python integers at a time: a list of all indices takes five times the memory of their tensor."""
+_SENT = 1 << 20
+"""Items of a user's sampler that one message to the other ranks holds."""
+_AHEAD = 1 << 10
+"""Items that are drawn ahead from a sampler without a length."""
 
 
 class Draw(NamedTuple):
@@ -225,7 +233,151 @@ class DrawnOrder:
                 return
 
 
-Order = SeededOrder | DrawnOrder
+class GivenOrder:
+    """The order that a user's sampler yields on the first rank: its indices, or a batch sampler's batches.
+
+    Every rank draws a complete pass from its sampler, at once, and then takes the first rank's items instead, which
+    ``from_first`` returns.  So the generators of all ranks advance, and rank 0's as in a single process.
+
+    A sampler without a length may be endless.  Each rank draws its items in turn, from the RNG states that the first rank had at
+    the beginning of the pass; no generator advances.
+    """
+
+    rule = GIVEN
+    draws: Sequence[Draw] = ()
+
+    def __init__(self, sampler: Iterable[Any], *, from_first: Callable[[Any], Any], is_first: bool) -> None:
+        self.together = False
+        """Whether all ranks begin the next pass; a pass that a user begins on a single rank has the order drawn there."""
+        self._sampler = sampler
+        self._from_first = from_first
+        self._is_first = is_first
+        self._epoch = 0
+        self._is_within = False  # whether the next pass is entered after its first sample
+        self._ready: Tensor | list[Any] | Iterator[Any] | None = None
+        self._digest = b""  # of the last order that was drawn
+        self._entered_digest = b""  # of the order that a resumed pass has to repeat
+
+    @property
+    def size(self) -> int:
+        """The number of items in a pass; raises TypeError for a sampler without a length."""
+        return len(cast("Sized", self._sampler))
+
+    @property
+    def has_size(self) -> bool:
+        """Whether the sampler has a length."""
+        try:
+            return self.size >= 0
+        except (TypeError, NotImplementedError):
+            return False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch; setting it calls the sampler's ``set_epoch``, if it has one."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        own_set_epoch = getattr(self._sampler, "set_epoch", None)
+        if callable(own_set_epoch):
+            own_set_epoch(epoch)
+
+    def all(self) -> Tensor | list[Any]:
+        """Returns the items of a pass, equal on all ranks: indices as int64, anything else in a list."""
+        items = self._taken()
+        assert isinstance(items, Tensor | list)
+        return items
+
+    def in_turn(self) -> Iterator[Any]:
+        """Yields the items of a pass of a sampler without a length."""
+        items = self._taken()
+        assert isinstance(items, Iterator)
+        return items
+
+    def enter(self, start: int, draws: Sequence[Draw]) -> None:
+        """Makes the next pass repeat an order; its RNG states are restored when it is drawn (:meth:`draw`)."""
+        self._is_within = start > 0
+        self._ready = None
+
+    def draw(self) -> None:
+        """Draws the order of an entered pass now, under the RNG states of its beginning, unless opening the loader has done so."""
+        if self._is_within:
+            self._ready = self._drawn()
+
+    def state_dict(self) -> StateDict:
+        """Returns the rule, and a digest of the present order: a sampler with a state of its own may not repeat it."""
+        return {"rule": self.rule, "digest": self._digest.hex()}
+
+    def load_state_dict(self, state: StateDict, draws: Sequence[Draw] = ()) -> None:
+        """Restores the state that :meth:`state_dict` returned."""
+        self._entered_digest = bytes.fromhex(state["digest"])
+
+    def _taken(self) -> Tensor | list[Any] | Iterator[Any]:
+        ready = self._ready
+        self._ready = None
+        return self._drawn() if ready is None else ready
+
+    def _drawn(self) -> Tensor | list[Any] | Iterator[Any]:
+        from_first = self._from_first if self.together else _same
+        self.together = False
+        is_within = self._is_within
+        self._is_within = False
+        if not self.has_size:
+            return self._drawn_in_turn(from_first(capture_rng()))
+        items = self._drawn_at_once(from_first)
+        if is_within and self._entered_digest not in (b"", self._digest) and self._is_first:
+            say_once(
+                f"{type(self._sampler).__name__} does not repeat the order in which this epoch began: some samples come twice, "
+                "others not at all; let its order follow from set_epoch, or from torch's, NumPy's or Python's global generator"
+            )
+        return items
+
+    def _drawn_at_once(self, from_first: Callable[[Any], Any]) -> Tensor | list[Any]:
+        size = from_first(self.size)
+        own = iter(self._sampler)
+        digest = hashlib.sha256()
+        parts: list[Tensor | list[Any]] = []
+        for sent in range(0, size, _SENT):
+            part = from_first(_as_tensor(list(itertools.islice(own, min(_SENT, size - sent)))))
+            digest.update(part.numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode())
+            parts.append(part)
+        self._digest = digest.digest()
+        count = sum(map(len, parts))
+        if count < size:
+            raise ConfigError(
+                f"{type(self._sampler).__name__} announced {size} by its len() but ended after {count}; make its __len__ exact"
+            )
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if len(tensors) == len(parts):
+            return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.int64, device="cpu")
+        return [item for part in parts for item in (part.tolist() if isinstance(part, Tensor) else part)]
+
+    def _drawn_in_turn(self, state: StateDict) -> Iterator[Any]:
+        items = iter(self._sampler)
+        state = {**state, "cuda": []}  # a sampler draws in host memory
+        while True:
+            with isolate_rng():
+                restore_rng(state)
+                chunk = list(itertools.islice(items, _AHEAD))
+                state = {**capture_rng(), "cuda": []}
+            if not chunk:
+                return
+            yield from chunk
+
+
+Order = SeededOrder | DrawnOrder | GivenOrder
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _as_tensor(items: list[Any]) -> Tensor | list[Any]:
+    """Returns indices as int64, a fifth of their memory; other items, such as batches, as they are."""
+    if all(type(item) is int for item in items):
+        return torch.tensor(items, dtype=torch.int64, device="cpu")
+    return items
 
 
 def numbers(indices: Tensor) -> Iterator[int]:

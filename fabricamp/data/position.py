@@ -3,8 +3,8 @@
 A position is a dict with these keys:
 
 - ``batches``: the number of batches that this rank got.
-- ``samples``, for a loader with fabricamp's sampler: the number of samples of all ranks, so that a run with another batch size or
-  another number of ranks resumes after the same sample.
+- ``samples``, for a loader with fabricamp's sampler: the number of samples of all ranks (batches, if it shares those of a batch
+  sampler), so that a run with another batch size or another number of ranks resumes after the same sample.
 - ``draws``, for the same loaders: the RNG draws that the order came from.
 - ``batches_of_all_ranks``, for a loader with :class:`LengthGroups`: the number of batches of all ranks.
 - ``state``, for a loader that keeps its own position.
@@ -19,19 +19,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Generator, Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, default_collate
 
 from fabricamp._utils.types import Batch, Loader, StateDict, Stateful, has_state
 from fabricamp.data.length_groups import LengthGroups
-from fabricamp.data.orders import Draw
+from fabricamp.data.lengths import known_length
+from fabricamp.data.orders import GIVEN, Draw
 from fabricamp.data.resident import ResidentLoader
-from fabricamp.data.samplers import TrainSampler
+from fabricamp.data.samplers import GivenSampler, TrainSampler
 from fabricamp.data.seeding import SeededDataset
+from fabricamp.errors import CheckpointError
 from fabricamp.rng import capture_rng, isolate_rng, restore_rng
 
 BEGUN = "begun"
@@ -43,8 +46,11 @@ BEGUN = "begun"
 
 def own_sampler(loader: Loader) -> TrainSampler | None:
     """Returns the loader's :class:`TrainSampler`, with which a pass can begin at any position; None if it has none."""
-    sampler = getattr(loader, "sampler", None)
-    return sampler if isinstance(sampler, TrainSampler) else None
+    for name in ("sampler", "batch_sampler"):
+        sampler = getattr(loader, name, None)
+        if isinstance(sampler, TrainSampler):
+            return sampler
+    return None
 
 
 def is_enterable(loader: Loader) -> bool:
@@ -81,6 +87,18 @@ def continues_after_limit(loader: Loader) -> bool:
 def is_read_past(loader: Loader) -> bool:
     """Whether a position in ``loader`` can only be reached by reading the batches before it."""
     return not is_enterable(loader) and not is_stateful(loader) and type(loader) not in (list, tuple)
+
+
+def is_drawn_again(loader: Loader) -> bool:
+    """Whether a resumed pass over ``loader`` needs the RNG states of its beginning, from which a user's sampler draws again."""
+    return is_read_past(loader) or isinstance(own_sampler(loader), GivenSampler)
+
+
+def draw_order(loader: Loader) -> None:
+    """Draws the order of an entered pass over ``loader`` under the present RNG states, if it is a user's sampler that draws."""
+    sampler = own_sampler(loader)
+    if isinstance(sampler, GivenSampler):
+        sampler.order.draw()
 
 
 def draws_while_reading(loader: Loader) -> bool:
@@ -155,6 +173,8 @@ def batches_before(loader: Loader, position: StateDict) -> int:
     if sampler is not None and not sampler.read_past:
         order = sampler
         start = _samples(loader, sampler, position)
+        if known_length(loader) == math.inf:
+            return start // _samples_of_a_batch(loader, sampler)
     elif sampler is None and groups is not None:
         order = groups
         start = _batches_of_all_ranks(groups, position)
@@ -170,14 +190,48 @@ def batches_before(loader: Loader, position: StateDict) -> int:
     return whole - left
 
 
+def convert(loader: Loader, order: StateDict | None, position: StateDict) -> None:
+    """Converts ``position``, at which a run in ``order`` stopped, between a user's sampler as it is and one that ranks share.
+
+    ``order``: the state of the loader's order in that run; None if the loader was used as it is.
+
+    Raises:
+        CheckpointError: for a position within a batch of a loader that is used as it is.
+    """
+    batches = int(position.get("batches", 0))
+    sampler = own_sampler(loader)
+    if isinstance(sampler, GivenSampler):
+        if (
+            order is None and "samples" not in position
+        ):  # each rank, or the only one, read batches of the complete order
+            position["samples"] = batches * batch_size_of(loader)
+    elif sampler is None and order is not None and order["rule"] == GIVEN and batches:
+        samples = int(position["samples"])
+        size = batch_size_of(loader)
+        if samples % size:
+            raise CheckpointError(
+                f"the checkpoint was written after {samples} samples of an epoch, and {type(loader).__name__} is read here in "
+                f"batches of {size}, so that the run would continue within a batch; give a batch_size that divides {samples}, or "
+                "a checkpoint from the end of an epoch"
+            )
+        position["batches"] = samples // size
+
+
 def _samples(loader: Loader, sampler: TrainSampler, position: StateDict) -> int:
     """Returns the number of samples before ``position``; another program's checkpoint may only have the number of batches."""
     return int(position.get("samples", position.get("batches", 0) * _samples_of_a_batch(loader, sampler)))
 
 
 def _samples_of_a_batch(loader: Loader, sampler: TrainSampler) -> int:
-    batch_size = cast("DataLoader[Batch]", loader).batch_size
-    return (batch_size or 1) * sampler.world_size
+    return batch_size_of(loader) * sampler.world_size
+
+
+def batch_size_of(loader: Loader) -> int:
+    """Returns the number of samples in a batch; 1 for a user's batch sampler, whose batches are counted."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if type(batch_sampler) is BatchSampler:
+        return batch_sampler.batch_size
+    return getattr(loader, "batch_size", None) or 1
 
 
 def _batches_of_all_ranks(groups: LengthGroups, position: StateDict) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from fabricamp._utils.types import StateDict
-from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, DrawnOrder, Order, numbers
+from fabricamp.data.orders import DRAWN, IN_ORDER, SEEDED, Draw, DrawnOrder, GivenOrder, Order, numbers
+from fabricamp.errors import ConfigError
+from fabricamp.rng import seeded
 
 
 class TrainSampler(Sampler[Any]):
@@ -85,20 +87,27 @@ class TrainSampler(Sampler[Any]):
         else:
             start = self.start
             self.start = 0
+            assert not isinstance(self.order, GivenOrder)  # several ranks share it
             indices = self.order.starting_at(start)
         return self._tagged(indices) if self.tags else indices
 
     def indices(self) -> Tensor:
         """Returns all indices of the next iteration at once, int64."""
+        positions = self._positions()
+        return cast("Tensor", self.order.all())[positions]
+
+    def _positions(self) -> Tensor:
+        """Returns this rank's positions in the order of the next iteration, int64."""
         start = self.start
         length = len(self)
         self.start = 0
         positions = torch.arange(length, dtype=torch.int64, device="cpu") * self.world_size + start + self.rank
         if self.order.size > 0:
             positions %= self.order.size  # repeats the first samples for ranks that would have one less
-        return self.order.all()[positions]
+        return positions
 
     def _tagged(self, indices: Iterator[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+        assert not isinstance(self.order, GivenOrder)
         for index in indices:  # the order has its tag only after its first index is drawn
             yield from zip(itertools.repeat(self.order.tag), itertools.chain([index], indices), strict=False)
 
@@ -127,6 +136,46 @@ class SharingSampler(TrainSampler, DistributedSampler[Any]):
         self.generator = next((order.generator for order in orders if isinstance(order, DrawnOrder)), None)
 
 
+class GivenSampler(SharingSampler):
+    """One rank's share of what a user's sampler or batch sampler yields: indices, or batches.
+
+    Of a sampler without a length each rank gets one item of every round; an incomplete last round is left out, so that all ranks
+    get the same number.
+    """
+
+    order: GivenOrder
+
+    def __init__(self, sampler: Iterable[Any], dataset: Any, order: GivenOrder, *, rank: int, world_size: int) -> None:
+        has_length = hasattr(dataset, "__len__")
+        super().__init__(dataset if has_length else (), order, rank=rank, world_size=world_size)
+        # Under the names at which the sampler's generator, and its set_epoch, are looked for.
+        self.generator = getattr(sampler, "generator", None)
+        for name in ("sampler", "batch_size", "drop_last"):
+            if hasattr(sampler, name):
+                setattr(self, name, getattr(sampler, name))
+
+    @property
+    def dataset_size(self) -> int:
+        """The number of items in an epoch, of all ranks together; 0 if it is not known."""
+        return self.order.size if self.order.has_size else 0
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: the order is drawn at the first item, as in a single process.
+        if self.order.has_size:
+            positions = self._positions()
+            items = self.order.all()
+            if isinstance(items, Tensor):
+                yield from numbers(items[positions])
+            else:
+                yield from map(items.__getitem__, numbers(positions))
+            return
+        start = self.start
+        self.start = 0
+        items_in_turn = itertools.islice(self.order.in_turn(), start, None)
+        while len(round_ := list(itertools.islice(items_in_turn, self.world_size))) == self.world_size:
+            yield round_[self.rank]
+
+
 class EvalSampler(Sampler[int]):
     """Samples this rank's share of an evaluation, in order, with each sample on exactly one rank.
 
@@ -148,3 +197,50 @@ class EvalSampler(Sampler[int]):
     def indices(self) -> Tensor:
         """Returns all indices of an iteration at once, int64."""
         return torch.tensor([*self], dtype=torch.int64, device="cpu")
+
+
+class GivenEvalSampler(EvalSampler):
+    """This rank's share of what a user's sampler or batch sampler yields in an evaluation, with each item on exactly one rank.
+
+    Each rank draws a complete pass, without an exchange: a rank that is stopped in an evaluation does not come to the next loader.
+    So the global generators are seeded by (``seed``, epoch) for it, and restored.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *, rank: int, world_size: int, block: int, seed: int) -> None:
+        self.generator = getattr(sampler, "generator", None)
+        self._sampler = sampler
+        self._place = {"rank": rank, "world_size": world_size, "block": block}
+        self._seed = seed
+        self._epoch = 0
+        if hasattr(sampler, "batch_size"):
+            self.batch_size = sampler.batch_size
+
+    @property
+    def dataset_size(self) -> int:  # type: ignore[override]  # of the present epoch
+        """The number of items, of all ranks together."""
+        return len(cast("Sized", self._sampler))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch, from which the order of the next iteration follows; calls the user's own ``set_epoch``."""
+        self._epoch = epoch
+        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+            own_set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(own_set_epoch):
+                own_set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._positions())
+
+    def __iter__(self) -> Iterator[Any]:
+        positions = self._positions()
+        size = self.dataset_size
+        with seeded(self._seed, self._epoch):
+            items = list(itertools.islice(self._sampler, size))
+        if len(items) < size:
+            raise ConfigError(
+                f"{type(self._sampler).__name__} announced {size} by its len() but ended after {len(items)}; make its __len__ exact"
+            )
+        return map(items.__getitem__, positions)
+
+    def _positions(self) -> EvalSampler:
+        return EvalSampler(self.dataset_size, **self._place)

@@ -1,23 +1,30 @@
-"""Sharding of streams among ranks and workers, and a check for ranks or workers that read the same samples."""
+"""Sharding of streams among ranks and workers, a check for ranks or workers that read the same, and one for equal orders."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from fabricamp._utils.containers import tensors_within
 from fabricamp._utils.keywords import NamesKeywords
 from fabricamp._utils.types import Batch, Loader
 from fabricamp.data.feed import Feed
+from fabricamp.data.lengths import known_length
 from fabricamp.errors import ConfigError
+from fabricamp.rng import capture_rng, isolate_rng, restore_rng
 from fabricamp.strategies.base import Strategy
+
+_COMPARED = 1 << 20
+"""Bytes of an order, pickled, that ranks compare: all of a usual order, and the beginning of a long or endless one."""
+_CHUNK = 1 << 12
 
 
 class Sharded(NamesKeywords, IterableDataset[Any]):
@@ -145,3 +152,44 @@ def _digest(batch: Batch) -> bytes | None:
 def _is_uniform(tensor: Tensor) -> bool:
     values = tensor.flatten()
     return values.numel() < 2 or bool((values == values[0]).all())
+
+
+def orders_of_ranks(
+    sampler: Iterable[Any], dataset: object, from_first: Callable[[Any], Any], gather: Callable[[Any], list[Any]]
+) -> list[bytes | None]:
+    """Returns a digest of the order that each rank's ``sampler`` yields first; None from a rank that can draw no order twice.
+
+    All ranks draw from the RNG states of the first one, so that samplers differ by what they do, and not by the rank's seed.  They
+    draw from copies, and the RNG states are restored: the passes that follow are not changed.
+    """
+    with isolate_rng():
+        restore_rng({**from_first(capture_rng()), "cuda": []})
+        digest = _order_digest(sampler, dataset)
+    return gather(digest)
+
+
+def _order_digest(sampler: Iterable[Any], dataset: object) -> bytes | None:
+    digest = hashlib.sha256(repr(known_length(sampler)).encode())
+    read = 0
+    try:
+        if hasattr(sampler, "__next__"):  # an iterator, which this would use up
+            return None
+        items = iter(_copied(sampler, dataset))
+        while read < _COMPARED and (chunk := list(itertools.islice(items, _CHUNK))):
+            pickled = pickle.dumps([item.tolist() if hasattr(item, "tolist") else item for item in chunk])
+            digest.update(pickled)
+            read += len(pickled)
+    except Exception:  # noqa: BLE001 - a sampler may need what the run makes later; an error in earnest is raised by the first pass
+        return None
+    return digest.digest()
+
+
+def _copied(sampler: Iterable[Any], dataset: object) -> Iterable[Any]:
+    """Returns a copy of ``sampler`` with its state, but with the same data; a shallow one if something cannot be copied."""
+    parts = (sampler, getattr(sampler, "sampler", None))
+    values = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+    kept = [dataset, *(value for value in values if isinstance(value, Dataset | nn.Module))]
+    try:
+        return copy.deepcopy(sampler, {id(one): one for one in kept})
+    except Exception:  # noqa: BLE001 - locks, files, process groups ... each raises its own
+        return copy.copy(sampler)

@@ -271,6 +271,7 @@ class DataSource:
             in_batches=in_batches,
             at_once=1 if settings.cuda_graph is None else settings.cuda_graph.steps,
             from_first=strategy.broadcast if strategy.world_size > 1 else None,
+            gather=strategy.all_gather_object,
         )
 
     # -- feeds: batches on the device --------------------------------------------------------------------------------------------

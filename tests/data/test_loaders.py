@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from fabricamp._utils.say_once import say_once
 from fabricamp.data import CombinedLoader, EvalSampler, TrainSampler, release_workers, set_epoch, wire_loader
+from fabricamp.errors import ConfigError
 
 
 class Stream(IterableDataset):
@@ -264,3 +265,67 @@ def test_batches_of_workers_are_pinned_for_a_gpu(workers, context, device, pinne
     loader = DataLoader(range(4), num_workers=workers, multiprocessing_context=context)
     wired = wire_loader(loader, train=True, rank=0, world_size=1, seed=0, device=torch.device(device))
     assert wired.pin_memory is pinned
+
+
+def test_predictions_of_a_plain_batch_sampler_come_in_its_batches():
+    loader = DataLoader(
+        range(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=False), collate_fn=keep
+    )
+    assert list(wire(loader, train=False, world_size=2, in_batches=True)) == [[0, 1], [4, 5]]
+
+
+def test_groups_that_exchange_nothing_refuse_a_sampler_of_the_users():
+    alone = {"gather": lambda value: [value], "world_size": 2}
+    with pytest.raises(ConfigError, match=r"DataLoader with range with WeightedRandomSampler.*default sampler"):
+        wire(DataLoader(range(4), sampler=WeightedRandomSampler([1.0] * 4, 4)), **alone)
+    sharded = DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0))
+    assert wire(sharded, **alone) is sharded
+
+
+class Unready:
+    """Cannot be iterated before the run has begun."""
+
+    def __iter__(self):
+        raise AttributeError("weights")
+
+
+@pytest.mark.parametrize("sampler", [Unready(), iter([0, 1])], ids=["unready", "an iterator"])
+def test_an_order_that_cannot_be_drawn_twice_is_used_as_it_is(sampler, caplog):
+    loader = DataLoader(range(4), sampler=sampler)
+    both = {"gather": lambda value: [value, value], "from_first": lambda value: value, "world_size": 2}
+    assert wire(loader, **both) is loader
+    assert "DataLoader is used as it is" in caplog.text
+    if not isinstance(sampler, Unready):
+        assert list(sampler) == [0, 1], "nothing was read"
+
+
+def test_a_sampler_that_yields_less_than_it_said_is_named():
+    class Short(list):
+        def __len__(self):
+            return 5
+
+    both = {"gather": lambda value: [value, value], "from_first": lambda value: value, "world_size": 2}
+    for train in (True, False):
+        wired = wire(DataLoader(range(4), sampler=Short([1, 2])), train=train, **both)
+        with pytest.raises(ConfigError, match="Short announced 5 by its len.. but ended after 2"):
+            list(wired)
+
+
+def test_a_comparison_changes_no_random_numbers():
+    sampler = WeightedRandomSampler([1.0] * 50, 50, generator=torch.Generator().manual_seed(3))
+    states = random.getstate(), torch.get_rng_state(), sampler.generator.get_state()
+    both = {"gather": lambda value: [value, value], "from_first": lambda value: value, "world_size": 2}
+    wired = wire(DataLoader(range(50), sampler=sampler), **both)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert torch.equal(sampler.generator.get_state(), states[2])
+    expected = list(WeightedRandomSampler([1.0] * 50, 50, generator=torch.Generator().manual_seed(3)))
+    assert [int(batch) for batch in wired] == expected[::2]
+
+
+def test_workers_of_a_shared_loader_draw_their_own_numbers(monkeypatch):
+    monkeypatch.setenv("FABRICAMP_SEED_WORKERS", "1")
+    both = {"gather": lambda value: [value, value], "from_first": lambda value: value, "world_size": 2}
+    loader = DataLoader(range(4), sampler=[0, 1, 2], num_workers=1)
+    assert wire(loader, **both).worker_init_fn is None
+    assert wire(loader, rank=1, **both).worker_init_fn.keywords == {"rank": 1}

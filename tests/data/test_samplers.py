@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from fabricamp.data import EvalSampler, TrainSampler
-from fabricamp.data.orders import SeededOrder
+from fabricamp.data.orders import GivenOrder, SeededOrder
+from fabricamp.data.samplers import GivenSampler
 
 sizes = st.integers(0, 70)
 worlds = st.integers(1, 9)
@@ -138,3 +139,21 @@ def test_order_does_not_touch_the_global_generator(world_size):
     before = torch.get_rng_state()
     list(seeded(20, shuffle=True, seed=0, world_size=world_size))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.integers(1, 5), st.integers(0, 45), st.booleans())
+def test_a_users_order_is_dealt_out_by_torchs_rule(size, ranks, start, are_batches):
+    items = [(7 * index) % 41 for index in range(size)]
+    given_order = [[item, item] for item in items] if are_batches else items
+    shares = []
+    for rank in range(ranks):
+        order = GivenOrder(given_order, from_first=lambda value: value, is_first=rank == 0)
+        sampler = GivenSampler(given_order, range(9), order, rank=rank, world_size=ranks)
+        sampler.enter(start, [])
+        length = len(sampler)
+        shares.append(list(sampler))
+        assert len(shares[-1]) == length
+    left = max(size - start, 0)
+    dealt = [item for round_ in zip(*shares, strict=True) for item in round_]
+    assert dealt == [given_order[(start + index) % size] for index in range(-(-left // ranks) * ranks)]
