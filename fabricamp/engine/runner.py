@@ -80,6 +80,7 @@ class Runner:
         self.num_processes = len(device_indices)  # of this node
         self.launches = environment is None and self.num_processes > 1
         self.session: Session | None = None
+        self._running: TrainerFn | None = None  # the innermost: hooks may validate, test and search within a fit
         self._earlier_lengths: dict[TrainerFn, dict[str, Any]] = {}
         self._earlier_metrics: dict[str, Any] | None = None
         self.device_indices = device_indices
@@ -96,16 +97,35 @@ class Runner:
         self.launches = False
 
     def __getstate__(self) -> StateDict:
-        """Returns all state except the last session, whose threads and loops stay in their process."""
+        """Returns all state except the last session and what runs, whose threads and loops stay in their process."""
         earlier = {"_earlier_lengths": self._lengths(), "_earlier_metrics": self._published()}
-        return {**self.__dict__, "session": None, **earlier}
+        return {**self.__dict__, "session": None, "_running": None, **earlier}
 
     def __setstate__(self, state: StateDict) -> None:
-        # A pickle of version 0.1.0 has neither of these, nor a root folder.
-        added_since: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None}
+        # A pickle of version 0.1.0 has none of these, nor a root folder.
+        added_since: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None, "_running": None}
         self.__dict__.update({**added_since, **state})
         if "root_folder" not in state:
             self.root_folder = storage.normalized(self.settings.default_root_dir)
+
+    @contextlib.contextmanager
+    def runs(self, fn: TrainerFn) -> Iterator[None]:
+        """A context around all code of the user's that an entry point calls: :meth:`refuse_fit_within_a_run` then raises."""
+        outer = self._running
+        self._running = fn
+        try:
+            yield
+        finally:
+            self._running = outer
+
+    def refuse_fit_within_a_run(self) -> None:
+        """Raises :class:`ConfigError` if a hook, step or callback of a run of this Trainer calls ``fit``."""
+        if self._running is not None:
+            running = self._running.value
+            raise ConfigError(
+                f"fit was called within {running} of the same Trainer (by a hook, a step or a callback), and would go on with its "
+                f"counters; call it when {running} has returned, or make another Trainer for it"
+            )
 
     def check_call(
         self,

@@ -242,6 +242,7 @@ class Trainer(TrainerProperties):
 
         A second fit continues the counts of epochs and steps, with new optimizers.  If a limit is reached already, ``fit`` says so
         and does not train; raise the limit with ``trainer.fit_loop.max_epochs = n``.  :meth:`reset` sets both counts to 0.
+        Within a run of the same Trainer (in a hook, say) it raises :class:`ConfigError`: make another Trainer there.
 
         Args:
             model: the module to train.
@@ -255,6 +256,7 @@ class Trainer(TrainerProperties):
         """
         refuse_unknown_data("fit", unknown)
         allowed = check_weights_only("fit", weights_only)
+        self._runner.refuse_fit_within_a_run()
         self._run(TrainerFn.FITTING, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, allowed)
         if self.state.stop_request.error is not None:
             raise self.state.stop_request.error
@@ -385,18 +387,19 @@ class Trainer(TrainerProperties):
             )
             result = start_workers(runner, run, fn, module, source)
         else:
-            runner.take_callbacks(module)
-            search_first(self, module, source, ckpt_path)
-            with runner.session_of(fn, module, source) as session:
-                session.attach()
-                session.open(*runner.resolve(ckpt_path, weights_only=weights_only), weights_only=weights_only)
-                if fn is TrainerFn.FITTING:
-                    loop = session.fit_loop()
-                    with recorded(session):
-                        loop.run()
-                        end_fit(self, session, loop)
-                else:
-                    result = session.evaluate(**options)
+            with runner.runs(fn):
+                runner.take_callbacks(module)
+                search_first(self, module, source, ckpt_path)
+                with runner.session_of(fn, module, source) as session:
+                    session.attach()
+                    session.open(*runner.resolve(ckpt_path, weights_only=weights_only), weights_only=weights_only)
+                    if fn is TrainerFn.FITTING:
+                        loop = session.fit_loop()
+                        with recorded(session):
+                            loop.run()
+                            end_fit(self, session, loop)
+                    else:
+                        result = session.evaluate(**options)
         leave_interrupted(self)
         return result
 

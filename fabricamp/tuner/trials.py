@@ -89,7 +89,8 @@ def _session(trainer: Trainer, module: TrainingModule, source: GivenData) -> Ite
             "would find its own; search with 'single'"
         )
     trainer.state = RunState()
-    with trainer._runner.session_of(source.fn, module, source) as session:
+    runner = trainer._runner
+    with runner.runs(source.fn), runner.session_of(source.fn, module, source) as session:
         session.run_summary.is_trial = True
         session.attach()
         session.open(None, None)
