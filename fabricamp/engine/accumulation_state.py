@@ -213,6 +213,7 @@ def _restored(accumulation: StateDict, module: TrainingModule, update: Update, s
         parameter.grad = copied
         if is_shard(copied):
             copied._local_tensor = at_offset(local(copied), offsets.get(name, 0))
+    update.note_restored_gradients(accumulation)
     return ""
 
 

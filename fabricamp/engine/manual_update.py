@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 
 from fabricamp.engine.update import Update
 from fabricamp.errors import ConfigError
+from fabricamp.optimizers import FusedOptimizer
 from fabricamp.precision.base import Clip
 from fabricamp.precision.torch_updates import clip_gradients, demands_closure, write_gradients
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from fabricamp._utils.types import Batch, Closure, Output, StateDict
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.update import LossWeights
     from fabricamp.precision.update_plan import UpdatePlan
+
+
+_grad: Final = operator.attrgetter("grad")
+_version: Final = operator.attrgetter("_version")
+_UNSCALED: Final = -1
 
 
 class ManualUpdate(Update):
@@ -33,6 +45,9 @@ class ManualUpdate(Update):
         self._not_stepped = set(parts.optimizers)
         self._accumulates = False  # whether a training_step has ended with gradients that no step used
         self._scales = parts.precision.state_dict().get("loss_scale", 1.0) != 1.0
+        step_results = parts.precision.verdicts
+        self._scale_moves = step_results is not None and step_results.scale_moves
+        self._gradient_scales = GradientScales()
 
     def batches_to(self, steps: float) -> float:
         """Returns the fewest micro-batches in which ``steps`` steps can be made: the user decides which of them make one."""
@@ -50,6 +65,7 @@ class ManualUpdate(Update):
             loss, self.loss = self.loss, None
             self._launch_update(loss)
             self._note_update()
+            self._gradient_scales.move()
         if not self._hooks.wants_outputs:
             return None
         return {} if output is None and self._shows_shares else self._detached(output)
@@ -62,7 +78,13 @@ class ManualUpdate(Update):
         for hook in hooks.before_backward:
             hook(loss)
         run = partial(hooks.run_backward, *args) if args else hooks.run_backward
-        self._parts.precision.backward(loss, loss_id, run, **options)
+        if self._scales:
+            # A constant scale differs only from that of gradients which a step has unscaled.
+            optimizers = self._parameters() if self._scale_moves else ()
+            with self._gradient_scales.adding(loss, optimizers):
+                self._parts.precision.backward(loss, loss_id, run, **options)
+        else:
+            self._parts.precision.backward(loss, loss_id, run, **options)
         for hook in hooks.after_backward:
             hook()
 
@@ -79,6 +101,8 @@ class ManualUpdate(Update):
         result = closure() if closure is not None else None
         if self._scales and self.loss is None and not self._accumulates:
             self._check_unscaled(optimizer)
+        if self._gradient_scales:
+            self._check_scale(optimizer)
         plan = self._plans.get(optimizer)
         if plan is None:
             plan = self._parts.precision.plan(optimizer, self._parts.strategy, None)
@@ -87,6 +111,9 @@ class ManualUpdate(Update):
             plan.step_shown(partial(self._run_hooks, optimizer))
         else:
             plan.step(self._clips.pop(optimizer, None))
+        if self._scales and (self._hooks.before_step or not isinstance(optimizer, FusedOptimizer)):
+            # The step has unscaled them where they are, in .grad.
+            self._gradient_scales.note(self._parts.precision.gradients(optimizer).parameters, unscaled=True)
         self.stepped = True
         self._not_stepped.discard(optimizer)
         return result
@@ -100,6 +127,31 @@ class ManualUpdate(Update):
                 "by a loss scale that they do not have; write self.manual_backward(loss) in place of loss.backward()"
             )
 
+    def _parameters(self) -> list[list[Tensor]]:
+        """Returns the parameters whose ``.grad`` backward fills, of each optimizer."""
+        return [self._parts.precision.gradients(optimizer).parameters for optimizer in self._parts.optimizers]
+
+    def _check_scale(self, optimizer: Optimizer) -> None:
+        """Raises :class:`ConfigError` for gradients that have another scale than the one that the step would take out."""
+        precision = self._parts.precision
+        parameter = self._gradient_scales.other_scale(precision.gradients(optimizer).parameters)
+        if parameter is None:
+            return
+        names = {id(one): name for name, one in self._parts.module.named_parameters()}
+        name = precision.name
+        cure = "clear gradients after their step (zero_grad)"
+        if self._scale_moves:
+            cure = (
+                "clear them before the next backward (zero_grad), or step all optimizers that keep gradients in the same "
+                f"training_step; or give a constant scale (OptLevel({name!r}, loss_scale=128.0)), each loss a loss_id "
+                f"(OptLevel({name!r}, num_losses=2)), or bf16 ('O4', 'O5')"
+            )
+        raise ConfigError(
+            f"{type(optimizer).__name__} would step with gradients of which not all have the loss scale of now (precision "
+            f"{name!r}): those of {names.get(id(parameter), 'a parameter')!r}, all or in part, are from before another step, after "
+            f"which the scale may differ; {cure}"
+        )
+
     def _run_hooks(self, optimizer: Optimizer) -> Clip | None:
         """Runs the hooks before a step, one of which may ask for clipping."""
         for hook in self._hooks.before_step:
@@ -111,7 +163,10 @@ class ManualUpdate(Update):
         if not self._accumulates or not self._batch_complete:
             return None
         loss = torch.zeros((), dtype=torch.float32, device="cpu") if self.loss is None else self.loss
-        return self._accumulation_tensors().state(loss)
+        return {
+            **self._accumulation_tensors().state(loss),
+            "other_scale": self._gradient_scales.state(self._parts.module),
+        }
 
     def load_accumulation_state(self, state: StateDict) -> str:
         """Restores the result of :meth:`accumulation_state`; returns why that is impossible, or an empty string."""
@@ -119,6 +174,10 @@ class ManualUpdate(Update):
         problem = super().load_accumulation_state(state)
         self.loss = None  # a step status shows the loss of the step's last backward, which has not run yet
         return problem
+
+    def note_restored_gradients(self, state: StateDict) -> None:
+        """Restores which of the gradients, now back in ``.grad``, have another loss scale."""
+        self._gradient_scales.load_state(self._parts.module, state.get("other_scale", []))
 
     def clip(self, optimizer: Optimizer, clip: Clip) -> None:
         """Implements ``TrainingModule.clip_gradients``: the next step clips, once gradients are averaged and unscaled."""
@@ -128,6 +187,118 @@ class ManualUpdate(Update):
             )  # called in the closure, after backward: the step comes from within the optimizer
         else:
             self._clips[optimizer] = clip
+
+
+class GradientScales:
+    """Which gradients in ``.grad`` have another loss scale than the next step takes out, all of it or in part of a sum.
+
+    The host knows scales by number: the scale moves at the end of a training_step, which :meth:`move` is told.  A gradient that was
+    replaced or written in between (a ``zero_grad`` of either kind) is a new one.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        """The number of the scale that a backward now gives its gradients."""
+        self._notes: list[_Note] = []
+        self._others: dict[Tensor, _Seen] = {}
+        """The gradients with another scale, by parameter."""
+
+    def __bool__(self) -> bool:
+        return bool(self._notes or self._others)
+
+    def move(self) -> None:
+        """Notes that the scale may move now."""
+        self._number += 1
+
+    def note(self, parameters: Sequence[Tensor], *, unscaled: bool = False) -> None:
+        """Notes the gradients of ``parameters``: as backward has left them, or ``unscaled`` in place by a step."""
+        gradients = list(map(_grad, parameters))
+        if not all(map(operator.is_not, gradients, repeat(None))):
+            parameters = [parameter for parameter in parameters if parameter.grad is not None]
+            gradients = list(map(_grad, parameters))
+        number = _UNSCALED if unscaled else self._number
+        # Weakly held, as zero_grad has to free their memory.
+        self._notes.append(
+            _Note(list(parameters), list(map(weakref.ref, gradients)), list(map(_version, gradients)), number)
+        )
+
+    def other_scale(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Returns the first of ``parameters`` whose gradient has another scale; None if there is none."""
+        self._settle()
+        return next(filter(self._others.__contains__, parameters), None) if self._others else None
+
+    @contextlib.contextmanager
+    def adding(self, loss: Tensor, optimizers: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+        """Returns a context for the backward of ``loss``, then notes the gradients of all ``optimizers`` (their parameters).
+
+        What backward adds to a gradient with another scale has no scale of its own any more.
+        """
+        self._settle()
+        # Once more when gradients begin to flow: a ``backward`` that the module overrides may clear gradients first.
+        handle = loss.register_hook(lambda _: self._settle()) if self._others and loss.requires_grad else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+        if self._others:
+            gradients = {parameter: parameter.grad for parameter in self._others}
+            self._others = {each: _Seen.of(gradient) for each, gradient in gradients.items() if gradient is not None}
+        self._notes.clear()
+        for parameters in optimizers:
+            self.note(parameters)
+
+    def _settle(self) -> None:
+        """Drops what was replaced or written since it was noted; of the rest, finds the gradients with another scale."""
+        if self._others:
+            self._others = {each: seen for each, seen in self._others.items() if seen.is_still(each.grad)}
+        current = []
+        for note in self._notes:
+            if note.number == self._number:
+                current.append(note)
+            elif any(map(operator.is_not, map(_grad, note.parameters), repeat(None))):
+                for parameter, gradient, version in zip(note.parameters, note.gradients, note.versions, strict=True):
+                    seen = _Seen(gradient, version)
+                    if seen.is_still(parameter.grad):
+                        self._others[parameter] = seen
+        self._notes = current
+
+    def state(self, module: nn.Module) -> list[str]:
+        """Returns the names of the parameters whose gradients have another scale."""
+        self._settle()
+        return [name for name, parameter in module.named_parameters() if parameter in self._others]
+
+    def load_state(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Restores the result of :meth:`state`, once the gradients are in ``.grad``; others have the scale of now."""
+        self._notes.clear()
+        for name, parameter in module.named_parameters():
+            if name in names and parameter.grad is not None:
+                self._others[parameter] = _Seen.of(parameter.grad)
+            elif parameter.grad is not None:
+                self.note([parameter])
+
+
+class _Seen(NamedTuple):
+    """A gradient as it was."""
+
+    gradient: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> _Seen:
+        return cls(weakref.ref(gradient), gradient._version)
+
+    def is_still(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and self.gradient() is gradient and gradient._version == self.version
+
+
+class _Note(NamedTuple):
+    """Gradients as they were, in lists that are filled without a loop, and the ``number`` of their scale."""
+
+    parameters: list[Tensor]
+    gradients: list[weakref.ref[Tensor]]
+    versions: list[int]
+    number: int
 
 
 class ClosureUpdate(Update):

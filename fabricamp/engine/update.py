@@ -395,6 +395,9 @@ class Update:
             self.loss = state["tensors"][-1].to(self._parts.strategy.device)
         return problem
 
+    def note_restored_gradients(self, state: StateDict) -> None:
+        """Called after :meth:`load_accumulation_state` of ``state``, once its gradients are back in ``.grad``."""
+
     def _accumulation_tensors(self) -> AccumulationTensors:
         return AccumulationTensors(self._parts.precision, self._parts.optimizers, self._accumulate, self.weights)
 

@@ -169,6 +169,12 @@ class LossScaler:
             sticky=sticky,
         )
 
+    @property
+    def can_move(self) -> bool:
+        """Whether the scale has more than one possible value."""
+        minimum, maximum = self._limits
+        return minimum < maximum
+
     def closing(self) -> ops.ScaleRule:
         """Returns the rule for an optimizer step that also finishes the training step; :meth:`launch_close` then does nothing.
 

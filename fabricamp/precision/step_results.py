@@ -73,6 +73,14 @@ class StepResults:
         return self.scaler.known.skipped_steps
 
     @property
+    def scale_moves(self) -> bool:
+        """Whether the scale of the gradients in ``.grad`` may move at the end of a step: it is dynamic and there is one.
+
+        With several losses, backward leaves no gradients there: they are unscaled and summed elsewhere.
+        """
+        return self.dynamic and len(self.scaler.losses) == 1 and self.scaler.can_move
+
+    @property
     def known_is_inherited(self) -> bool:
         """Whether the last status that :meth:`note_closed` returned is of a step before the checkpoint that the run continues."""
         return self.scaler.known_is_inherited

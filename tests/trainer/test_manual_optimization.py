@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
+
 import pytest
 import torch
 
 from fabricamp import ConfigError, OptLevel, TrainingModule
+from fabricamp.optimizers import FusedSGD
 from tests.distributed.ranks import run_ranks
 from tests.small import quiet_trainer
 
@@ -160,3 +164,307 @@ def test_a_schedule_needs_neither_monitor_nor_step(tmp_path):
     again = StepsItsSchedules()
     quiet_trainer(max_epochs=3).fit(again, batches(), ckpt_path=tmp_path / "two.ckpt")
     assert again.lr_schedulers()[1].moves == 3
+
+
+class Keeps(TrainingModule):
+    """Optimizer a steps in every batch, b in every second one with the sum of two gradients; ``options`` say what differs."""
+
+    def __init__(self, make=torch.optim.SGD, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = torch.nn.Linear(4, 1)
+        self.b = torch.nn.Linear(4, 1)
+        self.automatic_optimization = False
+        self.make = make
+        self.options = options
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.optimizers()
+        clear = self.options.get("clear", "after each step of b")
+        a.zero_grad()
+        self.manual_backward(self.a(batch).float().square().mean())
+        a.step()
+        if clear == "set to zero, in place":
+            for parameter in self.b.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        elif clear == "optimizer":
+            b.zero_grad()
+        elif clear == "module":
+            self.b.zero_grad(set_to_none=False)
+        loss = self.b(batch).float().square().mean() / 2
+        options = {"create_graph": True} if self.options.get("create_graph") else {}
+        self.manual_backward(loss, loss_id=self.options.get("loss_id", 0), **options)
+        if batch_idx % 2:
+            b.step()
+            if clear == "after each step of b":
+                b.zero_grad()
+
+    def configure_optimizers(self):
+        return [self.make(player.parameters(), lr=0.1) for player in (self.a, self.b)]
+
+
+OTHER_SCALE = (
+    r"not all have the loss scale of now .*those of 'b.weight'.*another step.*zero_grad.*loss_scale=128.*num_losses=2"
+)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # create_graph
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("precision", ["O1", "O2", "16-mixed"])
+def test_a_sum_of_gradients_with_two_loss_scales_is_refused_at_its_step(precision, make, create_graph):
+    module = Keeps(make, create_graph=create_graph)
+    before = module.b.weight.detach().clone()
+    trainer = quiet_trainer(max_epochs=1, precision=precision)
+    with pytest.raises(ConfigError, match=OTHER_SCALE):
+        trainer.fit(module, batches())
+    assert trainer.global_step == 1  # in the second training_step, at the first step of b
+    assert torch.equal(module.b.weight, before)
+
+
+def by_hand(module, *, clears):
+    """Makes the steps of :class:`Keeps` in fp32."""
+    a, b = module.configure_optimizers()
+    for batch_idx, batch in enumerate(batches()):
+        a.zero_grad()
+        module.a(batch).square().mean().backward()
+        a.step()
+        if clears:
+            b.zero_grad()
+        (module.b(batch).square().mean() / 2).backward()
+        if batch_idx % 2:
+            b.step()
+            b.zero_grad()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("O0", {}),
+        ("O4", {}),
+        ("O5", {}),
+        (OptLevel("O1", loss_scale=64.0), {}),
+        (OptLevel("O2", loss_scale=64.0), {}),
+        (OptLevel("O1", min_loss_scale=64.0, max_loss_scale=64.0), {}),
+        (OptLevel("O1", num_losses=2, max_loss_scale=64.0), {"loss_id": 1}),
+        (OptLevel("O2", num_losses=2, max_loss_scale=64.0), {}),
+        *[
+            (OptLevel(level, max_loss_scale=64.0), {"clear": how})
+            for level in ("O1", "O2")
+            for how in ("set to zero, in place", "optimizer", "module")
+        ],
+    ],
+)
+def test_kept_gradients_of_one_scale_are_summed_as_in_a_loop_by_hand(precision, options, make):
+    module = Keeps(make, **options)
+    twin = Keeps(make)
+    quiet_trainer(max_epochs=1, precision=copy.deepcopy(precision)).fit(module, batches())
+    by_hand(twin, clears="clear" in options)
+    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.01)
+
+
+class StepsBothLater(Keeps):
+    """Both optimizers keep gradients over two batches and step in the second one: the scale does not move in between."""
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, player in zip(self.optimizers(), (self.a, self.b), strict=True):
+            self.manual_backward(player(batch).float().square().mean() / 2)
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Untoggled(Keeps):
+    """The loss of a reaches b too, whose gradients are dropped before its own backward; as in a GAN without toggling."""
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.optimizers()
+        a.zero_grad()
+        self.manual_backward((self.a(batch).float() - self.b(batch).float()).square().mean())
+        a.step()
+        if batch_idx % 3 == 2:
+            b.zero_grad(set_to_none=self.options["set_to_none"])
+            self.manual_backward((self.a(batch).detach().float() - self.b(batch).float()).square().mean())
+            b.step()
+
+
+class ClearsWithin(Keeps):
+    """Clears gradients in its own ``backward``."""
+
+    def backward(self, loss):
+        for parameter in self.b.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        loss.backward()
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.optimizers()
+        a.zero_grad()
+        self.manual_backward(self.a(batch).float().square().mean() + self.b(batch).float().square().mean())
+        a.step()
+        b.step()
+
+
+class ClearsAtOnce(Keeps):
+    """Clears in place right after each step, and at the end of a training_step without one."""
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.optimizers()
+        self.manual_backward((self.a(batch).float() - self.b(batch).float()).square().mean())
+        a.step()
+        a.zero_grad(set_to_none=False)
+        if batch_idx % 2:
+            b.step()
+        self.b.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("precision", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "module",
+    [StepsBothLater(), Untoggled(set_to_none=True), Untoggled(set_to_none=False), ClearsWithin(), ClearsAtOnce()],
+)
+def test_what_never_steps_with_two_scales_trains(module, precision):
+    before = module.b.weight.detach().clone()
+    trainer = quiet_trainer(max_epochs=2, precision=OptLevel(precision, max_loss_scale=64.0))
+    trainer.fit(copy.deepcopy(module), batches())
+    assert trainer.global_step >= 6
+    assert not torch.equal(trainer.module.b.weight, before)
+
+
+class StepsLate(Keeps):
+    """Steps in the next training_step, at whose end the scale may have moved since backward."""
+
+    def training_step(self, batch, batch_idx):
+        _, b = self.optimizers()
+        if batch_idx:
+            b.step()
+            b.zero_grad()
+        self.manual_backward(self.b(batch).float().square().mean())
+
+
+class StepsLater(Keeps):
+    """Optimizer b steps one training_step after its backward, a in each."""
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.optimizers()
+        if batch_idx % 2:
+            b.step()
+            b.zero_grad()
+        else:
+            self.manual_backward(self.b(batch).float().square().mean())
+        a.zero_grad()
+        self.manual_backward(self.a(batch).float().square().mean())
+        a.step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("precision", ["O1", "O2"])
+@pytest.mark.parametrize("kind", [StepsLate, StepsLater])
+def test_gradients_whose_scale_may_have_moved_are_refused_at_their_step(kind, precision, make):
+    with pytest.raises(ConfigError, match=OTHER_SCALE):
+        quiet_trainer(max_epochs=1, precision=precision).fit(kind(make), batches())
+    module = kind(make)
+    quiet_trainer(max_epochs=1, precision=OptLevel(precision, loss_scale=64.0)).fit(module, batches())
+    assert not torch.equal(module.b.weight, kind(make).b.weight)
+
+
+class Shares(Keeps):
+    """Both optimizers update one parameter from one gradient."""
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(self.a(batch).float().square().mean())
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [self.make(self.a.parameters(), lr=0.1) for _ in range(2)]
+
+
+def test_two_steps_with_one_gradient_take_the_scale_out_of_it_once():
+    with pytest.raises(ConfigError, match=r"of now.*'a.weight'"):
+        quiet_trainer(max_epochs=1, precision=OptLevel("O1", loss_scale=64.0)).fit(Shares(), batches())
+    module = Shares(FusedSGD)  # leaves gradients as they are
+    twin = Shares(FusedSGD)
+    quiet_trainer(max_epochs=1, precision=OptLevel("O1", loss_scale=64.0)).fit(module, batches())
+    one, two = twin.configure_optimizers()
+    for batch in batches():
+        one.zero_grad()
+        twin.a(batch).square().mean().backward()
+        one.step()
+        two.step()
+    torch.testing.assert_close(module.a.weight, twin.a.weight, rtol=0.02, atol=0.01)
+
+
+class NeverClears(Keeps):
+    def training_step(self, batch, batch_idx):
+        a, _ = self.optimizers()
+        self.manual_backward(self.a(batch).float().square().mean())
+        a.step()
+
+
+class LooksAtGradients(NeverClears):
+    def on_before_optimizer_step(self, optimizer):
+        assert self.a.weight.grad.abs().max() < 64
+
+
+@pytest.mark.parametrize("module", [NeverClears(), LooksAtGradients(FusedSGD)])
+def test_gradients_that_a_step_has_unscaled_are_not_added_to(module):
+    with pytest.raises(ConfigError, match=r"of now.*'a.weight'.*; clear gradients after their step \(zero_grad\)$"):
+        quiet_trainer(max_epochs=1, precision=OptLevel("O1", loss_scale=64.0)).fit(copy.deepcopy(module), batches())
+
+
+def test_gradients_that_a_step_has_left_scaled_are_added_to():
+    module = NeverClears(FusedSGD)
+    quiet_trainer(max_epochs=1, precision=OptLevel("O1", loss_scale=64.0)).fit(module, batches())
+    twin = NeverClears(FusedSGD)
+    a, _ = twin.configure_optimizers()
+    for batch in batches():
+        twin.a(batch).square().mean().backward()
+        a.step()
+    torch.testing.assert_close(module.a.weight, twin.a.weight, rtol=0.02, atol=0.01)
+
+
+def mixing_on_a_rank():
+    with pytest.raises(ConfigError, match=OTHER_SCALE):
+        quiet_trainer(max_epochs=1, precision="O1", strategy="ddp", devices="auto").fit(Keeps(), batches())
+    return True
+
+
+def test_every_rank_refuses_a_sum_with_two_loss_scales():
+    assert run_ranks(mixing_on_a_rank, 2) == [True, True]
+
+
+def test_gradients_kept_in_a_checkpoint_are_refused_in_the_resumed_run(tmp_path):
+    class Saves(Keeps):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                self.trainer.save_checkpoint(tmp_path / "kept.ckpt")
+
+    quiet_trainer(max_steps=1, max_epochs=-1, precision="O1").fit(Saves(), batches())
+    resumed = quiet_trainer(max_steps=4, max_epochs=-1, precision="O1")
+    with pytest.raises(ConfigError, match=OTHER_SCALE):
+        resumed.fit(Keeps(), batches(), ckpt_path=tmp_path / "kept.ckpt")
+    assert resumed.global_step == 1
+
+
+def test_memory_of_cleared_gradients_is_free_before_the_next_backward():
+    class Looks(Keeps):
+        def training_step(self, batch, batch_idx):
+            a, b = self.optimizers()
+            for optimizer in (a, b):
+                optimizer.zero_grad()
+            gone.append([reference() for reference in gradients])
+            self.manual_backward((self.a(batch) + self.b(batch)).float().square().mean())
+            gradients[:] = [weakref.ref(parameter.grad) for parameter in self.parameters()]
+            for optimizer in (a, b):
+                optimizer.step()
+
+    gradients = []
+    gone = []
+    quiet_trainer(max_epochs=1, precision=OptLevel("O1", max_loss_scale=64.0)).fit(Looks(), batches())
+    assert gone[1:] == [[None] * 4] * 5
