@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fabricamp._utils import lightning_alias
 from fabricamp._utils.say_once import say_once
 from fabricamp.checkpoint import read_checkpoint
+from fabricamp.checkpoint.compiled_names import with_names_of
 from fabricamp.checkpoint.file import name_of_source
 from fabricamp.checkpoint.hyperparameters import MODULE, HyperparametersMixin
 from fabricamp.checkpoint.load_from_checkpoint import build
@@ -450,6 +451,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
         path = name_of_source(checkpoint_path)
         module = build(cls, checkpoint, MODULE, path, overrides, types, hparams_file, weights_only=weights_only)
         call_hook(module, "configure_model")
+        checkpoint = with_names_of(checkpoint, module)
         call_hook(module, "on_load_checkpoint", checkpoint)
         restore_weights(module, checkpoint, path, strict=strict)
         return module

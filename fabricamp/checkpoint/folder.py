@@ -19,6 +19,7 @@ import torch
 
 from fabricamp._utils.files import sync
 from fabricamp.checkpoint import storage
+from fabricamp.checkpoint.compiled_names import ON_DISK
 from fabricamp.checkpoint.file import ATTEMPTS, read_checkpoint, retry_if_folder_is_removed, write_checkpoint
 from fabricamp.checkpoint.plain import PRIVATE, TENSORS, check_content
 from fabricamp.checkpoint.shards import (
@@ -340,7 +341,9 @@ def _by_names_on_disk(state: StateDict, targets: dict[str, torch.Tensor]) -> dic
     """Returns ``targets`` by the names under which the checkpoint's format wrote these tensors."""
     result = {}
     renamed: dict[str, str] = state[SHARDS].get("renamed", {})
-    for name, target in targets.items():
+    names: dict[str, str] = state[SHARDS].get(ON_DISK, {})
+    for own_name, target in targets.items():
+        name = names.get(own_name, own_name)
         prefix = next((new for new in renamed if name.startswith(new)), "")
         result[renamed.get(prefix, "") + name.removeprefix(prefix)] = target
     return result

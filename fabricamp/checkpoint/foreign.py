@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fabricamp._utils.types import StateDict
+from fabricamp.checkpoint.compiled_names import plain_name
 from fabricamp.errors import CheckpointError
 
 VERSION = "pytorch-lightning_version"
@@ -115,13 +116,16 @@ def _scaler_state(scales: list[tuple[float, int]]) -> dict[str, Any]:
 def fit_names(weights: StateDict, names: set[str]) -> StateDict:
     """Returns ``weights`` renamed to ``names``: without DistributedDataParallel's ``module.``, and with a submodule's prefix.
 
-    An apex script saves its network, which may be ``self.net`` of a TrainingModule.  If no prefix fits, names stay the same.
+    An apex script saves its network, which may be ``self.net`` of a TrainingModule, and either may be compiled.  If no prefix fits,
+    names stay the same.
     """
-    if weights and all(name.startswith("module.") for name in weights):
-        weights = {name.removeprefix("module."): value for name, value in weights.items()}
-    prefixes = {"", *(name[: name.index(".") + 1] for name in names if "." in name)}
-    fitting = [prefix for prefix in sorted(prefixes) if {prefix + name for name in weights} == names]
-    return {f"{fitting[0]}{name}": value for name, value in weights.items()} if fitting else weights
+    plain = {plain_name(name): value for name, value in weights.items()}
+    if plain and all(name.startswith("module.") for name in plain):
+        plain = {name.removeprefix("module."): value for name, value in plain.items()}
+    own = {plain_name(name): name for name in names}
+    prefixes = {"", *(name[: name.index(".") + 1] for name in own if "." in name)}
+    fitting = [prefix for prefix in sorted(prefixes) if {prefix + name for name in plain} == own.keys()]
+    return {own[f"{fitting[0]}{name}"]: value for name, value in plain.items()} if fitting else plain
 
 
 def apex_scales(amp: StateDict) -> dict[str, dict[str, Any]]:

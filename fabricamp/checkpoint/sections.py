@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fabricamp.checkpoint.compiled_names import with_names_of
 from fabricamp.checkpoint.foreign import fit_names
 from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.hyperparameters import DATA, MODULE, saved_hyperparameters
@@ -121,6 +122,7 @@ def restore_weights(module: TrainingModule, checkpoint: StateDict, path: str, *,
         )
     if checkpoint.get("source") == "apex":
         state = fit_names(state, set(module.state_dict()))
+    state = with_names_of({"state_dict": state}, module)["state_dict"]  # hooks may have given them other names
     unfilled = [name for name in leave_meta(module) if name not in state]
     if unfilled:
         raise CheckpointError(

@@ -11,6 +11,7 @@ import torch
 
 from fabricamp.arguments.checks import check_choice
 from fabricamp.checkpoint import read_checkpoint, write_checkpoint
+from fabricamp.checkpoint.compiled_names import with_names_of
 from fabricamp.checkpoint.folder import write_whole
 from fabricamp.checkpoint.storage import is_folder, nearby_checkpoints
 from fabricamp.errors import CheckpointError, ConfigError
@@ -141,7 +142,8 @@ def _dtypes(weights: dict[str, Any]) -> str:
 def _module(kind: type[TrainingModule], checkpoint: str, weights: dict[str, Any]) -> TrainingModule:
     """Returns the module with ``weights`` assigned as they are: copying them in would cast them to the module's dtype."""
     module = kind.load_from_checkpoint(checkpoint).eval()
-    module.load_state_dict(weights, strict=False, assign=True)
+    named: dict[str, Any] = with_names_of({"state_dict": weights}, module)["state_dict"]
+    module.load_state_dict(named, strict=False, assign=True)
     return module
 
 

@@ -16,6 +16,7 @@ import torch
 from fabricamp._utils import lightning_alias
 from fabricamp.checkpoint import read_together, write_together
 from fabricamp.checkpoint.checkpoint_io import end_plugin, writes_own_files
+from fabricamp.checkpoint.compiled_names import with_names_of
 from fabricamp.checkpoint.form import form_of
 from fabricamp.checkpoint.packing import described_objects, pack_objects
 from fabricamp.checkpoint.plain import stages_as_text
@@ -217,7 +218,8 @@ class Session:
         """Reads the checkpoint and loads its weights into the fp32 module, from which master weights are taken."""
         if self.checkpoint is None:
             self.checkpoint = read_together(path, self.strategy, weights_only=weights_only)
-        self.checkpoint = form_of(self.strategy).place_weights(self.checkpoint, path, self.module)
+        checkpoint = with_names_of(self.checkpoint, self.module)
+        self.checkpoint = form_of(self.strategy).place_weights(checkpoint, path, self.module)
         call_all(self.hooks.callbacks("on_load_checkpoint"), self.checkpoint)
         call_hook(self.module, "on_load_checkpoint", self.checkpoint)
         # The DataModule's state too: configure_optimizers may ask for loaders, to learn the number of steps.
