@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 
@@ -46,7 +46,7 @@ from fabricamp.torch_private import uncompiled
 from fabricamp.watchdog import end_by_sigint_at_exit, interrupts, leave_at_exit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from fabricamp._utils.types import StateDict
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fabricamp.trainer.arguments import Settings
 
 _LOG = logging.getLogger("fabricamp")
+Value = TypeVar("Value")
 
 
 class Runner:
@@ -72,6 +73,7 @@ class Runner:
         device_indices: list[int],
         given_callbacks: list[Callback],
         default_callbacks: list[Callback],
+        around: Environment | None = None,
     ) -> None:
         self.trainer = trainer
         self.settings = settings
@@ -79,6 +81,8 @@ class Runner:
         self.root_folder = storage.normalized(settings.default_root_dir)  # now: a script may change its folder later
         self.num_processes = len(device_indices)  # of this node
         self.launches = environment is None and self.num_processes > 1
+        self.around = around
+        """The processes that run the script, if the Trainer is for another number: rank 0 of them makes its calls for all."""
         self.session: Session | None = None
         self._running: TrainerFn | None = None  # the innermost: hooks may validate, test and search within a fit
         self._earlier_lengths: dict[TrainerFn, dict[str, Any]] = {}
@@ -95,6 +99,13 @@ class Runner:
         """Takes the rank from the launcher's environment variables, in a worker forked or spawned with the Trainer."""
         self.environment = launch.detect() or self.trainer.strategy.environment
         self.launches = False
+        self.around = None
+
+    def for_all(self, action: Callable[[], Value]) -> Value:
+        """Returns what ``action`` returns; if rank 0 of the script's processes makes the Trainer's calls, what it returns there."""
+        if self.around is None or launch.is_on_first():
+            return action()
+        return launch.call_on_first(action, self.around)
 
     def __getstate__(self) -> StateDict:
         """Returns all state except the last session and what runs, whose threads and loops stay in their process."""
@@ -103,7 +114,12 @@ class Runner:
 
     def __setstate__(self, state: StateDict) -> None:
         # A pickle of version 0.1.0 has none of these, nor a root folder.
-        added_since: dict[str, Any] = {"_earlier_lengths": {}, "_earlier_metrics": None, "_running": None}
+        added_since: dict[str, Any] = {
+            "_earlier_lengths": {},
+            "_earlier_metrics": None,
+            "_running": None,
+            "around": None,
+        }
         self.__dict__.update({**added_since, **state})
         if "root_folder" not in state:
             self.root_folder = storage.normalized(self.settings.default_root_dir)
@@ -200,6 +216,7 @@ class Runner:
     @contextlib.contextmanager
     def session_of(self, fn: TrainerFn, module: TrainingModule, source: GivenData) -> Iterator[Session]:
         """Sets up this process's rank and yields a session; releases the session's parts however the run ends."""
+        launch.note_run()
         launch.hold_logging_at_fork()
         end_by_sigint_at_exit()
         try:

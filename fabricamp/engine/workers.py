@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, cast
 
 import torch
@@ -27,6 +28,7 @@ Result = TypeVar("Result")
 
 _SECTIONS = ("weights", "callbacks")
 _CPU = torch.device("cpu")
+_LOG = logging.getLogger("fabricamp")
 
 
 class Outcome(TypedDict, Generic[Result]):
@@ -56,8 +58,36 @@ def start_workers(
     end_by_sigint_at_exit()
     method = launch.choose_start_method(runner.settings.start_method)
     if method == "script":
+        if launch.has_run():
+            _LOG.warning(
+                "the script is run again from its beginning, in %d processes: what its Trainers did before this call, rank 0 does "
+                "again", runner.num_processes,
+            )  # fmt: skip
         launch.run_script(runner.num_processes)
     outcome: Outcome[Result] = launch.run_function(_in_worker, (runner, run), runner.num_processes, method)
+    _take_outcome(runner, outcome, fn, module, source)
+    return outcome["result"]
+
+
+def run_on_first(
+    runner: Runner, run: Callable[[], Result], fn: TrainerFn, module: TrainingModule, source: GivenData
+) -> Result:
+    """Calls ``run`` on rank 0 of the processes that run the script; updates module and callbacks on the others.
+
+    For a Trainer whose ``devices`` asks for another number of processes.
+    """
+    around = runner.around
+    assert around is not None
+    outcome = runner.for_all(lambda: _outcome_of(runner, run()))
+    if around.rank > 0:
+        _take_outcome(runner, outcome, fn, module, source)
+    return outcome["result"]
+
+
+def _take_outcome(
+    runner: Runner, outcome: Outcome[Any], fn: TrainerFn, module: TrainingModule, source: GivenData
+) -> None:
+    """Leaves the Trainer, its callbacks and the module as a run in this process would."""
     runner.take_callbacks(module)
     _take_over(runner, outcome)
     call_hook(module, "configure_model")
@@ -71,7 +101,6 @@ def start_workers(
     runner.take_session(session)
     detach(session.run_context, source)
     hand_back((*runner.trainer.callbacks, *runner.trainer.loggers))
-    return outcome["result"]
 
 
 def _take_over(runner: Runner, outcome: Outcome[Result]) -> None:
@@ -87,7 +116,10 @@ def _take_over(runner: Runner, outcome: Outcome[Result]) -> None:
 
 def _in_worker(runner: Runner, run: Callable[[], Result]) -> Outcome[Result]:
     runner.become_worker()
-    result = run()
+    return _outcome_of(runner, run())
+
+
+def _outcome_of(runner: Runner, result: Result) -> Outcome[Result]:
     trainer = runner.trainer
     session = runner.session
     assert session is not None

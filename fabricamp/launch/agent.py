@@ -12,6 +12,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fabricamp.launch.on_first import FOLDER
 from fabricamp.launch.start import STARTED_BY, STARTER
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def run_agent(
 
     sys.stdout.flush()
     sys.stderr.flush()
-    with _variables(num_processes, method):
+    with _variables(num_processes, method, folder):
         spec = _worker_spec(num_processes, entrypoint, args)
         # torch 2.11 has no such argument, and waits for 30 seconds.
         has_timeout = "shutdown_timeout" in inspect.signature(LocalElasticAgent).parameters
@@ -98,11 +99,12 @@ def _worker_spec(num_processes: int, entrypoint: Callable[..., Any] | str, args:
 
 
 @contextlib.contextmanager
-def _variables(num_processes: int, method: StartMethod) -> Iterator[None]:
+def _variables(num_processes: int, method: StartMethod, folder: Path) -> Iterator[None]:
     """Sets the environment variables that workers inherit, in addition to those that the agent sets for each rank."""
     before = dict(os.environ)
     os.environ[STARTED_BY] = method
     os.environ[STARTER] = str(os.getpid())
+    os.environ[FOLDER] = str(folder)
     # SIGINT is left out: on it the agent would end the workers instead of letting them finish their step.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(END_SIGNALS)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

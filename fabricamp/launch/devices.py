@@ -27,7 +27,8 @@ def resolve_devices(
     """Returns the torch device type and one device number per process of this machine.
 
     On the CPU the numbers only count the processes.  With an ``environment`` (this process was started by torchrun, SLURM, ...),
-    "auto" means one device per started process.  GPUs are counted without initialising CUDA: the process can still be forked.
+    "auto" means one device per started process, except on the CPU if fabricamp started them.  GPUs are counted without
+    initialising CUDA: the process can still be forked.
     """
     if accelerator not in ACCELERATORS and (cure := meant("accelerator", accelerator)):
         raise ConfigError(f"accelerator={accelerator!r} is not known{cure}")
@@ -41,7 +42,9 @@ def resolve_devices(
     wanted = _parse(devices)
     started = None if environment is None else environment.local_world_size
     if not available:
-        return "cpu", _cpu_processes(devices, wanted, started or 1)
+        # In processes that an earlier Trainer of the script has started, "auto" means what it means in a plain process.
+        automatic = 1 if environment is None or environment.name == "script" else environment.local_world_size
+        return "cpu", _cpu_processes(devices, wanted, automatic)
     if available == 1 and started is not None and wanted == started:
         # SLURM may make only one GPU visible to each task: the task's own.
         return "cuda", [0] * started

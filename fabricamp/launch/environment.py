@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from fabricamp.errors import ConfigError
 from fabricamp.launch.failures import report_uncaught
+from fabricamp.launch.on_first import note_end_at_exit
 from fabricamp.launch.start import STARTED_BY, end_with_starter
 from fabricamp.strategies.base import Environment
 
@@ -33,6 +34,8 @@ def detect() -> Environment | None:
         report_uncaught(to_the_starter=True)
         end_with_starter()
     environment = _from_variables(os.environ)
+    if started_by == "script" and environment is not None and environment.rank == 0:
+        note_end_at_exit()
     if environment is not None and started_by is None:
         report_uncaught(to_the_starter=False)
     return environment
@@ -71,9 +74,10 @@ def check_environment(environment: Environment | None, num_processes: int | None
     starter = environment.name
     if num_processes is not None and num_processes != environment.local_world_size:
         raise ConfigError(
-            f"devices asks for {num_processes} process(es) per machine, but {starter} started "
-            f"{environment.local_world_size} here; start as many with {starter}, or use "
-            f'devices={environment.local_world_size} or devices="auto"'
+            f"devices asks for {num_processes} process{'' if num_processes == 1 else 'es'} on each machine, but {starter} started "
+            f"{environment.local_world_size} on this one, and each of them runs this script; write "
+            f'devices={environment.local_world_size} or devices="auto", or start {num_processes} with {starter}. Trainers with '
+            "different devices can share a script that starts its processes itself (python train.py)"
         )
     nodes = -(-environment.world_size // environment.local_world_size)
     if num_nodes is not None and num_nodes not in (1, nodes):

@@ -76,6 +76,13 @@ def record_failure(error: BaseException, *, in_a_run: bool = False) -> None:
     _write(Path(path), f"{type(error).__name__}: {error}", error_text(error), first_time, code)
 
 
+def forget_failure() -> None:
+    """Removes this process's record: the script has caught the error, and goes on."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        Path(path).unlink(missing_ok=True)
+
+
 def exit_code_on_record() -> int:
     """Returns the exit code that belongs to the error recorded last; 1 if there is none."""
     return _last_code

@@ -23,7 +23,7 @@ import torch
 from fabricamp.errors import ConfigError
 from fabricamp.launch.agent import END_SIGNALS, run_agent
 from fabricamp.launch.failures import as_error, find_cause, report_uncaught
-from fabricamp.launch.start import check_fork, end_with_starter, rerun_command
+from fabricamp.launch.start import check_fork, end_with_starter, note_run, rerun_command
 from fabricamp.messages import LOGGER, level
 from fabricamp.rng import capture_rng, restore_rng
 
@@ -67,6 +67,7 @@ def run_function(
     """
     if start_method == "spawn":
         _check_not_being_imported()
+    note_run()
     with _placeholder_file_hidden(), tempfile.TemporaryDirectory(prefix="fabricamp-") as name:
         folder = Path(name)
         if start_method == "fork":

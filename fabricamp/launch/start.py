@@ -32,18 +32,41 @@ _METHODS: dict[str, StartMethod] = {"script": "script", "spawn": "spawn", "fork"
 # The directory at import: scripts usually change it later, and relative paths in their command line refer to this one.
 _STARTED_IN = Path.cwd()
 
+_ran_in = 0  # the id of the process in which a Trainer has run
+
+
+def note_run() -> None:
+    """Notes that a Trainer runs in this process, or in workers that it forks or spawns."""
+    global _ran_in  # noqa: PLW0603 - what matters is the whole process
+    _ran_in = os.getpid()
+
+
+def has_run() -> bool:
+    """Returns whether a Trainer has run in this process before: a script that runs again would repeat that."""
+    return _ran_in == os.getpid()
+
 
 def choose_start_method(requested: str | None = None) -> StartMethod:
     """Returns how to start the other processes: as ``Trainer(start_method=)`` asks, or a suitable method (None, "auto").
 
-    "script" runs the script again; "fork" is for notebooks and pytest (which cannot be run again); "spawn" is for
-    ``python -c``, stdin and an interactive interpreter.
+    "script" runs the script again; "fork" is for notebooks and pytest (which cannot be run again), and for a script in which a
+    Trainer has run before; "spawn" is for ``python -c``, stdin and an interactive interpreter.
     """
+    in_script_worker = os.environ.get(STARTED_BY) == "script"
     if requested is None or requested == "auto":
         if _in_notebook() or _under_pytest():
             return "fork"
-        return "script" if script_can_rerun() else "spawn"
+        if not script_can_rerun():
+            return "spawn"
+        if (in_script_worker or has_run()) and not torch.cuda.is_initialized():
+            return "fork"  # what has run is not repeated
+        return "spawn" if in_script_worker else "script"
     method = _METHODS[check_choice("start_method", requested, ("auto", *_METHODS))]
+    if method == "script" and in_script_worker:
+        raise ConfigError(
+            "start_method='script' would run the script again in processes of a Trainer that runs it already, with other devices; "
+            "use start_method='fork' or 'spawn' for a Trainer with more than one device that is not the script's first"
+        )
     if method == "script" and not script_can_rerun():
         raise ConfigError(
             "start_method='script' runs the script again in each process, and this process runs none (python -c, stdin, notebook "

@@ -320,7 +320,7 @@ class Strategy(LightningNames, NamesKeywords):
             except Exception as error:  # noqa: BLE001 - the other ranks wait for the result and have to get the error
                 failure = DistributedError(f"rank 0 failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
-        result, received = self.broadcast((result, failure and _portable(failure)))
+        result, received = self.broadcast((result, failure and portable(failure)))
         if received is not None:
             raise failure or received
         return cast("Value", result)
@@ -328,13 +328,13 @@ class Strategy(LightningNames, NamesKeywords):
     @final
     def agree(self, problem: FabricampError | None) -> None:
         """Raises on every rank if any rank has a ``problem``: the class of the first, the messages of all.  Every rank calls it."""
-        gathered = [problem] if self.world_size == 1 else self.all_gather_object(problem and _portable(problem))
+        gathered = [problem] if self.world_size == 1 else self.all_gather_object(problem and portable(problem))
         problems = [error for error in gathered if error is not None]
         if problems:
             raise reworded(problems[0], "; ".join(dict.fromkeys(map(str, problems)))) from problem
 
 
-def _portable(error: FabricampError) -> FabricampError:
+def portable(error: FabricampError) -> FabricampError:
     """Returns ``error`` as its nearest fabricamp class, because a class of a plugin or the user may not pickle."""
     family: type[FabricampError] = next(
         base for base in type(error).__mro__ if base.__module__ == FabricampError.__module__

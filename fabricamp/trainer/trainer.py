@@ -13,12 +13,13 @@ from fabricamp.engine.ending import end_fit, leave_interrupted
 from fabricamp.engine.run_file import recorded
 from fabricamp.engine.runner import Runner
 from fabricamp.engine.update import forward_train_batches
-from fabricamp.engine.workers import start_workers
+from fabricamp.engine.workers import run_on_first, start_workers
 from fabricamp.errors import CheckpointError, NothingToSaveError
 from fabricamp.precision import precision_from
 from fabricamp.profilers.base import profiler_from
 from fabricamp.state import RunState, TrainerFn
 from fabricamp.strategies import strategy_from
+from fabricamp.strategies.base import Environment
 from fabricamp.strategies.capabilities import check_members
 from fabricamp.trainer.arguments import (
     check_settings,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from fabricamp.module import TrainingModule
     from fabricamp.precision.base import Precision
     from fabricamp.profilers.profiler import Profiler
-    from fabricamp.strategies.base import Environment, Strategy
+    from fabricamp.strategies.base import Strategy
 
 
 class Trainer(TrainerProperties):
@@ -194,7 +195,7 @@ class Trainer(TrainerProperties):
         given = with_defaults(given, Trainer.__init__)
         settings = check_settings(given)
         given["precision"], environment, checkpoint_io = of_plugins(plugins, given["precision"])
-        environment, indices = self._choose_processes(given, settings.num_nodes, environment)
+        environment, indices, around = self._choose_processes(given, settings.num_nodes, environment)
         check_members(self.strategy)
         check_cuda_graph(settings, self.device_type, self.strategy)
         if settings.start_method == "auto":
@@ -210,21 +211,30 @@ class Trainer(TrainerProperties):
         own = as_callbacks(callbacks)
         give_checkpoint_io(checkpoint_io, self.strategy, own)
         self.callbacks: list[Callback] = []
-        self._runner = Runner(self, settings, environment, indices, own, default_callbacks(given, own))
+        self._runner = Runner(self, settings, environment, indices, own, default_callbacks(given, own), around)
 
     def _choose_processes(
         self, given: dict[str, Any], num_nodes: int, environment: Environment | None
-    ) -> tuple[Environment | None, list[int]]:
-        """Sets device type and strategy; returns the environment (None if no launcher started this process) and device indices."""
+    ) -> tuple[Environment | None, list[int], Environment | None]:
+        """Sets device type and strategy; returns the environment (None if no launcher started this process) and device indices.
+
+        Last comes the environment of the processes around this Trainer, if it runs on rank 0 alone.
+        """
         environment, devices = environment or launch.detect(), given["devices"]
         self.device_type, indices = launch.resolve_devices(given["accelerator"], devices, environment)
+        around = None
+        if launch.runs_on_first(environment, len(indices)):
+            around = environment
+            environment = None
         launch.check_environment(environment, None if devices == "auto" else len(indices), num_nodes)
         self.strategy = strategy_from(
             given["strategy"], len(indices) if environment is None else environment.world_size
         )
         if environment is not None:
             self.strategy.environment = environment
-        return environment, indices
+        elif around is not None:  # so that a script's `if trainer.is_global_zero` is true on rank 0 alone
+            self.strategy.environment = Environment(rank=around.rank)
+        return environment, indices, around
 
     # -- the four entry points ---------------------------------------------------------------------------------------------------
 
@@ -371,7 +381,8 @@ class Trainer(TrainerProperties):
         if Tuner(self).searches_for_lightnings(module, source):
             return None
         result = None
-        if runner.launches:
+        waits_for_first = runner.around is not None and not launch.is_on_first()
+        if waits_for_first or runner.launches:
             # As given, which may be a compiled module: each worker compiles its own step.
             of_workers = module if given is None else given
             run: Callable[[], Any] = functools.partial(
@@ -385,7 +396,8 @@ class Trainer(TrainerProperties):
                 weights_only,
                 **options,
             )
-            result = start_workers(runner, run, fn, module, source)
+            start = run_on_first if waits_for_first else start_workers
+            result = start(runner, run, fn, module, source)
         else:
             with runner.runs(fn):
                 runner.take_callbacks(module)
@@ -462,7 +474,9 @@ class Trainer(TrainerProperties):
             raise NothingToSaveError(
                 f"save_checkpoint({str(filepath)!r}): the Trainer has no module yet; call it in or after fit, validate or test"
             )
-        self._opened.save_checkpoint(str(filepath), weights_only=weights_only, write=write)
+        self._runner.for_all(
+            functools.partial(self._opened.save_checkpoint, str(filepath), weights_only=weights_only, write=write)
+        )
 
     def replace_schedules(self, scheduler: object) -> None:
         """Replaces all schedulers by ``scheduler``, which steps once per epoch; call it in hooks up to ``on_train_epoch_start``."""

@@ -188,6 +188,8 @@ class Tuner:
     def _run_in_processes(self, search: Callable[[Trainer], Any]) -> Any:
         """Runs the search here, or in processes that the Trainer starts; with "script" each one runs the script again."""
         runner = self._trainer._runner
+        if runner.around is not None and not launch.is_on_first():
+            return runner.for_all(functools.partial(self._run_in_processes, search))
         if not runner.launches:
             return search(self._trainer)
         start = launch.choose_start_method(runner.settings.start_method)

@@ -10,6 +10,7 @@ from fabricamp.launch import resolve_devices
 from fabricamp.strategies.base import Environment
 
 TWO_STARTED = Environment(world_size=2, local_world_size=2, name="torchrun")
+BY_AN_EARLIER_TRAINER = Environment(world_size=2, local_world_size=2, name="script")
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def gpus(monkeypatch):
         ("cpu", "2", None, [0, 1]),
         ("auto", 2, None, [0, 1]),
         ("cpu", "auto", TWO_STARTED, [0, 1]),
+        ("cpu", "auto", BY_AN_EARLIER_TRAINER, [0]),
     ],
 )
 def test_cpu_processes(gpus, accelerator, devices, environment, expected):

@@ -398,6 +398,13 @@ def test_start_methods_by_name():
         choose_start_method("spwan")
 
 
+def test_a_script_that_ranks_run_is_not_run_again(monkeypatch):
+    monkeypatch.setenv("FABRICAMP_STARTED_BY", "script")
+    assert choose_start_method() == "fork"
+    with pytest.raises(ConfigError, match=r"start_method='script' would run the script again .*'fork' or 'spawn'"):
+        choose_start_method("script")
+
+
 def test_start_method_of_plain_python(folder):
     """Tests ``-c`` and stdin; scripts are tested above."""
     names = "choose_start_method, script_can_rerun, interactive"
