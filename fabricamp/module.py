@@ -24,7 +24,7 @@ from fabricamp.errors import ConfigError, NotAttachedError, nearest
 from fabricamp.hooks import ModuleHooks, call_hook
 from fabricamp.ops.shards import device_of
 from fabricamp.precision.base import Clip
-from fabricamp.precision.torch_updates import clip_gradients
+from fabricamp.precision.torch_updates import clip_gradients, refuse_values_of_complex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -164,6 +164,7 @@ class TrainingModule(HyperparametersMixin, ExportMixin, ModuleHooks, nn.Module):
                 f"give a positive number, and 'norm' or 'value'{nearest(clip.algorithm, ('norm', 'value'))}"
             )
         own = optimizer.optimizer if isinstance(optimizer, ManagedOptimizer) else optimizer
+        refuse_values_of_complex(own, clip)
         clip_or_note = self._attachment.manual_clip or clip_gradients
         clip_or_note(own, clip)
 

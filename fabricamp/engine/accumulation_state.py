@@ -14,6 +14,7 @@ import torch
 from fabricamp.checkpoint.record import Section
 from fabricamp.checkpoint.shard_loading import full_gradient, sharded_gradients
 from fabricamp.ops.shards import is_shard, local
+from fabricamp.ops.tensors import HALF_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,9 +220,9 @@ def _restored(accumulation: StateDict, module: TrainingModule, update: Update, s
 
 def _unstacked(stacked: Tensor, rank: int | None) -> Tensor:
     """Returns one rank's tensor, or the mean of all if ``rank`` is None; for integers, which have no mean, rank 0's."""
-    if rank is not None or not stacked.is_floating_point():
+    if rank is not None or not (stacked.is_floating_point() or stacked.is_complex()):
         return stacked[rank or 0]
-    if stacked.dtype == torch.float64:
+    if stacked.dtype not in HALF_DTYPES:
         return stacked.mean(0)
     return stacked.float().mean(0).to(stacked.dtype)
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fabricamp.arguments.checks import check_choice, check_names, check_number
 from fabricamp.errors import ConfigError, OptimizationError
 from fabricamp.optimizers.refusals import owned_parameters
-from fabricamp.precision.torch_updates import demands_closure
+from fabricamp.precision.torch_updates import demands_closure, refuse_values_of_complex
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import Closure, OptimizerFace
@@ -158,6 +158,8 @@ def check_optimization(
             "gradient_clip_val works with automatic optimization only; call self.clip_gradients(...) in training_step"
         )
     for optimizer in optimizers:
+        if settings.clip is not None:
+            refuse_values_of_complex(optimizer, settings.clip)
         if not demands_closure(optimizer):
             continue
         name = type(optimizer).__name__

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from fabricamp.callbacks.amp_state import AmpState
 from fabricamp.callbacks.batch_size_finder import BatchSizeFinder
 from fabricamp.callbacks.divergence_check import DivergenceCheck
@@ -21,8 +23,6 @@ from fabricamp.strategies.base import ShardPlan
 from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fabricamp.engine.session import Session
 
 
@@ -100,20 +100,21 @@ def _plan(session: Session, *, filled_later: bool) -> ShardPlan:
     accumulates = session.settings.accumulates or (
         filled_later and session.settings.on_world_change == KEEP_GLOBAL_BATCH
     )
+    # Complex parameters keep their dtype at every level.
+    kept = [layer for layer in session.module.modules() if any(map(torch.is_complex, layer.parameters(recurse=False)))]
     if level is None:
-        return ShardPlan(accumulates=accumulates, filled_later=filled_later)
-    kept: list[nn.Module] = []
+        return ShardPlan(kept=frozenset(kept), accumulates=accumulates, filled_later=filled_later)
     if level.cast_model_type is not None:
         choice = {"keep_batchnorm_fp32": level.keep_batchnorm_fp32, "whole_step": level.whole_step}
         converted = set(modules_to_convert(session.module, **choice))
-        kept = [layer for layer in session.module.modules() if layer not in converted]
+        kept += [layer for layer in session.module.modules() if layer not in converted]
     elif level.cast_model_outputs is not None:
         raise ConfigError(
             f"OptLevel({level.name!r}, cast_model_outputs=...) with a strategy that shards is not offered; leave the option out"
         )
     elif level.autocast is not None:
         # Within autocast a BatchNorm takes half inputs, and weights in the dtype of its running values.
-        kept = [layer for layer in session.module.modules() if isinstance(layer, AnyBatchNorm)]
+        kept += [layer for layer in session.module.modules() if isinstance(layer, AnyBatchNorm)]
     return ShardPlan(
         compute_dtype=level.cast_model_type or level.autocast,
         stored_dtype=None if level.master_weights else level.cast_model_type,

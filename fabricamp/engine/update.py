@@ -23,6 +23,7 @@ from fabricamp.data import set_epoch
 from fabricamp.engine.overflow_policy import OverflowPolicy
 from fabricamp.engine.schedules import Schedules
 from fabricamp.errors import ConfigError, OptimizationError
+from fabricamp.gradients.memory import GradientMemory
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
 from fabricamp.ops.tensors import HALF_DTYPES
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from fabricamp.engine.loop import FitParts
     from fabricamp.engine.session import Session
     from fabricamp.gradients.flat import Gradients
-    from fabricamp.gradients.memory import GradientMemory
     from fabricamp.precision.base import Clip
     from fabricamp.precision.update_plan import UpdatePlan
 
@@ -622,9 +622,13 @@ class AccumulationTensors:
 
     def state(self, loss: Tensor) -> StateDict:
         """Returns the tensors, not copied, followed by the last micro-batch's ``loss``, with precision and ``accumulate``."""
-        sums = [tensor for memory in self._memories() for tensor in memory.tensors]
+        memories = self._memories()
+        sums = [tensor for memory in memories for tensor in memory.tensors]
         tensors = [*sums, *self._others(), loss]
-        state = {"level": self._level, "accumulate": self._accumulate, "tensors": tensors}
+        state: StateDict = {"level": self._level, "accumulate": self._accumulate, "tensors": tensors}
+        sparse = [dict(memory.sparse) for memory in memories]
+        if any(sparse):  # in one process only: they have no place among tensors that are stacked over the ranks
+            state["sparse"] = sparse
         return state if self._weights is None else {**state, "weighted": True}
 
     def load(self, state: StateDict) -> str:
@@ -637,11 +641,12 @@ class AccumulationTensors:
         saved = iter(state["tensors"][:-1])
         saved_sums = [list(islice(saved, len(memory.tensors))) for memory in memories]
         saved_others = list(saved)
-        fit = all(memory.fits(sums) for memory, sums in zip(memories, saved_sums, strict=True))
+        sparse = state.get("sparse", [{} for _ in memories])
+        fit = all(map(GradientMemory.fits, memories, saved_sums, sparse))
         if not fit or [tensor.shape for tensor in others] != [tensor.shape for tensor in saved_others]:
             return "this run sums gradients in tensors of other shapes"
-        for memory, sums in zip(memories, saved_sums, strict=True):
-            memory.take(sums)
+        for memory, sums, sparse_sums in zip(memories, saved_sums, sparse, strict=True):
+            memory.take(sums, sparse_sums)
         for tensor, value in zip(others, saved_others, strict=True):
             tensor.copy_(value)
         return ""

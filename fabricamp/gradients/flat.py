@@ -142,7 +142,9 @@ class Message:
             missing = [self.indices[slot] for slot in without]
         if self._complex:
             gradients = [
-                torch.view_as_real(gradient) if gradient is not None and gradient.is_complex() else gradient
+                torch.view_as_real(gradient.resolve_conj())
+                if gradient is not None and gradient.is_complex()
+                else gradient
                 for gradient in gradients
             ]
         try:

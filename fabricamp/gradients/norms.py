@@ -37,8 +37,11 @@ def norms_of(gradients: Mapping[str, Tensor], order: float) -> tuple[dict[str, T
 
 @torch.no_grad()
 def histogram_of(gradient: Tensor) -> Histogram:
-    """Returns the histogram of a gradient; without finite values its counts are 0."""
-    values = _values(gradient).flatten().double()
+    """Returns the histogram of a gradient, of the real and imaginary parts if it is complex; without finite values counts are 0."""
+    values = _values(gradient)
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    values = values.flatten().double()
     finite = values.isfinite()
     low = torch.where(finite, values, torch.inf).amin()
     high = torch.where(finite, values, -torch.inf).amax()

@@ -37,6 +37,8 @@ class Layouts:
             self._contiguous = _picker([row for row in range(len(rows)) if row not in strided])
         self._strided = _picker(list(strided))
         self._strides = [anchor.stride() for anchor in strided.values()]
+        lazy = [row for row, anchor in enumerate(rows) if anchor is not None and may_be_lazy(anchor)]
+        self._lazy = _picker(lazy) if lazy else None
 
     def learn(self, tensors: Sequence[Tensor | None]) -> None:
         """Stores the strides of ``tensors`` (none is None) as those of the rows: they may differ in dimensions of size 1."""
@@ -48,6 +50,8 @@ class Layouts:
 
         Checked in every step, because the same address may hold a tensor of another layout.
         """
+        if self._lazy is not None and any(tensor is not None and is_lazy(tensor) for tensor in self._lazy(tensors)):
+            return False
         contiguous = tensors if self._contiguous is None else self._contiguous(tensors)
         try:
             if not all(map(Tensor.is_contiguous, contiguous)):
@@ -96,8 +100,29 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def elements_of(tensor: Tensor) -> int:
+    """Returns how many numbers kernels read of ``tensor``: a complex element is two, its real and its imaginary part."""
+    return 2 * tensor.numel() if tensor.is_complex() else tensor.numel()
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Returns whether the values of ``tensor`` are the conjugates or the negatives of those in its memory."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def may_be_lazy(parameter: Tensor) -> bool:
+    """Returns whether autograd may leave a view that :func:`is_lazy` as the gradient of ``parameter``.
+
+    Views that conjugate are complex.  Those that negate are imaginary parts: only a single one is a gradient as it is, since
+    several are not next to each other in memory, and are copied.
+    """
+    return parameter.is_complex() or parameter.numel() == 1
+
+
 def same_layout(tensor: Tensor, anchor: Tensor) -> bool:
-    """Returns whether two tensors of one shape have the same memory order."""
+    """Returns whether two tensors of one shape have the same memory order, and ``tensor`` has its values in memory."""
+    if is_lazy(tensor):
+        return False
     if tensor.is_contiguous() and anchor.is_contiguous():
         return True
     if tensor.shape != anchor.shape:

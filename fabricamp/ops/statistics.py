@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from fabricamp.ops.shards import SharedRows
     from fabricamp.ops.table import Table
 
+_WIDE_OR_COMPLEX: Final = frozenset({torch.float64, torch.complex32, torch.complex64, torch.complex128})
+
 
 @torch.no_grad()
 def l2norm(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the norm of all tensors together (0-dim) and of each tensor (1-dim), summed and stored in fp32."""
+    """Returns the norm of all tensors together (0-dim) and of each tensor (1-dim), summed and stored in fp32.
+
+    Complex values count by their absolute value.
+    """
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device="cpu"), torch.zeros(0, dtype=torch.float32, device="cpu")
     if runs_kernels(tensors[0].device):
@@ -63,8 +68,8 @@ def gradient_statistics(
 def place_of_statistic(sizes: Sequence[int], index: int, device: torch.device) -> int | None:
     """Returns the index of the gradient that entry ``index`` of :func:`gradient_statistics` belongs to.
 
-    ``sizes``: the number of elements of each gradient.  Returns None if there is no such entry.  Not for ``shared`` gradients,
-    which have one entry each.
+    ``sizes``: the number of real numbers in each gradient (a complex element is two).  Returns None if there is no such entry.
+    Not for ``shared`` gradients, which have one entry each.
     """
     chunk_size = (
         tables.CHUNK_SIZE if runs_kernels(device) else max([*sizes, 1])
@@ -93,8 +98,13 @@ def _of_whole_rows(table: Table, partial: Tensor, shared: SharedRows) -> Tensor:
 
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns one fp32 norm per tensor, in order; fp64 tensors are summed in fp64 first."""
-    narrow = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
+    narrow = [tensor for tensor in tensors if tensor.dtype not in _WIDE_OR_COMPLEX]
     norms = iter(torch._foreach_norm(narrow, 2, dtype=torch.float32) if narrow else ())
-    return [
-        torch.linalg.vector_norm(tensor).float() if tensor.dtype is torch.float64 else next(norms) for tensor in tensors
-    ]
+    return [_norm_alone(tensor) if tensor.dtype in _WIDE_OR_COMPLEX else next(norms) for tensor in tensors]
+
+
+def _norm_alone(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return _norms([torch.view_as_real(tensor.resolve_conj())])[0]
+    norm: Tensor = torch.linalg.vector_norm(tensor)
+    return norm.float()

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from fabricamp.ops import bridge
 from fabricamp.ops.bridge import Kind
-from fabricamp.ops.layouts import Layouts, addresses, anchors, dtypes, same_layout
+from fabricamp.ops.layouts import Layouts, addresses, anchors, dtypes, elements_of, same_layout
 from fabricamp.ops.shards import SharedRows
 from fabricamp.ops.uploads import CAPTURES, is_capturing, lasting_memory, upload
 
@@ -134,7 +134,7 @@ class Table:
     # -- the matrix ------------------------------------------------------------------------------------------------------------
 
     def _lay_out_chunks(self) -> None:
-        sizes = [0 if anchor is None else anchor.numel() for anchor in self._anchors]
+        sizes = [0 if anchor is None else elements_of(anchor) for anchor in self._anchors]
         chunks = np.maximum((np.asarray(sizes, np.int64) + self._chunk_size - 1) // self._chunk_size, 1)
         self._lines[0] = np.concatenate(([0], np.cumsum(chunks)[:-1])) if sizes else 0
         self._lines[_SIZE] = sizes
@@ -175,7 +175,10 @@ class Table:
             if tensors[0] is None:
                 kinds.append(0)  # kernels skip this row, so its kind does not matter
                 continue
-            kind = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+            if len({tensor.is_complex() for tensor in tensors if tensor is not None}) > 1:
+                raise ValueError(f"row {row} of a table has complex and real tensors")
+            # Kernels read a complex row as real numbers, twice as many.
+            kind = tuple([None if tensor is None else tensor.dtype.to_real() for tensor in tensors])
             kinds.append(self._kinds.setdefault(kind, len(self._kinds)))
         aligned = self._lines[_COLUMNS : _COLUMNS + len(self._columns)] % _ALIGNMENT == 0
         self._others_aligned = aligned[1:].all(axis=0)

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fabricamp.errors import ConfigError
 from fabricamp.ops.bridge import runs_kernels
 from fabricamp.ops.table import table_of
 
@@ -20,10 +21,13 @@ def scale(
 ) -> None:
     """Writes ``sources * multiplier`` into ``destinations``, each value then clamped to +-``limit``.
 
-    The arithmetic is at least fp32 for all dtypes.  A destination may be its source.
+    The arithmetic is at least fp32 for all dtypes.  A destination may be its source.  Raises :class:`ConfigError` for a ``limit``
+    of complex values.
     """
     if not sources:
         return
+    if limit is not None and any(map(torch.is_complex, sources)):
+        raise ConfigError("complex values cannot be clamped to a limit; clip them by their norm")
     if runs_kernels(sources[0].device):
         table = table_of(sources, destinations)
         table.launch("tensors", "scale", *_factor(multiplier, table.device), -1.0 if limit is None else float(limit))

@@ -15,6 +15,7 @@ from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import Gradients
 from fabricamp.gradients.memory import GradientMemory
 from fabricamp.ops.shards import SharedRows, any_shard, local, local_gradient
+from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import MasterWeights, adopt
 from fabricamp.precision.nonfinite_tracker import GradStatsRecord, NonFiniteTracker
@@ -60,7 +61,9 @@ class ParamGradMap:
         """For each master the half parameter that a fused step rounds it to; None if it is the model parameter itself."""
         self.sums = sums
         """Whether :attr:`memory` sums the gradients of micro-batches; ``.grad`` then holds those of one micro-batch."""
-        self.memory = GradientMemory((), sums=sums)
+        # Fused optimizers take dense gradients, and an exchange makes the sums dense.
+        keeps_sparse = not exchanged and not isinstance(optimizer, FusedOptimizer)
+        self.memory = GradientMemory((), sums=sums, keeps_sparse=keeps_sparse)
         self.shown: list[Tensor | None] | None = None
         """The masters' gradients as hooks got them; None if the next step shows them to no hook."""
         self.shown_found_inf: Tensor | None = None
@@ -69,6 +72,8 @@ class ParamGradMap:
         """Whether ``.grad`` of masters was written since the last :meth:`clear`."""
         self.stats_record: GradStatsRecord | None = None
         """The statistics of a launched step, until the host has recorded them."""
+        self.is_complex = False
+        """Whether a parameter is complex."""
         self._masters = masters
         self._exchanged = exchanged
         self.grad_of: Callable[[Tensor], Tensor | None] = _grad
@@ -87,6 +92,7 @@ class ParamGradMap:
         if self._masters is not None:
             adopt(self._masters, self.optimizer)
         self.master_params = owned_parameters(self.optimizer)
+        self.is_complex = any(map(torch.is_complex, self.master_params))
         self._shared_rows = SharedRows.of(self.master_params)
         self.grad_of = local_gradient if any_shard(self.master_params) else _grad
         self.memory.hold(model_params)
@@ -119,10 +125,13 @@ class ParamGradMap:
     def gather(self, gradients: Gradients) -> list[Gradient]:
         """Returns the accumulated gradients: those given, this process's sums, or each ``.grad``."""
         self.refresh()
-        gradients = self._located(gradients)
+        values = self._values(self._located(gradients))
+        if self.is_complex:
+            # Autograd may leave a conjugate view, which kernels would have to copy in each launch.
+            values = [None if value is None else value.resolve_conj() for value in values]
         return [
             Gradient(model_param, master, value)
-            for (model_param, master), value in zip(self._pairs(), self._values(gradients), strict=True)
+            for (model_param, master), value in zip(self._pairs(), values, strict=True)
             if value is not None
         ]
 
@@ -202,17 +211,9 @@ def create_grad(gradient: Gradient) -> tuple[Tensor, Tensor]:
     """Creates the master's ``.grad`` in its dtype, not filled yet; returns (source values, destination values)."""
     _, master, value = gradient
     if value.is_sparse:
-        value = value.coalesce()
-        master.grad = torch.sparse_coo_tensor(
-            value.indices(),
-            value.values().to(master.dtype, copy=True),
-            value.shape,
-            dtype=master.dtype,
-            device=value.device,
-            is_coalesced=True,
-            check_invariants=False,
-        )
-        return value.values(), master.grad.values()
+        # Widened first: the parts of one row are added here.
+        master.grad = value.to(master.dtype).coalesce()
+        return master.grad.values(), master.grad.values()
     if value.dtype == master.dtype:
         master.grad = value
         return value, value

@@ -9,6 +9,7 @@ import inspect
 import logging
 import operator
 from collections.abc import Callable
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
@@ -17,14 +18,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricamp import ops
+from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import Gradients
 from fabricamp.ops.shards import SharedRows, any_shard, local_gradient
-from fabricamp.optimizers.refusals import owned_parameters
+from fabricamp.optimizers.refusals import name_of, owned_parameters
 
 if TYPE_CHECKING:
     from fabricamp.precision.base import Clip
 
 logger = logging.getLogger("fabricamp")
+
+_grad: Final = operator.attrgetter("grad")
+_is_sparse: Final = operator.attrgetter("is_sparse")
 
 
 def may_skip(optimizer: Optimizer) -> bool:
@@ -111,13 +116,46 @@ def clip_gradients(optimizer: Optimizer, clip: Clip) -> None:
 
     Sharded gradients are clipped shard by shard, with one exchange in total; torch would exchange a norm per parameter.
     """
-    parameters = [parameter for parameter in owned_parameters(optimizer) if parameter.grad is not None]
+    parameters = owned_parameters(optimizer)
+    gradients = list(map(_grad, parameters))  # read once: with many parameters this takes as long as the checks below
+    if not all(map(operator.is_not, gradients, repeat(None))):
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = list(map(_grad, parameters))
     if any_shard(parameters):
         _clip_shards(optimizer, parameters, clip)
-    elif clip.algorithm == "norm":
+        return
+    if any(map(_is_sparse, gradients)):
+        parameters = list(map(_with_values_as_grad, parameters))
+    if clip.algorithm == "norm":
         torch.nn.utils.clip_grad_norm_(parameters, clip.value)
     else:
         torch.nn.utils.clip_grad_value_(parameters, clip.value)
+
+
+def refuse_values_of_complex(optimizer: Optimizer, clip: Clip) -> None:
+    """Raises :class:`ConfigError` if ``clip`` is by value and a parameter of ``optimizer`` is complex: its values have no order."""
+    if clip.algorithm != "value":
+        return
+    for index, parameter in enumerate(owned_parameters(optimizer)):
+        if parameter.is_complex():
+            raise ConfigError(
+                f"gradients are clipped by value, but {name_of(optimizer, index)} of {type(optimizer).__name__} is complex "
+                f"({parameter.dtype}), and complex values have no order; clip by norm: gradient_clip_algorithm='norm'"
+            )
+
+
+def _with_values_as_grad(parameter: Tensor) -> Tensor:
+    """Returns ``parameter``, or for a sparse ``.grad`` a tensor whose dense ``.grad`` is the memory of its values.
+
+    torch's functions cannot clip a sparse gradient.  Its values have the same norm, once those of one position are added.
+    """
+    if parameter.grad is None or not parameter.grad.is_sparse:
+        return parameter
+    parameter.grad = parameter.grad.coalesce()
+    values = parameter.grad.values()
+    stand_in = torch.empty_like(values)
+    stand_in.grad = values
+    return stand_in
 
 
 _SHARED_ROWS: Final[WeakKeyDictionary[Optimizer, tuple[list[Tensor], SharedRows | None]]] = WeakKeyDictionary()

@@ -52,6 +52,7 @@ from fabricamp import ops
 from fabricamp.errors import ConfigError
 from fabricamp.gradients.flat import IN_PLACE, Gradients
 from fabricamp.gradients.memory import GradientMemory
+from fabricamp.ops.layouts import elements_of
 from fabricamp.ops.tensors import HALF_DTYPES
 from fabricamp.optimizers import FusedOptimizer
 from fabricamp.optimizers.refusals import owned_parameters
@@ -349,6 +350,12 @@ class ScaledStages(Stages):
         tracker = NonFiniteTracker(optimizer, stat_offset=number * scaling.stats_per_optimizer)
         strategy = scaling.strategy
         exchanged = scaling.sums and strategy.distributed and strategy.world_size > 1
+        if exchanged and isinstance(optimizer, torch.optim.SparseAdam):
+            raise ConfigError(
+                f"SparseAdam updates from sparse gradients only, and precision {scaling.name!r} exchanges the fp32 sums of several "
+                "micro-batches or losses as dense ones; take torch.optim.SGD or Adagrad, accumulate_grad_batches=1, or precision "
+                "'O1' or 'O4'"
+            )
         self.params = ParamGradMap(optimizer, scaling.masters, tracker, sums=scaling.sums, exchanged=exchanged)
         if gradients_elsewhere:
             # zero_grad has to clear these gradients too.
@@ -597,7 +604,12 @@ class ScaledStages(Stages):
         statistics = ops.gradient_statistics(gradients, scale, divisor, shared=shared)
         self._finish(statistics, scale, divisor, max_norm, loss)
         # Sharded gradients have one statistic each, others one per chunk of their elements.
-        sizes = [gradient.numel() for gradient in gradients] if shared is None else [1] * len(gradients)
+        if shared is not None:
+            sizes = [1] * len(gradients)
+        elif params.is_complex:
+            sizes = list(map(elements_of, gradients))
+        else:
+            sizes = [gradient.numel() for gradient in gradients]
         params.stats_record = GradStatsRecord(statistics, (masters, sizes))
 
     def _run(self, run: Callable[[], object] | None, found_inf: Tensor) -> None:

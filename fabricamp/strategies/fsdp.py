@@ -284,12 +284,17 @@ class FSDP(ProcessGroupStrategy, Sharding):
         full = MixedPrecisionPolicy(cast_forward_inputs=False)
         after: bool | int | None = self.reshard_after_forward
         # torch gathers the parameters of one call in one dtype: modules that keep theirs get a call of their own.
+        together = []
         for module in modules:
             has_parameters = next(module.parameters(recurse=False), None) is not None
             if module in plan.kept and module is not unit.module and has_parameters:
+                self._refuse_several_dtypes([module])
                 fully_shard(
                     module, mesh=self._mesh, reshard_after_forward=after, mp_policy=full, offload_policy=offload
                 )
+            else:
+                together.append(module)
+        self._refuse_several_dtypes(together)
         if is_root and after is not False:
             # The root's parameters are needed again when backward begins; None lets torch keep them gathered.
             after = None
@@ -297,6 +302,23 @@ class FSDP(ProcessGroupStrategy, Sharding):
         if policy.param_dtype is not None:
             self._cast_units.append((unit.module, policy.param_dtype))
         fully_shard(unit.module, mesh=self._mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=offload)
+
+    def _refuse_several_dtypes(self, modules: Sequence[nn.Module]) -> None:
+        """Raises :class:`ConfigError` if trained parameters of ``modules`` themselves, gathered by one call, differ in dtype."""
+        of_dtype: dict[torch.dtype, Tensor] = {}
+        for module in modules:
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    of_dtype.setdefault(parameter.dtype, parameter)
+        if len(of_dtype) < 2:
+            return
+        assert self._module is not None
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        listed_names = " and ".join([f"{names[id(parameter)]} ({dtype})" for dtype, parameter in of_dtype.items()])
+        raise ConfigError(
+            f"strategy='fsdp' gathers {listed_names} together, which takes one dtype; give complex parameters a module of their "
+            "own (with a forward) and others the same dtype, or use strategy='ddp'"
+        )
 
     def _wrap_steps(self, module: nn.Module) -> None:
         """Makes each of the user's steps gather the parameters outside of all units, as a forward does."""

@@ -373,6 +373,26 @@ def test_sparse_gradients_are_looked_at_and_named(kernel_device):
         assert "of b.weight were not finite at step 0 (loss" in precision.verdicts.explain(1)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_complex_gradients_are_looked_at_and_named(kernel_device, level):
+    """Their statistics have two numbers per element, so that a later parameter is found behind them."""
+    module = nn.ParameterDict({name: torch.ones(100, dtype=torch.complex64) for name in "abc"})
+    module.to(kernel_device)
+    precision = precision_from(level, "stop")
+    precision.convert_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    precision.setup_optimizers(module, [optimizer], Strategy())
+    before = [p.detach().clone() for p in module.parameters()]
+    bad = torch.ones(100, device=kernel_device)
+    bad[-1] = float("inf")
+    loss = precision.forward(lambda: module["a"].real.sum() + (module["b"].imag * bad).sum() + module["c"].real.sum())
+    precision.backward(loss)
+    precision.step(optimizer, loss=loss)
+    precision.verdicts.close_window(loss)
+    assert same(before, [p.detach() for p in module.parameters()])
+    assert "of b were not finite at step 0 (loss" in precision.verdicts.explain(1)
+
+
 def test_what_cannot_work_is_refused_by_name():
     module, precision = Net(), precision_from("O0", "raise")
     precision.convert_module(module)
