@@ -248,6 +248,16 @@ def compiled_by_user(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or uncompiled(module)[0] is not module
 
 
+def inner_schedules(schedule: object) -> list[Any]:
+    """Returns the schedules within torch's SequentialLR or ChainedScheduler; none within any other."""
+    return list(getattr(schedule, "_schedulers", ()))
+
+
+def milestones_of(schedule: Any) -> list[int]:
+    """Returns the steps at which torch's SequentialLR goes on to its next schedule."""
+    return list(schedule._milestones)
+
+
 class CompilerOptions(NamedTuple):
     """Options that a module was compiled with."""
 

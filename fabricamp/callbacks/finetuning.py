@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,6 +17,7 @@ from fabricamp._utils import lightning_alias
 from fabricamp.arguments.checks import check_kind
 from fabricamp.callbacks.base import Callback
 from fabricamp.errors import CheckpointError, ConfigError
+from fabricamp.optimizers.later_groups import refuse_later_group
 from fabricamp.optimizers.refusals import owned_parameters
 from fabricamp.precision.master_weights import module_parameter
 from fabricamp.precision.torch_updates import demands_closure
@@ -23,6 +25,7 @@ from fabricamp.torch_private import AnyBatchNorm
 
 if TYPE_CHECKING:
     from fabricamp._utils.types import StateDict
+    from fabricamp.engine.optimizer_setup import SchedulerConfig
     from fabricamp.module import TrainingModule
     from fabricamp.trainer import Trainer
 
@@ -40,11 +43,12 @@ class BaseFinetuning(Callback):
     """Base class of callbacks that train parts of a module from a later epoch on.
 
     ``freeze_before_training`` runs at the beginning of a fit, before ``configure_optimizers``: give the optimizer only parameters
-    that require gradients there.  ``finetune_function`` runs before each epoch, for each optimizer.  A resumed run has the same
-    parameter groups and frozen parameters.
+    that require gradients there.  ``finetune_function`` runs before each epoch, for each optimizer; it adds groups, and leaves
+    those that are there.  A resumed run has the same parameter groups and frozen parameters.
 
     Raises:
-        ConfigError: for an optimizer that takes one group of parameters (LBFGS).
+        ConfigError: for an optimizer that takes one group of parameters (LBFGS), for a group whose parameters ``finetune_function``
+            changes in place, and for a schedule that has no learning rate for a new group.
 
     Example:
         >>> class FromTheSecondEpoch(BaseFinetuning):
@@ -197,7 +201,9 @@ class BaseFinetuning(Callback):
         if self._state.get("epoch") == trainer.current_epoch:
             return
         for optimizer in trainer.optimizers:
+            before = [(group, list(group["params"])) for group in optimizer.param_groups]
             self.finetune_function(pl_module, trainer.current_epoch, optimizer)
+            self._refuse_changes_in_place(optimizer, before)
         self._record(trainer, pl_module)
 
     def state_dict(self) -> StateDict:
@@ -208,6 +214,17 @@ class BaseFinetuning(Callback):
         """Restores the parameter groups, before the optimizers' states are loaded."""
         self._state = dict(state_dict)
         self._restore()
+
+    def _refuse_changes_in_place(self, optimizer: Optimizer, before: list[tuple[dict[str, Any], list[Any]]]) -> None:
+        for number, (group, parameters) in enumerate(before):
+            is_there = number < len(optimizer.param_groups) and optimizer.param_groups[number] is group
+            if not is_there or [*map(id, group["params"])] != [*map(id, parameters)]:
+                raise ConfigError(
+                    f"{type(self).__name__}.finetune_function has changed group {number} of {type(optimizer).__name__} in place "
+                    f"({len(parameters)} parameters before, {len(group['params'])} now): a resumed run, whose optimizer is built "
+                    "without the change, could not load its state; leave the groups as they are, and add another by "
+                    "self.unfreeze_and_add_param_group(...) or optimizer.add_param_group({...})"
+                )
 
     def _record(self, trainer: Trainer, module: TrainingModule) -> None:
         """Stores the parameter groups, with parameters by name, and the names of trainable parameters and layers."""
@@ -320,6 +337,19 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "previous_backbone_lr"})
 
+    def on_fit_start(self, trainer: Trainer, pl_module: TrainingModule) -> None:
+        """Checks the optimizers, and whether their schedules can take the backbone's group."""
+        super().on_fit_start(trainer, pl_module)
+        epoch = self.unfreeze_backbone_at_epoch
+        if trainer.current_epoch > epoch or 0 <= trainer.max_epochs <= epoch:
+            return
+        for config in trainer.lr_scheduler_configs:
+            refuse_later_group(
+                config.scheduler,
+                _schedule_steps(trainer, config, epoch),
+                f"BackboneFinetuning adds a parameter group at epoch {epoch}",
+            )
+
     def freeze_before_training(self, pl_module: TrainingModule) -> None:
         """Freezes the backbone, except for its BatchNorm."""
         if not isinstance(getattr(pl_module, "backbone", None), Module):
@@ -350,6 +380,17 @@ class BackboneFinetuning(BaseFinetuning):
                 "learning rate %s, of the backbone %s",
                 round(others, self.rounding), round(rate, self.rounding),
             )  # fmt: skip
+
+
+def _schedule_steps(trainer: Trainer, config: SchedulerConfig, epoch: int) -> float:
+    """Returns how many steps a schedule makes before ``epoch``; infinite where only the run will tell."""
+    if not trainer.module.automatic_optimization:
+        return math.inf
+    if config.interval == "epoch":
+        return epoch // config.frequency
+    if not math.isfinite(trainer.num_training_batches):
+        return math.inf
+    return epoch * math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) // config.frequency
 
 
 def _any_equal(parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch.optim import Optimizer
+
 from fabricamp._utils import lightning_alias
 from fabricamp.errors import ConfigError
 from fabricamp.hooks import overrides
 from fabricamp.module import TrainingModule
+from fabricamp.optimizers.later_groups import check_later_groups
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +36,14 @@ class Schedules:
         self.sort()
 
     def sort(self) -> None:
-        """Sorts the present schedulers by interval: hooks before an epoch may have replaced them."""
+        """Sorts the present schedulers by interval: hooks before an epoch may have replaced them, or added parameter groups."""
         configs = self._configs
+        for config in configs:
+            optimizer = getattr(config.scheduler, "optimizer", None)
+            if isinstance(optimizer, Optimizer):
+                groups = len(optimizer.param_groups)
+                when = f"{type(optimizer).__name__} has {groups} parameter groups since a hook has added one"
+                check_later_groups(config.scheduler, optimizer, when)
         self.by_step = [config for config in configs if config.interval == "step"]
         """The schedulers that step by steps."""
         self._by_epoch = [config for config in configs if config.interval == "epoch" and not config.reduce_on_plateau]

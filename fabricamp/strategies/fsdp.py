@@ -193,6 +193,12 @@ class FSDP(ProcessGroupStrategy, Sharding):
                 f"{type(module).__name__} is sharded already, by fully_shard or a run that has failed; build it anew, and leave "
                 "the sharding to FSDP(units=[...])"
             )
+        scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+        if scalars:
+            raise ConfigError(
+                f"fsdp shards parameters along their first dimension, and {', '.join(scalars):.300} of {type(module).__name__} "
+                "has none; give it one element, as nn.Parameter(torch.zeros(1)), or take strategy='ddp'"
+            )
 
     def _check_ranks(self) -> None:
         sharing, remainder = divmod(self.world_size, self.replicate * self.tensor_parallel)

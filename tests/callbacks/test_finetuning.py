@@ -234,3 +234,165 @@ def test_what_cannot_work_is_refused(tmp_path):
     cut.save_checkpoint(tmp_path / "cut.ckpt")
     with pytest.raises(CheckpointError, match="parameter groups of optimizer 0.*differ from those of the resumed run"):
         fit(Stages(train_bn=True), ckpt_path=tmp_path / "cut.ckpt")
+
+
+# -- schedules, and groups that come later -------------------------------------------------------------------------------------
+
+
+S = torch.optim.lr_scheduler
+WARM_UP = {"start_factor": 0.1, "total_iters": 2}
+WORKS = {
+    "StepLR": lambda o: S.StepLR(o, 1, 0.5),
+    "MultiStepLR": lambda o: S.MultiStepLR(o, [1, 2], 0.5),
+    "ExponentialLR": lambda o: S.ExponentialLR(o, 0.5),
+    "PolynomialLR": lambda o: S.PolynomialLR(o, 8),
+    "CosineAnnealingLR": lambda o: S.CosineAnnealingLR(o, 8),
+    "CosineAnnealingLR that restarts": lambda o: S.CosineAnnealingLR(o, 2),
+    "a warm-up that has ended": lambda o: S.LinearLR(o, 0.1, total_iters=1),
+    "a constant that has ended": lambda o: S.ConstantLR(o, 0.5, 1),
+    "a sequence in its last schedule": lambda o: S.SequentialLR(
+        o, [S.LinearLR(o, 0.1, total_iters=1), S.CosineAnnealingLR(o, 8)], [1]
+    ),
+    "a chain": lambda o: S.ChainedScheduler([S.ExponentialLR(o, 0.5), S.LinearLR(o, 0.1, total_iters=1)]),
+}
+REFUSED = {
+    "LambdaLR": lambda o: S.LambdaLR(o, lambda epoch: 0.5**epoch),
+    "MultiplicativeLR": lambda o: S.MultiplicativeLR(o, lambda epoch: 0.5),
+    "ConstantLR": lambda o: S.ConstantLR(o, 0.5, 4),
+    "LinearLR": lambda o: S.LinearLR(o, **WARM_UP),
+    "CyclicLR": lambda o: S.CyclicLR(o, 0.01, 0.1),
+    "OneCycleLR": lambda o: S.OneCycleLR(o, 0.1, total_steps=40),
+    "CosineAnnealingWarmRestarts": lambda o: S.CosineAnnealingWarmRestarts(o, 2),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+    "SequentialLR": lambda o: S.SequentialLR(o, [S.StepLR(o, 1), S.ExponentialLR(o, 0.9)], [3]),
+    "SequentialLR of a LambdaLR": lambda o: S.SequentialLR(o, [S.StepLR(o, 1), S.LambdaLR(o, lambda epoch: 1.0)], [1]),
+    "ChainedScheduler": lambda o: S.ChainedScheduler([S.StepLR(o, 1), S.LinearLR(o, **WARM_UP)]),
+    "ReduceLROnPlateau": lambda o: S.ReduceLROnPlateau(o, min_lr=[1e-3]),
+}
+
+
+class Scheduled(Net):
+    make = None
+    interval = "epoch"
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.scheduler = type(self).make(optimizer)
+        return [optimizer], [{"scheduler": self.scheduler, "interval": self.interval, "monitor": "loss"}]
+
+
+class Adds(BaseFinetuning):
+    """Adds the backbone at epoch 1 with a rate of its own, and notes the rates before each step of a schedule by epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.7)
+        self.rates.append([group["lr"] for group in optimizer.param_groups])
+
+
+def scheduled(make, callback, **options):
+    module = type("Made", (Scheduled,), {"make": staticmethod(make), "interval": options.pop("interval", "epoch")})()
+    quiet_trainer(callbacks=[callback], **{"max_epochs": 4, **options}).fit(module, loader(16, 4))
+    return module
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_a_group_that_comes_later_follows_the_schedule_from_its_own_rate(name):
+    callback = Adds()
+    scheduled(WORKS[name], callback)
+    alone = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = WORKS[name](alone)
+    factors = []
+    for _ in range(4):
+        factors.append(alone.param_groups[0]["lr"])
+        alone.step()
+        schedule.step()
+    assert [rates[0] for rates in callback.rates] == pytest.approx(factors)
+    later = [rates[1] for rates in callback.rates[1:]]
+    assert later[0] == 0.7
+    if "restarts" in name:
+        assert later[1] == pytest.approx(0.0)
+        assert later[2] == pytest.approx(0.7 * 0.5)  # the cosine's way back, towards the rate with which it began
+    else:
+        assert later == pytest.approx([0.7 * factor / factors[1] for factor in factors[1:]])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_schedule_that_has_no_rate_for_the_group_is_refused(name):
+    begun = []
+
+    class Begun(BackboneFinetuning):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            begun.append(batch_idx)
+
+    kind = name.split()[0]
+    with pytest.raises(
+        ConfigError, match=rf"BackboneFinetuning adds a parameter group at epoch 1, and {kind} .*StepLR.*make_trainable"
+    ):
+        scheduled(REFUSED[name], Begun(1))
+    assert begun == []
+    if name != "ReduceLROnPlateau":
+        scheduled(REFUSED[name], Begun(9))  # never in this run
+    with pytest.raises(ConfigError, match=rf"SGD has 2 parameter groups since a hook has added one, and {kind} "):
+        scheduled(REFUSED[name], Adds())
+    assert len(set(begun)) <= 4
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_warm_up_by_steps_that_ends_before_the_group_comes(accumulate):
+    def warm_up(steps):
+        return lambda optimizer: S.LinearLR(optimizer, 0.1, total_iters=steps)
+
+    options = {"interval": "step", "accumulate_grad_batches": accumulate}
+    scheduled(warm_up(8 // accumulate), BackboneFinetuning(2), **options)
+    with pytest.raises(ConfigError, match="LinearLR would raise its learning rate above the given one"):
+        scheduled(warm_up(8 // accumulate + 1), BackboneFinetuning(2), **options)
+
+
+def test_a_schedule_that_its_author_has_extended_is_taken():
+    class Extends(Adds):
+        def finetune_function(self, pl_module, epoch, optimizer):
+            super().finetune_function(pl_module, epoch, optimizer)
+            if epoch == 1:
+                pl_module.scheduler.base_lrs.append(0.7)
+                pl_module.scheduler.lr_lambdas.append(lambda epoch: 1.0)
+
+    callback = Extends()
+    scheduled(REFUSED["LambdaLR"], callback)
+    assert [rates[1:] for rates in callback.rates] == [[], [0.7], [0.7], [0.7]]
+
+
+@pytest.mark.parametrize("precision", ["O0", "O2"])
+@pytest.mark.parametrize("change", ["extended", "shortened", "replaced", "removed"])
+def test_a_group_that_is_changed_in_place_is_refused_when_it_is(change, precision):
+    class Changes(Adds):
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch != 1:
+                return
+            group = optimizer.param_groups[0]
+            if change == "extended":
+                self.make_trainable(pl_module.backbone)
+                group["params"].extend(pl_module.backbone.parameters())
+            elif change == "shortened":
+                del group["params"][-1]
+            elif change == "replaced":
+                optimizer.param_groups[0] = dict(group)
+            else:
+                optimizer.param_groups.clear()
+
+    with pytest.raises(
+        ConfigError, match=r"Changes.finetune_function has changed group 0 of SGD in place .*unfreeze_and_add_param"
+    ):
+        fit(Changes(), precision=precision)

@@ -389,3 +389,18 @@ def test_several_processes_evaluate_in_inference_mode():
     copies = FSDP(replicate=2)
     copies.environment = Environment(world_size=2)
     assert not copies.allows_inference_mode()
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_without_a_dimension_are_named(entry, frozen):
+    class Scaled(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.temperature = torch.nn.Parameter(torch.tensor(1.0), requires_grad=not frozen)
+            self.net.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    trainer = quiet_trainer(strategy="fsdp", max_epochs=1)
+    words = r"temperature, net.scale of Scaled has none; give it one element, .*zeros\(1\)"
+    with pytest.raises(ConfigError, match=words):
+        getattr(trainer, entry)(Scaled(), loader(8))
