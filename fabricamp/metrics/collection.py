@@ -418,13 +418,14 @@ class Metrics(Recording):
 
     def published(self) -> dict[str, Any]:
         """Returns the values published last, as plain values; uses no collective."""
+        taken = {key: list(schedules) for key, schedules in self._taken.items() if schedules}
         return {
             "callback_metrics": dict(self.reduced),
             "logged_metrics": dict(self.logged),
             "progress_bar_metrics": dict(self.progress_bar_metrics),
             "user_entries": as_numbers(self._callback_view.user_entries),
             "dtypes": self._dtypes.state_dict(),
-            "taken": {key: list(schedules) for key, schedules in self._taken.items() if schedules},
+            **({"taken": taken} if taken else {}),
         }
 
     def take_published(self, shown: dict[str, Any], first: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of an earlier version in other forms than one file of one process: runs go on from them.
+"""Checkpoints of an earlier version that two ranks wrote as folders: runs go on from them.
 
 ``checkpoints/`` holds them, named by the commit that wrote them: ``python -m tests.earlier_versions.test_checkpoints FOLDER NAME``.
 """
@@ -15,10 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from fabricamp import Callback, TrainingModule
-from fabricamp.callbacks import EMA
 from fabricamp.checkpoint import read_checkpoint
 from fabricamp.optimizers import FusedAdam
-from fabricamp.rng import isolate_rng
 from tests.distributed.ranks import run_ranks
 from tests.small import data, quiet_trainer
 
@@ -45,22 +43,6 @@ class Net(TrainingModule):
 
     def configure_optimizers(self):
         return FusedAdam(self.parameters(), lr=0.01)
-
-
-class Manual(Net):
-    """Two optimizers, each stepped every second micro-batch."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()[batch_idx % 2]
-        self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def configure_optimizers(self):
-        return FusedAdam([self.net.weight], lr=0.01), torch.optim.SGD([self.net.bias], lr=0.1, momentum=0.9)
 
 
 class Cut(Callback):
@@ -103,16 +85,6 @@ def sharded(path, ckpt_path=None):
     return module.seen, trainer.callbacks[0], trainer.global_step, None if weight.is_meta else weight  # rank 0 has it
 
 
-def by_hand(path, ckpt_path=None):
-    """A fit that is stepped by hand, with averaged weights."""
-    module = Manual()
-    trainer = quiet_trainer(
-        max_steps=STEPS, callbacks=[EMA(0.5), Cut(path) if ckpt_path is None else Begins(path)], precision="O2"
-    )
-    trainer.fit(module, DataLoader(data(24), 4, shuffle=True), ckpt_path=ckpt_path)
-    return module.seen, trainer.callbacks[1], trainer.global_step, module.net.weight.detach().clone()
-
-
 def assert_goes_on(straight, resumed, restored, file):
     (seen, cut, steps, weights), (rest, begins, same_steps, same_weights) = straight, resumed
     assert rest == seen[cut.seen :]  # the same samples in the same order, from where it was cut
@@ -125,18 +97,6 @@ def assert_goes_on(straight, resumed, restored, file):
         if name in written:
             torch.testing.assert_close(found[name], written[name], rtol=0, atol=0)
     return written, found
-
-
-@pytest.mark.parametrize("file", sorted(FILES.glob("*-manual.ckpt")), ids=lambda file: file.stem)
-def test_a_run_that_is_stepped_by_hand_goes_on(file, tmp_path):
-    with isolate_rng():
-        torch.manual_seed(3)
-        straight = by_hand(tmp_path / "cut.ckpt")
-        torch.manual_seed(4)
-        resumed = by_hand(tmp_path / "restored.ckpt", file)
-    written, _ = assert_goes_on(straight, resumed, tmp_path / "restored.ckpt", file)
-    assert file.stat().st_size < 45_000
-    assert not torch.equal(written["state_dict"]["net.weight"], written["current_model_state"]["net.weight"])
 
 
 def two_fits(folder, file):
@@ -162,13 +122,11 @@ def test_a_run_of_shards_goes_on(file, tmp_path):
 
 
 def test_there_are_files():
-    assert {one.name.partition("-")[2] for one in FILES.iterdir()} == {"fsdp.ckpt", "manual.ckpt"}
+    assert {one.name.partition("-")[2] for one in FILES.iterdir()} == {"fsdp.ckpt"}
 
 
 def write(folder, name):
     folder.mkdir(exist_ok=True)
-    torch.manual_seed(3)
-    by_hand(folder / f"{name}-manual.ckpt")
 
     def write_shards():
         torch.manual_seed(3)
